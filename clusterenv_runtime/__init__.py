@@ -1,0 +1,50 @@
+"""Keep your training loop; put its environments anywhere.
+
+    from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+
+    envs = ClusterEnv([lambda: gym.make("CartPole-v1") for _ in range(8)], num_workers=2, kl_threshold=0.05)
+    policy = CategoricalPolicy(actor)  # any nn.Module: observations -> logits
+    envs.reset(seed=1)
+    for iteration in range(100):
+        rollout = envs.rollout(policy, num_steps=128)  # workers act; they pull weights only when they have diverged
+        learn(rollout)  # yours
+        print(rollout.episodic_returns, envs.divergence, envs.pulls)
+    envs.close()
+
+A `ClusterEnv` is also a plain ``gymnasium.vector.VectorEnv``: ``envs.step(actions)``.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from .env import ClusterEnv
+from .errors import ClusterEnvError, EnvError, ProtocolError, StartupError, WorkerDiedError
+from .launchers import LocalLauncher
+from .rollout import Rollout
+
+if TYPE_CHECKING:
+    from .policy import CategoricalPolicy, EpsilonGreedyPolicy, GaussianPolicy, Policy
+
+__version__ = "0.1.0"
+__all__ = [
+    "CategoricalPolicy",
+    "ClusterEnv",
+    "ClusterEnvError",
+    "EnvError",
+    "EpsilonGreedyPolicy",
+    "GaussianPolicy",
+    "LocalLauncher",
+    "Policy",
+    "ProtocolError",
+    "Rollout",
+    "StartupError",
+    "WorkerDiedError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The policies bring torch, which a worker that only steps does not need.
+    if name in ("CategoricalPolicy", "EpsilonGreedyPolicy", "GaussianPolicy", "Policy"):
+        from . import policy
+
+        return getattr(policy, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,401 @@
+"""ClusterEnv: a ``gymnasium.vector.VectorEnv`` whose environments live in worker processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.async_vector_env import AsyncState
+from gymnasium.vector.utils import batch_differing_spaces, batch_space, iterate
+
+from .errors import StartupError
+from .head import Head
+from .launchers import LocalLauncher
+from .protocol import Call, Collect, Message, Reply, Reset, SetAttr, Setup, Step
+from .rollout import Rollout, map_space
+from .sync import PolicyStore, SyncRule, sampled_states
+
+if TYPE_CHECKING:
+    from .policy import Policy
+
+BATCHED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)  # what becomes one array
+
+
+class ClusterEnv(VectorEnv):
+    """A vector environment on worker processes, and rollouts by workers that act on their own copy of the policy.
+
+    As a `VectorEnv` it equals ``SyncVectorEnv(env_fns)`` step for step; row *i* is always ``env_fns[i]``. With
+    `rollout` the workers act: they keep their policy until its KL divergence from the head's exceeds ``kl_threshold``.
+
+    Args:
+        env_fns: functions that make the environments. The first is also called once here, to read the spaces.
+        num_workers: worker processes; never more than environments. Each gets a contiguous share of the rows.
+        copy, observation_mode, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
+        launcher: starts the workers; ``None`` or "local" for subprocesses on this machine.
+        sync_mode: "kl", "interval" (pull every ``sync_interval`` versions), "always" or "never" (pull once).
+        kl_threshold: in nats, for "kl".
+        sync_interval: in policy versions, for "interval".
+        max_policy_lag: pull, whatever the mode, when more than this many versions behind.
+        startup_timeout: seconds for the workers to start and to build their environments.
+        log_dir: where the local launcher's workers write ``worker-I.log``; by default to this process's output.
+
+    Raises:
+        ValueError: an argument is out of range.
+        RuntimeError: the environments' spaces do not match.
+        StartupError, WorkerDiedError: a worker does not come up.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gym.Env]],
+        num_workers: int = 2,
+        *,
+        copy: bool = True,
+        observation_mode: str | tuple[gym.Space, gym.Space] = "same",
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        launcher: str | LocalLauncher | None = None,
+        sync_mode: str = "kl",
+        kl_threshold: float = 0.05,
+        sync_interval: int | None = None,
+        max_policy_lag: int | None = None,
+        startup_timeout: float = 60.0,
+        log_dir: str | None = None,
+    ) -> None:
+        self.closed = True  # until there is something to close
+        self.env_fns = list(env_fns)
+        self.num_envs = len(self.env_fns)
+        if self.num_envs < 1:
+            raise ValueError("env_fns must hold at least one function, got none")
+        if num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, got {num_workers}")
+        if launcher not in (None, "local") and not isinstance(launcher, LocalLauncher):
+            raise ValueError(f"launcher must be 'local' or a launcher object, got {launcher!r}")
+        rule = SyncRule(sync_mode, kl_threshold, sync_interval, max_policy_lag)
+        self.num_workers = min(num_workers, self.num_envs)
+        self.copy, self.observation_mode, self.autoreset_mode = copy, observation_mode, AutoresetMode(autoreset_mode)
+        self._read_spaces()
+
+        rows = [
+            slice(int(part[0]), int(part[-1]) + 1) for part in np.array_split(range(self.num_envs), self.num_workers)
+        ]
+        settings = {
+            "observation_mode": observation_mode,
+            "autoreset_mode": self.autoreset_mode,
+            "single_observation_space": self.single_observation_space,
+            "single_action_space": self.single_action_space,
+            "rule": rule,
+            # What the user registered here, a worker does not know.
+            "registry": {k: v for k, v in gym.registry.items() if not str(v.entry_point).startswith("gymnasium.")},
+        }
+        setups = [cloudpickle.dumps({"env_fns": self.env_fns[part], **settings}) for part in rows]
+        if not isinstance(launcher, LocalLauncher):
+            launcher = LocalLauncher(log_dir)
+        self._head = Head(rows, launcher, startup_timeout)
+        self._finalizer = weakref.finalize(self, self._head.close, timeout=2)
+        self.closed = False
+        self._store = PolicyStore(self.num_workers)
+        self._observations: Any = None
+        self._state, self._pending = AsyncState.DEFAULT, []
+        self._was_reset, self._warned = False, set()
+        try:
+            seqs = [
+                self._head.ask(worker, Setup(0, [p for p in sys.path if p], part.start), setup)
+                for worker, (part, setup) in enumerate(zip(rows, setups, strict=True))
+            ]
+            self._head.gather(seqs, startup_timeout)
+        except TimeoutError:
+            self.close(terminate=True)
+            raise StartupError(f"the workers did not build their environments within {startup_timeout:g} s") from None
+        except BaseException:
+            self.close(terminate=True)
+            raise
+
+    def _read_spaces(self) -> None:
+        env = self.env_fns[0]()
+        self.metadata = {**env.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = env.render_mode
+        self.single_action_space, self.single_observation_space = env.action_space, env.observation_space
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        env.close()
+        mode = self.observation_mode
+        if isinstance(mode, tuple) and len(mode) == 2:
+            if not all(isinstance(space, gym.Space) for space in mode):
+                raise TypeError(
+                    f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} and {type(mode[1])}"
+                )
+            self.observation_space, self.single_observation_space = mode
+        elif mode == "same":
+            self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        elif mode == "different":
+            all_spaces = [self.single_observation_space]
+            for env_fn in self.env_fns[1:]:
+                env = env_fn()
+                all_spaces.append(env.observation_space)
+                env.close()
+            self.observation_space = batch_differing_spaces(all_spaces)
+        else:
+            raise ValueError(
+                "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
+                f"space, actual got {mode}"
+            )
+
+    # What APS has done so far.
+    @property
+    def policy_version(self) -> int:
+        """The version last published; 0 before the first."""
+        return self._store.version
+
+    @property
+    def pulls(self) -> np.ndarray:
+        """Weight pulls so far, ``(num_workers,)`` int64."""
+        return self._store.pulls.copy()
+
+    @property
+    def sync_bytes(self) -> int:
+        """Bytes of weights sent so far, to all workers."""
+        return self._store.bytes_sent
+
+    @property
+    def divergence(self) -> np.ndarray:
+        """Mean KL(worker's policy || published policy) in nats, ``(num_workers,)``; inf before a worker has acted."""
+        return self._store.divergence.copy()
+
+    def publish(self, policy: Policy) -> int:
+        """Make the policy's current weights the next version, measure divergences, and return its number."""
+        self._store.publish(policy)
+        return self._store.version
+
+    def rollout(self, policy: Policy, num_steps: int) -> Rollout:
+        """Publish ``policy`` and let the workers act on it, or on the version they hold, for ``num_steps`` steps.
+
+        Nothing crosses the network between a worker's first and last step. Episodes that end are reset within the
+        step, whatever ``autoreset_mode`` is.
+
+        Raises:
+            ResetNeeded, AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
+            ValueError: the observations are not arrays, or ``num_steps`` is not positive.
+        """
+        self._assert_idle("rollout")
+        if num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+        if not self._was_reset:
+            raise ResetNeeded("Cannot call `rollout` before calling `reset`.")
+        if not _is_batched(self.single_observation_space):
+            raise ValueError(f"a policy needs observations that become arrays, got {self.single_observation_space}")
+        store = self._store
+        self.publish(policy)
+        seqs = [
+            self._head.ask(worker, Collect(0, num_steps, store.version, store.structure, float(kl), store.epsilon))
+            for worker, kl in enumerate(store.divergence)
+        ]
+        parts = [reply.value for reply in self._head.gather(seqs, on_pull=store.answer)]
+        for worker, part in enumerate(parts):
+            states = sampled_states(part["rewards"].size)
+            seen = map_space(
+                lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[states],  # noqa: B023
+                self.single_observation_space,
+                part["observations"],
+            )
+            store.acted(worker, seen, part["params"])
+        return Rollout.join(self.single_observation_space, parts, [part["version"] for part in parts])
+
+    def reset(self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Reset all environments, or those where ``options["reset_mask"]`` is True; return observations and infos."""
+        self.reset_async(seed=seed, options=options)
+        return self.reset_wait()
+
+    def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
+        self._assert_idle("reset_async")
+        if seed is None:
+            seed = [None] * self.num_envs
+        elif isinstance(seed, int):
+            seed = [seed + i for i in range(self.num_envs)]
+        if len(seed) != self.num_envs:
+            raise ValueError(
+                f"If seeds are passed as a list the length must match num_envs={self.num_envs} but got "
+                f"length={len(seed)}."
+            )
+        mask = None
+        if options is not None and "reset_mask" in options:
+            mask = options.pop("reset_mask")
+            _check_reset_mask(mask, self.num_envs)
+        self._was_reset = True
+        self._start(
+            AsyncState.WAITING_RESET,
+            lambda rows: (Reset(0), (seed[rows], options, None if mask is None else mask[rows])),
+        )
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        values = [reply.value for reply in self._finish(AsyncState.WAITING_RESET, timeout)]
+        return self._join_observations([value[0] for value in values]), self._join_infos([value[1] for value in values])
+
+    def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Step every environment; return observations, rewards, terminations, truncations and infos."""
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        self._assert_idle("step_async")
+        if not (isinstance(actions, np.ndarray) and actions.ndim and isinstance(self.action_space, BATCHED)):
+            actions = list(iterate(self.action_space, actions))
+        if len(actions) != self.num_envs:
+            raise ValueError(f"Expected {self.num_envs} actions, one for each environment, got {len(actions)}")
+        self._start(AsyncState.WAITING_STEP, lambda rows: (Step(0), actions[rows]))
+
+    def step_wait(self, timeout: float | None = None) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        values = [reply.value for reply in self._finish(AsyncState.WAITING_STEP, timeout)]
+        observations, rewards, terminations, truncations, infos = zip(*values, strict=True)
+        return (
+            self._join_observations(observations),
+            np.concatenate(rewards),
+            np.concatenate(terminations),
+            np.concatenate(truncations),
+            self._join_infos(infos),
+        )
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call each environment's method ``name``, or read its attribute; the results must be what `pack` takes."""
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
+
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        self._assert_idle("call_async")
+        self._start(AsyncState.WAITING_CALL, lambda rows: (Call(0, name), (args, kwargs)))
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        replies = self._finish(AsyncState.WAITING_CALL, timeout)
+        return tuple(result for reply in replies for result in reply.value)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return attribute ``name`` of each environment."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set attribute ``name`` of each environment, to one value or to a list or tuple of one for each."""
+        if not isinstance(values, list | tuple):
+            values = [values] * self.num_envs
+        if len(values) != self.num_envs:
+            raise ValueError(
+                "Values must be a list or tuple with length equal to the number of environments. "
+                f"Got `{len(values)}` values for {self.num_envs} environments."
+            )
+        self._assert_idle("set_attr")
+        self._start(AsyncState.WAITING_CALL, lambda rows: (SetAttr(0, name), values[rows]))
+        self._finish(AsyncState.WAITING_CALL, None)
+
+    def render(self) -> tuple[Any, ...]:
+        """Return the environments' frames."""
+        return self.call("render")
+
+    @property
+    def np_random(self) -> tuple[np.random.Generator, ...]:
+        """The environments' random number generators (copies of them)."""
+        return self.get_attr("np_random")
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:
+        """The environments' seeds."""
+        return self.get_attr("np_random_seed")
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """End the workers: ask them, after ``timeout`` (5) seconds terminate, then kill them."""
+        if self._state != AsyncState.DEFAULT:
+            gym.logger.warn(f"Calling `close` while waiting for a pending call to `{self._state.value}` to complete.")
+        self._finalizer.detach()
+        self._head.close(0 if terminate else 5 if timeout is None else timeout)
+
+    def __enter__(self) -> ClusterEnv:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _assert_is_running(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+
+    def _assert_idle(self, method: str) -> None:
+        self._assert_is_running()
+        if self._state != AsyncState.DEFAULT:
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while waiting for a pending call to `{self._state.value}` to complete.",
+                str(self._state.value),
+            )
+
+    def _start(self, state: AsyncState, request: Callable[[slice], tuple[Message, Any]]) -> None:
+        self._pending = []
+        for link in self._head.links:
+            message, argument = request(link.rows)
+            self._pending.append(self._head.ask(link.index, message, cloudpickle.dumps(argument)))
+        self._state = state
+
+    def _finish(self, state: AsyncState, timeout: float | None) -> list[Reply]:
+        self._assert_is_running()
+        if self._state != state:
+            raise NoAsyncCallError(
+                f"Calling `{state.value}_wait` without any prior call to `{state.value}_async`.", state.value
+            )
+        try:
+            replies = self._head.gather(self._pending, timeout)
+        except TimeoutError:
+            raise multiprocessing.TimeoutError(
+                f"The call to `{state.value}_wait` has timed out after {timeout} second(s)."
+            ) from None
+        finally:
+            self._state = AsyncState.DEFAULT
+        for key in {key for reply in replies for key in reply.dropped} - self._warned:
+            self._warned.add(key)
+            gym.logger.warn(
+                f"Info {key} is left out: only arrays, numbers, strings and their containers leave a worker."
+            )
+        return replies
+
+    def _join_observations(self, parts: Sequence[Any]) -> Any:
+        def join(*leaves: Any) -> Any:
+            if isinstance(leaves[0], np.ndarray):
+                return np.concatenate(leaves)
+            return tuple(item for leaf in leaves for item in leaf)
+
+        def join_into(out: Any, *leaves: Any) -> Any:
+            return np.concatenate(leaves, out=out) if isinstance(out, np.ndarray) else join(*leaves)
+
+        if self.copy or self._observations is None:
+            self._observations = map_space(join, self.single_observation_space, *parts)
+        else:  # the same arrays each time, as Gymnasium does
+            self._observations = map_space(join_into, self.single_observation_space, self._observations, *parts)
+        return self._observations
+
+    def _join_infos(self, parts: Sequence[list[tuple[int, dict[str, Any]]]]) -> dict[str, Any]:
+        infos: dict[str, Any] = {}
+        for link, part in zip(self._head.links, parts, strict=True):
+            for env, info in part:
+                infos = self._add_info(infos, info, link.rows.start + env)
+        return infos
+
+
+def _is_batched(space: gym.Space) -> bool:
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return all(map(_is_batched, space.values() if isinstance(space, spaces.Dict) else space.spaces))
+    return isinstance(space, BATCHED)
+
+
+def _check_reset_mask(mask: Any, num_envs: int) -> None:
+    if not isinstance(mask, np.ndarray):
+        raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
+    if mask.shape != (num_envs,):
+        raise ValueError(f"`options['reset_mask']` must have shape `({num_envs},)`, got {mask.shape}")
+    if mask.dtype != np.bool_:
+        raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
+    if not mask.any():
+        raise ValueError(
+            f"`options['reset_mask']` must contain a boolean array with at least one True value, got reset_mask={mask}"
+        )

@@ -1,0 +1,24 @@
+"""One family of exceptions. Misuse of the vector API raises Gymnasium's own errors instead."""
+
+
+class ClusterEnvError(RuntimeError):
+    """Base class of everything the runtime raises by itself."""
+
+
+class StartupError(ClusterEnvError):
+    """A worker did not start in time, or does not match the head (protocol or library versions)."""
+
+
+class WorkerDiedError(ClusterEnvError):
+    """A worker is gone: its process ended, or its link to the head is closed."""
+
+
+class ProtocolError(ClusterEnvError):
+    """A message is not of the form :mod:`clusterenv_runtime.protocol` describes."""
+
+
+class EnvError(ClusterEnvError):
+    """An environment raised on a worker; the text names env, worker and log and holds the remote traceback.
+
+    Where the original exception is one of Python's or Gymnasium's, that one is raised and this is its ``__cause__``.
+    """

@@ -1,0 +1,213 @@
+"""The head's side of the wire: its one listening socket and the workers behind it."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import msgspec
+import zmq
+
+from . import protocol
+from .errors import EnvError, StartupError, WorkerDiedError
+from .launchers import LocalLauncher
+from .protocol import Close, Error, Hello, Message, Pull, Reply
+
+logger = logging.getLogger(__name__)
+POLL_MS = 200  # how often a waiting head looks whether its workers live
+
+
+@dataclass
+class Link:
+    """One worker, as the head knows it."""
+
+    index: int
+    rows: slice  # its environments
+    identity: bytes | None = None  # of its connection; None until it has said hello, and after it was shut down
+    place: str = "not started"  # host and pid
+
+
+class Head:
+    """Starts workers, asks them, hears their answers, notices their deaths, and closes them."""
+
+    def __init__(self, rows: Iterable[slice], launcher: LocalLauncher, startup_timeout: float) -> None:
+        self.links = [Link(index, row) for index, row in enumerate(rows)]
+        self._launcher, self._seq = launcher, 0
+        self._directory = tempfile.TemporaryDirectory(prefix="clusterenv-")  # 0700: nobody else can dial in
+        address = f"ipc://{self._directory.name}/head"
+        if len(address) > len("ipc://") + 107:
+            raise StartupError(f"the socket's path {address} is longer than 107 bytes: set TMPDIR to a shorter one")
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.router_mandatory = True  # a message to a worker that has gone raises instead of vanishing
+        self._socket.bind(address)
+        try:
+            launcher.start(len(self.links), address)
+            self._await_hellos(time.monotonic() + startup_timeout, startup_timeout)
+        except BaseException:
+            self.close(timeout=0)
+            raise
+
+    def ask(self, worker: int, message: Message, *buffers: Any) -> int:
+        """Send a request with a fresh ``seq``, and return that."""
+        self._seq += 1
+        message.seq = self._seq
+        self._send(self.links[worker], protocol.frames(message, *buffers))
+        return self._seq
+
+    def gather(
+        self,
+        seqs: list[int],
+        timeout: float | None = None,
+        on_pull: Callable[[int, Pull], list[Any]] | None = None,
+    ) -> list[Reply]:
+        """Wait until every worker *i* has answered request ``seqs[i]``; answer the pulls that come first.
+
+        Raises:
+            TimeoutError: not all have answered within ``timeout`` seconds.
+            WorkerDiedError: one that has not answered is gone.
+            EnvError: an environment raised; or the exception itself, if it is Python's or Gymnasium's, caused by this.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        waiting = {seq: worker for worker, seq in enumerate(seqs)}
+        replies: dict[int, Reply] = {}
+        errors: list[tuple[Link, Error]] = []
+        while waiting:
+            link, message, buffers = self._receive(deadline, [self.links[worker] for worker in waiting.values()])
+            if link is None or waiting.get(getattr(message, "seq", None)) != link.index:
+                continue  # late, duplicate, or of no worker we know
+            if isinstance(message, Pull):
+                if on_pull is not None:
+                    header, *weights = on_pull(link.index, message)
+                    self._send(link, protocol.frames(header, *weights))
+                continue
+            del waiting[message.seq]
+            if isinstance(message, Error):
+                errors.append((link, message))
+                if message.fatal:
+                    link.identity, link.place = None, f"{link.place}, shut down after its error"
+            else:
+                message.value = protocol.unpack(message.value, buffers)
+                replies[link.index] = message
+        if errors:
+            self._raise(errors)
+        return [replies[worker] for worker in range(len(seqs))]
+
+    def close(self, timeout: float) -> None:
+        """Close every worker within about ``timeout`` seconds, by force if need be. Safe to call twice."""
+        if self._socket.closed:
+            return
+        for link in self.links:
+            if link.identity is not None:
+                try:
+                    self._socket.send_multipart([link.identity, *protocol.frames(Close())], zmq.NOBLOCK)
+                except zmq.ZMQError:
+                    logger.debug("worker %d had gone before it was closed", link.index)
+        self._launcher.stop(timeout)
+        self._socket.close()
+        self._context.term()
+        self._directory.cleanup()
+
+    def describe(self, link: Link) -> str:
+        log = self._launcher.log(link.index)
+        rows = f"environments {link.rows.start} to {link.rows.stop - 1}"
+        return f"worker {link.index} ({link.place}, {rows}{'' if log is None else f', log {log}'})"
+
+    def _send(self, link: Link, frames: list[Any]) -> None:
+        if link.identity is None:
+            raise WorkerDiedError(f"{self.describe(link)} is gone")
+        try:
+            self._socket.send_multipart([link.identity, *frames], copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise self._death(link) from None
+
+    def _receive(self, deadline: float | None, awaited: list[Link]) -> tuple[Link | None, Any, list[Any]]:
+        while not self._socket.poll(POLL_MS if deadline is None else _milliseconds_to(deadline)):
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError
+            for link in awaited:
+                # Once more after the process has ended: its last words may have come in between.
+                if self._launcher.exit_reason(link.index) is not None and not self._socket.poll(0):
+                    raise self._death(link)
+        identity, *frames = self._socket.recv_multipart(copy=False)
+        try:
+            message = protocol.decode_answer(frames[0].buffer)
+        except (IndexError, msgspec.MsgspecError) as error:
+            logger.warning("dropped a malformed message: %s", error)
+            return None, None, []
+        link = next((link for link in self.links if link.identity == identity.bytes), None)
+        if isinstance(message, Hello):
+            self._greet(identity.bytes, message)
+        return link, message, [frame.buffer for frame in frames[1:]]
+
+    def _await_hellos(self, deadline: float, startup_timeout: float) -> None:
+        while absent := [link for link in self.links if link.identity is None]:
+            try:
+                self._receive(deadline, absent)
+            except TimeoutError:
+                who = ", ".join(self.describe(link) for link in absent)
+                raise StartupError(f"no word within {startup_timeout:g} s from {who}") from None
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        if not 0 <= hello.index < len(self.links) or self.links[hello.index].identity is not None:
+            logger.warning(
+                "dropped a hello from %s, pid %d: there is no worker %d to come", hello.host, hello.pid, hello.index
+            )
+            return
+        link = self.links[hello.index]
+        link.place = f"{hello.host}, pid {hello.pid}"
+        if hello.protocol != protocol.PROTOCOL_VERSION:
+            raise StartupError(
+                f"{self.describe(link)} speaks protocol {hello.protocol}, the head {protocol.PROTOCOL_VERSION}: "
+                "install the same clusterenv_runtime on both"
+            )
+        ours = protocol.library_versions()
+        if differing := [name for name in ours if hello.versions.get(name, ours[name]) != ours[name]]:
+            theirs = ", ".join(f"{name} {hello.versions[name]} (head: {ours[name]})" for name in differing)
+            raise StartupError(f"{self.describe(link)} runs {theirs}: install the same versions on both")
+        link.identity = identity
+
+    def _death(self, link: Link) -> WorkerDiedError:
+        deadline = time.monotonic() + 1  # the link may break a moment before the process ends
+        while (reason := self._launcher.exit_reason(link.index)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        who, link.identity = self.describe(link), None
+        return WorkerDiedError(f"{who} died: {reason or 'its link is closed'}")
+
+    def _raise(self, errors: list[tuple[Link, Error]]) -> None:
+        """Raise the last of ``errors``, logging them as Gymnasium's AsyncVectorEnv does, where a worker is one env."""
+        for _, error in errors:
+            if error.fatal and error.env is not None:
+                gym.logger.error(f"Received the following error from Worker-{error.env} - Shutting it down")
+                gym.logger.error(error.traceback)
+        link, error = errors[-1]
+        if error.fatal and error.env is not None:
+            gym.logger.error("Raising the last exception back to the main process.")
+        which = "an environment" if error.env is None else f"environment {error.env}"
+        cause = EnvError(f"{which} on {self.describe(link)} raised {error.kind}: {error.message}\n\n{error.traceback}")
+        raise _local_exception(error) or cause from (cause if _local_exception(error) else None)
+
+
+def _milliseconds_to(deadline: float) -> int:
+    return min(max(int((deadline - time.monotonic()) * 1000), 0), POLL_MS)
+
+
+def _local_exception(error: Error) -> Exception | None:
+    """Make the exception a worker names, if it is one of Python's or Gymnasium's that takes one text."""
+    module, _, name = error.kind.rpartition(".")
+    kind = getattr({"builtins": builtins, "gymnasium.error": gym.error}.get(module), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return None
+    try:
+        return kind(error.message)
+    except TypeError:  # UnicodeDecodeError and the like want more
+        return None

@@ -1,0 +1,65 @@
+"""Launchers start worker processes, say whether they live, and stop them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+class LocalLauncher:
+    """Workers as subprocesses of this Python. With ``log_dir`` their output goes to ``log_dir/worker-I.log``."""
+
+    def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
+        self._log_dir = None if log_dir is None else Path(log_dir)
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, num_workers: int, address: str) -> None:
+        """Start workers 0 to ``num_workers - 1``, which dial ``address``."""
+        if self._log_dir is not None:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        package_parent = str(Path(__file__).resolve().parent.parent)
+        paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
+        # One BLAS thread each: a worker's cores are its environments'.
+        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        for index in range(num_workers):
+            command = [sys.executable, "-m", "clusterenv_runtime.worker", "--connect", address, "--index", str(index)]
+            log = None if self._log_dir is None else open(self.log(index), "ab")  # noqa: SIM115
+            try:
+                # A session of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.
+                process = subprocess.Popen(
+                    command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+            finally:
+                if log is not None:
+                    log.close()
+            self._processes.append(process)
+
+    def log(self, index: int) -> str | None:
+        """Return the path of a worker's log, or None if its output goes to this process's."""
+        return None if self._log_dir is None else str(self._log_dir / f"worker-{index}.log")
+
+    def exit_reason(self, index: int) -> str | None:
+        """Return how a worker's process ended, or None while it runs."""
+        code = self._processes[index].poll()
+        if code is None:
+            return None
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def stop(self, timeout: float) -> None:
+        """Give the workers ``timeout`` seconds to exit by themselves, then terminate them, then kill them."""
+        deadline = time.monotonic() + timeout
+        for end, stop in ((deadline, None), (deadline + 2, "terminate"), (deadline + 7, "kill")):
+            for process in self._processes:
+                if stop is not None and process.poll() is None:
+                    getattr(process, stop)()
+            for process in self._processes:
+                try:
+                    process.wait(max(end - time.monotonic(), 0))
+                except subprocess.TimeoutExpired:
+                    break
+            else:
+                return

@@ -1,0 +1,211 @@
+"""Policies: what acts on the workers, around the user's own ``nn.Module``.
+
+A policy maps observations to the parameters of a distribution over actions (``forward``), and knows how to draw an
+action from them (``act``), given noise drawn beforehand, so that a whole rollout's randomness is one vectorized call.
+Only the policy's parameters and buffers travel. This module imports torch; workers load it when they first need it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributions import Categorical, Distribution, Independent, Normal, kl_divergence
+
+
+def to_tensor(observations: Any, device: torch.device) -> Any:
+    """Turn a (nested) batch of arrays into float32 tensors, as CleanRL feeds its networks."""
+    if isinstance(observations, dict):
+        return {key: to_tensor(value, device) for key, value in observations.items()}
+    if isinstance(observations, tuple):
+        return tuple(to_tensor(value, device) for value in observations)
+    return torch.as_tensor(observations, dtype=torch.float32, device=device)
+
+
+class Policy(nn.Module):
+    """Base class. A subclass defines ``forward``, ``noise``, ``act`` and ``distribution``."""
+
+    def forward(self, observations: Any) -> torch.Tensor:
+        """Map observations ``(batch, ...)`` to distribution parameters ``(batch, params)``."""
+        raise NotImplementedError
+
+    def noise(self, num_steps: int, num_envs: int, params: int, generator: torch.Generator) -> torch.Tensor:
+        """Draw the randomness of a rollout, ``(num_steps, num_envs, ...)``."""
+        raise NotImplementedError
+
+    def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """Return actions ``(batch, ...)``, a function of its arguments alone."""
+        raise NotImplementedError
+
+    def distribution(self, params: torch.Tensor) -> Distribution:
+        """Return the distribution over actions, batched like ``params`` without its last dimension."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @torch.no_grad()
+    def divergence(self, observations: Any, behavior_params: Any) -> np.ndarray:
+        """Mean KL(behavior || this policy) in nats for each of several (observations, parameters) pairs.
+
+        A mean over states, so it does not depend on how many environments a worker has; summed over action dimensions.
+        """
+        sizes = [len(params) for params in behavior_params]
+        behavior = torch.as_tensor(np.concatenate(behavior_params), device=self.device)
+        batch = [to_tensor(part, self.device) for part in observations]
+        params = self(_concatenate(batch))
+        kl = kl_divergence(self.distribution(behavior), self.distribution(params))
+        return np.array([part.mean().item() for part in kl.split(sizes)])
+
+    # What travels: the structure once, then one flat buffer per pull.
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self.parameters(), *self.buffers()]
+
+    def _with_empty_tensors(self, device: str) -> Policy:
+        # Through deepcopy's memo, so that nothing is copied and tied weights stay tied.
+        def empty(tensor: torch.Tensor) -> torch.Tensor:
+            new = torch.empty_like(tensor, device=device, requires_grad=False)
+            return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+
+        return copy.deepcopy(self, {id(tensor): empty(tensor) for tensor in self._tensors()})
+
+    def structure(self) -> Policy:
+        """Return a copy whose parameters and buffers have shapes but no data (torch's meta device)."""
+        return self._with_empty_tensors("meta")
+
+    @torch.no_grad()
+    def flat_weights(self) -> torch.Tensor:
+        """Return all parameters and buffers as one fresh flat uint8 tensor on the policy's device."""
+        return torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in self._tensors()])
+
+    @torch.no_grad()
+    def load_flat_weights(self, weights: Any) -> None:
+        """Undo `flat_weights` in place, from any readable buffer."""
+        flat, start = torch.from_numpy(np.frombuffer(weights, np.uint8).copy()), 0
+        for tensor in self._tensors():
+            end = start + tensor.numel() * tensor.element_size()
+            # clone: a view as another dtype needs an aligned start
+            tensor.copy_(flat[start:end].clone().view(tensor.dtype).view(tensor.shape))
+            start = end
+        if start != len(flat):
+            raise ValueError(f"the weights have {len(flat)} bytes, this policy has {start}")
+
+
+def _concatenate(batch: list[Any]) -> Any:
+    if isinstance(batch[0], dict):
+        return {key: _concatenate([part[key] for part in batch]) for key in batch[0]}
+    if isinstance(batch[0], tuple):
+        return tuple(_concatenate(list(parts)) for parts in zip(*batch, strict=True))
+    return torch.cat(batch)
+
+
+class CategoricalPolicy(Policy):
+    """Discrete actions: ``actor`` maps observations to logits ``(batch, n)``."""
+
+    def __init__(self, actor: nn.Module) -> None:
+        super().__init__()
+        self.actor = actor
+
+    def forward(self, observations: Any) -> torch.Tensor:
+        return self.actor(observations)
+
+    def noise(self, num_steps: int, num_envs: int, params: int, generator: torch.Generator) -> torch.Tensor:
+        return -torch.empty(num_steps, num_envs, params).exponential_(generator=generator).log()
+
+    def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        return (params + noise).argmax(-1)  # Gumbel-max: a sample of softmax(logits) without computing it
+
+    def distribution(self, params: torch.Tensor) -> Distribution:
+        return Categorical(logits=params)
+
+
+class GaussianPolicy(Policy):
+    """Continuous actions: ``actor_mean`` maps observations to means ``(batch, n)``, ``actor_logstd`` is a parameter."""
+
+    def __init__(self, actor_mean: nn.Module, actor_logstd: nn.Parameter) -> None:
+        super().__init__()
+        self.actor_mean, self.actor_logstd = actor_mean, actor_logstd
+
+    def forward(self, observations: Any) -> torch.Tensor:
+        mean = self.actor_mean(observations)
+        return torch.cat([mean, self.actor_logstd.expand_as(mean)], -1)
+
+    def noise(self, num_steps: int, num_envs: int, params: int, generator: torch.Generator) -> torch.Tensor:
+        return torch.randn(num_steps, num_envs, params // 2, generator=generator)
+
+    def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        mean, logstd = params.chunk(2, -1)
+        return mean + logstd.exp() * noise
+
+    def distribution(self, params: torch.Tensor) -> Distribution:
+        mean, logstd = params.chunk(2, -1)
+        return Independent(Normal(mean, logstd.exp()), 1)
+
+
+class EpsilonGreedyPolicy(Policy):
+    """Discrete actions, greedy but for a share ``epsilon`` of uniform ones: ``q_network`` gives values ``(batch, n)``.
+
+    ``epsilon`` belongs to the head and travels with each request. The divergence of two greedy policies is infinite
+    wherever they disagree, so it is measured at no less than ``MIN_EPSILON``.
+    """
+
+    MIN_EPSILON = 0.01
+
+    def __init__(self, q_network: nn.Module, epsilon: float = 1.0) -> None:
+        super().__init__()
+        self.q_network, self.epsilon = q_network, epsilon
+
+    def forward(self, observations: Any) -> torch.Tensor:
+        return self.q_network(observations)
+
+    def noise(self, num_steps: int, num_envs: int, params: int, generator: torch.Generator) -> torch.Tensor:
+        return torch.rand(num_steps, num_envs, 2, generator=generator)
+
+    def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        explore, choice = noise.unbind(-1)
+        random = (choice * params.shape[-1]).long().clamp(max=params.shape[-1] - 1)
+        return torch.where(explore < self.epsilon, random, params.argmax(-1))
+
+    def distribution(self, params: torch.Tensor) -> Distribution:
+        epsilon = max(self.epsilon, self.MIN_EPSILON)
+        greedy = nn.functional.one_hot(params.argmax(-1), params.shape[-1])
+        return Categorical(probs=greedy * (1 - epsilon) + epsilon / params.shape[-1])
+
+
+class Actor:
+    """A worker's policy at work: one forward per step, log-probabilities once per rollout."""
+
+    def __init__(self, structure: Policy) -> None:
+        torch.set_num_threads(1)  # workers share their machine with other workers
+        self.policy = structure._with_empty_tensors("cpu").eval()
+        self._generator, self._params = torch.Generator(), 0
+
+    def seed(self, seed: int) -> None:
+        self._generator.manual_seed(seed)
+
+    def start(self, num_steps: int, num_envs: int) -> None:
+        self._num_steps, self._num_envs, self._noise = num_steps, num_envs, None
+        self._step_params: list[torch.Tensor] = []
+        self._actions: list[torch.Tensor] = []
+
+    @torch.inference_mode()
+    def act(self, observations: Any) -> np.ndarray:
+        """Return one action per environment for observations ``(num_envs, ...)``."""
+        params = self.policy(to_tensor(observations, torch.device("cpu")))
+        if self._noise is None:
+            self._noise = self.policy.noise(self._num_steps, self._num_envs, params.shape[-1], self._generator)
+        actions = self.policy.act(params, self._noise[len(self._actions)])
+        self._step_params.append(params)
+        self._actions.append(actions)
+        return actions.numpy()
+
+    @torch.inference_mode()
+    def finish(self, states: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return actions, log-probs ``(num_steps, num_envs, ...)``, and the parameters at ``states`` (flat indices)."""
+        params, actions = torch.stack(self._step_params), torch.stack(self._actions)
+        logprobs = self.policy.distribution(params).log_prob(actions)
+        return actions.numpy(), logprobs.numpy(), params.flatten(0, 1)[torch.from_numpy(states)].numpy()

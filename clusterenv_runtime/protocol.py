@@ -1,0 +1,195 @@
+"""The wire: what head and workers say to each other, and how values become frames.
+
+A message is one msgpack header (a tagged struct, validated when decoded) followed by raw buffers. Every request has
+a ``seq``; it gets exactly one `Reply` or `Error` with the same ``seq``. Towards the worker, buffers may hold pickles,
+because a worker runs the head's code anyway; towards the head nothing is ever pickled: `pack` and `unpack` carry
+arrays, numbers, strings, bytes, None and containers of these, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+from typing import Any
+
+import msgspec
+import numpy as np
+from gymnasium.spaces import GraphInstance
+
+from .errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, tag=True):
+    """Base of every header; the class name travels as the tag."""
+
+
+# Head to worker. Comments name the buffers that follow the header.
+class Setup(Message):  # cloudpickle of worker.EnvSlice's arguments
+    seq: int
+    sys_path: list[str]
+    first_row: int
+
+
+class Reset(Message):  # pickle of (seeds, options, reset_mask or None)
+    seq: int
+
+
+class Step(Message):  # pickle of one action per environment
+    seq: int
+
+
+class Call(Message):  # pickle of (args, kwargs)
+    seq: int
+    name: str
+
+
+class SetAttr(Message):  # pickle of one value per environment
+    seq: int
+    name: str
+
+
+class Collect(Message):
+    """Act and step for ``num_steps``; ``divergence`` is mean KL(worker's policy || head's policy), in nats."""
+
+    seq: int
+    num_steps: int
+    version: int
+    structure: int  # the version since which the policy's structure has been what it is
+    divergence: float
+    epsilon: float
+
+
+class Weights(Message):  # cloudpickle of the structure (empty if the worker has it), flat weights
+    version: int
+
+
+class Close(Message):
+    pass
+
+
+# Worker to head.
+class Hello(Message):
+    protocol: int
+    index: int
+    host: str
+    pid: int
+    versions: dict[str, str]
+
+
+class Reply(Message):  # the buffers of ``value``
+    seq: int
+    value: Any
+    dropped: list[str] = []
+
+
+class Pull(Message):
+    seq: int
+    version: int  # the version the worker holds; 0 for none
+
+
+class Error(Message):
+    seq: int
+    env: int | None
+    kind: str
+    message: str
+    traceback: str
+    fatal: bool
+
+
+Request = Setup | Reset | Step | Call | SetAttr | Collect | Weights | Close
+Answer = Hello | Reply | Pull | Error
+_encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def library_versions() -> dict[str, str]:
+    """Versions that head and worker must share, because pickled code and tensors cross between them."""
+    versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in ("gymnasium", "numpy", "cloudpickle", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name).split("+")[0]  # a CPU build matches a CUDA build
+    return versions
+
+
+def frames(message: Message, *buffers: Any) -> list[Any]:
+    """Return the frames of one message, ready for ``send_multipart``."""
+    return [_encode(message), *buffers]
+
+
+def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Any:
+    """Turn ``value`` into a tree msgpack can carry, appending the data of its arrays to ``buffers``.
+
+    Types survive exactly (tuple or list, ``np.float32`` or ``float``). With ``dropped`` a dict entry that cannot be
+    packed is left out and its key noted there; otherwise it raises TypeError.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, float, str, bytes):
+        return value
+    if kind is int:
+        return value if -(2**63) <= value < 2**63 else ["int", hex(value)]
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcUSmM":
+        array = np.ascontiguousarray(value).reshape(-1)
+        buffers.append(array.view(np.uint8).data if array.nbytes else b"")
+        name = "scalar" if isinstance(value, np.generic) else "array"
+        return [name, len(buffers) - 1, value.dtype.str, list(value.shape)]
+    if kind in (list, tuple, GraphInstance):
+        return [kind.__name__, [pack(item, buffers, dropped) for item in value]]
+    if kind is dict:
+        items = []
+        for key, item in value.items():
+            used = len(buffers)
+            try:
+                items.append([pack(key, buffers), pack(item, buffers, dropped)])
+            except TypeError:
+                if dropped is None:
+                    raise
+                del buffers[used:]
+                dropped.append(f"{key} ({type(item).__name__})")
+        return ["dict", items]
+    if kind is np.random.Generator:
+        return ["Generator", pack(value.bit_generator.state, buffers)]
+    raise TypeError(
+        f"a {kind.__module__}.{kind.__qualname__} cannot be sent to the head, only arrays, numbers, strings, bytes, "
+        "None and containers of these (nothing is unpickled there)"
+    )
+
+
+_CONTAINERS = {"list": list, "tuple": tuple, "GraphInstance": lambda items: GraphInstance(*items)}
+
+
+def unpack(tree: Any, buffers: list[Any], copy: bool = True) -> Any:
+    """Undo `pack`. Arrays are fresh and writable, or with ``copy=False`` read-only views of ``buffers``.
+
+    Raises:
+        ProtocolError: ``tree`` is not what `pack` makes, or does not fit ``buffers``.
+    """
+    if not isinstance(tree, list):
+        return tree
+    try:
+        kind, data = tree[0], tree[1]
+        if kind in _CONTAINERS:
+            return _CONTAINERS[kind]([unpack(item, buffers, copy) for item in data])
+        if kind == "dict":
+            return {unpack(key, buffers, copy): unpack(item, buffers, copy) for key, item in data}
+        if kind == "int":
+            return int(data, 16)
+        if kind in ("array", "scalar"):
+            dtype, shape = np.dtype(tree[2]), tuple(tree[3])
+            if dtype.kind not in "biufcUSmM" or any(type(length) is not int or length < 0 for length in shape):
+                raise ValueError(f"dtype {dtype}, shape {shape}")
+            array = np.zeros(shape, dtype) if not dtype.itemsize else np.frombuffer(buffers[data], dtype).reshape(shape)
+            return array[()] if kind == "scalar" else array.copy() if copy else array
+        if kind == "Generator":
+            state = unpack(data, buffers)
+            if state["bit_generator"] not in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"):
+                raise ValueError(f"bit generator {state['bit_generator']!r}")
+            bits = getattr(np.random, state["bit_generator"])()
+            bits.state = state
+            return np.random.Generator(bits)
+    except (TypeError, ValueError, LookupError, RecursionError) as error:
+        raise ProtocolError(f"malformed value in a message: {error}") from None
+    raise ProtocolError(f"unknown kind of value in a message: {kind!r}")

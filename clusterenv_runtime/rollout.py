@@ -1,0 +1,70 @@
+"""Rollout: the arrays that cross the boundary between the runtime and the user's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+
+
+def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:
+    """Apply ``function`` to the leaves of batches of ``space``: arrays, or tuples of what cannot be batched."""
+    if isinstance(space, spaces.Dict):
+        return {key: map_space(function, sub, *(tree[key] for tree in trees)) for key, sub in space.items()}
+    if isinstance(space, spaces.Tuple):
+        parts = zip(space.spaces, *trees, strict=True)
+        return tuple(map_space(function, sub, *leaves) for sub, *leaves in parts)
+    return function(*trees)
+
+
+@dataclass
+class Rollout:
+    """``num_steps`` steps of all environments. Row *i* is environment *i*. There are no dead steps in it.
+
+    Observations are arrays, or for Dict and Tuple spaces dicts and tuples of arrays. Dtypes are the spaces' own.
+    """
+
+    observations: Any  # (num_steps, num_envs, ...) what the policy acted on
+    actions: np.ndarray  # (num_steps, num_envs, ...)
+    logprobs: np.ndarray  # (num_steps, num_envs) float32, of the actions under the policy that took them
+    rewards: np.ndarray  # (num_steps, num_envs) float64
+    terminations: np.ndarray  # (num_steps, num_envs) bool
+    truncations: np.ndarray  # (num_steps, num_envs) bool
+    final_observations: Any  # (truncations.sum(), ...) in the order of truncations.nonzero(), to bootstrap from
+    next_observations: Any  # (num_envs, ...) after the last step
+    policy_versions: np.ndarray  # (num_envs,) int64, the version that acted
+    episodic_returns: np.ndarray  # (num_episodes,) float64, of the episodes that ended here, by step, then environment
+    episodic_lengths: np.ndarray  # (num_episodes,) int64
+
+    @classmethod
+    def join(cls, space: Space, parts: list[dict[str, Any]], versions: list[int]) -> Rollout:
+        """Join the workers' parts, given in row order; ``space`` is the single observation space."""
+
+        def join(name: str, axis: int) -> np.ndarray:
+            return np.concatenate([part[name] for part in parts], axis)
+
+        def join_observations(name: str, axis: int) -> Any:
+            return map_space(lambda *leaves: np.concatenate(leaves, axis), space, *(part[name] for part in parts))
+
+        sizes = [len(part["rewards"][0]) for part in parts]
+        first_rows, num_envs = np.cumsum([0, *sizes[:-1]]), sum(sizes)
+        truncated = [np.flatnonzero(part["truncations"]) for part in parts]  # in each worker's own numbering
+        ended = [part["episodes"] for part in parts]
+
+        def global_order(flat: list[np.ndarray]) -> np.ndarray:
+            numbers = [k // n * num_envs + first + k % n for k, n, first in zip(flat, sizes, first_rows, strict=True)]
+            return np.argsort(np.concatenate(numbers))
+
+        final, order = join_observations("final_observations", 0), global_order(truncated)
+        return cls(
+            observations=join_observations("observations", 1),
+            final_observations=map_space(lambda leaf: leaf[order], space, final),
+            next_observations=join_observations("next_observations", 0),
+            policy_versions=np.repeat(versions, sizes),
+            episodic_returns=join("episodic_returns", 0)[global_order(ended)],
+            episodic_lengths=join("episodic_lengths", 0)[global_order(ended)],
+            **{name: join(name, 1) for name in ("actions", "logprobs", "rewards", "terminations", "truncations")},
+        )

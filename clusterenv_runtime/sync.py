@@ -1,0 +1,100 @@
+"""Adaptive Policy Synchronization: the versions at the head, and the worker's decision to pull.
+
+The head measures, the worker decides. After each update the head evaluates its new policy on observations each worker
+has just acted on, and sends every worker one number, its divergence, with the next request. Weights move only when
+that worker asks for them. Source: *Adaptive Policy Synchronization for Scalable RL* (arXiv 2507.10990).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+
+from .protocol import Collect, Pull, Weights
+
+if TYPE_CHECKING:
+    from .policy import Policy
+
+SYNC_MODES = ("kl", "interval", "always", "never")
+KL_STATES = 512  # states per worker on which the divergence is measured
+
+
+@dataclass(frozen=True)
+class SyncRule:
+    """When a worker pulls. Raises ValueError if the parts do not fit together."""
+
+    mode: str = "kl"
+    kl_threshold: float = 0.05
+    interval: int | None = None
+    max_lag: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in SYNC_MODES:
+            raise ValueError(f"sync_mode must be one of {', '.join(SYNC_MODES)}, got {self.mode!r}")
+        if not self.kl_threshold >= 0:  # also NaN
+            raise ValueError(f"kl_threshold must be a number of nats >= 0, got {self.kl_threshold}")
+        if self.mode == "interval" and self.interval is None:
+            raise ValueError("sync_mode 'interval' needs sync_interval: pull every how many policy versions?")
+        if self.interval is not None and self.interval < 1:
+            raise ValueError(f"sync_interval must be at least 1, got {self.interval}")
+        if self.max_lag is not None and self.max_lag < 0:
+            raise ValueError(f"max_policy_lag must be at least 0, got {self.max_lag}")
+
+    def wants_pull(self, held: int, request: Collect) -> bool:
+        """Whether a worker holding version ``held`` (0: none) pulls before it acts on ``request``."""
+        lag = request.version - held
+        if held < request.structure or (self.max_lag is not None and lag > self.max_lag):
+            return True
+        if self.mode == "kl":
+            return not request.divergence <= self.kl_threshold  # NaN pulls too
+        return self.mode == "always" and lag > 0 or self.mode == "interval" and lag >= self.interval
+
+
+def sampled_states(num_states: int) -> np.ndarray:
+    """Indices of the evenly spread states the divergence is measured on, the same at worker and head."""
+    return np.linspace(0, num_states - 1, min(num_states, KL_STATES)).astype(np.int64)
+
+
+class PolicyStore:
+    """The head's side of APS: the published version, who pulled it, and how far each worker has diverged."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.version = 0  # +1 at each publish
+        self.structure = 0  # the version at which the policy's structure last changed
+        self.epsilon = 0.0
+        self.pulls = np.zeros(num_workers, np.int64)  # cumulative, per worker
+        self.bytes_sent = 0  # cumulative weight bytes, all workers
+        self.divergence = np.full(num_workers, math.inf)  # nats, per worker; inf until a worker has acted
+        self._recent: list[tuple[Any, np.ndarray] | None] = [None] * num_workers
+        self._policy: Policy | None = None
+
+    def publish(self, policy: Policy) -> None:
+        """Make the current weights of ``policy`` the next version and measure every worker's divergence from them."""
+        self.version += 1
+        if policy is not self._policy:
+            self._policy, self.structure = policy, self.version
+            self._structure_bytes = cloudpickle.dumps(policy.structure())
+            self._recent = [None] * len(self._recent)
+        self.epsilon = getattr(policy, "epsilon", 0.0)
+        # A copy on the learner's device; it becomes bytes only when the first worker pulls this version.
+        self._flat, self._bytes = policy.flat_weights(), None
+        self.divergence[:] = math.inf
+        known = [worker for worker, recent in enumerate(self._recent) if recent is not None]
+        if known:
+            self.divergence[known] = policy.divergence(*zip(*(self._recent[worker] for worker in known), strict=True))
+
+    def acted(self, worker: int, observations: Any, params: np.ndarray) -> None:
+        """Keep what ``worker`` last saw, and its behavior policy's distribution parameters there."""
+        self._recent[worker] = (observations, params)
+
+    def answer(self, worker: int, pull: Pull) -> list[Any]:
+        """Return the frames' parts that answer ``pull``: header, structure (or nothing), weights."""
+        if self._bytes is None:
+            self._bytes = self._flat.cpu().numpy().data
+        self.pulls[worker] += 1
+        self.bytes_sent += self._bytes.nbytes
+        return [Weights(self.version), self._structure_bytes if pull.version < self.structure else b"", self._bytes]

@@ -1,0 +1,294 @@
+"""The worker process: ``python -m clusterenv_runtime.worker --connect ADDRESS --index I``.
+
+It dials the head, is handed its environments, and answers one request after another until told to close or the link
+to the head is lost. torch is imported only when the first policy arrives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import zmq
+import zmq.utils.monitor
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array
+
+from . import protocol
+from .protocol import Call, Close, Collect, Error, Hello, Pull, Reply, Request, Reset, SetAttr, Setup, Step, Weights
+from .sync import SyncRule, sampled_states
+
+logger = logging.getLogger(__name__)
+
+
+class EnvSlice(SyncVectorEnv):
+    """A worker's rows: Gymnasium's SyncVectorEnv, with infos kept per environment for the head to merge."""
+
+    def __init__(
+        self,
+        env_fns: list[Any],
+        observation_mode: Any,
+        autoreset_mode: AutoresetMode,
+        single_observation_space: gym.Space,
+        single_action_space: gym.Space,
+        rule: SyncRule,
+        registry: dict[str, Any],
+    ) -> None:
+        for env_id, spec in registry.items():
+            gym.registry.setdefault(env_id, spec)
+        self.rule = rule
+        self.infos: list[tuple[int, dict[str, Any]]] = []  # (environment, info) in the order they arose
+        mode = observation_mode if observation_mode == "same" else (gym.spaces.Discrete(1), single_observation_space)
+        env_fns = [partial(_build, env_fn, i) for i, env_fn in enumerate(env_fns)]
+        super().__init__(env_fns, observation_mode=mode, autoreset_mode=autoreset_mode)
+        for name in ("observation", "action"):
+            expected = {"observation": single_observation_space, "action": single_action_space}[name]
+            space = getattr(self, f"single_{name}_space")
+            if space != expected:
+                raise RuntimeError(
+                    f"ClusterEnv(..., observation_mode={observation_mode!r}) however the sub-environments {name} "
+                    f"spaces are not equivalent. Environment 0 has {expected}, another has {space}."
+                    + (" If this is intentional, use `observation_mode='different'` instead." * (name == "observation"))
+                )
+        # The head has iterated over the actions already; a Box makes `step` take what it is given, item by item.
+        self.action_space = gym.spaces.Box(0, 1, (self.num_envs,))
+        self.batched_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
+        # Environments that count their own episodes (RecordEpisodeStatistics) know better than the sum of rewards.
+        self._counted = all(env.has_wrapper_attr("return_queue") for env in self.envs)
+        self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
+
+    def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
+        if "final_obs" in env_info:  # an environment may reuse this array in the reset that follows
+            env_info = {**env_info, "final_obs": deepcopy(env_info["final_obs"])}
+        if env_info:
+            self.infos.append((env_num, env_info))
+        return vector_infos
+
+    def take_infos(self) -> list[tuple[int, dict[str, Any]]]:
+        infos, self.infos = self.infos, []
+        return infos
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        mask = (options or {}).get("reset_mask", slice(None))
+        self._returns[mask] = self._lengths[mask] = 0
+        return super().reset(seed=seed, options=options)
+
+    def collect(self, actor: Any, num_steps: int) -> dict[str, Any]:
+        """Act and step ``num_steps`` times; return this worker's part of a `Rollout`, see `Rollout.join`."""
+        mode, self.autoreset_mode = self.autoreset_mode, AutoresetMode.SAME_STEP  # no dead steps
+        if mode != AutoresetMode.SAME_STEP and self._autoreset_envs.any():
+            self.reset(options={"reset_mask": self._autoreset_envs.copy()})
+        shape = (num_steps, self.num_envs)
+        rewards, terminations, truncations = np.empty(shape), np.empty(shape, bool), np.empty(shape, bool)
+        observations, final_observations = [], []
+        episodes: list[tuple[int, float, int]] = []  # (step * num_envs + environment, return, length)
+        actor.start(*shape)
+        next_observations = deepcopy(self._observations)
+        for step in range(num_steps):
+            observations.append(next_observations)
+            actions = actor.act(next_observations)
+            next_observations, rewards[step], terminations[step], truncations[step], _ = self.step(actions)
+            self._returns += rewards[step]
+            self._lengths += 1
+            for env, info in self.take_infos():
+                if "final_obs" not in info:
+                    continue
+                if truncations[step, env]:
+                    final_observations.append(info["final_obs"])
+                counted = info["final_info"].get("episode") if self._counted else None
+                if counted is not None:
+                    episodes.append((step * self.num_envs + env, float(counted["r"]), int(counted["l"])))
+                elif not self._counted:
+                    episodes.append((step * self.num_envs + env, self._returns[env], self._lengths[env]))
+                self._returns[env] = self._lengths[env] = 0
+        if mode != AutoresetMode.SAME_STEP:
+            self._autoreset_envs[:] = False  # they were reset within their last step
+        self.autoreset_mode = mode
+        actions, logprobs, params = actor.finish(sampled_states(rewards.size))
+        return {
+            "observations": _stack(self.batched_space, observations),
+            "actions": actions,
+            "logprobs": logprobs,
+            "rewards": rewards,
+            "terminations": terminations,
+            "truncations": truncations,
+            "final_observations": _stack(self.single_observation_space, final_observations),
+            "next_observations": next_observations,
+            "episodes": np.array([episode[0] for episode in episodes], np.int64),
+            "episodic_returns": np.array([episode[1] for episode in episodes], np.float64),
+            "episodic_lengths": np.array([episode[2] for episode in episodes], np.int64),
+            "params": params,
+        }
+
+
+def _stack(space: gym.Space, items: list[Any]) -> Any:
+    empty = create_empty_array(space, len(items), np.empty)
+    return concatenate(space, items, empty) if items else empty
+
+
+def _build(env_fn: Callable[[], gym.Env], i: int) -> gym.Env:
+    return env_fn()
+
+
+def _failed_env(error: BaseException) -> int | None:
+    """Return which environment raised: the ``i`` of SyncVectorEnv's loops and of `_build`, read from the traceback."""
+    files = (__file__, gym.vector.sync_vector_env.__file__)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename in files]
+    return next((frame.f_locals["i"] for frame in reversed(frames) if "i" in frame.f_locals), None)
+
+
+class Worker:
+    """One link to the head, and the requests that come over it."""
+
+    def __init__(self, address: str, index: int) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 5000  # the last message may be why we die
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        threading.Thread(target=_exit_with_head, args=(monitor,), daemon=True).start()
+        self._socket.connect(address)
+        hello = Hello(protocol.PROTOCOL_VERSION, index, socket.gethostname(), os.getpid(), protocol.library_versions())
+        self._socket.send_multipart(protocol.frames(hello))
+        self._later: deque[tuple[Request, list[Any]]] = deque()  # requests that arrived while waiting for weights
+        self._envs: EnvSlice | None = None
+        self._first_row = 0
+        self._actor: Any = None
+        self._version = 0  # of the policy held; 0 for none
+        self._seed: int | None = None
+
+    def close(self) -> None:
+        if self._envs is not None:
+            self._envs.close()
+        self._socket.close()
+        self._context.term()
+
+    def run(self, startup_timeout: float) -> None:
+        """Answer requests until told to close."""
+        if not self._socket.poll(startup_timeout * 1000):
+            raise SystemExit(f"no answer from the head within {startup_timeout:g} s")
+        while True:
+            request, buffers = self._later.popleft() if self._later else self._receive()
+            if isinstance(request, Close):
+                return
+            try:
+                dropped: list[str] = []
+                answer_buffers: list[Any] = []
+                value = self._handle(request, buffers)
+                dropping = dropped if isinstance(request, Reset | Step) else None
+                reply = Reply(request.seq, protocol.pack(value, answer_buffers, dropping), dropped)
+                self._socket.send_multipart(protocol.frames(reply, *answer_buffers), copy=False)
+            except (Exception, SystemExit) as error:
+                # An environment that raised while it was built, reset or stepped is in no state to go on.
+                fatal = not isinstance(request, Call | SetAttr)
+                env = _failed_env(error)
+                reply = Error(
+                    request.seq,
+                    env=None if env is None else self._first_row + env,
+                    kind=f"{type(error).__module__}.{type(error).__qualname__}",
+                    message=str(error.args[0]) if len(error.args) == 1 else str(error),
+                    traceback=traceback.format_exc(),
+                    fatal=fatal,
+                )
+                self._socket.send_multipart(protocol.frames(reply))
+                if fatal:
+                    return
+
+    def _receive(self) -> tuple[Request, list[Any]]:
+        header, *buffers = self._socket.recv_multipart(copy=False)
+        return protocol.decode_request(header.buffer), [buffer.buffer for buffer in buffers]
+
+    def _handle(self, request: Request, buffers: list[Any]) -> Any:
+        match request:
+            case Setup():
+                sys.path.extend(path for path in request.sys_path if path not in sys.path)
+                self._first_row = request.first_row
+                self._envs = EnvSlice(**pickle.loads(buffers[0]))
+            case Reset():
+                seeds, options, mask = pickle.loads(buffers[0])
+                if seeds[0] is not None:
+                    self._seed = seeds[0]
+                    self._seed_actor()
+                if mask is not None:
+                    options = {**options, "reset_mask": mask}
+                # A reset mask with no row here would be Gymnasium's error; nothing is to be done then.
+                observations = self._envs._observations
+                if mask is None or mask.any():
+                    observations, _ = self._envs.reset(seed=seeds, options=options)
+                return observations, self._envs.take_infos()
+            case Step():
+                *result, _ = self._envs.step(pickle.loads(buffers[0]))
+                return *result, self._envs.take_infos()
+            case Call():
+                args, kwargs = pickle.loads(buffers[0])
+                return self._envs.call(request.name, *args, **kwargs)
+            case SetAttr():
+                self._envs.set_attr(request.name, pickle.loads(buffers[0]))
+            case Collect():
+                if self._envs.rule.wants_pull(self._version, request):
+                    self._pull(request.seq)
+                self._actor.policy.epsilon = request.epsilon
+                return {"version": self._version, **self._envs.collect(self._actor, request.num_steps)}
+        return None
+
+    def _pull(self, seq: int) -> None:
+        self._socket.send_multipart(protocol.frames(Pull(seq, self._version)))
+        while True:
+            message, buffers = self._receive()
+            if isinstance(message, Weights):
+                break
+            self._later.append((message, buffers))
+        structure, weights = buffers
+        if len(structure):
+            from .policy import Actor
+
+            self._actor = Actor(pickle.loads(structure))
+            self._seed_actor()
+        self._actor.policy.load_flat_weights(weights)
+        self._version = message.version
+
+    def _seed_actor(self) -> None:
+        if self._actor is not None:
+            entropy = None if self._seed is None else [self._seed, self._first_row]
+            self._actor.seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
+
+
+def _exit_with_head(monitor: zmq.Socket[bytes]) -> None:
+    """End this process, whatever its environments are doing, once the link to the head is lost."""
+    with contextlib.suppress(zmq.ContextTerminated):
+        event = zmq.utils.monitor.recv_monitor_message(monitor)
+        if event["event"] == zmq.EVENT_DISCONNECTED:
+            logger.error("the link to the head is lost: exiting")
+            os._exit(1)
+    monitor.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="clusterenv_runtime.worker", description="A ClusterEnv environment worker.")
+    parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the head's address, as ZeroMQ writes it")
+    parser.add_argument("--index", required=True, type=int, help="which of the head's workers this is, from 0")
+    parser.add_argument("--startup-timeout", type=float, default=60, help="seconds to wait for the head's first answer")
+    args = parser.parse_args()
+    logging.basicConfig(format=f"worker {args.index}: %(message)s")
+    worker = Worker(args.connect, args.index)
+    try:
+        worker.run(args.startup_timeout)
+    finally:
+        worker.close()
+
+
+if __name__ == "__main__":
+    main()
