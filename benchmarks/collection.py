@@ -1,0 +1,106 @@
+"""Collection alone: ClusterEnv.rollout beside as many processes that step and act without any communication.
+
+    python benchmarks/collection.py --env-id LunarLander-v3
+
+Both sides step the same environments with the same policy, sampled in the same way, in turn, `--rounds` times. Prints
+the steps per second of both and their ratio, as medians.
+"""
+
+import multiprocessing
+import statistics
+import time
+from dataclasses import dataclass
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torch import nn
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+
+
+@dataclass
+class Args:
+    env_id: str = "LunarLander-v3"
+    """the environment to step"""
+    num_workers: int = 2
+    """processes on either side"""
+    envs_per_worker: int = 32
+    """environments of each process"""
+    num_steps: int = 128
+    """steps of a rollout"""
+    num_rollouts: int = 20
+    """rollouts of a round"""
+    rounds: int = 5
+    """rounds, each of both sides in turn"""
+
+
+def make_env(env_id):
+    return lambda: gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))
+
+
+def make_actor(env_id):
+    env = gym.make(env_id)
+    torch.manual_seed(1)
+    size, n = env.observation_space.shape[0], env.action_space.n
+    return nn.Sequential(nn.Linear(size, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n))
+
+
+def alone(args, seed, pipe):
+    """Step and act in one process, keeping what a rollout keeps, sending nothing."""
+    torch.set_num_threads(1)
+    envs = SyncVectorEnv([make_env(args.env_id)] * args.envs_per_worker, autoreset_mode=AutoresetMode.SAME_STEP)
+    actor, shape = make_actor(args.env_id), (args.num_steps, args.envs_per_worker)
+    observations, _ = envs.reset(seed=seed)
+    while pipe.recv():
+        for _ in range(args.num_rollouts):
+            noise = -torch.empty(*shape, int(envs.single_action_space.n)).exponential_().log()
+            kept, kept_logits, kept_actions = [], [], []
+            with torch.inference_mode():
+                for step in range(args.num_steps):
+                    logits = actor(torch.as_tensor(observations))
+                    actions = (logits + noise[step]).argmax(-1)
+                    kept.append(observations)
+                    kept_logits.append(logits)
+                    kept_actions.append(actions)
+                    observations, *_ = envs.step(actions.numpy())
+                np.stack(kept)
+                torch.distributions.Categorical(logits=torch.stack(kept_logits)).log_prob(torch.stack(kept_actions))
+        pipe.send("done")
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    steps = args.num_rollouts * args.num_steps * args.num_workers * args.envs_per_worker
+    context = multiprocessing.get_context("spawn")
+    pipes = []
+    for index in range(args.num_workers):
+        ours, theirs = context.Pipe()
+        context.Process(target=alone, args=(args, 1 + index * args.envs_per_worker, theirs), daemon=True).start()
+        pipes.append(ours)
+    envs = ClusterEnv([make_env(args.env_id)] * args.num_workers * args.envs_per_worker, num_workers=args.num_workers)
+    policy = CategoricalPolicy(make_actor(args.env_id))
+    envs.reset(seed=1)
+    envs.rollout(policy, args.num_steps)
+    ratios = []
+    for round_number in range(args.rounds + 1):
+        start = time.perf_counter()
+        for pipe in pipes:
+            pipe.send(True)
+        for pipe in pipes:
+            pipe.recv()
+        middle = time.perf_counter()
+        for _ in range(args.num_rollouts):
+            envs.rollout(policy, args.num_steps)
+        end = time.perf_counter()
+        if round_number == 0:
+            continue  # warm-up
+        alone_sps, cluster_sps = steps / (middle - start), steps / (end - middle)
+        ratios.append(cluster_sps / alone_sps)
+        print(f"alone {alone_sps:,.0f}  ClusterEnv {cluster_sps:,.0f} steps/s  ratio {ratios[-1]:.2f}", flush=True)
+    for pipe in pipes:
+        pipe.send(False)
+    envs.close()
+    print(f"median ratio {statistics.median(ratios):.2f} ({args.env_id}, {args.num_workers} x {args.envs_per_worker})")
