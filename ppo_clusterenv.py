@@ -22,7 +22,6 @@ from torch.distributions.categorical import Categorical
 from torch.utils.tensorboard import SummaryWriter
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.sync import SyncRule
 
 
 @dataclass
@@ -190,6 +189,10 @@ if __name__ == "__main__":
     for flag in ("num_workers", "envs_per_worker", "num_steps", "num_minibatches", "update_epochs", "eval_episodes"):
         check(getattr(args, flag) >= 1, f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
     check(args.learning_rate > 0, f"--learning-rate must be a number > 0, got {args.learning_rate}")
+    check(args.kl_threshold >= 0, f"--kl-threshold must be a number of nats >= 0, got {args.kl_threshold}")
+    check(args.sync_mode != "interval" or args.sync_interval, "--sync-mode interval needs --sync-interval, in updates")
+    check(args.sync_interval is None or args.sync_interval >= 1, "--sync-interval must be at least 1 update")
+    check(args.max_policy_lag is None or args.max_policy_lag >= 0, "--max-policy-lag must be at least 0 updates")
     args.num_envs = int(args.num_workers * args.envs_per_worker)
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
@@ -199,11 +202,9 @@ if __name__ == "__main__":
     check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {batch}")
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     try:
-        SyncRule(args.sync_mode, args.kl_threshold, args.sync_interval, args.max_policy_lag)
-        gym.spec(args.env_id)
-    except (ValueError, ImportError, gym.error.Error) as error:
+        env = make_env(args.env_id, 1, False, run_name)()
+    except (ModuleNotFoundError, gym.error.Error) as error:
         check(False, error)
-    env = make_env(args.env_id, 1, False, run_name)()
     discrete, vector = isinstance(env.action_space, gym.spaces.Discrete), len(env.observation_space.shape or ()) == 1
     check(discrete, f"only discrete action spaces are supported, {args.env_id} has {env.action_space}")
     check(vector, f"only vectors are supported as observations, {args.env_id} has {env.observation_space}")

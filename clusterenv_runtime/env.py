@@ -197,7 +197,7 @@ class ClusterEnv(VectorEnv):
             self._head.ask(worker, Collect(0, num_steps, store.version, store.structure, float(kl), store.epsilon))
             for worker, kl in enumerate(store.divergence)
         ]
-        parts = [reply.value for reply in self._head.gather(seqs, on_pull=store.answer)]
+        parts = [reply.value for reply in self._head.gather(seqs, on_pull=store.answer, copy=False)]
         for worker, part in enumerate(parts):
             states = sampled_states(part["rewards"].size)
             seen = map_space(

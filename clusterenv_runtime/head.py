@@ -67,8 +67,11 @@ class Head:
         seqs: list[int],
         timeout: float | None = None,
         on_pull: Callable[[int, Pull], list[Any]] | None = None,
+        copy: bool = True,
     ) -> list[Reply]:
         """Wait until every worker *i* has answered request ``seqs[i]``; answer the pulls that come first.
+
+        Arrays in the replies are writable copies, or with ``copy=False`` views of the messages.
 
         Raises:
             TimeoutError: not all have answered within ``timeout`` seconds.
@@ -94,7 +97,7 @@ class Head:
                 if message.fatal:
                     link.identity, link.place = None, f"{link.place}, shut down after its error"
             else:
-                message.value = protocol.unpack(message.value, buffers)
+                message.value = protocol.unpack(message.value, buffers, copy)
                 replies[link.index] = message
         if errors:
             self._raise(errors)

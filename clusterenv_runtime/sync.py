@@ -71,14 +71,16 @@ class PolicyStore:
         self.divergence = np.full(num_workers, math.inf)  # nats, per worker; inf until a worker has acted
         self._recent: list[tuple[Any, np.ndarray] | None] = [None] * num_workers
         self._policy: Policy | None = None
+        self._structure_bytes = b""
 
     def publish(self, policy: Policy) -> None:
         """Make the current weights of ``policy`` the next version and measure every worker's divergence from them."""
         self.version += 1
         if policy is not self._policy:
-            self._policy, self.structure = policy, self.version
-            self._structure_bytes = cloudpickle.dumps(policy.structure())
-            self._recent = [None] * len(self._recent)
+            self._policy, structure = policy, cloudpickle.dumps(policy.structure())
+            if structure != self._structure_bytes:  # a new wrapper around the same module is not a new structure
+                self._structure_bytes, self.structure = structure, self.version
+                self._recent = [None] * len(self._recent)
         self.epsilon = getattr(policy, "epsilon", 0.0)
         # A copy on the learner's device; it becomes bytes only when the first worker pulls this version.
         self._flat, self._bytes = policy.flat_weights(), None

@@ -1,0 +1,50 @@
+"""Bounds in time for every test, and a check that no module leaves workers behind."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+SECONDS = 90  # for one test with its fixtures
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    def stop(*_):
+        signal.alarm(5)  # again, should the first be caught
+        raise TimeoutError(f"{item.nodeid} took more than {SECONDS} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def worker_commands():
+    """The command lines of this process's workers that are alive, by pid."""
+    commands = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (directory / "cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+        if parent == os.getpid() and b"clusterenv_runtime.worker" in command:
+            commands[int(directory.name)] = [part.decode() for part in command]
+    return commands
+
+
+@pytest.fixture
+def workers():
+    """A function that tells this process's workers, see `worker_commands`."""
+    return worker_commands
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_worker_left_behind():
+    yield
+    assert worker_commands() == {}

@@ -1,0 +1,231 @@
+"""Environments to test with. No torch in here: workers that only step import this module."""
+
+import contextlib
+import os
+import sys
+import time
+import zlib
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+
+class Words(gym.Space):
+    """A space Gymnasium knows nothing about: a word and a number, as a tuple."""
+
+    def __init__(self):
+        super().__init__()
+
+    def sample(self, mask=None, probability=None):
+        return ("".join(self.np_random.choice(list("abc"), 3)), int(self.np_random.integers(2**62)))
+
+    def contains(self, x):
+        return isinstance(x, tuple) and len(x) == 2
+
+    def __eq__(self, other):
+        return isinstance(other, Words)
+
+
+def checksum(action):
+    """A number that tells actions apart by type, dtype and value."""
+    raw = action.tobytes() + str(action.dtype).encode() if isinstance(action, np.ndarray) else repr(action).encode()
+    return zlib.crc32(type(action).__name__.encode() + raw)
+
+
+class RandomEnv(gym.Env):
+    """Random observations, ends of both kinds, and infos of every kind; the reward tells which action arrived."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 7}
+
+    def __init__(self, observation_space, action_space=None, end=0.2, render_mode="rgb_array", delay=0.0):
+        self.observation_space = observation_space  # as it came: ClusterEnv and SyncVectorEnv share nothing else
+        self.action_space = spaces.Discrete(3) if action_space is None else action_space
+        self.end, self.render_mode, self.frames, self.delay = end, render_mode, 0, delay
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._observation(), {"options": repr(options), **self._info()}
+
+    def step(self, action):
+        time.sleep(self.delay)
+        reward = checksum(action) + self.np_random.normal()
+        terminated, truncated = self.np_random.random(2) < self.end
+        return self._observation(), reward, bool(terminated), bool(truncated), self._info()
+
+    def render(self):
+        self.frames += 1
+        return np.full((2, 2, 3), self.frames, np.uint8)
+
+    def _observation(self):
+        self.observation_space.seed(int(self.np_random.integers(2**31)))
+        return self.observation_space.sample()
+
+    def _info(self):
+        random = self.np_random
+        info = {
+            "int": int(random.integers(100)),
+            "float": random.random(),
+            "bool": bool(random.integers(2)),
+            "float32": np.float32(random.random()),
+            "int8": np.int8(random.integers(100)),
+            "bool_": np.bool_(random.integers(2)),
+            "array": random.normal(size=(2, 3)).astype(np.float16),
+            "zero-d": np.array(random.integers(9), np.uint16),
+            "empty": np.empty((0, 2)),
+            "string": str(random.integers(100)),
+            "bytes": random.bytes(3),
+            "None": None,
+            "list": [1, (2.5, "x"), {"y": np.arange(random.integers(3))}],
+            "words": np.array(["a", "bcd"]),
+            "nested": {"deeper": {"int": int(random.integers(100)), "None": None}, "array": random.random(2)},
+        }
+        return {key: value for key, value in info.items() if random.random() < 0.6}
+
+
+class CountingEnv(gym.Env):
+    """Observes the number of steps since the reset, is rewarded with it, and truncates after ``length`` steps."""
+
+    observation_space = spaces.Box(0, np.inf, (1,))
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, length=5, delay=0.0):
+        self.length, self.delay, self.count = length, delay, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        time.sleep(self.delay)
+        self.count += 1
+        return np.full(1, self.count, np.float32), float(self.count), False, self.count >= self.length, {}
+
+    def pid(self):
+        return os.getpid()
+
+    def imported(self, module):
+        return module in sys.modules
+
+    def echo(self, *args, **kwargs):
+        return args, kwargs
+
+    def fail(self, error):
+        raise error
+
+
+class BufferEnv(CountingEnv):
+    """Hands out the same observation, and the same array in its infos, again and again."""
+
+    def __init__(self, length=3):
+        super().__init__(length)
+        self.observation, self.array = np.zeros(1, np.float32), np.zeros(2)
+
+    def reset(self, *, seed=None, options=None):
+        return self._in_place(super().reset(seed=seed, options=options))
+
+    def step(self, action):
+        return self._in_place(super().step(action))
+
+    def _in_place(self, result):
+        observation, *rest, _ = result
+        self.observation[:] = observation
+        self.array[:] = observation
+        return self.observation, *rest, {"array": self.array, "nested": {"array": self.array}}
+
+
+class UnsendableEnv(CountingEnv):
+    """Has things in its infos that cannot leave a worker."""
+
+    secret = object()
+
+    def step(self, action):
+        *result, _ = super().step(action)
+        return *result, {"fine": self.count, "secret": self.secret, "nested": {"fine": "x", "a_set": {1, 2}}}
+
+
+class CustomError(Exception):
+    """An exception that only tests know."""
+
+
+class FailingEnv(CountingEnv):
+    """Raises ``error`` in its ``where``: "constructor", "reset" or "step"."""
+
+    def __init__(self, where="nowhere", error=None):
+        super().__init__()
+        self.where, self.error = where, error
+        self._fail_in("constructor")
+
+    def reset(self, *, seed=None, options=None):
+        self._fail_in("reset")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        self._fail_in("step")
+        return super().step(action)
+
+    def _fail_in(self, place):
+        if place == self.where:
+            raise self.error
+
+
+class BlockingEnv(CountingEnv):
+    """Writes its pid to a named pipe and then sleeps for a minute, in its ``where``: "step", "close", "nowhere"."""
+
+    def __init__(self, pipe, where="step"):
+        super().__init__()
+        self.pipe, self.where = pipe, where
+
+    def step(self, action):
+        self._block_in("step")
+        return super().step(action)
+
+    def close(self):
+        self._block_in("close")
+
+    def _block_in(self, place):
+        if place == self.where:
+            self.tell()
+            time.sleep(60)
+
+    def tell(self):
+        with open(self.pipe, "w") as pipe:
+            pipe.write(f"{os.getpid()}\n")
+
+
+def assert_same(actual, expected, where="result"):
+    """Assert equality to the last bit, and of types and dtypes, all the way down."""
+    assert type(actual) is type(expected), f"{where}: {type(actual)}, expected {type(expected)}"
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), f"{where}: {list(actual)}, expected {list(expected)}"
+        for key in expected:
+            assert_same(actual[key], expected[key], f"{where}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected), f"{where}: {len(actual)} items, expected {len(expected)}"
+        for i, pair in enumerate(zip(actual, expected, strict=True)):
+            assert_same(*pair, f"{where}[{i}]")
+    elif isinstance(expected, np.ndarray | np.generic):
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), where
+        if expected.dtype == object:
+            assert_same(actual.tolist(), expected.tolist(), where)
+        else:
+            assert actual.tobytes() == expected.tobytes(), f"{where}: {actual}, expected {expected}"
+    elif isinstance(expected, np.random.Generator):
+        assert_same(actual.bit_generator.state, expected.bit_generator.state, where)
+    else:
+        both_nan = expected != expected and actual != actual
+        assert actual == expected or both_nan, f"{where}: {actual!r}, expected {expected!r}"
+
+
+@contextlib.contextmanager
+def registered(env_id, entry_point):
+    """Register an environment for a while."""
+    previous = gym.registry.get(env_id)
+    gym.register(env_id, entry_point=entry_point)
+    try:
+        yield
+    finally:
+        del gym.registry[env_id]
+        if previous is not None:
+            gym.registry[env_id] = previous

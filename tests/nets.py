@@ -1,0 +1,41 @@
+"""Networks to test policies with, one for each kind of observation."""
+
+import torch
+from torch import nn
+
+
+def linear(inputs=3, outputs=3, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+class ImageNet(nn.Module):
+    """For uint8 images; it refuses anything but the float32 that a policy should make of them."""
+
+    def __init__(self, channels, outputs):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.head = nn.Conv2d(channels, 2, 2), nn.LazyLinear(outputs)
+
+    def forward(self, image):
+        assert image.dtype == torch.float32
+        return self.head(self.conv(image / 255).flatten(1))
+
+
+class MixedNet(nn.Module):
+    """For Dict and Tuple observations: flattens all of it, in the order of the keys."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.layers = linear(inputs, outputs)
+
+    def forward(self, observations):
+        return self.layers(torch.cat(list(flat(observations)), 1))
+
+
+def flat(observations):
+    if isinstance(observations, torch.Tensor):
+        yield observations.reshape(len(observations), -1)
+        return
+    for part in observations.values() if isinstance(observations, dict) else observations:
+        yield from flat(part)

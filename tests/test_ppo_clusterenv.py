@@ -1,0 +1,229 @@
+"""The script itself, run as a user runs it, with tiny numbers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ["--env-id", "CartPole-v1", "--envs-per-worker", "2", "--num-steps", "16", "--num-minibatches", "2"]
+TINY += ["--total-timesteps", "320", "--eval-episodes", "2"]
+SUMMARY = {
+    "global_step", "wall_seconds", "sps", "updates", "pulls_per_worker", "sync_bytes", "mean_return_100",
+    "eval_return_mean", "eval_return_std", "kl_threshold", "seed", "env_id", "args",
+}  # fmt: skip
+METRICS = {
+    "charts/episodic_return", "charts/episodic_length", "charts/learning_rate", "charts/SPS", "charts/collect_sps",
+    "losses/value_loss", "losses/policy_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
+    "losses/clipfrac", "losses/explained_variance", "sync/kl", "sync/pulls_per_worker", "sync/policy_lag",
+    "sync/bytes", "time/collect", "time/learn", "eval/return_mean",
+}  # fmt: skip
+
+
+def environment(**extra):
+    return {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "WANDB_SILENT": "true", **extra}
+
+
+def run(directory, *flags, timeout=100, **extra):
+    command = [sys.executable, str(ROOT / "ppo_clusterenv.py"), *flags]
+    return subprocess.run(
+        command, cwd=directory, env=environment(**extra), capture_output=True, text=True, timeout=timeout
+    )
+
+
+def train(directory, *flags, **extra):
+    """Run to the end; return the run's folder and its summary."""
+    result = run(directory, *TINY, *flags, **extra)
+    assert result.returncode == 0, result.stderr
+    (folder,) = Path(directory, "runs").iterdir()
+    return folder, json.loads((folder / "summary.json").read_text())
+
+
+def scalars(folder, tag):
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [event.value for event in events.Scalars(tag)]
+
+
+def workers_of(pid):
+    """Pids of the worker processes that a head has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [
+        int(child) for child in children if b"clusterenv_runtime.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def start_and_await_training(directory):
+    """Start a long run; return its process and its workers' pids once it trains."""
+    flags = [*TINY, "--total-timesteps", "320000", "--num-workers", "2"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "ppo_clusterenv.py"), *flags],
+        cwd=directory, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert "step" in process.stdout.readline()
+    return process, workers_of(process.pid)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("trained"), "--kl-threshold", "1e-5")
+
+
+def test_run_leaves_summary_model_picture_and_logs(trained):
+    folder, summary = trained
+    assert set(summary) >= SUMMARY
+    assert summary["global_step"] == 320 and summary["updates"] == 5
+    assert summary["args"]["num_workers"] == 2 and summary["args"]["learning_rate"] == 1e-3
+    assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "actor.0.weight" in torch.load(folder / "ppo_clusterenv.cleanrl_model")
+    assert {path.name for path in (folder / "workers").iterdir()} == {"worker-0.log", "worker-1.log"}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) >= METRICS
+    assert [event.step for event in events.Scalars("charts/SPS")] == [64, 128, 192, 256, 320]
+    assert "hyperparameters/text_summary" in events.Tags()["tensors"]
+
+
+def test_bytes_are_pulls_times_the_size_of_the_actor(trained):
+    folder, summary = trained
+    model = torch.load(folder / "ppo_clusterenv.cleanrl_model")
+    size = sum(value.numel() * value.element_size() for key, value in model.items() if key.startswith("actor"))
+    assert summary["pulls_per_worker"] > 1
+    assert summary["sync_bytes"] == summary["pulls_per_worker"] * 2 * size
+
+
+def test_same_seed_gives_the_same_run(trained, tmp_path):
+    _, first = trained
+    _, second = train(tmp_path, "--kl-threshold", "1e-5")
+    for key in ("mean_return_100", "eval_return_mean", "eval_return_std", "pulls_per_worker", "sync_bytes"):
+        assert first[key] == second[key]
+
+
+def test_never_pulls_once_and_always_pulls_every_update(tmp_path):
+    for mode, pulls in (("never", 1), ("always", 5)):
+        directory = tmp_path / mode
+        directory.mkdir()
+        assert train(directory, "--sync-mode", mode)[1]["pulls_per_worker"] == pulls
+
+
+def test_decoupled_objective_is_plain_ppo_at_lag_0(tmp_path):
+    losses = []
+    for flag in ("--decoupled", "--no-decoupled"):
+        directory = tmp_path / flag
+        directory.mkdir()
+        folder, _ = train(directory, "--sync-mode", "always", flag)
+        assert set(scalars(folder, "sync/policy_lag")) == {0}
+        losses.append(scalars(folder, "losses/policy_loss"))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_spellings_of_booleans_and_flags(tmp_path):
+    flags = [
+        "--anneal_lr=False",
+        "--norm-adv=false",
+        "--clip_vloss=True",
+        "--no-torch-deterministic",
+        "--save-model",
+        "--no_cuda",
+    ]
+    _, summary = train(tmp_path, *flags, "--max_policy_lag", "3")
+    args = summary["args"]
+    assert [args[key] for key in ("anneal_lr", "norm_adv", "torch_deterministic", "cuda")] == [False] * 4
+    assert [args[key] for key in ("clip_vloss", "save_model")] == [True] * 2
+    assert args["max_policy_lag"] == 3
+
+
+def test_max_seconds_ends_the_run_in_order(tmp_path):
+    _, summary = train(tmp_path, "--total-timesteps", "100000000", "--max-seconds", "1")
+    assert summary["global_step"] < 100000000 and summary["eval_return_mean"] > 0
+
+
+def test_offline_wandb_gets_configuration_and_summary(tmp_path):
+    train(tmp_path, "--track")
+    (offline,) = tmp_path.glob("wandb/offline-run-*")
+    record = next(offline.glob("*.wandb")).read_bytes()
+    for text in (b"envs_per_worker", b"kl_threshold", b"global_step", b"eval_return_mean", b"sync/pulls_per_worker"):
+        assert text in record
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--env-id LunrLander-v3", "Did you mean: `LunarLander`"),
+        ("--env-id LunarLander-v99", "v3"),
+        ("--env-id Pendulum-v1", "discrete"),
+        ("--env-id FrozenLake-v1", "vectors"),
+        ("--num-workers 0", "--num-workers must be at least 1, got 0"),
+        ("--kl-threshold -0.1", "got -0.1"),
+        ("--kl-threshold nan", "got nan"),
+        ("--num-minibatches 7", "must divide the batch of 64 environments x 128 steps = 8192"),
+        ("--sync-mode interval", "needs --sync-interval"),
+        ("--sync-interval 0", "--sync-interval must be at least 1"),
+        ("--max-policy-lag -1", "--max-policy-lag must be at least 0"),
+        ("--learning-rate nan", "--learning-rate"),
+        ("--total-timesteps 100", "at least the batch"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_starts(tmp_path, flags, says):
+    result = run(tmp_path, *flags.split())
+    assert result.returncode != 0
+    assert says in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unwritable_runs_is_one_line(tmp_path):
+    (tmp_path / "runs").write_text("in the way")
+    result = run(tmp_path, *TINY)
+    assert result.returncode != 0
+    assert result.stderr.startswith("error: cannot write to runs/") and result.stderr.count("\n") == 1
+
+
+def test_env_that_cannot_be_built_shows_its_own_traceback_once(tmp_path):
+    (tmp_path / "broken_env.py").write_text(
+        "import gymnasium as gym\n"
+        "class Broken(gym.Env):\n"
+        "    def __init__(self, **kwargs):\n"
+        "        raise LookupError('the simulator is not installed')\n"
+        "gym.register('Broken-v0', Broken)\n"
+    )
+    result = run(tmp_path, "--env-id", "broken_env:Broken-v0", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert result.returncode != 0
+    assert result.stderr.count("Traceback") == 1
+    assert "LookupError: the simulator is not installed" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ctrl_c_is_clean_and_quick(tmp_path):
+    process, workers = start_and_await_training(tmp_path)
+    assert len(workers) == 2
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    assert process.returncode != 0
+    assert "Traceback" not in errors and "interrupted" in errors
+    assert not any(alive(pid) for pid in workers)
+    assert list(tmp_path.glob("runs/*/*.cleanrl_model"))
+
+
+def test_killed_worker_ends_the_run_with_its_name(tmp_path):
+    process, workers = start_and_await_training(tmp_path)
+    os.kill(workers[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert "WorkerDiedError: worker 1" in errors and "SIGKILL" in errors and "worker-1.log" in errors
+    assert not any(alive(pid) for pid in workers)

@@ -1,0 +1,248 @@
+"""The wire: values survive it exactly, and nothing that comes over it can do harm."""
+
+import contextlib
+import datetime
+import functools
+
+import numpy as np
+import pytest
+from gymnasium.spaces import GraphInstance
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from clusterenv_runtime import ProtocolError
+from clusterenv_runtime.protocol import Error, Hello, Pull, Reply, decode_answer, frames, pack, unpack
+
+from .envs import assert_same
+
+DTYPES = st.one_of(
+    hnp.boolean_dtypes(),
+    hnp.integer_dtypes(endianness="?"),
+    hnp.unsigned_integer_dtypes(endianness="?"),
+    hnp.floating_dtypes(endianness="?", sizes=(16, 32, 64)),
+    hnp.complex_number_dtypes(),
+    hnp.unicode_string_dtypes(min_len=1, max_len=5),
+    hnp.byte_string_dtypes(min_len=1, max_len=5),
+    hnp.datetime64_dtypes(),
+    hnp.timedelta64_dtypes(),
+)
+ARRAYS = DTYPES.flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0, max_side=3)))
+SCALARS = DTYPES.flatmap(lambda dtype: hnp.arrays(dtype, (1,))).map(lambda array: array[0])
+GENERATORS = st.builds(
+    lambda kind, seed: np.random.Generator(kind(seed)),
+    st.sampled_from([np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]),
+    st.integers(0, 2**64),
+)
+KEYS = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.none(), st.tuples(st.text(max_size=2)))
+PLAIN = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-(2**100), 2**100), st.floats(), st.text(), st.binary()
+)
+VALUES = st.recursive(
+    st.one_of(PLAIN, ARRAYS, SCALARS, GENERATORS),
+    lambda values: st.one_of(
+        st.lists(values, max_size=4),
+        st.lists(values, max_size=4).map(tuple),
+        st.dictionaries(KEYS, values, max_size=4),
+        st.builds(GraphInstance, values, values, values),
+    ),
+    max_leaves=8,
+)
+
+
+def over_the_wire(value, copy=True, dropped=None):
+    """Pack, encode, decode and unpack ``value``, as worker and head do."""
+    buffers = []
+    tree = pack(value, buffers, dropped)
+    header, *buffers = (bytes(frame) for frame in frames(Reply(1, tree), *buffers))
+    return unpack(decode_answer(header).value, buffers, copy)
+
+
+@settings(max_examples=300, deadline=None)
+@given(VALUES, st.booleans())
+def test_values_come_back_exactly(value, copy):
+    assert_same(over_the_wire(value, copy), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        2**63,
+        -(2**63) - 1,
+        2**4000,
+        float("nan"),
+        -0.0,
+        np.float32("nan"),
+        np.longdouble(1) / 3,
+        np.empty((0, 3), np.float16),
+        np.empty((3, 0), "<M8[ns]"),
+        np.array(["", ""]),
+        np.array(5, ">i2"),
+        np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1)[::2, ::-1],
+        np.array("2020-01-01T00:00", "M8[m]"),
+        np.timedelta64("NaT"),
+        ["list", []],
+        ("dict", ["array", 0, "<f8", [1]]),
+        {"int": "0x1", ("tuple", 1): {}, 1: {2: None}, "1": {}},
+        GraphInstance(np.zeros((2, 1)), None, None),
+        [[[[[[[[[]]]]]]]]],
+    ],
+    ids=repr,
+)
+def test_values_that_might_not_come_back(value):
+    assert_same(over_the_wire(value), value)
+
+
+def test_generators_go_on_where_they_were():
+    generator = np.random.default_rng(3)
+    generator.random(5, np.float32)  # an odd number of 32-bit draws: half a draw is buffered
+    twin = over_the_wire(generator)
+    assert (
+        twin.integers(2**31, size=5, dtype=np.int32).tolist()
+        == generator.integers(2**31, size=5, dtype=np.int32).tolist()
+    )
+
+
+def test_arrays_are_fresh_and_writable_or_views():
+    array = np.arange(4.0)
+    copied, view = over_the_wire(array), over_the_wire(array, copy=False)
+    copied[0] = 7
+    assert array[0] == 0
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 7
+
+
+class IntLike(int):
+    pass
+
+
+UNSENDABLE = [
+    object(),
+    {1, 2},
+    1j,
+    IntLike(3),
+    datetime.date(2020, 1, 1),
+    np.array([None]),
+    np.zeros(2, "f4,i4"),
+    np.float64,
+    len,
+    bytearray(b"x"),
+    range(3),
+]
+
+
+@pytest.mark.parametrize("value", UNSENDABLE, ids=repr)
+def test_everything_else_is_a_type_error(value):
+    for nested in (value, [value], ({"a": (1, value)},)):
+        with pytest.raises(TypeError, match="cannot be sent to the head, only arrays, numbers, strings, bytes, None"):
+            pack(nested, [])
+
+
+def test_keys_must_be_sendable_too():
+    with pytest.raises(TypeError, match="a builtins.frozenset cannot be sent to the head"):
+        pack({frozenset(): 1}, [])
+
+
+@pytest.mark.parametrize("value", UNSENDABLE, ids=repr)
+def test_entries_that_cannot_be_sent_are_left_out_and_named(value):
+    dropped = []
+    array = np.arange(3)
+    infos = {"a": array, "bad": value, "in": {"b": array, "worse": (array, [array, value])}, "last": array + 1}
+    expected = {"a": array, "in": {"b": array}, "last": array + 1}
+    assert_same(over_the_wire((infos, 1), dropped=dropped), (expected, 1))
+    assert dropped == [f"bad ({type(value).__name__})", "worse (tuple)"]
+
+
+NAMES = ["list", "tuple", "dict", "int", "array", "scalar", "Generator", "GraphInstance", "PCG64", "state", "<f8", "U0"]
+GARBAGE = st.recursive(
+    st.one_of(
+        st.sampled_from(NAMES), PLAIN, st.integers(-2, 3), st.sampled_from(["f4", "O", "V8", "f4,(", "M8[", "?"])
+    ),
+    lambda trees: st.one_of(
+        st.lists(trees, max_size=5),
+        st.builds(lambda name, rest: [name, *rest], st.sampled_from(NAMES), st.lists(trees, max_size=4)),
+        st.builds(
+            lambda index, dtype, shape: ["array", index, dtype, shape],
+            st.integers(-3, 3) | trees,
+            st.sampled_from(["<f8", "|b1", "U0", "<U1", "O", "<M8[s]", "f4,(", ","]) | st.text(max_size=5) | trees,
+            st.lists(st.integers(-1, 4) | st.integers(), max_size=3) | trees,
+        ),
+        st.builds(
+            lambda kind, state, more: ["Generator", ["dict", [["bit_generator", kind], ["state", state], *more]]],
+            st.sampled_from(["PCG64", "MT19937", "Philox", "SFC64", "SeedSequence"]),
+            st.builds(
+                lambda a, b: ["dict", [["state", a], ["inc", b], ["key", a], ["pos", b], ["counter", a]]], trees, trees
+            )
+            | trees,
+            st.lists(st.tuples(st.sampled_from(["has_uint32", "uinteger", "buffer", "buffer_pos"]), trees).map(list)),
+        ),
+    ),
+    max_leaves=12,
+)
+
+
+def pcg64(state, has_uint32=0):
+    rest = [["state", ["dict", [["state", state], ["inc", 1]]]], ["has_uint32", has_uint32], ["uinteger", 0]]
+    return ["Generator", ["dict", [["bit_generator", "PCG64"], *rest]]]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(GARBAGE)
+def test_garbage_raises_protocol_error_or_nothing(tree):
+    for copy in (True, False):
+        with contextlib.suppress(ProtocolError):
+            unpack(tree, [b"01234567", b""], copy)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        [],
+        ["list"],
+        ["set", []],
+        [None, []],
+        ["list", 3],
+        ["dict", [["a"]]],
+        ["dict", {"a": 1}],
+        ["int", "x"],
+        ["array", 0, "<f8", [2]],
+        ["array", 0, "<f8", [-1]],
+        ["array", 0, "O", [1]],
+        ["array", 7, "<f8", [1]],
+        ["array", 0, "<f8"],
+        ["GraphInstance", [1, 2]],
+        ["Generator", ["dict", [["bit_generator", "SeedSequence"]]]],
+        ["Generator", ["dict", [["bit_generator", "PCG64"]]]],
+        ["array", 0, "<f8", [2**64 - 1]],
+        ["array", 0, "<f8", [2**31, 2**31, 2**31]],
+        ["array", 0, "U0", [2**45]],
+        ["array", 0, ",", [1]],
+        ["array", 0, "f4,(", [1]],
+        pcg64(-1),
+        pcg64(["int", hex(2**200)]),
+        pcg64(1, has_uint32=2**64 - 1),
+    ],
+    ids=lambda tree: str(tree)[:80],
+)
+def test_malformed_values_are_protocol_errors(tree):
+    with pytest.raises(ProtocolError, match="in a message"):
+        unpack(tree, [b"01234567"])
+
+
+def test_too_deep_values_are_protocol_errors():
+    tree = functools.reduce(lambda tree, _: ["list", [tree]], range(5000), None)
+    with pytest.raises(ProtocolError, match="recursion"):
+        unpack(tree, [])
+
+
+MESSAGES = [
+    Reply(3, ["list", [1, 2.5, None]], ["x (set)"]),
+    Pull(2**62, 7),
+    Error(1, None, "builtins.ValueError", "text\0ü", "traceback", True),
+    Hello(1, 0, "host", 4, {"numpy": "2.0"}),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_messages_come_back(message):
+    assert decode_answer(frames(message)[0]) == message

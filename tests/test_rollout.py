@@ -1,0 +1,311 @@
+"""Rollouts: what workers bring home must equal the same actions taken in this process."""
+
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ResetNeeded
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array
+from gymnasium.wrappers import RecordEpisodeStatistics
+from torch import nn
+from torch.distributions import Categorical, Normal
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError, EpsilonGreedyPolicy, GaussianPolicy
+from clusterenv_runtime.policy import to_tensor
+from clusterenv_runtime.rollout import Rollout, map_space
+
+from .envs import BufferEnv, CountingEnv, RandomEnv, Words, assert_same
+from .nets import ImageNet, MixedNet, linear
+
+VECTOR = spaces.Box(-1, 1, (3,))
+
+
+class Reference:
+    """The environments in this process, told which actions to take."""
+
+    def __init__(self, env_fns, mode=AutoresetMode.SAME_STEP):
+        self.envs, self.mode = SyncVectorEnv(env_fns, autoreset_mode=mode), AutoresetMode(mode)
+        self.space = self.envs.single_observation_space
+
+    def reset(self, seed):
+        self.observations, _ = self.envs.reset(seed=seed)
+        self.returns, self.lengths = np.zeros(self.envs.num_envs), np.zeros(self.envs.num_envs, np.int64)
+        self.ended = np.zeros(self.envs.num_envs, bool)
+        return self.observations
+
+    def step(self, actions):
+        """Step in the mode given; count episodes as one counts by hand."""
+        dead = self.ended & (self.mode == AutoresetMode.NEXT_STEP)
+        self.observations, rewards, terminations, truncations, infos = self.envs.step(actions)
+        self.returns += rewards
+        self.lengths += ~dead
+        self.ended = terminations | truncations
+        ended = [(self.returns[i], self.lengths[i]) for i in np.flatnonzero(self.ended)]
+        self.returns[self.ended] = self.lengths[self.ended] = 0
+        return (self.observations, rewards, terminations, truncations, infos), ended
+
+    def abandon(self, mask):
+        """Reset where ``mask`` is True, in the middle of an episode or not."""
+        self.observations, _ = self.envs.reset(options={"reset_mask": mask.copy()})
+        self.returns[mask] = self.lengths[mask] = self.ended[mask] = 0
+
+    def reset_ended(self):
+        """What DISABLED leaves to the user, and a rollout does before it begins."""
+        if self.ended.any():
+            self.abandon(self.ended.copy())
+
+    def check(self, rollout):
+        """Replay the rollout's actions, and compare all that the environments have brought forth."""
+        mode = self.mode
+        if mode != AutoresetMode.SAME_STEP:
+            self.reset_ended()
+        self.mode = self.envs.autoreset_mode = AutoresetMode.SAME_STEP
+        finals, episodes = [], []
+        for step, actions in enumerate(rollout.actions):
+            observations = map_space(lambda leaf: leaf[step], self.space, rollout.observations)  # noqa: B023
+            assert_same(observations, self.observations, f"observations[{step}]")
+            (_, rewards, terminations, truncations, infos), ended = self.step(actions)
+            assert_same(rollout.rewards[step], rewards, f"rewards[{step}]")
+            assert_same(rollout.terminations[step], terminations, f"terminations[{step}]")
+            assert_same(rollout.truncations[step], truncations, f"truncations[{step}]")
+            finals += [infos["final_obs"][i] for i in np.flatnonzero(truncations)]
+            episodes += ended
+        self.mode = self.envs.autoreset_mode = mode
+        if mode != AutoresetMode.SAME_STEP:  # they have been reset: the next step is not to do it again
+            self.envs._autoreset_envs[:] = self.ended[:] = False
+        assert_same(rollout.next_observations, self.observations, "next_observations")
+        expected = create_empty_array(self.space, len(finals))
+        assert_same(rollout.final_observations, concatenate(self.space, finals, expected) if finals else expected)
+        assert_same(rollout.episodic_returns, np.array([float(r) for r, _ in episodes], np.float64))
+        assert_same(rollout.episodic_lengths, np.array([n for _, n in episodes], np.int64))
+        return len(episodes)
+
+
+def logprobs_by_hand(policy, space, rollout):
+    """What torch's distributions say about the rollout's actions."""
+    observations = map_space(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), space, rollout.observations)
+    with torch.no_grad():
+        params = policy(to_tensor(observations, torch.device("cpu"))).view(*rollout.actions.shape[:2], -1)
+    actions = torch.as_tensor(rollout.actions)
+    if isinstance(policy, GaussianPolicy):
+        mean, logstd = params.chunk(2, -1)
+        return Normal(mean, logstd.exp()).log_prob(actions).sum(-1).numpy()
+    if isinstance(policy, EpsilonGreedyPolicy):
+        greedy = nn.functional.one_hot(params.argmax(-1), params.shape[-1])
+        params = ((1 - policy.epsilon) * greedy + policy.epsilon / params.shape[-1]).log()
+    return Categorical(logits=params).log_prob(actions).numpy()
+
+
+def gaussian(actor_mean):
+    return GaussianPolicy(actor_mean, nn.Parameter(torch.tensor([[0.1, -1.0]])))
+
+
+IMAGE = spaces.Box(0, 255, (2, 4, 4), np.uint8)
+DICT = spaces.Dict(
+    small=spaces.Box(0, 9, (2,), np.int16), more=spaces.Tuple([spaces.Box(0, 1, (1,)), spaces.MultiBinary(2)])
+)
+TUPLE = spaces.Tuple([spaces.Discrete(4), spaces.Box(-1, 1, (2, 2), np.float64)])
+
+
+def image_policy():
+    network = ImageNet(2, 3)
+    network(torch.zeros(1, 2, 4, 4))
+    return CategoricalPolicy(network)
+
+
+CASES = {
+    "vector": (VECTOR, None, [lambda: CategoricalPolicy(linear()), lambda: EpsilonGreedyPolicy(linear(), epsilon=0.4)]),
+    "image": (IMAGE, None, [image_policy]),
+    "Dict": (DICT, None, [lambda: CategoricalPolicy(MixedNet(5, 3))]),
+    "Tuple": (TUPLE, spaces.Box(-1, 1, (2,)), [lambda: gaussian(MixedNet(5, 2))]),
+}
+
+
+@pytest.mark.parametrize("observation_space, action_space, make_policies", CASES.values(), ids=CASES)
+def test_equals_a_replay_in_this_process(observation_space, action_space, make_policies):
+    env_fns = [partial(RandomEnv, observation_space, action_space, end=0.05)] * 5
+    reference = Reference(env_fns)
+    with ClusterEnv(env_fns, 2, sync_mode="always") as envs:
+        assert_same(envs.reset(seed=4)[0], reference.reset(seed=4))
+        for policy in (make_policy() for make_policy in make_policies):
+            num_episodes = 0
+            for num_steps in (9, 1, 30):
+                rollout = envs.rollout(policy, num_steps)
+                num_episodes += reference.check(rollout)
+                expected = logprobs_by_hand(policy, observation_space, rollout)
+                assert (rollout.logprobs.dtype, rollout.logprobs.shape) == (np.float32, (num_steps, 5))
+                np.testing.assert_allclose(rollout.logprobs, expected, rtol=1e-5, atol=1e-5)
+                assert_same(rollout.policy_versions, np.full(5, envs.policy_version))
+                with torch.no_grad():
+                    for parameter in policy.parameters():
+                        parameter.add_(0.1 * torch.randn_like(parameter))
+            assert num_episodes > 5
+        assert envs.policy_version == 3 * len(make_policies)
+
+
+@pytest.fixture(scope="module")
+def twins():
+    """Two of the same, but that in one the first worker is slow and in the other the last."""
+    clusters = []
+    for slow in (range(3), range(3, 5)):
+        env_fns = [partial(RandomEnv, VECTOR, delay=0.01 if i in slow else 0) for i in range(5)]
+        clusters.append(ClusterEnv(env_fns, 2, kl_threshold=0.01))
+    yield clusters
+    for envs in clusters:
+        envs.close()
+
+
+def a_few_rollouts(envs, seed):
+    """Return the rollouts of a policy that changes as a learner's does, sometimes too little to be pulled."""
+    envs.reset(seed=seed)
+    policy, rollouts = CategoricalPolicy(linear()), []
+    for change in (0, 0.01, 0.5, 0.01):
+        with torch.no_grad():
+            policy.actor[-1].weight += change
+            policy.actor[-1].weight[0] -= 2 * change
+        rollouts.append(envs.rollout(policy, 8))
+    return rollouts
+
+
+def fields(rollouts):
+    """All they hold but the numbers of the versions, which go on from one run to the next."""
+    names = [name for name in Rollout.__dataclass_fields__ if name != "policy_versions"]
+    return [{name: getattr(rollout, name) for name in names} for rollout in rollouts]
+
+
+def test_same_seed_same_rollouts_whoever_answers_first(twins):
+    first, second = (a_few_rollouts(envs, seed=1) for envs in twins)
+    assert_same(first[-1].policy_versions, second[-1].policy_versions)
+    assert_same(fields(first), fields(second))
+    assert 1 < twins[0].pulls.min() <= twins[0].pulls.max() < 4  # some versions were pulled, not all
+    again = a_few_rollouts(twins[0], seed=1)
+    assert_same(fields(again), fields(first))
+    other = a_few_rollouts(twins[0], seed=2)
+    assert (other[0].actions != first[0].actions).any()
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_steps_and_rollouts_may_alternate_in_every_autoreset_mode(mode):
+    env_fns = [partial(RandomEnv, VECTOR, end=0.1)] * 4
+    policy, reference = CategoricalPolicy(linear()), Reference(env_fns, mode)
+    with ClusterEnv(env_fns, 2, autoreset_mode=mode) as envs:
+        assert_same(envs.reset(seed=8)[0], reference.reset(seed=8))
+        num_episodes = 0
+        for num_steps, num_rollout_steps in [(0, 6), (0, 4), (5, 3), (1, 4), (6, 7), (3, 9)]:
+            for _ in range(num_steps):
+                if mode == AutoresetMode.DISABLED and reference.ended.any():
+                    mask = reference.ended.copy()
+                    reference.reset_ended()
+                    assert_same(envs.reset(options={"reset_mask": mask})[0], reference.observations)
+                actions = envs.action_space.sample()
+                (*expected, _), _ = reference.step(actions)
+                assert_same(envs.step(actions)[:-1], tuple(expected))
+            num_episodes += reference.check(envs.rollout(policy, num_rollout_steps))
+        assert num_episodes > 5
+        mask = np.array([True, False, False, True])
+        reference.abandon(mask)
+        assert_same(envs.reset(options={"reset_mask": mask})[0], reference.observations)
+        reference.check(envs.rollout(policy, 12))
+
+
+def test_a_rollout_by_hand():
+    with ClusterEnv([partial(BufferEnv, length=2), partial(BufferEnv, length=3)], 2) as envs:
+        envs.reset()
+        policy = CategoricalPolicy(linear(1, 2))
+        rollout = envs.rollout(policy, 4)
+        assert rollout.observations[:, :, 0].tolist() == [[0, 0], [1, 1], [0, 2], [1, 0]]
+        assert rollout.rewards.tolist() == [[1, 1], [2, 2], [1, 3], [2, 1]]
+        assert not rollout.terminations.any()
+        assert rollout.truncations.tolist() == [[False, False], [True, False], [False, True], [True, False]]
+        assert rollout.final_observations.tolist() == [[2], [3], [2]]
+        assert rollout.next_observations.tolist() == [[0], [1]]
+        assert rollout.episodic_returns.tolist() == [3, 6, 3]
+        assert rollout.episodic_lengths.tolist() == [2, 3, 2]
+        assert_same(rollout.policy_versions, np.array([1, 1]))
+        assert all(getattr(rollout, name).flags.writeable for name in Rollout.__dataclass_fields__)
+        rollout = envs.rollout(policy, 1)
+        assert rollout.final_observations.shape == (0, 1)  # no episode has ended
+        assert (rollout.episodic_returns.shape, rollout.episodic_lengths.shape) == ((0,), (0,))
+        rollout = envs.rollout(policy, 64)
+        assert (rollout.actions[:, 0] != rollout.actions[:, 1]).any()  # workers do not share their random numbers
+
+
+def test_recorded_statistics_count_what_lies_below_them():
+    def make_env(length):
+        return gym.wrappers.TransformReward(RecordEpisodeStatistics(CountingEnv(length)), lambda reward: 10 * reward)
+
+    with ClusterEnv([partial(make_env, 3), partial(make_env, 4)], 1) as envs:
+        envs.reset()
+        policy = CategoricalPolicy(linear(1, 2))
+        rollouts = [envs.rollout(policy, 5)]
+        assert envs.step([0, 0])[1].tolist() == [30, 20]
+        rollouts.append(envs.rollout(policy, 5))
+        assert [rollout.rewards.sum(0).tolist() for rollout in rollouts] == [[90, 110], [90, 130]]
+        assert [rollout.episodic_returns.tolist() for rollout in rollouts] == [[6, 10], [10, 6]]
+        assert [rollout.episodic_lengths.tolist() for rollout in rollouts] == [[3, 4], [4, 3]]
+
+
+def test_misuse():
+    with ClusterEnv([CountingEnv] * 2, 2) as envs:
+        policy = CategoricalPolicy(linear(1, 2))
+        with pytest.raises(ResetNeeded, match="Cannot call `rollout` before calling `reset`."):
+            envs.rollout(policy, 5)
+        envs.reset()
+        for num_steps in (0, -1):
+            with pytest.raises(ValueError, match=f"num_steps must be at least 1, got {num_steps}"):
+                envs.rollout(policy, num_steps)
+        envs.step_async([0, 0])
+        with pytest.raises(
+            AlreadyPendingCallError, match="Calling `rollout` while waiting for a pending call to `step`"
+        ):
+            envs.rollout(policy, 5)
+        envs.step_wait()
+
+
+@pytest.mark.parametrize("space", [spaces.Text(3), spaces.Dict(a=VECTOR, b=spaces.Graph(VECTOR, None)), Words()])
+def test_observations_that_are_not_arrays_are_refused(space):
+    with ClusterEnv([partial(RandomEnv, space)] * 2, 2) as envs:
+        envs.reset()
+        with pytest.raises(ValueError, match="a policy needs observations that become arrays, got "):
+            envs.rollout(CategoricalPolicy(linear()), 5)
+        assert envs.policy_version == 0
+
+
+def test_a_policy_that_does_not_fit_the_observations():
+    with ClusterEnv([CountingEnv], 1) as envs:
+        envs.reset()
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+            envs.rollout(CategoricalPolicy(linear(inputs=7)), 5)
+        assert isinstance(caught.value.__cause__, EnvError)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [CategoricalPolicy(nn.Identity()), EpsilonGreedyPolicy(nn.Identity(), 0.3)],
+    ids=["categorical", "epsilon"],
+)
+def test_discrete_policies_draw_from_their_distribution(policy):
+    draws, params = 40_000, torch.tensor([0.5, 2.0, -1.0, 0.0])
+    noise = policy.noise(1, draws, 4, torch.Generator().manual_seed(1))[0]
+    actions = policy.act(params.expand(draws, 4), noise)
+    probabilities = policy.distribution(params).probs
+    errors = (actions.bincount(minlength=4) / draws - probabilities) / (
+        probabilities * (1 - probabilities) / draws
+    ).sqrt()
+    assert errors.abs().max() < 4  # standard deviations
+
+
+def test_gaussian_policy_draws_from_its_distribution():
+    policy = GaussianPolicy(nn.Identity(), nn.Parameter(torch.tensor([[-1.0, 0.5]])))
+    draws, mean = 40_000, torch.tensor([[3.0, -2.0]])
+    params = policy(mean.expand(draws, 2))
+    with torch.no_grad():
+        actions = policy.act(params, policy.noise(1, draws, 4, torch.Generator().manual_seed(1))[0])
+    standard = (actions - mean) / torch.tensor([-1.0, 0.5]).exp()
+    assert standard.mean(0).abs().max() < 4 / draws**0.5
+    assert (standard.std(0) - 1).abs().max() < 4 / (2 * draws) ** 0.5
+    assert standard.T.corrcoef()[0, 1].abs() < 4 / draws**0.5

@@ -1,0 +1,310 @@
+"""APS: who pulls when, what that costs, and the divergences it is decided by."""
+
+import math
+from functools import partial
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, GaussianPolicy
+from clusterenv_runtime.protocol import Collect
+from clusterenv_runtime.sync import SyncRule
+
+from .envs import CountingEnv, RandomEnv, assert_same
+from .nets import linear
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ({"mode": "often"}, "sync_mode must be one of kl, interval, always, never, got 'often'"),
+        ({"kl_threshold": -0.1}, "kl_threshold must be a number of nats >= 0, got -0.1"),
+        ({"kl_threshold": math.nan}, "kl_threshold must be a number of nats >= 0, got nan"),
+        ({"mode": "interval"}, "sync_mode 'interval' needs sync_interval"),
+        ({"mode": "interval", "interval": 0}, "sync_interval must be at least 1, got 0"),
+        ({"max_lag": -1}, "max_policy_lag must be at least 0, got -1"),
+    ],
+)
+def test_rules_that_do_not_fit_together(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        SyncRule(**arguments)
+
+
+KL, NEVER, ALWAYS = SyncRule("kl", 0.1), SyncRule("never"), SyncRule("always")
+EVERY_THIRD, AT_MOST_TWO_BEHIND = SyncRule("interval", interval=3), SyncRule("never", max_lag=2)
+
+
+@pytest.mark.parametrize(
+    "rule, held, version, divergence, wants_pull",
+    [
+        (KL, 5, 9, 0.1, False),
+        (KL, 5, 9, math.nextafter(0.1, 1), True),
+        (KL, 5, 6, math.inf, True),
+        (KL, 5, 6, math.nan, True),
+        (SyncRule("kl", 0), 5, 6, 0.0, False),
+        (SyncRule("kl", math.inf), 5, 6, math.inf, False),
+        (ALWAYS, 5, 6, 0.0, True),
+        (ALWAYS, 5, 5, math.inf, False),
+        (NEVER, 5, 10**6, math.inf, False),
+        (EVERY_THIRD, 5, 7, math.inf, False),
+        (EVERY_THIRD, 5, 8, 0.0, True),
+        (AT_MOST_TWO_BEHIND, 5, 7, math.inf, False),
+        (AT_MOST_TWO_BEHIND, 5, 8, 0.0, True),
+        (SyncRule("kl", 0.1, max_lag=2), 5, 7, 0.0, False),
+        (SyncRule("kl", 0.1, max_lag=2), 5, 8, 0.0, True),
+        (SyncRule("kl", 0.1, max_lag=0), 5, 5, 0.0, False),
+        (SyncRule("kl", 0.1, max_lag=0), 5, 6, 0.0, True),
+    ],
+)
+def test_decisions(rule, held, version, divergence, wants_pull):
+    assert rule.wants_pull(held, Collect(1, 8, version, 5, divergence, 0.0)) is wants_pull
+
+
+@pytest.mark.parametrize("rule", [KL, NEVER, ALWAYS, EVERY_THIRD, AT_MOST_TWO_BEHIND], ids=str)
+@pytest.mark.parametrize("held, version, structure", [(0, 1, 1), (0, 9, 5), (4, 5, 5), (4, 6, 5)])
+def test_a_worker_without_the_policy_or_with_an_older_structure_always_pulls(rule, held, version, structure):
+    assert rule.wants_pull(held, Collect(1, 8, version, structure, 0.0, 0.0)) is True
+
+
+def num_bytes(policy):
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*policy.parameters(), *policy.buffers()))
+
+
+def change(policy, scale):
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+
+
+def make_agent():
+    """What a CleanRL agent is: the actor is in the policy, the critic is not."""
+    agent = nn.ModuleDict({"actor": linear(3, 3), "critic": linear(3, 1)})
+    return agent, CategoricalPolicy(agent["actor"])
+
+
+VECTOR_ENVS = [partial(RandomEnv, spaces.Box(-1, 1, (3,)))] * 3
+
+
+def test_kl_mode_pulls_exactly_when_the_divergence_exceeds_the_threshold():
+    _, policy = make_agent()
+    with ClusterEnv(VECTOR_ENVS, 2, sync_mode="kl", kl_threshold=0.02) as envs:
+        envs.reset(seed=1)
+        versions, last, pulled_so_far = {}, None, []
+        for iteration in range(12):
+            change(policy, 0.08 * (iteration % 3))
+            pulls = envs.pulls
+            rollout = envs.rollout(policy, 20)
+            versions[envs.policy_version] = cloudpickle.loads(cloudpickle.dumps(policy))
+            pulled = envs.pulls - pulls
+            assert_same(pulled, (envs.divergence > 0.02).astype(np.int64))
+            held = rollout.policy_versions[[0, 2]]  # rows 0 and 1 are worker 0's, row 2 is worker 1's
+            assert ((held == envs.policy_version) == pulled.astype(bool)).all()
+            if last is not None:
+                for worker, rows in enumerate((slice(0, 2), slice(2, 3))):
+                    behavior = versions[last.policy_versions[rows][0]]
+                    expected = kl_categorical(behavior, policy, last.observations[:, rows].reshape(-1, 3))
+                    assert envs.divergence[worker] == pytest.approx(expected, abs=1e-6)
+            else:
+                assert envs.divergence.tolist() == [math.inf, math.inf]
+            last = rollout
+            pulled_so_far.append(pulled)
+        assert 2 < np.sum(pulled_so_far, 0).min() < 10  # some were pulled and some were not
+        assert envs.sync_bytes == envs.pulls.sum() * num_bytes(policy)
+
+
+def kl_categorical(behavior, policy, observations):
+    with torch.no_grad():
+        p, q = (net(torch.as_tensor(observations)).double().log_softmax(-1) for net in (behavior, policy))
+    return (p.exp() * (p - q)).sum(-1).mean().item()
+
+
+@pytest.mark.parametrize(
+    "arguments, versions",
+    [
+        ({"sync_mode": "always"}, [1, 2, 3, 6, 7, 8, 9]),
+        ({"sync_mode": "interval", "sync_interval": 3}, [1, 1, 1, 6, 6, 6, 9]),
+        ({"sync_mode": "never"}, [1, 1, 1, 1, 1, 1, 1]),
+        ({"sync_mode": "never", "max_policy_lag": 2}, [1, 1, 1, 6, 6, 6, 9]),
+        ({"sync_mode": "kl", "kl_threshold": 1e9, "max_policy_lag": 4}, [1, 1, 1, 6, 6, 6, 6]),
+    ],
+    ids=["always", "interval", "never", "never but for the lag", "kl but for the lag"],
+)
+def test_versions_pulls_and_bytes(arguments, versions):
+    _, policy = make_agent()
+    with ClusterEnv(VECTOR_ENVS, 1, **arguments) as envs:
+        envs.reset(seed=1)
+        assert (envs.policy_version, envs.pulls.tolist(), envs.sync_bytes) == (0, [0], 0)
+        for number, expected in enumerate(versions):
+            if number == 3:
+                assert [envs.publish(policy) for _ in range(2)] == [4, 5]  # a publish is a version, rolled out or not
+            change(policy, 0.1)
+            rollout = envs.rollout(policy, 2)
+            assert_same(rollout.policy_versions, np.full(3, expected))
+        assert envs.policy_version == 9
+        assert envs.pulls.tolist() == [len(set(versions))]
+        assert envs.sync_bytes == len(set(versions)) * num_bytes(policy)
+
+
+def test_never_acts_on_the_first_weights_until_the_policy_is_another():
+    greedy, uniform, first = EpsilonGreedyPolicy(linear(3, 3), 0), CategoricalPolicy(linear(3, 3)), linear(3, 3)
+    with ClusterEnv(VECTOR_ENVS, 2, sync_mode="never") as envs:
+        envs.reset(seed=1)
+
+        def share_of_first_choices():
+            rollout = envs.rollout(greedy, 100)
+            with torch.no_grad():
+                return (first(torch.as_tensor(rollout.observations)).argmax(-1).numpy() == rollout.actions).mean()
+
+        assert share_of_first_choices() == 1
+        change(greedy, 3)
+        assert share_of_first_choices() == 1
+        greedy.epsilon = 1  # belongs to the head, and needs no pull
+        assert share_of_first_choices() == pytest.approx(1 / 3, abs=0.12)  # four standard deviations of 300 draws
+        assert envs.pulls.tolist() == [1, 1]
+        sizes = num_bytes(greedy)
+        for policy in (uniform, CategoricalPolicy(nn.Linear(3, 3)), uniform):
+            rollout = envs.rollout(policy, 3)
+            assert_same(rollout.policy_versions, np.full(3, envs.policy_version))
+            envs.rollout(policy, 3)
+            sizes += num_bytes(policy)
+        envs.rollout(CategoricalPolicy(uniform.actor), 3)  # a new wrapper around the same module is nothing new
+        assert envs.pulls.tolist() == [4, 4]
+        assert envs.sync_bytes == 2 * sizes
+
+
+def test_properties_are_copies():
+    with ClusterEnv([CountingEnv], 1) as envs:
+        envs.pulls[:] = 7
+        envs.divergence[:] = 7
+        assert (envs.pulls.tolist(), envs.divergence.tolist()) == ([0], [math.inf])
+
+
+def divergence(old, new, observations):
+    """The divergence of ``new`` from ``old``, as if a worker had acted on ``old``."""
+    with torch.no_grad():
+        params = old(torch.as_tensor(observations)).numpy()
+    return new.divergence([observations], [params]).item()
+
+
+@pytest.fixture
+def observations():
+    return np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
+
+
+def two(make):
+    torch.manual_seed(1)
+    old, new = make(), make()
+    new.load_state_dict(old.state_dict())
+    change(new, 0.5)
+    return old, new
+
+
+def test_categorical_divergence(observations):
+    old, new = two(lambda: CategoricalPolicy(linear(3, 4)))
+    assert divergence(old, new, observations) == pytest.approx(kl_categorical(old, new, observations), rel=1e-4)
+
+
+def test_gaussian_divergence(observations):
+    old, new = two(lambda: GaussianPolicy(linear(3, 2), nn.Parameter(torch.tensor([[-0.5, 0.3]]))))
+    means, stds = [], []
+    for policy in (old, new):
+        with torch.no_grad():
+            means.append(policy.actor_mean(torch.as_tensor(observations)).double())
+        stds.append(policy.actor_logstd.detach().double().exp())
+    (m1, m2), (s1, s2) = means, stds
+    kl = (s2 / s1).log() + (s1**2 + (m1 - m2) ** 2) / (2 * s2**2) - 0.5
+    assert divergence(old, new, observations) == pytest.approx(kl.sum(-1).mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.01, 0.3, 1.0])
+def test_epsilon_greedy_divergence_is_the_rate_of_disagreement_times_a_constant(observations, epsilon):
+    old, new = two(lambda: EpsilonGreedyPolicy(linear(3, 4), epsilon))
+    with torch.no_grad():
+        choices = [policy(torch.as_tensor(observations)).argmax(-1) for policy in (old, new)]
+    rate = (choices[0] != choices[1]).float().mean().item()
+    assert 0.1 < rate < 0.9
+    floored = max(epsilon, EpsilonGreedyPolicy.MIN_EPSILON)
+    greedy, other = 1 - floored + floored / 4, floored / 4  # probabilities of the greedy action and of any other
+    expected = rate * (greedy - other) * math.log(greedy / other)
+    assert divergence(old, new, observations) == pytest.approx(expected, rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        CategoricalPolicy(linear(3, 4)),
+        GaussianPolicy(linear(3, 2), nn.Parameter(torch.tensor([[-0.5, 0.3]]))),
+        EpsilonGreedyPolicy(linear(3, 4), 0.1),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_divergence_is_zero_of_itself_and_a_mean_over_states(policy, observations):
+    assert divergence(policy, policy, observations) == pytest.approx(0, abs=1e-6)
+    new = cloudpickle.loads(cloudpickle.dumps(policy))
+    change(new, 0.5)
+    one = divergence(policy, new, observations)
+    assert one > 0.01
+    assert divergence(policy, new, np.tile(observations, (8, 1))) == pytest.approx(one, rel=1e-4)
+    with torch.no_grad():
+        parts = [observations, observations[:7], observations[7:]]
+        params = [policy(torch.as_tensor(part)).numpy() for part in parts]
+    whole, *split = new.divergence(parts, params)  # several workers at once, each with its own number of states
+    assert whole == pytest.approx(one, rel=1e-4)
+    assert np.average(split, weights=[7, 43]) == pytest.approx(one, rel=1e-4)
+
+
+class Mixed(nn.Module):
+    """Tensors of many dtypes and shapes, contiguous or not, some of them the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.transposed = nn.Parameter(torch.randn(3, 5).T)
+        self.empty, self.halves = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.randn(3).half())
+        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.register_buffer("bools", torch.tensor([True, False, True]))
+        self.register_buffer("long_int", torch.tensor(2**40))
+        self.register_buffer("doubles", torch.randn(3, dtype=torch.float64))
+        self.register_buffer("bfloats", torch.randn(2).bfloat16(), persistent=False)
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)))
+
+
+def test_weights_travel_to_the_last_bit():
+    torch.manual_seed(0)
+    policy = CategoricalPolicy(Mixed())
+    policy(torch.randn(8, 4))  # moves the statistics of BatchNorm
+    flat = policy.flat_weights()
+    assert (flat.dtype, flat.shape) == (torch.uint8, (num_bytes(policy),))
+    kept = flat.clone()
+    other = cloudpickle.loads(cloudpickle.dumps(policy.structure()))._with_empty_tensors("cpu")
+    other.load_flat_weights(flat.numpy().tobytes())
+    names = [*dict(policy.named_parameters()), *dict(policy.named_buffers())]
+    assert names == [*dict(other.named_parameters()), *dict(other.named_buffers())]
+    for a, b in zip(policy._tensors(), other._tensors(), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert torch.equal(a, b)
+    assert other.actor.first.weight is other.actor.second.weight
+    states = torch.randn(5, 4)
+    assert torch.equal(policy.eval()(states), other.eval()(states))
+    change(policy, 1)
+    assert torch.equal(flat, kept)  # a copy, not a view of what is being learned
+    for wrong in (flat[:-1], torch.cat([flat, flat[:1]])):
+        with pytest.raises((ValueError, RuntimeError)):
+            other.load_flat_weights(wrong.numpy())
+
+
+def test_the_structure_carries_no_weights():
+    policy = CategoricalPolicy(nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000), nn.Linear(1000, 1000)))
+    structure = policy.structure()
+    assert len(cloudpickle.dumps(structure)) < 10_000 < 8_000_000 < num_bytes(policy)
+    assert all(tensor.is_meta for tensor in structure._tensors())
+    assert not any(tensor.is_meta for tensor in policy._tensors())
+    assert all(parameter.requires_grad for parameter in policy.parameters())

@@ -1,0 +1,470 @@
+"""ClusterEnv as a VectorEnv: it must equal Gymnasium's SyncVectorEnv step for step, and refuse misuse as clearly."""
+
+import multiprocessing
+import re
+import warnings
+from copy import deepcopy
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clusterenv_runtime import ClusterEnv
+
+from .envs import BufferEnv, CountingEnv, RandomEnv, UnsendableEnv, Words, assert_same, registered
+
+IMAGE = spaces.Box(0, 255, (3, 4), np.uint8)
+SPACES = {
+    "float32": spaces.Box(-1, 1, (2, 3)),
+    "float64, no shape": spaces.Box(-np.inf, np.inf, (), np.float64),
+    "float16": spaces.Box(-1, 1, (2,), np.float16),
+    "uint8": IMAGE,
+    "int64": spaces.Box(-(2**40), 2**40, (2,), np.int64),
+    "no elements": spaces.Box(0, 1, (0, 2)),
+    "Discrete": spaces.Discrete(5, start=-2),
+    "MultiDiscrete": spaces.MultiDiscrete([[3, 5], [2, 4]], start=[[1, 0], [-7, 2]]),
+    "MultiBinary": spaces.MultiBinary([2, 3]),
+    "Tuple": spaces.Tuple((spaces.Discrete(4), spaces.Box(0, 1, (2,)))),
+    "Dict": spaces.Dict(
+        image=IMAGE,
+        more=spaces.Dict(position=spaces.Box(0, 1, (2,)), bits=spaces.MultiBinary(3)),
+        id=spaces.Discrete(9),
+    ),
+    "Text": spaces.Text(6, min_length=0),
+    "Graph": spaces.Graph(spaces.Box(0, 1, (2,)), spaces.Discrete(4)),
+    "Graph without edges": spaces.Graph(spaces.Discrete(4), None),
+    "Sequence": spaces.Sequence(spaces.Dict(x=spaces.Box(0, 1, (2,)), n=spaces.Discrete(3))),
+    "stacked Sequence": spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True),
+    "OneOf": spaces.OneOf([spaces.Discrete(3), spaces.Box(0, 1, (2,)), spaces.Text(3)]),
+    "custom": Words(),
+}
+SPACES["all in a Dict"] = spaces.Dict({key: deepcopy(space) for key, space in SPACES.items()})
+SPACES["all in a Tuple"] = spaces.Tuple([deepcopy(space) for space in SPACES.values()])
+
+
+def both(env_fns, num_workers=2, **kwargs):
+    return ClusterEnv(env_fns, num_workers, **kwargs), SyncVectorEnv(env_fns, **kwargs)
+
+
+def assert_equal_run(envs, sync, seed=0, num_steps=20):
+    """Reset and step both alike, in whatever autoreset mode they are."""
+    assert_same(envs.reset(seed=seed), sync.reset(seed=seed))
+    envs.action_space.seed(0)
+    for step in range(num_steps):
+        actions = envs.action_space.sample()
+        result = envs.step(actions)
+        assert_same(result, sync.step(actions), f"step {step}")
+        ended = result[2] | result[3]
+        if envs.metadata["autoreset_mode"] == AutoresetMode.DISABLED and ended.any():
+            masked = [env.reset(options={"reset_mask": ended.copy(), "level": 3}) for env in (envs, sync)]
+            assert_same(*masked, f"reset after step {step}")
+
+
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_equals_sync_vector_env_in_every_space(space):
+    envs, sync = both([partial(RandomEnv, space, deepcopy(space))] * 3, autoreset_mode="SameStep")
+    with envs:
+        for name in ("observation_space", "single_observation_space", "action_space", "single_action_space"):
+            assert getattr(envs, name) == getattr(sync, name)
+        assert (envs.metadata, envs.render_mode, envs.spec) == (sync.metadata, sync.render_mode, sync.spec)
+        assert_equal_run(envs, sync, num_steps=10)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_equals_sync_vector_env_in_every_autoreset_mode(mode, num_workers):
+    envs, sync = both([partial(RandomEnv, SPACES["all in a Dict"])] * 5, num_workers, autoreset_mode=mode)
+    with envs:
+        assert_equal_run(envs, sync, seed=5, num_steps=10)
+        assert_same(envs.reset(), sync.reset())  # without a seed the environments go on with their own randomness
+        assert_same(envs.np_random_seed, sync.np_random_seed)
+
+
+@pytest.fixture(scope="module", params=AutoresetMode)
+def pair(request):
+    """Five environments on three workers, and the same in this process."""
+    envs, sync = both([partial(RandomEnv, spaces.Box(-1, 1, (2,)))] * 5, 3, autoreset_mode=request.param)
+    yield envs, sync
+    envs.close()
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.one_of(st.integers(0, 2**31), st.lists(st.none() | st.integers(0, 2**31), min_size=5, max_size=5)))
+def test_equals_sync_vector_env_with_any_seed(pair, seed):
+    envs, sync = pair
+    for env in pair:
+        env.reset(seed=1)  # what a seed of None goes on from
+    assert_equal_run(envs, sync, seed, num_steps=5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    masks=st.lists(st.lists(st.booleans(), min_size=5, max_size=5).filter(any), min_size=1, max_size=3),
+    seed=st.none() | st.integers(0, 99),
+)
+def test_equals_sync_vector_env_with_any_reset_mask(pair, masks, seed):
+    assert_same(*(env.reset(seed=1) for env in pair))
+    for mask in masks:
+        assert_same(*(env.reset(seed=seed, options={"reset_mask": np.array(mask), "level": 1}) for env in pair))
+        if pair[0].metadata["autoreset_mode"] != AutoresetMode.DISABLED:
+            assert_same(*(env.step(np.arange(5) % 3) for env in pair))
+
+
+@pytest.mark.parametrize(
+    "actions", [[0, 1, 2, 0, 1], (0, 1, 2, 0, 1), np.array([0, 1, 2, 0, 1], np.int8)], ids=["list", "tuple", "int8"]
+)
+def test_actions_arrive_as_they_are_given(pair, actions):
+    assert_same(*(env.reset(seed=3) for env in pair))
+    assert_same(*(env.step(actions) for env in pair))
+
+
+def test_calls_and_attributes_equal_sync_vector_env(pair):
+    assert_same(*(env.reset(seed=7) for env in pair))
+    assert_same(*(env.get_attr("end") for env in pair))
+    assert_same(*(env.call("render") for env in pair))
+    assert_same(*(env.render() for env in pair))
+    assert_same(*(env.np_random_seed for env in pair))
+    assert_same(*(deepcopy(env.np_random) for env in pair))
+    before = deepcopy(pair[0].np_random)
+    for generator in pair[0].np_random:
+        generator.random()
+    assert_same(pair[0].np_random, before)  # they are copies
+    for values in (0.4, [0.1, 0.2, 0.3, 0.4, 0.5], (0.5, 0.4, 0.3, 0.2, 0.1), 0.2):
+        for env in pair:
+            env.set_attr("end", values)
+        assert_same(*(env.get_attr("end") for env in pair))
+    assert pair[0].get_attr("end") == (0.2,) * 5
+    for env in pair:
+        with pytest.raises(ValueError, match="Got `4` values for 5 environments"):
+            env.set_attr("end", [0.1] * 4)
+
+
+@pytest.fixture(scope="module")
+def counting():
+    """Three counting environments on two workers; ``counting.reset()`` first."""
+    with ClusterEnv([CountingEnv] * 3, 2) as envs:
+        yield envs
+
+
+def test_call_passes_arguments_and_any_value(counting):
+    value = {"a": [1, (2.0, None)], ("b", 2**80): np.arange(3, dtype=np.int16), "c": b"\0", "d": np.float32(1)}
+    assert_same(counting.call("echo", value, key=value), (((value,), {"key": value}),) * 3)
+    counting.call_async("echo", 1)
+    assert_same(counting.call_wait(), (((1,), {}),) * 3)
+
+
+def test_results_are_fresh_and_writable(counting):
+    counting.reset()
+    first = counting.step([0, 0, 0])
+    kept = deepcopy(first)
+    counting.step([0, 0, 0])
+    assert_same(first, kept)
+    for array in first[:4]:
+        array[:] = 0
+    assert counting.step([0, 0, 0])[0].ravel().tolist() == [3, 3, 3]
+
+
+def test_an_asynchronous_step_is_a_step(counting):
+    counting.reset_async(seed=1)
+    assert_same(counting.reset_wait(timeout=60), (np.zeros((3, 1), np.float32), {}))
+    counting.step_async(np.zeros(3, np.int64))
+    ended = np.zeros(3, bool)
+    assert_same(counting.step_wait(timeout=60), (np.ones((3, 1), np.float32), np.ones(3), ended, ended, {}))
+
+
+@pytest.mark.parametrize(
+    "pending, method", [("reset", "step"), ("step", "reset"), ("step", "call"), ("call", "step"), ("step", "set_attr")]
+)
+def test_nothing_else_may_be_asked_while_a_call_is_pending(counting, pending, method):
+    arguments = {"reset": (), "step": ([0, 0, 0],), "call": ("pid",), "set_attr": ("x", 1)}
+    counting.reset()
+    getattr(counting, f"{pending}_async")(*arguments[pending])
+    text = rf"Calling `{method}(_async)?` while waiting for a pending call to `{pending}` to complete\."
+    with pytest.raises(AlreadyPendingCallError, match=text) as caught:
+        getattr(counting, method)(*arguments[method])
+    assert caught.value.name == pending
+    for other in {"reset", "step", "call"} - {pending}:
+        with pytest.raises(NoAsyncCallError, match=f"Calling `{other}_wait` without any prior call to `{other}_async`"):
+            getattr(counting, f"{other}_wait")()
+    getattr(counting, f"{pending}_wait")()  # the pending call is none the worse for it
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "call"])
+def test_waiting_for_nothing_is_an_error(counting, method):
+    with pytest.raises(NoAsyncCallError, match=f"Calling `{method}_wait` without any prior call to `{method}_async`"):
+        getattr(counting, f"{method}_wait")(timeout=1)
+
+
+@pytest.mark.parametrize("actions", [[], [0, 0], np.zeros(4, int), np.zeros((2, 3), int)])
+def test_wrong_number_of_actions(counting, actions):
+    with pytest.raises(ValueError, match=f"Expected 3 actions, one for each environment, got {len(actions)}"):
+        counting.step(actions)
+
+
+def test_wrong_number_of_seeds(counting):
+    with pytest.raises(ValueError, match="length must match num_envs=3 but got length=2"):
+        counting.reset(seed=[1, 2])
+
+
+@pytest.mark.parametrize(
+    "mask, error, text",
+    [
+        ([True] * 3, TypeError, "`options['reset_mask']` must be a numpy array, got <class 'list'>"),
+        (np.ones(2, bool), ValueError, "`options['reset_mask']` must have shape `(3,)`, got (2,)"),
+        (np.ones(3, int), TypeError, "`options['reset_mask']` must have `dtype=np.bool_`, got int64"),
+        (np.zeros(3, bool), ValueError, "must contain a boolean array with at least one True value"),
+    ],
+)
+def test_wrong_reset_masks(counting, mask, error, text):
+    for envs in (counting, SyncVectorEnv([CountingEnv] * 3)):
+        with pytest.raises(error, match=re.escape(text)):
+            envs.reset(options={"reset_mask": mask})
+
+
+def test_a_worker_that_only_steps_never_imports_torch(counting):
+    counting.reset()
+    counting.step([0, 0, 0])
+    assert counting.call("imported", "torch") == (False,) * 3
+    assert counting.call("imported", "zmq") == (True,) * 3
+
+
+def test_an_unsendable_result_of_a_call_is_a_type_error_and_no_harm(counting):
+    counting.reset()
+    counting.set_attr("thing", object())
+    with pytest.raises(TypeError, match="a builtins.object cannot be sent to the head, only arrays, numbers, strings"):
+        counting.get_attr("thing")
+    assert counting.step([0, 0, 0])[0].ravel().tolist() == [1, 1, 1]
+
+
+def test_an_error_in_a_call_is_raised_and_no_harm(counting):
+    counting.reset()
+    with pytest.raises(ZeroDivisionError, match="^on purpose$"):
+        counting.call("fail", ZeroDivisionError("on purpose"))
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        counting.get_attr("no_such_thing")
+    assert counting.step([0, 0, 0])[0].ravel().tolist() == [1, 1, 1]
+
+
+def test_timeouts_leave_a_usable_env():
+    with ClusterEnv([partial(CountingEnv, delay=0.2)] * 2, 2) as envs:
+        envs.reset()
+        envs.step_async([0, 0])
+        text = r"The call to `step_wait` has timed out after 0\.01 second\(s\)\."
+        with pytest.raises(multiprocessing.TimeoutError, match=text):
+            envs.step_wait(timeout=0.01)
+        with pytest.raises(NoAsyncCallError):
+            envs.step_wait()
+        envs.step_async([0, 0])  # the late answer to the first step must not pass for one to the second
+        with pytest.raises(multiprocessing.TimeoutError):
+            envs.step_wait(timeout=0)
+        assert envs.step([0, 0])[0].ravel().tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("space", ["float32", "Dict", "Tuple"])
+def test_copy_means_what_it_means_in_gymnasium(copy, space):
+    envs, sync = both([partial(RandomEnv, SPACES[space])] * 3, copy=copy)
+    with envs:
+        for env in (envs, sync):
+            first = env.reset(seed=1)[0]
+            kept = deepcopy(first)
+            second = env.step([0, 1, 2])[0]
+            if copy:
+                assert_same(first, kept)
+            else:
+                assert_same(first, second)  # the very same arrays, with new contents
+        assert_equal_run(envs, sync)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_an_environment_that_reuses_its_arrays(mode):
+    envs, sync = both([partial(BufferEnv, length=2 + i) for i in range(3)], autoreset_mode=mode)
+    with envs:
+        assert_same(envs.reset(), sync.reset())
+        final_observations = []
+        for step in range(9):
+            result, expected = envs.step([0, 0, 0]), sync.step([0, 0, 0])
+            # SyncVectorEnv keeps the array itself, which shows the reset observation then; here it is what it was.
+            final_observations += [array.item() for array in result[-1].pop("final_obs", []) if array is not None]
+            expected[-1].pop("final_obs", None)
+            assert_same(result, expected, f"step {step}")
+            ended = result[2] | result[3]
+            if mode == AutoresetMode.DISABLED and ended.any():
+                assert_same(*(env.reset(options={"reset_mask": ended.copy()}) for env in (envs, sync)))
+        if mode == AutoresetMode.SAME_STEP:
+            assert final_observations == [2, 3, 2, 4, 2, 3, 2, 4, 3]
+
+
+@pytest.mark.parametrize(
+    "observation_mode, single_spaces",
+    [
+        ("different", [spaces.Box(-i, i, (2,)) for i in range(1, 6)]),
+        ("different", [spaces.Discrete(3 + i, start=i) for i in range(5)]),
+        ("different", [spaces.Dict(a=spaces.Box(0, i, (2,)), b=spaces.Discrete(i)) for i in range(1, 6)]),
+        ((spaces.Box(-9, 9, (5, 2)), spaces.Box(-9, 9, (2,))), [spaces.Box(-i, i, (2,)) for i in range(1, 6)]),
+    ],
+    ids=["different Box", "different Discrete", "different Dict", "custom"],
+)
+def test_observation_modes(observation_mode, single_spaces):
+    env_fns = [partial(RandomEnv, space) for space in single_spaces]
+    envs, sync = both(env_fns, observation_mode=observation_mode)
+    with envs:
+        assert envs.observation_space == sync.observation_space
+        assert envs.single_observation_space == sync.single_observation_space
+        assert_equal_run(envs, sync)
+
+
+SMALL, LARGE, LONG = spaces.Box(0, 1, (2,)), spaces.Box(0, 2, (2,)), spaces.Box(0, 1, (3,))
+
+
+@pytest.mark.parametrize("row", [1, 2, 3])
+@pytest.mark.parametrize(
+    "observation_mode, other", [("same", (LARGE,)), ("different", (LONG,)), ("same", (SMALL, spaces.Discrete(4)))]
+)
+def test_spaces_that_do_not_match(workers, observation_mode, other, row):
+    env_fns = [partial(RandomEnv, SMALL)] * 4
+    env_fns[row] = partial(RandomEnv, *other)
+    before = workers()
+    # When the head can see that they do not fit, Gymnasium's error is a ValueError.
+    error = ValueError if observation_mode == "different" else RuntimeError
+    for make in (partial(ClusterEnv, num_workers=2), SyncVectorEnv):
+        with pytest.raises(error, match="space|shape"):
+            make(env_fns, observation_mode=observation_mode)
+    assert workers() == before
+
+
+@pytest.mark.parametrize("observation_mode", ["similar", (SMALL,), None])
+def test_unknown_observation_modes(observation_mode):
+    with pytest.raises(ValueError, match="Invalid `observation_mode`"):
+        ClusterEnv([CountingEnv], observation_mode=observation_mode)
+
+
+@pytest.mark.parametrize(
+    "env_fns, kwargs, error, text",
+    [
+        ([], {}, ValueError, "env_fns must hold at least one function, got none"),
+        ([CountingEnv], {"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
+        ([CountingEnv], {"num_workers": -1}, ValueError, "num_workers must be at least 1, got -1"),
+        (
+            [CountingEnv],
+            {"launcher": "slurp"},
+            ValueError,
+            "launcher must be 'local' or a launcher object, got 'slurp'",
+        ),
+        ([CountingEnv], {"autoreset_mode": "Never"}, ValueError, "'Never' is not a valid AutoresetMode"),
+        ([CountingEnv], {"sync_mode": "often"}, ValueError, "sync_mode must be one of kl, interval, always, never"),
+        ([CountingEnv], {"observation_mode": (1, 2)}, TypeError, "Expected both elements of observation_mode"),
+    ],
+)
+def test_wrong_arguments(workers, env_fns, kwargs, error, text):
+    before = workers()
+    with pytest.raises(error, match=text):
+        ClusterEnv(env_fns, **kwargs)
+    assert workers() == before
+
+
+def test_never_more_workers_than_environments():
+    with ClusterEnv([CountingEnv] * 2, num_workers=7) as envs:
+        assert envs.num_workers == 2
+        assert len(set(envs.call("pid"))) == 2
+
+
+def test_each_worker_has_a_contiguous_share_of_the_rows():
+    with ClusterEnv([partial(CountingEnv, length=10 + i) for i in range(5)], num_workers=3) as envs:
+        assert envs.get_attr("length") == (10, 11, 12, 13, 14)
+        a, b, c = dict.fromkeys(envs.call("pid"))
+        assert envs.call("pid") == (a, a, b, b, c)
+
+
+def test_what_cannot_be_sent_is_left_out_of_infos_with_one_warning_for_each_key():
+    with ClusterEnv([UnsendableEnv] * 3, 2) as envs:
+        envs.reset()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                infos = envs.step([0, 0, 0])[-1]
+        assert set(infos) == {"fine", "_fine", "nested", "_nested"}
+        assert infos["fine"].tolist() == [3, 3, 3]
+        assert set(infos["nested"]) == {"fine", "_fine"}
+        texts = sorted(str(warning.message) for warning in caught)
+        assert len(texts) == 2
+        assert "Info a_set (set) is left out" in texts[0]
+        assert "Info secret (object) is left out" in texts[1]
+
+
+@pytest.mark.parametrize("entry_point", [CountingEnv, "tests.envs:CountingEnv", lambda: CountingEnv()])
+def test_an_environment_registered_here_works_on_workers(entry_point):
+    with (
+        registered("ClusterTest/Counting-v0", entry_point),
+        ClusterEnv([lambda: gym.make("ClusterTest/Counting-v0")] * 2, 2) as envs,
+    ):
+        envs.reset()
+        assert envs.step([0, 0])[0].ravel().tolist() == [1, 1]
+
+
+def test_an_environment_registered_over_one_of_gymnasiums_is_the_one_on_workers():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Gymnasium's, that there was one
+        with (
+            registered("CartPole-v1", partial(RandomEnv, spaces.Box(-1, 1, (2,)))),
+            ClusterEnv([lambda: gym.make("CartPole-v1")] * 2, 2) as envs,
+        ):
+            assert envs.reset(seed=1)[0].shape == (2, 2)
+
+
+def test_an_environment_that_only_this_process_knows():
+    class LocalEnv(CountingEnv):
+        def step(self, action):
+            observation, reward, *rest = super().step(action)
+            return observation, scale * reward, *rest
+
+    scale = 10
+    with ClusterEnv([lambda: LocalEnv(), lambda: LocalEnv(length=1)], 2) as envs:
+        envs.reset()
+        _, rewards, _, truncations, _ = envs.step([0, 0])
+        assert (rewards.tolist(), truncations.tolist()) == ([10, 10], [False, True])
+
+
+def test_cartpole_under_gymnasiums_vector_wrapper():
+    env_fns = [lambda: gym.make("CartPole-v1")] * 4
+    envs, sync = (gym.wrappers.vector.RecordEpisodeStatistics(env) for env in both(env_fns, 2))
+    with envs.env:
+        assert_same(envs.reset(seed=3), sync.reset(seed=3))
+        num_episodes = 0
+        for _ in range(100):
+            actions = envs.action_space.sample()
+            result, expected = envs.step(actions), sync.step(actions)
+            num_episodes += result[-1].pop("_episode", np.zeros(4)).sum()
+            for infos in (result[-1], expected[-1]):
+                infos.get("episode", {}).pop("t", None)  # seconds
+            expected[-1].pop("_episode", None)
+            assert_same(result, expected)
+        assert num_episodes > 4
+
+
+def test_after_close_everything_is_an_error():
+    envs = ClusterEnv([CountingEnv] * 2, 2)
+    envs.reset()
+    envs.step_async([0, 0])
+    with pytest.warns(UserWarning, match="Calling `close` while waiting for a pending call to `step` to complete"):
+        envs.close()
+    assert envs.closed
+    envs.close()
+    arguments = {
+        "step": [[0, 0]],
+        "call": ["pid"],
+        "get_attr": ["length"],
+        "set_attr": ["length", 1],
+        "rollout": [0, 1],
+    }
+    for method in ("reset", "step", "step_wait", "reset_wait", "call", "call_wait", "render", *arguments):
+        with pytest.raises(
+            ClosedEnvironmentError, match=r"Trying to operate on `ClusterEnv`, after a call to `close\(\)`"
+        ):
+            getattr(envs, method)(*arguments.get(method, []))
