@@ -52,9 +52,9 @@ class Args:
     # Algorithm specific arguments
     env_id: str = "LunarLander-v3"
     """the id of the environment"""
-    total_timesteps: int = 2000000
+    total_timesteps: int = 1500000
     """total timesteps of the experiments"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     """the learning rate of the optimizer"""
     num_steps: int = 128
     """the number of steps to run in each environment per policy rollout"""
@@ -62,9 +62,9 @@ class Args:
     """rewards are multiplied by this before the learner sees them; 1 leaves them as they are"""
     anneal_lr: bool = True
     """toggle learning rate annealing for policy and value networks"""
-    gamma: float = 0.999
+    gamma: float = 0.995
     """the discount factor gamma"""
-    gae_lambda: float = 0.98
+    gae_lambda: float = 0.97
     """the lambda for the general advantage estimation"""
     num_minibatches: int = 16
     """the number of mini-batches"""
@@ -224,7 +224,6 @@ if __name__ == "__main__":
     writer = SummaryWriter(f"runs/{run_name}")
     table = "\n".join([f"|{key}|{value}|" for key, value in vars(args).items()])
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
-    # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)

@@ -114,6 +114,10 @@ class CountingEnv(gym.Env):
     def fail(self, error):
         raise error
 
+    def leave_if(self, pid, code):
+        if os.getpid() == pid:
+            os._exit(code)
+
 
 class BufferEnv(CountingEnv):
     """Hands out the same observation, and the same array in its infos, again and again."""
@@ -171,11 +175,12 @@ class FailingEnv(CountingEnv):
 
 
 class BlockingEnv(CountingEnv):
-    """Writes its pid to a named pipe and then sleeps for a minute, in its ``where``: "step", "close", "nowhere"."""
+    """Writes its pid to a named pipe and then sleeps for a minute, in its ``where``: "constructor", "step", "close"."""
 
     def __init__(self, pipe, where="step"):
         super().__init__()
         self.pipe, self.where = pipe, where
+        self._block_in("constructor")
 
     def step(self, action):
         self._block_in("step")

@@ -2,15 +2,16 @@
 
 import contextlib
 import gc
-import logging
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -20,24 +21,24 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from gymnasium.error import ResetNeeded
 
-from clusterenv_runtime import ClusterEnv, ClusterEnvError, EnvError, StartupError, WorkerDiedError
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError, StartupError, WorkerDiedError
 from clusterenv_runtime.protocol import PROTOCOL_VERSION, Error, Hello, Pull, Reply, frames
 
-from .envs import BlockingEnv, CountingEnv, CustomError, FailingEnv, StubbornEnv
+from .envs import BlockingEnv, CountingEnv, CustomError, FailingEnv, assert_same
+from .nets import linear
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium's logger announces each error
 
 
 @pytest.fixture(autouse=True)
-def temporary_directory(monkeypatch, tmp_path):
-    """Where sockets are put during the test; nothing of it may remain."""
-    directory = tmp_path / "t"
-    directory.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    yield directory
-    assert not list(directory.iterdir())
+def temporary_directory(monkeypatch):
+    """Where sockets are put during a test; nothing may remain there."""
+    with tempfile.TemporaryDirectory(prefix="test-") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+        assert os.listdir(directory) == []
 
 
 @contextlib.contextmanager
@@ -54,7 +55,7 @@ class Pipe:
         self.path = str(path)
         os.mkfifo(path)
         # For reading and writing, so that it neither blocks here nor ends when an environment closes it.
-        self._file = os.fdopen(os.open(path, os.O_RDWR), buffering=1)
+        self._file = os.fdopen(os.open(path, os.O_RDWR), "r")
 
     def pids(self, number):
         """Wait until ``number`` environments have told their pid."""
@@ -118,83 +119,374 @@ def test_a_worker_killed_while_it_steps(workers, pipe):
     assert not workers()
 
 
-def test_a_worker_that_ends_itself_in_a_rollout(workers, tmp_path):
-    from clusterenv_runtime import CategoricalPolicy
-
-    from .nets import linear
-
-    envs = ClusterEnv([CountingEnv, partial(CountingEnv, suicide=3)], 2, log_dir=str(tmp_path / "logs"))
+def test_a_worker_killed_in_a_rollout(workers, pipe, tmp_path):
+    envs = ClusterEnv([CountingEnv, partial(BlockingEnv, pipe.path)], 2, log_dir=str(tmp_path))
     envs.reset()
     _, pid = envs.call("pid")
-    with at_most(30), pytest.raises(WorkerDiedError, match=died(1, pid, "1 to 1")) as caught:
+    killed = []
+
+    def killer():
+        kill(*pipe.pids(1))
+        killed.append(time.monotonic())
+
+    thread = threading.Thread(target=killer)
+    thread.start()
+    with pytest.raises(WorkerDiedError, match=died(1, pid, "1 to 1")) as caught:
         envs.rollout(CategoricalPolicy(linear(1, 2)), 5)
-    assert str(tmp_path / "logs" / "worker-1.log") in str(caught.value)
+    thread.join()
+    assert time.monotonic() - killed[0] < 5
+    assert str(tmp_path / "worker-1.log") in str(caught.value)
     with at_most(5):
         envs.close()
     assert not workers()
 
 
-def test_a_worker_that_exits(workers):
+def test_a_worker_that_exits():
     with ClusterEnv([CountingEnv] * 2, 2) as envs:
-        _, pid = envs.call("pid")
-        with at_most(5), pytest.raises(WorkerDiedError, match=r"worker \d .* died: exit code 3"):
-            envs.call("leave", 3)
+        first, _ = envs.call("pid")
+        with at_most(5), pytest.raises(WorkerDiedError, match=died(0, first, "0 to 0", how="exit code 3")):
+            envs.call("leave_if", first, code=3)
 
 
-def test_a_worker_killed_while_it_builds_its_environments(workers, pipe):
-    pid = 0
-
-    def first_then_die():
-        nonlocal pid
-        if pid:
-            return CountingEnv()
-        pid = 1
-        return CountingEnv()
-
+def test_a_worker_killed_while_it_builds_its_environments(workers):
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with at_most(10), pytest.raises(WorkerDiedError, match="worker 1 .* died: killed by SIGKILL"):
-        ClusterEnv([first_then_die, die], 2)
+    with pytest.raises(WorkerDiedError, match=died(1, "[0-9]+", "1 to 1")):
+        ClusterEnv([CountingEnv, die], 2)
     assert not workers()
 
 
 # Environments that raise.
 
+ERRORS = {
+    "one text": ValueError("on purpose"),
+    "a percent sign": ValueError("100% wrong: %s"),
+    "key": KeyError("missing"),
+    "a number": IndexError(3),
+    "nothing": ZeroDivisionError(),
+    "two arguments": OSError(2, "No such file"),
+    "of Gymnasium": gym.error.ResetNeeded("first reset"),
+    "stop": StopIteration("enough"),
+}
+PLACES = [
+    *((where, row, "one text") for where in ("constructor", "reset", "step") for row in (1, 4)),
+    *(("step", 3, name) for name in list(ERRORS)[1:]),
+]
 
-@pytest.fixture(scope="module")
-def log_dir(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("logs"))
 
-
-def failing(where, error, row=3):
+def run_until_it_raises(where, error, row):
     env_fns = [CountingEnv] * 5
     env_fns[row] = partial(FailingEnv, where, error)
-    return env_fns
-
-
-@contextlib.contextmanager
-def raising_envs(where, error, log_dir, row):
-    """ClusterEnv whose environment ``row`` raises, run until it does."""
-    with ClusterEnv(failing(where, error, row), 2, log_dir=log_dir) as envs:
+    with ClusterEnv(env_fns, 2) as envs:
         envs.reset()
         envs.step([0] * 5)
-    yield
 
 
-ERRORS = {
-    "one text": ValueError("something is 100% wrong: %s %d"),
-    "key": KeyError("missing"),
-    "no text": ZeroDivisionError(),
-    "two arguments": OSError(2, "No such file"),
-    "of Gymnasium": ResetNeeded("first reset"),
-    "assertion": AssertionError("a == b"),
-    "stop": StopIteration("enough"),
+def assert_tells_all(text, row):
+    worker, rows = [(0, "0 to 2"), (1, "3 to 4")][row > 2]
+    assert re.match(rf"environment {row} on worker {worker} \(.*, pid \d+.*, environments {rows}\) raised ", text)
+    assert "Traceback (most recent call last)" in text
+    assert "in _fail_in\n    raise self.error" in text  # the line in the environment
+
+
+@pytest.mark.parametrize("where, row, name", PLACES)
+def test_an_exception_in_an_environment_is_raised_here(workers, where, row, name):
+    error = ERRORS[name]
+    with at_most(15), pytest.raises(type(error)) as caught:
+        run_until_it_raises(where, error, row)
+    assert type(caught.value) is type(error)
+    assert str(caught.value) == str(error)
+    assert type(caught.value.__cause__) is EnvError
+    assert_tells_all(str(caught.value.__cause__), row)
+    assert not workers()
+
+
+@pytest.mark.parametrize(
+    "error, text",
+    [
+        (CustomError("only tests know it"), "tests.envs.CustomError: only tests know it"),
+        (UnicodeDecodeError("ascii", b"x", 0, 1, "takes five arguments"), "UnicodeDecodeError: 'ascii' codec can't"),
+        (SystemExit(7), "builtins.SystemExit: 7"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("where", ["constructor", "step"])
+def test_an_exception_that_cannot_be_made_here_is_an_env_error(workers, where, error, text):
+    with at_most(15), pytest.raises(EnvError) as caught:
+        run_until_it_raises(where, error, 3)
+    assert text in str(caught.value)
+    assert_tells_all(str(caught.value), 3)
+    assert not workers()
+
+
+def test_after_an_exception_its_worker_is_gone(tmp_path):
+    with ClusterEnv([CountingEnv, partial(FailingEnv, "step", ValueError("x"))], 2, log_dir=str(tmp_path)) as envs:
+        envs.reset()
+        with pytest.raises(ValueError, match="x") as caught:
+            envs.step([0, 0])
+        assert str(tmp_path / "worker-1.log") in str(caught.value.__cause__)
+        for method, arguments in (("step", [[0, 0]]), ("reset", []), ("call", ["pid"])):
+            with at_most(1), pytest.raises(WorkerDiedError, match="worker 1 .*shut down after its error.* is gone"):
+                getattr(envs, method)(*arguments)
+
+
+def test_a_constructor_that_raises_here_starts_no_process(workers, monkeypatch):
+    def start(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(ValueError, match="^here$") as caught:
+        ClusterEnv([partial(FailingEnv, "constructor", ValueError("here")), CountingEnv])
+    assert caught.value.__cause__ is None
+    with pytest.raises(TypeError, match="pickle"):
+        lock = threading.Lock()
+        ClusterEnv([lambda: CountingEnv(), lambda: lock])
+    assert not workers()
+
+
+# Workers that do not come up.
+
+
+@pytest.fixture
+def instead_of_python(monkeypatch, tmp_path):
+    """A function that makes workers run a shell script instead; its arguments are theirs without ``-m MODULE``."""
+
+    def replace(script):
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\nshift 2\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return replace
+
+
+def test_workers_that_say_nothing(instead_of_python, pipe):
+    instead_of_python(f"echo $$ > {pipe.path}; exec sleep 60")
+    text = r"no word within 0\.5 s from worker 0 \(.*environments 0 to 1\), worker 1 \(.*environments 2 to 2\)"
+    with at_most(5), pytest.raises(StartupError, match=text):
+        ClusterEnv([CountingEnv] * 3, 2, startup_timeout=0.5)
+    assert_ended(pipe.pids(2), 0)
+
+
+def test_workers_that_end_at_once(instead_of_python):
+    instead_of_python("exit 9")
+    with at_most(5), pytest.raises(WorkerDiedError, match="worker [01] .* died: exit code 9"):
+        ClusterEnv([CountingEnv] * 3, 2)
+
+
+def test_workers_that_take_too_long_to_build(workers, pipe):
+    with at_most(12), pytest.raises(StartupError, match="the workers did not build their environments within 4 s"):
+        ClusterEnv([CountingEnv, partial(BlockingEnv, pipe.path, "constructor")], 2, startup_timeout=4)
+    assert not workers()
+
+
+@pytest.mark.parametrize(
+    "patch, text",
+    [
+        ("PROTOCOL_VERSION = 99", rf"worker [01] .* speaks protocol 99, the head {PROTOCOL_VERSION}: install the same"),
+        (
+            "library_versions = lambda: {'numpy': '0.1'}",
+            r"worker [01] .* runs numpy 0\.1 \(head: .*\): install the same",
+        ),
+    ],
+)
+def test_workers_that_do_not_match(workers, instead_of_python, patch, text):
+    code = f"from clusterenv_runtime import protocol, worker; protocol.{patch}; worker.main()"
+    instead_of_python(f'exec {sys.executable} -c "{code}" "$@"')
+    with at_most(15), pytest.raises(StartupError, match=text):
+        ClusterEnv([CountingEnv] * 2, 2)
+    assert not workers()
+
+
+def test_a_temporary_directory_that_is_too_deep_for_a_socket(monkeypatch, tmp_path):
+    directory = tmp_path / ("x" * 100)
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    with pytest.raises(StartupError, match="longer than 107 bytes: set TMPDIR to a shorter one"):
+        ClusterEnv([CountingEnv])
+    gc.collect()
+    assert os.listdir(directory) == []
+
+
+# Heads that end.
+
+SCRIPT = """
+import os, signal, sys
+from functools import partial
+from clusterenv_runtime import ClusterEnv
+from tests.envs import BlockingEnv
+envs = ClusterEnv([partial(BlockingEnv, sys.argv[1])] * 2, 2)
+envs.reset()
+"""
+
+
+def start_head(pipe, directory, end):
+    """Run ``SCRIPT`` and then ``end`` in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + end, pipe.path],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory)},
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_no_worker_survives_a_head_that_is_stopped(pipe, temporary_directory, number):
+    head = start_head(pipe, temporary_directory, "envs.step([0, 0])")
+    pids = pipe.pids(2)  # both are in a step that takes a minute
+    head.send_signal(number)
+    assert_ended([head.pid, *pids], 6)
+    _, errors = head.communicate()
+    assert head.returncode == -number
+    if number == signal.SIGINT:
+        assert errors.count("Traceback") == 1 and errors.endswith("KeyboardInterrupt\n")
+    else:  # without warning: the head could not clean up
+        shutil.rmtree(next(temporary_directory.iterdir()))
+
+
+@pytest.mark.parametrize(
+    "end, returncode",
+    [
+        ("envs.call('tell')", 0),
+        ("envs.call('tell'); raise SystemExit(3)", 3),
+        ("envs.call('tell'); raise ValueError", 1),
+        ("envs.step_async([0, 0]); input()", 0),  # while they step
+    ],
+)
+def test_no_worker_survives_a_head_that_ends_without_close(pipe, temporary_directory, end, returncode):
+    head = start_head(pipe, temporary_directory, end)
+    pids = pipe.pids(2)
+    _, errors = head.communicate("\n")
+    assert head.returncode == returncode, errors
+    assert_ended(pids, 0.5)
+
+
+def test_no_worker_survives_its_forgotten_cluster():
+    envs = ClusterEnv([CountingEnv] * 2, 2)
+    pids = envs.call("pid")
+    del envs
+    gc.collect()
+    assert_ended(pids, 5)
+
+
+# Closing.
+
+
+def test_close_closes_the_environments(workers, tmp_path):
+    class ClosingEnv(CountingEnv):
+        def close(self):
+            (tmp_path / f"closed-{self.count}").touch()
+
+    with ClusterEnv([CountingEnv, ClosingEnv, ClosingEnv], 2) as envs:
+        envs.set_attr("count", [0, 1, 2])
+        with at_most(3):
+            envs.close()
+        assert not workers()
+        assert sorted(os.listdir(tmp_path)) == ["closed-1", "closed-2"]
+        with at_most(0.1):
+            envs.close()
+    envs.close(terminate=True)
+
+
+@pytest.mark.parametrize("where", ["step", "close"])
+@pytest.mark.parametrize("how", [{"timeout": 0.3}, {"terminate": True}, {"timeout": 30, "terminate": True}], ids=str)
+def test_close_waits_no_longer_than_it_is_told_to(workers, pipe, where, how):
+    envs = ClusterEnv([CountingEnv] + [partial(BlockingEnv, pipe.path, where)] * 2, 3)
+    envs.reset()
+    if where == "step":
+        envs.step_async([0] * 3)
+        pipe.pids(2)
+    with at_most(2):
+        envs.close(**how)
+    assert not workers()
+
+
+def test_close_kills_what_cannot_be_terminated(workers):
+    envs = ClusterEnv([CountingEnv] * 2, 2)
+    os.kill(envs.call("pid")[1], signal.SIGSTOP)
+    with at_most(5):
+        envs.close(timeout=0.1)
+    assert not workers()
+
+
+# What is not a failure.
+
+
+def test_slow_is_not_dead():
+    with ClusterEnv([CountingEnv, partial(CountingEnv, delay=2)], 2) as envs:
+        envs.reset()
+        assert envs.step([0, 0])[0].tolist() == [[1], [1]]
+
+
+def test_a_rollout_that_is_interrupted_does_not_hang_what_comes_after(monkeypatch):
+    with ClusterEnv([CountingEnv], 1) as envs:
+        envs.reset()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(envs._store, "answer", partial(signal.raise_signal, signal.SIGINT))
+            envs.rollout(CategoricalPolicy(linear(1, 2)), 3)
+        envs.reset_async()
+        assert_same(envs.reset_wait(timeout=10), (np.zeros((1, 1), np.float32), {}))
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ClusterEnv([partial(CountingEnv, length=10**6)] * 2, 2) as envs:
+        envs.reset()
+        yield envs
+
+
+def header(value):
+    """A Reply's header around a value that is msgpack already, or is not."""
+    return frames(Reply(1, None))[0].replace(b"\xa5value\xc0", b"\xa5value" + value)
+
+
+RAW = {"type": "Reply", "seq": 1, "value": None}
+GARBAGE = {
+    "nothing": [[b""]],
+    "many frames": [[b"x"] * 50],
+    "no msgpack": [[b"\xc1"], [os.urandom(99)], [b"GET / HTTP/1.1\r\n\r\n"]],
+    "half a message": [[frames(Hello(1, 0, "host", 1, {}))[0][:-3]]],
+    "another message": [[msgspec.msgpack.encode({**RAW, "type": "Step"})], [msgspec.msgpack.encode([1, 2])]],
+    "wrong types": [[msgspec.msgpack.encode({**RAW, "seq": "1"})], [msgspec.msgpack.encode({**RAW, "seq": 2**64 - 1})]],
+    "a long list that is not there": [[header(b"\xdd\xff\xff\xff\xff")]],
+    "not UTF-8": [[header(b"\xa2\xff\xfe")]],
+    "very deep": [[header(b"\x91" * 20000 + b"\xc0")]],
+    "keys that cannot be": [[header(b"\x81\x81\x01\x01\x01")]],
+    "replies": [[*frames(Reply(seq, ["array", 0, "<f8", [1]])), b"8 bytes."] for seq in range(3000)],
+    "errors": [frames(Error(seq, 0, "builtins.ValueError", "no", "no", True)) for seq in range(3000)],
+    "pulls": [frames(Pull(seq, 0)) for seq in range(3000)],
+    "hellos": [
+        frames(Hello(version, index, "host", 1, {"numpy": "0"})) for version in (0, 1) for index in (-1, 0, 1, 9)
+    ],
 }
 
 
-@pytest.mark.parametrize("where", ["constructor", "reset", "step"])
-@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
-def test_the_exception_is_raised_here(workers, log_dir, where, error):
-    if where != "step" and error is not ERRORS["one text"] and error is not ERRORS["key"]:
-        pytest.skip("one place is enough")
+@pytest.mark.parametrize("messages", GARBAGE.values(), ids=GARBAGE)
+def test_what_a_stranger_sends_changes_nothing(cluster, workers, caplog, messages):
+    *_, command = workers().values()
+    address = command[command.index("--connect") + 1]
+    (steps,) = set(cluster.get_attr("count"))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(address)
+        for message in messages:
+            stranger.send_multipart(message)
+        stranger.send_multipart(frames(Hello(1, 99, "the end", 1, {})))  # once the head has logged it, it has read all
+        while "dropped a hello from the end" not in caplog.text:
+            steps += 1
+            assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
+        assert cluster.call("pid") == tuple(workers())
+        assert not stranger.poll(0)  # nothing was said to it
+
+
+def test_a_stranger_that_does_not_speak_zeromq(cluster, workers):
+    *_, command = workers().values()
+    address = command[command.index("--connect") + 1]
+    (steps,) = set(cluster.get_attr("count"))
+    for data in (b"", b"\0" * 64, b"\xff" * 64, os.urandom(1000)):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(address.removeprefix("ipc://"))
+            stranger.sendall(data)
+            steps += 1
+            assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]

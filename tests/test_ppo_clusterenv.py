@@ -87,7 +87,7 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     folder, summary = trained
     assert set(summary) >= SUMMARY
     assert summary["global_step"] == 320 and summary["updates"] == 5
-    assert summary["args"]["num_workers"] == 2 and summary["args"]["learning_rate"] == 1e-3
+    assert summary["args"]["num_workers"] == 2 and summary["args"]["learning_rate"] == 2e-3
     assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert "actor.0.weight" in torch.load(folder / "ppo_clusterenv.cleanrl_model")
     assert {path.name for path in (folder / "workers").iterdir()} == {"worker-0.log", "worker-1.log"}
