@@ -24,7 +24,14 @@ class Words(gym.Space):
         return isinstance(x, tuple) and len(x) == 2
 
     def __eq__(self, other):
-        return isinstance(other, Words)
+        return type(other) is type(self)
+
+
+class Sets(Words):
+    """A space whose elements cannot leave a worker."""
+
+    def sample(self, mask=None, probability=None):
+        return {1, 2}
 
 
 def checksum(action):
@@ -156,8 +163,8 @@ class CustomError(Exception):
 class FailingEnv(CountingEnv):
     """Raises ``error`` in its ``where``: "constructor", "reset" or "step"."""
 
-    def __init__(self, where="nowhere", error=None):
-        super().__init__()
+    def __init__(self, where="nowhere", error=None, delay=0.0):
+        super().__init__(delay=delay)
         self.where, self.error = where, error
         self._fail_in("constructor")
 
@@ -171,6 +178,7 @@ class FailingEnv(CountingEnv):
 
     def _fail_in(self, place):
         if place == self.where:
+            time.sleep(self.delay)
             raise self.error
 
 

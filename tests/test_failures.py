@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import re
 import select
@@ -231,6 +232,18 @@ def test_after_an_exception_its_worker_is_gone(tmp_path):
                 getattr(envs, method)(*arguments)
 
 
+def test_an_exception_after_a_timeout_is_not_lost():
+    """The one that comes too late for its own call is raised by the next."""
+    with ClusterEnv([CountingEnv, partial(FailingEnv, "step", ValueError("late"), delay=0.3)], 2) as envs:
+        envs.reset()
+        envs.step_async([0, 0])
+        with pytest.raises(multiprocessing.TimeoutError):
+            envs.step_wait(timeout=0.01)
+        with at_most(5), pytest.raises(ValueError, match="^late$") as caught:
+            envs.step([0, 0])
+        assert "environment 1 on worker 1" in str(caught.value.__cause__)
+
+
 def test_a_constructor_that_raises_here_starts_no_process(workers, monkeypatch):
     def start(*_, **__):
         raise AssertionError("a process was started")
@@ -321,10 +334,10 @@ envs.reset()
 """
 
 
-def start_head(pipe, directory, end):
-    """Run ``SCRIPT`` and then ``end`` in a process of its own."""
+def start_head(pipe, directory, end="", code=SCRIPT):
+    """Run ``code`` and then ``end`` in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT + end, pipe.path],
+        [sys.executable, "-c", code + end, pipe.path],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory)},
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -344,6 +357,26 @@ def test_no_worker_survives_a_head_that_is_stopped(pipe, temporary_directory, nu
         assert errors.count("Traceback") == 1 and errors.endswith("KeyboardInterrupt\n")
     else:  # without warning: the head could not clean up
         shutil.rmtree(next(temporary_directory.iterdir()))
+
+
+def test_no_worker_survives_a_head_that_is_killed_before_it_has_said_anything(pipe, temporary_directory):
+    code = """
+import os, signal, subprocess, sys
+from clusterenv_runtime import ClusterEnv
+from tests.envs import CountingEnv
+start = subprocess.Popen
+def start_one_and_die(*args, **kwargs):
+    with open(sys.argv[1], "w") as pipe:
+        pipe.write(f"{start(*args, **kwargs).pid}\\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+subprocess.Popen = start_one_and_die
+ClusterEnv([CountingEnv] * 2, 2)
+"""
+    head = start_head(pipe, temporary_directory, code=code)
+    (pid,) = pipe.pids(1)
+    head.communicate()
+    assert_ended([pid], 15)
+    shutil.rmtree(next(temporary_directory.iterdir()))
 
 
 @pytest.mark.parametrize(
@@ -424,7 +457,7 @@ def test_a_rollout_that_is_interrupted_does_not_hang_what_comes_after(monkeypatc
     with ClusterEnv([CountingEnv], 1) as envs:
         envs.reset()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(envs._store, "answer", partial(signal.raise_signal, signal.SIGINT))
+            patch.setattr(envs._store, "answer", lambda *_: signal.raise_signal(signal.SIGINT))
             envs.rollout(CategoricalPolicy(linear(1, 2)), 3)
         envs.reset_async()
         assert_same(envs.reset_wait(timeout=10), (np.zeros((1, 1), np.float32), {}))
@@ -435,6 +468,11 @@ def cluster():
     with ClusterEnv([partial(CountingEnv, length=10**6)] * 2, 2) as envs:
         envs.reset()
         yield envs
+
+
+def address_of(workers):
+    *_, command = workers.values()
+    return command[command.index("--connect") + 1]
 
 
 def header(value):
@@ -465,28 +503,26 @@ GARBAGE = {
 
 @pytest.mark.parametrize("messages", GARBAGE.values(), ids=GARBAGE)
 def test_what_a_stranger_sends_changes_nothing(cluster, workers, caplog, messages):
-    *_, command = workers().values()
-    address = command[command.index("--connect") + 1]
     (steps,) = set(cluster.get_attr("count"))
+    end = f"the end, after step {steps}"
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.connect(address)
+        stranger.sndhwm = stranger.linger = 0
+        stranger.connect(address_of(workers()))
         for message in messages:
             stranger.send_multipart(message)
-        stranger.send_multipart(frames(Hello(1, 99, "the end", 1, {})))  # once the head has logged it, it has read all
-        while "dropped a hello from the end" not in caplog.text:
+        stranger.send_multipart(frames(Hello(1, 99, end, 1, {})))
+        while f"dropped a hello from {end}" not in caplog.text:  # it comes last: then the head has read them all
             steps += 1
             assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
-        assert cluster.call("pid") == tuple(workers())
+        assert tuple(sorted(cluster.call("pid"))) == tuple(sorted(workers()))
         assert not stranger.poll(0)  # nothing was said to it
 
 
 def test_a_stranger_that_does_not_speak_zeromq(cluster, workers):
-    *_, command = workers().values()
-    address = command[command.index("--connect") + 1]
     (steps,) = set(cluster.get_attr("count"))
     for data in (b"", b"\0" * 64, b"\xff" * 64, os.urandom(1000)):
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(address.removeprefix("ipc://"))
+            stranger.connect(address_of(workers()).removeprefix("ipc://"))
             stranger.sendall(data)
             steps += 1
             assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]

@@ -257,6 +257,17 @@ def test_divergence_is_zero_of_itself_and_a_mean_over_states(policy, observation
     assert np.average(split, weights=[7, 43]) == pytest.approx(one, rel=1e-4)
 
 
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), nn.Dropout(0.5)], ids=lambda layer: type(layer).__name__)
+def test_divergence_is_of_what_workers_do_and_changes_nothing(layer, observations):
+    policy = CategoricalPolicy(nn.Sequential(layer, linear(3, 4)))
+    assert policy.training  # as a learner leaves it; workers act in eval mode
+    weights = policy.flat_weights()
+    acting = cloudpickle.loads(cloudpickle.dumps(policy)).eval()
+    assert divergence(acting, policy, observations) == pytest.approx(0, abs=1e-6)
+    assert torch.equal(policy.flat_weights(), weights)
+    assert policy.training and layer.training
+
+
 class Mixed(nn.Module):
     """Tensors of many dtypes and shapes, contiguous or not, some of them the same."""
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from clusterenv_runtime import ClusterEnv
 
-from .envs import BufferEnv, CountingEnv, RandomEnv, UnsendableEnv, Words, assert_same, registered
+from .envs import BufferEnv, CountingEnv, RandomEnv, Sets, UnsendableEnv, Words, assert_same, registered
 
 IMAGE = spaces.Box(0, 255, (3, 4), np.uint8)
 SPACES = {
@@ -396,6 +396,15 @@ def test_what_cannot_be_sent_is_left_out_of_infos_with_one_warning_for_each_key(
         assert len(texts) == 2
         assert "Info a_set (set) is left out" in texts[0]
         assert "Info secret (object) is left out" in texts[1]
+
+
+@pytest.mark.parametrize("space", [Sets(), spaces.Dict(a=Sets(), b=spaces.Discrete(2)), spaces.Tuple([Sets()])])
+def test_observations_that_cannot_be_sent_are_a_type_error(space):
+    with (
+        ClusterEnv([partial(RandomEnv, space)] * 2, 2) as envs,
+        pytest.raises(TypeError, match="a builtins.set cannot be sent to the head"),
+    ):
+        envs.reset()
 
 
 @pytest.mark.parametrize("entry_point", [CountingEnv, "tests.envs:CountingEnv", lambda: CountingEnv()])
