@@ -99,10 +99,10 @@ class ClusterEnv(VectorEnv):
         setups = [cloudpickle.dumps({"env_fns": self.env_fns[part], **settings}) for part in rows]
         if not isinstance(launcher, LocalLauncher):
             launcher = LocalLauncher(log_dir)
-        self._head = Head(rows, launcher, startup_timeout)
+        self._store = PolicyStore(self.num_workers)
+        self._head = Head(rows, launcher, startup_timeout, self._store.answer)
         self._finalizer = weakref.finalize(self, self._head.close, timeout=2)
         self.closed = False
-        self._store = PolicyStore(self.num_workers)
         self._observations: Any = None
         self._state, self._pending = AsyncState.DEFAULT, []
         self._was_reset, self._warned = False, set()
@@ -197,7 +197,7 @@ class ClusterEnv(VectorEnv):
             self._head.ask(worker, Collect(0, num_steps, store.version, store.structure, float(kl), store.epsilon))
             for worker, kl in enumerate(store.divergence)
         ]
-        parts = [reply.value for reply in self._head.gather(seqs, on_pull=store.answer, copy=False)]
+        parts = [reply.value for reply in self._head.gather(seqs, copy=False)]
         for worker, part in enumerate(parts):
             states = sampled_states(part["rewards"].size)
             seen = map_space(
@@ -235,8 +235,8 @@ class ClusterEnv(VectorEnv):
         )
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        values = [reply.value for reply in self._finish(AsyncState.WAITING_RESET, timeout)]
-        return self._join_observations([value[0] for value in values]), self._join_infos([value[1] for value in values])
+        replies = self._finish(AsyncState.WAITING_RESET, timeout)
+        return self._join_observations([reply.value for reply in replies]), self._join_infos(replies)
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Step every environment; return observations, rewards, terminations, truncations and infos."""
@@ -252,14 +252,14 @@ class ClusterEnv(VectorEnv):
         self._start(AsyncState.WAITING_STEP, lambda rows: (Step(0), actions[rows]))
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        values = [reply.value for reply in self._finish(AsyncState.WAITING_STEP, timeout)]
-        observations, rewards, terminations, truncations, infos = zip(*values, strict=True)
+        replies = self._finish(AsyncState.WAITING_STEP, timeout)
+        observations, rewards, terminations, truncations = zip(*(reply.value for reply in replies), strict=True)
         return (
             self._join_observations(observations),
             np.concatenate(rewards),
             np.concatenate(terminations),
             np.concatenate(truncations),
-            self._join_infos(infos),
+            self._join_infos(replies),
         )
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -374,10 +374,10 @@ class ClusterEnv(VectorEnv):
             self._observations = map_space(join_into, self.single_observation_space, self._observations, *parts)
         return self._observations
 
-    def _join_infos(self, parts: Sequence[list[tuple[int, dict[str, Any]]]]) -> dict[str, Any]:
+    def _join_infos(self, replies: Sequence[Reply]) -> dict[str, Any]:
         infos: dict[str, Any] = {}
-        for link, part in zip(self._head.links, parts, strict=True):
-            for env, info in part:
+        for link, reply in zip(self._head.links, replies, strict=True):
+            for env, info in reply.infos:
                 infos = self._add_info(infos, info, link.rows.start + env)
         return infos
 

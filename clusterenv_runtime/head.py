@@ -8,10 +8,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import gymnasium as gym
-import msgspec
 import zmq
 
 from . import protocol
@@ -36,7 +35,14 @@ class Link:
 class Head:
     """Starts workers, asks them, hears their answers, notices their deaths, and closes them."""
 
-    def __init__(self, rows: Iterable[slice], launcher: LocalLauncher, startup_timeout: float) -> None:
+    def __init__(
+        self,
+        rows: Iterable[slice],
+        launcher: LocalLauncher,
+        startup_timeout: float,
+        on_pull: Callable[[int, Pull], list[Any]],
+    ) -> None:
+        self._on_pull = on_pull  # (worker, pull) -> header and buffers of the answer
         self.links = [Link(index, row) for index, row in enumerate(rows)]
         self._launcher, self._seq = launcher, 0
         self._directory = tempfile.TemporaryDirectory(prefix="clusterenv-")  # 0700: nobody else can dial in
@@ -66,10 +72,9 @@ class Head:
         self,
         seqs: list[int],
         timeout: float | None = None,
-        on_pull: Callable[[int, Pull], list[Any]] | None = None,
         copy: bool = True,
     ) -> list[Reply]:
-        """Wait until every worker *i* has answered request ``seqs[i]``; answer the pulls that come first.
+        """Wait until every worker *i* has answered request ``seqs[i]``; answer the pulls that come in between.
 
         Arrays in the replies are writable copies, or with ``copy=False`` views of the messages.
 
@@ -84,20 +89,24 @@ class Head:
         errors: list[tuple[Link, Error]] = []
         while waiting:
             link, message, buffers = self._receive(deadline, [self.links[worker] for worker in waiting.values()])
-            if link is None or waiting.get(getattr(message, "seq", None)) != link.index:
-                continue  # late, duplicate, or of no worker we know
-            if isinstance(message, Pull):
-                if on_pull is not None:
-                    header, *weights = on_pull(link.index, message)
-                    self._send(link, protocol.frames(header, *weights))
+            if link is None:
+                continue  # of no worker we know
+            if isinstance(message, Pull):  # also for a request given up since: that worker waits all the same
+                header, *weights = self._on_pull(link.index, message)
+                self._send(link, protocol.frames(header, *weights))
                 continue
-            del waiting[message.seq]
-            if isinstance(message, Error):
+            expected = waiting.get(getattr(message, "seq", None)) == link.index
+            if isinstance(message, Error) and (expected or message.fatal):
                 errors.append((link, message))
-                if message.fatal:
-                    link.identity, link.place = None, f"{link.place}, shut down after its error"
-            else:
+                if message.fatal:  # even if it answers a request given up since: there will be no other answer
+                    self._shut_down(link)
+                    waiting = {seq: worker for seq, worker in waiting.items() if worker != link.index}
+                else:
+                    del waiting[message.seq]
+            elif isinstance(message, Reply) and expected:  # else late or duplicate
+                del waiting[message.seq]
                 message.value = protocol.unpack(message.value, buffers, copy)
+                message.infos = protocol.unpack(message.infos, buffers)
                 replies[link.index] = message
         if errors:
             self._raise(errors)
@@ -131,7 +140,7 @@ class Head:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            raise self._death(link) from None
+            self._raise_death(link)
 
     def _receive(self, deadline: float | None, awaited: list[Link]) -> tuple[Link | None, Any, list[Any]]:
         while not self._socket.poll(POLL_MS if deadline is None else _milliseconds_to(deadline)):
@@ -140,11 +149,11 @@ class Head:
             for link in awaited:
                 # Once more after the process has ended: its last words may have come in between.
                 if self._launcher.exit_reason(link.index) is not None and not self._socket.poll(0):
-                    raise self._death(link)
+                    self._raise_death(link)
         identity, *frames = self._socket.recv_multipart(copy=False)
         try:
             message = protocol.decode_answer(frames[0].buffer)
-        except (IndexError, msgspec.MsgspecError) as error:
+        except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: a stranger may send anything
             logger.warning("dropped a malformed message: %s", error)
             return None, None, []
         link = next((link for link in self.links if link.identity == identity.bytes), None)
@@ -179,19 +188,27 @@ class Head:
             raise StartupError(f"{self.describe(link)} runs {theirs}: install the same versions on both")
         link.identity = identity
 
-    def _death(self, link: Link) -> WorkerDiedError:
+    def _shut_down(self, link: Link) -> None:
+        link.identity, link.place = None, f"{link.place}, shut down after its error"
+
+    def _raise_death(self, link: Link) -> NoReturn:
+        while self._socket.poll(0):  # its last words may say why
+            sender, message, _ = self._receive(None, [])
+            if sender is link and isinstance(message, Error):
+                self._shut_down(link)
+                self._raise([(link, message)])
         deadline = time.monotonic() + 1  # the link may break a moment before the process ends
         while (reason := self._launcher.exit_reason(link.index)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         who, link.identity = self.describe(link), None
-        return WorkerDiedError(f"{who} died: {reason or 'its link is closed'}")
+        raise WorkerDiedError(f"{who} died: {reason or 'its link is closed'}")
 
-    def _raise(self, errors: list[tuple[Link, Error]]) -> None:
+    def _raise(self, errors: list[tuple[Link, Error]]) -> NoReturn:
         """Raise the last of ``errors``, logging them as Gymnasium's AsyncVectorEnv does, where a worker is one env."""
         for _, error in errors:
             if error.fatal and error.env is not None:
                 gym.logger.error(f"Received the following error from Worker-{error.env} - Shutting it down")
-                gym.logger.error(error.traceback)
+                gym.logger.error("%s", error.traceback)
         link, error = errors[-1]
         if error.fatal and error.env is not None:
             gym.logger.error("Raising the last exception back to the main process.")

@@ -54,10 +54,14 @@ class Policy(nn.Module):
 
         A mean over states, so it does not depend on how many environments a worker has; summed over action dimensions.
         """
+        training = [module for module in self.modules() if module.training]
+        self.eval()  # as on the workers
         sizes = [len(params) for params in behavior_params]
         behavior = torch.as_tensor(np.concatenate(behavior_params), device=self.device)
         batch = [to_tensor(part, self.device) for part in observations]
         params = self(_concatenate(batch))
+        for module in training:
+            module.training = True
         kl = kl_divergence(self.distribution(behavior), self.distribution(params))
         return np.array([part.mean().item() for part in kl.split(sizes)])
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import platform
+import re
 from typing import Any
 
 import msgspec
@@ -79,10 +80,11 @@ class Hello(Message):
     versions: dict[str, str]
 
 
-class Reply(Message):  # the buffers of ``value``
+class Reply(Message):  # the buffers of ``value`` and ``infos``
     seq: int
     value: Any
-    dropped: list[str] = []
+    infos: Any = None
+    dropped: list[str] = []  # what of ``infos`` could not be sent
 
 
 class Pull(Message):
@@ -115,6 +117,10 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
+_DTYPE = re.compile(r"[<>|][biufcSUmM]\d{1,9}(\[\w+\])?")  # plain data of a fixed size
+_CONTAINERS = {"list": list, "tuple": tuple, "GraphInstance": lambda items: GraphInstance(*items)}
+
+
 def frames(message: Message, *buffers: Any) -> list[Any]:
     """Return the frames of one message, ready for ``send_multipart``."""
     return [_encode(message), *buffers]
@@ -131,7 +137,11 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> An
         return value
     if kind is int:
         return value if -(2**63) <= value < 2**63 else ["int", hex(value)]
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcUSmM":
+    if (
+        isinstance(value, np.ndarray | np.generic)
+        and _DTYPE.fullmatch(value.dtype.str)
+        and (value.nbytes or not value.ndim or not value.size)
+    ):
         array = np.ascontiguousarray(value).reshape(-1)
         buffers.append(array.view(np.uint8).data if array.nbytes else b"")
         name = "scalar" if isinstance(value, np.generic) else "array"
@@ -158,9 +168,6 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> An
     )
 
 
-_CONTAINERS = {"list": list, "tuple": tuple, "GraphInstance": lambda items: GraphInstance(*items)}
-
-
 def unpack(tree: Any, buffers: list[Any], copy: bool = True) -> Any:
     """Undo `pack`. Arrays are fresh and writable, or with ``copy=False`` read-only views of ``buffers``.
 
@@ -178,10 +185,12 @@ def unpack(tree: Any, buffers: list[Any], copy: bool = True) -> Any:
         if kind == "int":
             return int(data, 16)
         if kind in ("array", "scalar"):
-            dtype, shape = np.dtype(tree[2]), tuple(tree[3])
-            if dtype.kind not in "biufcUSmM" or any(type(length) is not int or length < 0 for length in shape):
-                raise ValueError(f"dtype {dtype}, shape {shape}")
-            array = np.zeros(shape, dtype) if not dtype.itemsize else np.frombuffer(buffers[data], dtype).reshape(shape)
+            if not _DTYPE.fullmatch(tree[2]) or any(type(length) is not int or length < 0 for length in tree[3]):
+                raise ValueError(f"dtype {tree[2]}, shape {tree[3]}")
+            dtype = np.dtype(tree[2])
+            # np.str_("") has no bytes; an array of such would be as long as the sender likes
+            flat = np.frombuffer(buffers[data], dtype) if dtype.itemsize or tree[3] else np.zeros((), dtype)
+            array = flat.reshape(tree[3])
             return array[()] if kind == "scalar" else array.copy() if copy else array
         if kind == "Generator":
             state = unpack(data, buffers)
@@ -190,6 +199,6 @@ def unpack(tree: Any, buffers: list[Any], copy: bool = True) -> Any:
             bits = getattr(np.random, state["bit_generator"])()
             bits.state = state
             return np.random.Generator(bits)
-    except (TypeError, ValueError, LookupError, RecursionError) as error:
+    except Exception as error:  # whatever a malformed tree makes NumPy raise
         raise ProtocolError(f"malformed value in a message: {error}") from None
     raise ProtocolError(f"unknown kind of value in a message: {kind!r}")

@@ -14,6 +14,7 @@ import pickle
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -49,7 +50,7 @@ class EnvSlice(SyncVectorEnv):
         registry: dict[str, Any],
     ) -> None:
         for env_id, spec in registry.items():
-            gym.registry.setdefault(env_id, spec)
+            gym.registry[env_id] = spec
         self.rule = rule
         self.infos: list[tuple[int, dict[str, Any]]] = []  # (environment, info) in the order they arose
         mode = observation_mode if observation_mode == "same" else (gym.spaces.Discrete(1), single_observation_space)
@@ -72,8 +73,8 @@ class EnvSlice(SyncVectorEnv):
         self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
 
     def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
-        if "final_obs" in env_info:  # an environment may reuse this array in the reset that follows
-            env_info = {**env_info, "final_obs": deepcopy(env_info["final_obs"])}
+        if "final_obs" in env_info:  # an environment may reuse these arrays in the reset that follows
+            env_info = deepcopy(env_info)
         if env_info:
             self.infos.append((env_num, env_info))
         return vector_infos
@@ -86,6 +87,14 @@ class EnvSlice(SyncVectorEnv):
         mask = (options or {}).get("reset_mask", slice(None))
         self._returns[mask] = self._lengths[mask] = 0
         return super().reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> Any:
+        ended = self._autoreset_envs  # with their last step: they have been reset then, or are in this one
+        result = super().step(actions)
+        self._returns[ended] = self._lengths[ended] = 0
+        self._returns += result[1]
+        self._lengths += ~ended if self.autoreset_mode == AutoresetMode.NEXT_STEP else 1
+        return result
 
     def collect(self, actor: Any, num_steps: int) -> dict[str, Any]:
         """Act and step ``num_steps`` times; return this worker's part of a `Rollout`, see `Rollout.join`."""
@@ -102,8 +111,6 @@ class EnvSlice(SyncVectorEnv):
             observations.append(next_observations)
             actions = actor.act(next_observations)
             next_observations, rewards[step], terminations[step], truncations[step], _ = self.step(actions)
-            self._returns += rewards[step]
-            self._lengths += 1
             for env, info in self.take_infos():
                 if "final_obs" not in info:
                     continue
@@ -114,8 +121,8 @@ class EnvSlice(SyncVectorEnv):
                     episodes.append((step * self.num_envs + env, float(counted["r"]), int(counted["l"])))
                 elif not self._counted:
                     episodes.append((step * self.num_envs + env, self._returns[env], self._lengths[env]))
-                self._returns[env] = self._lengths[env] = 0
         if mode != AutoresetMode.SAME_STEP:
+            self._returns[self._autoreset_envs] = self._lengths[self._autoreset_envs] = 0
             self._autoreset_envs[:] = False  # they were reset within their last step
         self.autoreset_mode = mode
         actions, logprobs, params = actor.finish(sampled_states(rewards.size))
@@ -178,8 +185,10 @@ class Worker:
 
     def run(self, startup_timeout: float) -> None:
         """Answer requests until told to close."""
-        if not self._socket.poll(startup_timeout * 1000):
-            raise SystemExit(f"no answer from the head within {startup_timeout:g} s")
+        parent, deadline = os.getppid(), time.monotonic() + startup_timeout
+        while not self._socket.poll(1000):  # a head that dies before we have reached it breaks no link
+            if time.monotonic() > deadline or os.getppid() != parent:
+                raise SystemExit(f"no answer from the head within {startup_timeout:g} s, or its launcher has gone")
         while True:
             request, buffers = self._later.popleft() if self._later else self._receive()
             if isinstance(request, Close):
@@ -187,9 +196,9 @@ class Worker:
             try:
                 dropped: list[str] = []
                 answer_buffers: list[Any] = []
-                value = self._handle(request, buffers)
-                dropping = dropped if isinstance(request, Reset | Step) else None
-                reply = Reply(request.seq, protocol.pack(value, answer_buffers, dropping), dropped)
+                value = protocol.pack(self._handle(request, buffers), answer_buffers)
+                infos = protocol.pack(self._envs.take_infos(), answer_buffers, dropped)
+                reply = Reply(request.seq, value, infos, dropped)
                 self._socket.send_multipart(protocol.frames(reply, *answer_buffers), copy=False)
             except (Exception, SystemExit) as error:
                 # An environment that raised while it was built, reset or stepped is in no state to go on.
@@ -228,10 +237,9 @@ class Worker:
                 observations = self._envs._observations
                 if mask is None or mask.any():
                     observations, _ = self._envs.reset(seed=seeds, options=options)
-                return observations, self._envs.take_infos()
+                return observations
             case Step():
-                *result, _ = self._envs.step(pickle.loads(buffers[0]))
-                return *result, self._envs.take_infos()
+                return self._envs.step(pickle.loads(buffers[0]))[:4]
             case Call():
                 args, kwargs = pickle.loads(buffers[0])
                 return self._envs.call(request.name, *args, **kwargs)

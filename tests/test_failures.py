@@ -334,32 +334,37 @@ envs.reset()
 """
 
 
-def start_head(pipe, directory, end="", code=SCRIPT):
-    """Run ``code`` and then ``end`` in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code + end, pipe.path],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory)},
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def start_head(pipe, temporary_directory, tmp_path):
+    """A function that runs a script in a process of its own; what that writes is in ``tmp_path / "output"``."""
+
+    def start(code):
+        with open(tmp_path / "output", "w") as output:
+            return subprocess.Popen(
+                [sys.executable, "-c", code, pipe.path],
+                env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary_directory)},
+                stdin=subprocess.PIPE,
+                stderr=output,
+            )
+
+    return start
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_no_worker_survives_a_head_that_is_stopped(pipe, temporary_directory, number):
-    head = start_head(pipe, temporary_directory, "envs.step([0, 0])")
+def test_no_worker_survives_a_head_that_is_stopped(start_head, pipe, temporary_directory, tmp_path, number):
+    head = start_head(SCRIPT + "envs.step([0, 0])")
     pids = pipe.pids(2)  # both are in a step that takes a minute
     head.send_signal(number)
     assert_ended([head.pid, *pids], 6)
-    _, errors = head.communicate()
-    assert head.returncode == -number
+    assert head.wait() == -number
     if number == signal.SIGINT:
+        errors = (tmp_path / "output").read_text()
         assert errors.count("Traceback") == 1 and errors.endswith("KeyboardInterrupt\n")
     else:  # without warning: the head could not clean up
         shutil.rmtree(next(temporary_directory.iterdir()))
 
 
-def test_no_worker_survives_a_head_that_is_killed_before_it_has_said_anything(pipe, temporary_directory):
+def test_no_worker_survives_a_head_that_is_killed_before_it_has_said_anything(start_head, pipe, temporary_directory):
     code = """
 import os, signal, subprocess, sys
 from clusterenv_runtime import ClusterEnv
@@ -372,11 +377,11 @@ def start_one_and_die(*args, **kwargs):
 subprocess.Popen = start_one_and_die
 ClusterEnv([CountingEnv] * 2, 2)
 """
-    head = start_head(pipe, temporary_directory, code=code)
+    head = start_head(code)
     (pid,) = pipe.pids(1)
-    head.communicate()
-    assert_ended([pid], 15)
+    head.wait(5)
     shutil.rmtree(next(temporary_directory.iterdir()))
+    assert_ended([pid], 15)
 
 
 @pytest.mark.parametrize(
@@ -385,14 +390,14 @@ ClusterEnv([CountingEnv] * 2, 2)
         ("envs.call('tell')", 0),
         ("envs.call('tell'); raise SystemExit(3)", 3),
         ("envs.call('tell'); raise ValueError", 1),
-        ("envs.step_async([0, 0]); input()", 0),  # while they step
+        ("envs.step_async([0, 0]); sys.stdin.read()", 0),  # while they step
     ],
 )
-def test_no_worker_survives_a_head_that_ends_without_close(pipe, temporary_directory, end, returncode):
-    head = start_head(pipe, temporary_directory, end)
+def test_no_worker_survives_a_head_that_ends_without_close(start_head, pipe, tmp_path, end, returncode):
+    head = start_head(SCRIPT + end)
     pids = pipe.pids(2)
-    _, errors = head.communicate("\n")
-    assert head.returncode == returncode, errors
+    head.stdin.close()  # what the last of the scripts waits for
+    assert head.wait(10) == returncode, (tmp_path / "output").read_text()
     assert_ended(pids, 0.5)
 
 
@@ -457,7 +462,7 @@ def test_a_rollout_that_is_interrupted_does_not_hang_what_comes_after(monkeypatc
     with ClusterEnv([CountingEnv], 1) as envs:
         envs.reset()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(envs._store, "answer", lambda *_: signal.raise_signal(signal.SIGINT))
+            patch.setattr(envs._head, "_receive", lambda *_: signal.raise_signal(signal.SIGINT))
             envs.rollout(CategoricalPolicy(linear(1, 2)), 3)
         envs.reset_async()
         assert_same(envs.reset_wait(timeout=10), (np.zeros((1, 1), np.float32), {}))
