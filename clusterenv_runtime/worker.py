@@ -14,7 +14,6 @@ import pickle
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -165,7 +164,7 @@ class Worker:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 5000  # the last message may be why we die
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         threading.Thread(target=_exit_with_head, args=(monitor,), daemon=True).start()
         self._socket.connect(address)
         hello = Hello(protocol.PROTOCOL_VERSION, index, socket.gethostname(), os.getpid(), protocol.library_versions())
@@ -185,10 +184,8 @@ class Worker:
 
     def run(self, startup_timeout: float) -> None:
         """Answer requests until told to close."""
-        parent, deadline = os.getppid(), time.monotonic() + startup_timeout
-        while not self._socket.poll(1000):  # a head that dies before we have reached it breaks no link
-            if time.monotonic() > deadline or os.getppid() != parent:
-                raise SystemExit(f"no answer from the head within {startup_timeout:g} s, or its launcher has gone")
+        if not self._socket.poll(startup_timeout * 1000):
+            raise SystemExit(f"no answer from the head within {startup_timeout:g} s")
         while True:
             request, buffers = self._later.popleft() if self._later else self._receive()
             if isinstance(request, Close):
@@ -275,12 +272,15 @@ class Worker:
 
 
 def _exit_with_head(monitor: zmq.Socket[bytes]) -> None:
-    """End this process, whatever its environments are doing, once the link to the head is lost."""
+    """End this process, whatever its environments are doing, if there is no head at the other end, or no longer."""
+    connected = False
     with contextlib.suppress(zmq.ContextTerminated):
-        event = zmq.utils.monitor.recv_monitor_message(monitor)
-        if event["event"] == zmq.EVENT_DISCONNECTED:
-            logger.error("the link to the head is lost: exiting")
-            os._exit(1)
+        while True:
+            event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
+            if event == zmq.EVENT_DISCONNECTED or not (connected or event == zmq.EVENT_CONNECTED):
+                logger.error("there is no head at the other end: exiting")
+                os._exit(1)
+            connected = True
     monitor.close()
 
 
