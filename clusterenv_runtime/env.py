@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import gymnasium as gym
 import numpy as np
-from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
@@ -21,13 +20,11 @@ from .errors import StartupError
 from .head import Head
 from .launchers import LocalLauncher
 from .protocol import Call, Collect, Message, Reply, Reset, SetAttr, Setup, Step
-from .rollout import Rollout, map_space
+from .rollout import BATCHED, Rollout, is_batched, map_space
 from .sync import PolicyStore, SyncRule, sampled_states
 
 if TYPE_CHECKING:
     from .policy import Policy
-
-BATCHED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)  # what becomes one array
 
 
 class ClusterEnv(VectorEnv):
@@ -189,7 +186,7 @@ class ClusterEnv(VectorEnv):
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
         if not self._was_reset:
             raise ResetNeeded("Cannot call `rollout` before calling `reset`.")
-        if not _is_batched(self.single_observation_space):
+        if not is_batched(self.single_observation_space):
             raise ValueError(f"a policy needs observations that become arrays, got {self.single_observation_space}")
         store = self._store
         self.publish(policy)
@@ -380,12 +377,6 @@ class ClusterEnv(VectorEnv):
             for env, info in reply.infos:
                 infos = self._add_info(infos, info, link.rows.start + env)
         return infos
-
-
-def _is_batched(space: gym.Space) -> bool:
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        return all(map(_is_batched, space.values() if isinstance(space, spaces.Dict) else space.spaces))
-    return isinstance(space, BATCHED)
 
 
 def _check_reset_mask(mask: Any, num_envs: int) -> None:

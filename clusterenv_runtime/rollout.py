@@ -9,6 +9,15 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
+BATCHED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)  # what becomes one array
+
+
+def is_batched(space: Space) -> bool:
+    """Return whether batches of ``space`` are (nested) arrays."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return all(map(is_batched, space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces))
+    return isinstance(space, BATCHED)
+
 
 def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:
     """Apply ``function`` to the leaves of batches of ``space``: arrays, or tuples of what cannot be batched."""
