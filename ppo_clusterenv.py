@@ -114,7 +114,7 @@ def check(fine, message):
 def make_env(env_id, idx, capture_video, run_name):
     def thunk():
         record = capture_video and idx == 0
-        env = gym.make(env_id, render_mode="rgb_array" if record else None)
+        env = gym.make(env_id, render_mode="rgb_array") if record else gym.make(env_id)
         env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
         return gym.wrappers.RecordEpisodeStatistics(env)
 
@@ -157,8 +157,8 @@ def evaluate(agent, args, device):
     """Play one episode in each of `eval_episodes` new environments; return the returns."""
     envs = gym.vector.SyncVectorEnv([make_env(args.env_id, 1, False, "") for _ in range(args.eval_episodes)])
     obs, _ = envs.reset(seed=args.seed + 100_000)
-    returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    while running.any():
+    returns, running, steps = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool), 0
+    while running.any() and (steps := steps + 1) <= 10_000:  # not every environment ends its episodes
         with torch.no_grad():
             action, _, _, _ = agent.get_action_and_value(torch.Tensor(obs).to(device))
         obs, reward, terminations, truncations, _ = envs.step(action.cpu().numpy())
@@ -188,7 +188,8 @@ if __name__ == "__main__":
     args = tyro.cli(Args, args=[re.sub(rf"^--({booleans})=[Ff]alse$", r"--no-\1", arg) for arg in argv])
     for flag in ("num_workers", "envs_per_worker", "num_steps", "num_minibatches", "update_epochs", "eval_episodes"):
         check(getattr(args, flag) >= 1, f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
-    check(args.learning_rate > 0, f"--learning-rate must be a number > 0, got {args.learning_rate}")
+    for flag, value in [(flag, getattr(args, flag)) for flag in ("learning_rate", "clip_rho", "max_seconds")]:
+        check(value is None or value > 0, f"--{flag.replace('_', '-')} must be a number > 0, got {value}")
     check(args.kl_threshold >= 0, f"--kl-threshold must be a number of nats >= 0, got {args.kl_threshold}")
     check(args.sync_mode != "interval" or args.sync_interval, "--sync-mode interval needs --sync-interval, in updates")
     check(args.sync_interval is None or args.sync_interval >= 1, "--sync-interval must be at least 1 update")
@@ -200,14 +201,17 @@ if __name__ == "__main__":
     batch = f"the batch of {args.num_envs} environments x {args.num_steps} steps = {args.batch_size}"
     check(args.batch_size % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches} must divide {batch}")
     check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {batch}")
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
     try:
-        env = make_env(args.env_id, 1, False, run_name)()
+        env = make_env(args.env_id, 0, args.capture_video, run_name)()
     except (ModuleNotFoundError, gym.error.Error) as error:
         check(False, error)
-    discrete, vector = isinstance(env.action_space, gym.spaces.Discrete), len(env.observation_space.shape or ()) == 1
-    check(discrete, f"only discrete action spaces are supported, {args.env_id} has {env.action_space}")
-    check(vector, f"only vectors are supported as observations, {args.env_id} has {env.observation_space}")
+    discrete = isinstance(env.action_space, gym.spaces.Discrete) and env.action_space.start == 0
+    check(discrete, f"only discrete action spaces (from 0) are supported, {args.env_id} has {env.action_space}")
+    check(
+        len(env.observation_space.shape or ()) == 1,
+        f"only vectors as observations, {args.env_id} has {env.observation_space}",
+    )
     env.close()
     try:
         os.makedirs(f"runs/{run_name}")
@@ -395,5 +399,6 @@ if __name__ == "__main__":
     if args.track:
         wandb.run.summary.update(summary)
     print(f"{global_step:,} steps in {wall_seconds:.0f} s; {pulls:g} pulls a worker in {iteration} updates")
-    print(f"mean return {mean_return:.1f} over the last 100 episodes, {np.mean(eval_returns):.1f} in the evaluation")
-    print(f"logs, model, summary and learning_curve.png are in runs/{run_name}")
+    print(
+        f"mean return {mean_return:.1f} over 100 episodes, {np.mean(eval_returns):.1f} evaluated: see runs/{run_name}"
+    )

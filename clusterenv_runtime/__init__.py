@@ -17,7 +17,7 @@ A `ClusterEnv` is also a plain ``gymnasium.vector.VectorEnv``: ``envs.step(actio
 from typing import TYPE_CHECKING, Any
 
 from .env import ClusterEnv
-from .errors import ClusterEnvError, EnvError, ProtocolError, StartupError, WorkerDiedError
+from .errors import ClusterEnvError, DeadlineError, EnvError, ProtocolError, StartupError, WorkerDiedError
 from .launchers import LocalLauncher
 from .rollout import Rollout
 
@@ -29,6 +29,7 @@ __all__ = [
     "CategoricalPolicy",
     "ClusterEnv",
     "ClusterEnvError",
+    "DeadlineError",
     "EnvError",
     "EpsilonGreedyPolicy",
     "GaussianPolicy",

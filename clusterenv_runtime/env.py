@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_differing_spaces, batch_space, iterate
 
-from .errors import StartupError
+from .errors import DeadlineError, StartupError
 from .head import Head
 from .launchers import LocalLauncher
 from .protocol import Call, Collect, Message, Reply, Reset, SetAttr, Setup, Step
@@ -75,7 +75,9 @@ class ClusterEnv(VectorEnv):
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, got {num_workers}")
         if launcher not in (None, "local") and not isinstance(launcher, LocalLauncher):
-            raise ValueError(f"launcher must be 'local' or a launcher object, got {launcher!r}")
+            raise ValueError(f"launcher must be 'local' or a LocalLauncher, got {launcher!r}")
+        if isinstance(launcher, LocalLauncher) and log_dir is not None:
+            raise ValueError("log_dir belongs to the launcher: LocalLauncher(log_dir)")
         rule = SyncRule(sync_mode, kl_threshold, sync_interval, max_policy_lag)
         self.num_workers = min(num_workers, self.num_envs)
         self.copy, self.observation_mode, self.autoreset_mode = copy, observation_mode, AutoresetMode(autoreset_mode)
@@ -109,9 +111,9 @@ class ClusterEnv(VectorEnv):
                 for worker, (part, setup) in enumerate(zip(rows, setups, strict=True))
             ]
             self._head.gather(seqs, startup_timeout)
-        except TimeoutError:
+        except DeadlineError as error:
             self.close(terminate=True)
-            raise StartupError(f"the workers did not build their environments within {startup_timeout:g} s") from None
+            raise StartupError(f"The environments were not built within {startup_timeout:g} s. {error}") from None
         except BaseException:
             self.close(terminate=True)
             raise
@@ -343,9 +345,9 @@ class ClusterEnv(VectorEnv):
             )
         try:
             replies = self._head.gather(self._pending, timeout)
-        except TimeoutError:
+        except DeadlineError as error:
             raise multiprocessing.TimeoutError(
-                f"The call to `{state.value}_wait` has timed out after {timeout} second(s)."
+                f"The call to `{state.value}_wait` has timed out after {timeout} second(s). {error}"
             ) from None
         finally:
             self._state = AsyncState.DEFAULT

@@ -13,6 +13,10 @@ class WorkerDiedError(ClusterEnvError):
     """A worker is gone: its process ended, or its link to the head is closed."""
 
 
+class DeadlineError(ClusterEnvError):
+    """Workers have not answered in the time given; the text names them."""
+
+
 class ProtocolError(ClusterEnvError):
     """A message is not of the form :mod:`clusterenv_runtime.protocol` describes."""
 

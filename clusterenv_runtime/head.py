@@ -14,7 +14,7 @@ import gymnasium as gym
 import zmq
 
 from . import protocol
-from .errors import EnvError, StartupError, WorkerDiedError
+from .errors import DeadlineError, EnvError, StartupError, WorkerDiedError
 from .launchers import LocalLauncher
 from .protocol import Close, Error, Hello, Message, Pull, Reply
 
@@ -29,7 +29,7 @@ class Link:
     index: int
     rows: slice  # its environments
     identity: bytes | None = None  # of its connection; None until it has said hello, and after it was shut down
-    place: str = "not started"  # host and pid
+    place: str = "no hello yet"  # host and pid
 
 
 class Head:
@@ -53,9 +53,9 @@ class Head:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.router_mandatory = True  # a message to a worker that has gone raises instead of vanishing
-        self._socket.bind(address)
         try:
-            launcher.start(len(self.links), address)
+            self._socket.bind(address)
+            launcher.start(len(self.links), address, startup_timeout)
             self._await_hellos(time.monotonic() + startup_timeout, startup_timeout)
         except BaseException:
             self.close(timeout=0)
@@ -79,7 +79,7 @@ class Head:
         Arrays in the replies are writable copies, or with ``copy=False`` views of the messages.
 
         Raises:
-            TimeoutError: not all have answered within ``timeout`` seconds.
+            DeadlineError: not all have answered within ``timeout`` seconds.
             WorkerDiedError: one that has not answered is gone.
             EnvError: an environment raised; or the exception itself, if it is Python's or Gymnasium's, caused by this.
         """
@@ -145,7 +145,7 @@ class Head:
     def _receive(self, deadline: float | None, awaited: list[Link]) -> tuple[Link | None, Any, list[Any]]:
         while not self._socket.poll(POLL_MS if deadline is None else _milliseconds_to(deadline)):
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError
+                raise DeadlineError("No answer from " + ", ".join(map(self.describe, awaited)))
             for link in awaited:
                 # Once more after the process has ended: its last words may have come in between.
                 if self._launcher.exit_reason(link.index) is not None and not self._socket.poll(0):
@@ -165,9 +165,8 @@ class Head:
         while absent := [link for link in self.links if link.identity is None]:
             try:
                 self._receive(deadline, absent)
-            except TimeoutError:
-                who = ", ".join(self.describe(link) for link in absent)
-                raise StartupError(f"no word within {startup_timeout:g} s from {who}") from None
+            except DeadlineError as error:
+                raise StartupError(f"{error}, within {startup_timeout:g} s") from None
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         if not 0 <= hello.index < len(self.links) or self.links[hello.index].identity is not None:
@@ -212,9 +211,12 @@ class Head:
         link, error = errors[-1]
         if error.fatal and error.env is not None:
             gym.logger.error("Raising the last exception back to the main process.")
-        which = "an environment" if error.env is None else f"environment {error.env}"
+        which = "the policy or an environment" if error.env is None else f"environment {error.env}"
         cause = EnvError(f"{which} on {self.describe(link)} raised {error.kind}: {error.message}\n\n{error.traceback}")
-        raise _local_exception(error) or cause from (cause if _local_exception(error) else None)
+        exception = _local_exception(error)
+        if exception is None:
+            raise cause
+        raise exception from cause
 
 
 def _milliseconds_to(deadline: float) -> int:

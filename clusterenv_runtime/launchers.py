@@ -17,8 +17,10 @@ class LocalLauncher:
         self._log_dir = None if log_dir is None else Path(log_dir)
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, num_workers: int, address: str) -> None:
-        """Start workers 0 to ``num_workers - 1``, which dial ``address``."""
+    def start(self, num_workers: int, address: str, startup_timeout: float) -> None:
+        """Start workers 0 to ``num_workers - 1``, which dial ``address`` and wait so many seconds for an answer."""
+        if self._processes:
+            raise ValueError("a LocalLauncher starts the workers of one ClusterEnv: make another")
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         package_parent = str(Path(__file__).resolve().parent.parent)
@@ -27,6 +29,7 @@ class LocalLauncher:
         env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         for index in range(num_workers):
             command = [sys.executable, "-m", "clusterenv_runtime.worker", "--connect", address, "--index", str(index)]
+            command += ["--startup-timeout", str(startup_timeout)]
             log = None if self._log_dir is None else open(self.log(index), "ab")  # noqa: SIM115
             try:
                 # A session of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.
@@ -47,7 +50,8 @@ class LocalLauncher:
         code = self._processes[index].poll()
         if code is None:
             return None
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exit code {code}"
 
     def stop(self, timeout: float) -> None:
         """Give the workers ``timeout`` seconds to exit by themselves, then terminate them, then kill them."""

@@ -22,7 +22,7 @@ def to_tensor(observations: Any, device: torch.device) -> Any:
         return {key: to_tensor(value, device) for key, value in observations.items()}
     if isinstance(observations, tuple):
         return tuple(to_tensor(value, device) for value in observations)
-    return torch.as_tensor(observations, dtype=torch.float32, device=device)
+    return torch.tensor(observations, dtype=torch.float32, device=device)  # a copy: the module may write to it
 
 
 class Policy(nn.Module):
@@ -175,21 +175,25 @@ class EpsilonGreedyPolicy(Policy):
         return torch.where(explore < self.epsilon, random, params.argmax(-1))
 
     def distribution(self, params: torch.Tensor) -> Distribution:
-        epsilon = max(self.epsilon, self.MIN_EPSILON)
         greedy = nn.functional.one_hot(params.argmax(-1), params.shape[-1])
-        return Categorical(probs=greedy * (1 - epsilon) + epsilon / params.shape[-1])
+        return Categorical(probs=greedy * (1 - self.epsilon) + self.epsilon / params.shape[-1])
+
+    def divergence(self, observations: Any, behavior_params: Any) -> np.ndarray:
+        """As in `Policy`, at an ``epsilon`` of at least ``MIN_EPSILON``."""
+        epsilon, self.epsilon = self.epsilon, max(self.epsilon, self.MIN_EPSILON)
+        try:
+            return super().divergence(observations, behavior_params)
+        finally:
+            self.epsilon = epsilon
 
 
 class Actor:
-    """A worker's policy at work: one forward per step, log-probabilities once per rollout."""
+    """A worker's policy at work: one forward per step, log-probabilities once per rollout. It acts in eval mode."""
 
-    def __init__(self, structure: Policy) -> None:
+    def __init__(self, structure: Policy, generator: torch.Generator) -> None:
         torch.set_num_threads(1)  # workers share their machine with other workers
         self.policy = structure._with_empty_tensors("cpu").eval()
-        self._generator, self._params = torch.Generator(), 0
-
-    def seed(self, seed: int) -> None:
-        self._generator.manual_seed(seed)
+        self._generator = generator
 
     def start(self, num_steps: int, num_envs: int) -> None:
         self._num_steps, self._num_envs, self._noise = num_steps, num_envs, None
@@ -205,7 +209,7 @@ class Actor:
         actions = self.policy.act(params, self._noise[len(self._actions)])
         self._step_params.append(params)
         self._actions.append(actions)
-        return actions.numpy()
+        return actions.numpy().copy()  # the environments may write to it
 
     @torch.inference_mode()
     def finish(self, states: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

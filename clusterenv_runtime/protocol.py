@@ -129,7 +129,8 @@ def frames(message: Message, *buffers: Any) -> list[Any]:
 def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Any:
     """Turn ``value`` into a tree msgpack can carry, appending the data of its arrays to ``buffers``.
 
-    Types survive exactly (tuple or list, ``np.float32`` or ``float``). With ``dropped`` a dict entry that cannot be
+    Types survive exactly (tuple or list, ``np.float32`` or ``float``), but for
+    subclasses of containers, which arrive as their base. With ``dropped`` a dict entry that cannot be
     packed is left out and its key noted there; otherwise it raises TypeError.
     """
     kind = type(value)
@@ -146,9 +147,10 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> An
         buffers.append(array.view(np.uint8).data if array.nbytes else b"")
         name = "scalar" if isinstance(value, np.generic) else "array"
         return [name, len(buffers) - 1, value.dtype.str, list(value.shape)]
-    if kind in (list, tuple, GraphInstance):
-        return [kind.__name__, [pack(item, buffers, dropped) for item in value]]
-    if kind is dict:
+    if isinstance(value, list | tuple):
+        name = kind.__name__ if kind in (list, GraphInstance) else "tuple"
+        return [name, [pack(item, buffers, dropped) for item in value]]
+    if isinstance(value, dict):
         items = []
         for key, item in value.items():
             used = len(buffers)

@@ -68,12 +68,13 @@ class EnvSlice(SyncVectorEnv):
         self.action_space = gym.spaces.Box(0, 1, (self.num_envs,))
         self.batched_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
         # Environments that count their own episodes (RecordEpisodeStatistics) know better than the sum of rewards.
-        self._counted = all(env.has_wrapper_attr("return_queue") for env in self.envs)
+        keys = [env.has_wrapper_attr("_stats_key") and env.get_wrapper_attr("_stats_key") for env in self.envs]
+        self._stats_key = keys[0] if all(keys) else None
         self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
 
     def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
         if "final_obs" in env_info:  # an environment may reuse these arrays in the reset that follows
-            env_info = deepcopy(env_info)
+            env_info = _copy_arrays(env_info)
         if env_info:
             self.infos.append((env_num, env_info))
         return vector_infos
@@ -115,10 +116,10 @@ class EnvSlice(SyncVectorEnv):
                     continue
                 if truncations[step, env]:
                     final_observations.append(info["final_obs"])
-                counted = info["final_info"].get("episode") if self._counted else None
+                counted = info["final_info"].get(self._stats_key)
                 if counted is not None:
                     episodes.append((step * self.num_envs + env, float(counted["r"]), int(counted["l"])))
-                elif not self._counted:
+                elif self._stats_key is None:
                     episodes.append((step * self.num_envs + env, self._returns[env], self._lengths[env]))
         if mode != AutoresetMode.SAME_STEP:
             self._returns[self._autoreset_envs] = self._lengths[self._autoreset_envs] = 0
@@ -141,6 +142,14 @@ class EnvSlice(SyncVectorEnv):
         }
 
 
+def _copy_arrays(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) in (list, tuple):
+        return type(value)(map(_copy_arrays, value))
+    return {key: _copy_arrays(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
 def _stack(space: gym.Space, items: list[Any]) -> Any:
     empty = create_empty_array(space, len(items), np.empty)
     return concatenate(space, items, empty) if items else empty
@@ -154,7 +163,11 @@ def _failed_env(error: BaseException) -> int | None:
     """Return which environment raised: the ``i`` of SyncVectorEnv's loops and of `_build`, read from the traceback."""
     files = (__file__, gym.vector.sync_vector_env.__file__)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename in files]
-    return next((frame.f_locals["i"] for frame in reversed(frames) if "i" in frame.f_locals), None)
+    return next((frame.f_locals["i"] for frame in frames if "i" in frame.f_locals), None)
+
+
+class _Closed(BaseException):
+    """The head has told this worker to close, perhaps instead of sending it weights."""
 
 
 class Worker:
@@ -174,7 +187,8 @@ class Worker:
         self._first_row = 0
         self._actor: Any = None
         self._version = 0  # of the policy held; 0 for none
-        self._seed: int | None = None
+        self._seed: list[int] | None = None
+        self._generator: Any = None  # of the policy's noise; a torch.Generator once torch is here
 
     def close(self) -> None:
         if self._envs is not None:
@@ -183,13 +197,11 @@ class Worker:
         self._context.term()
 
     def run(self, startup_timeout: float) -> None:
-        """Answer requests until told to close."""
+        """Answer requests until `_Closed`, or until one has failed beyond repair."""
         if not self._socket.poll(startup_timeout * 1000):
             raise SystemExit(f"no answer from the head within {startup_timeout:g} s")
         while True:
             request, buffers = self._later.popleft() if self._later else self._receive()
-            if isinstance(request, Close):
-                return
             try:
                 dropped: list[str] = []
                 answer_buffers: list[Any] = []
@@ -215,7 +227,10 @@ class Worker:
 
     def _receive(self) -> tuple[Request, list[Any]]:
         header, *buffers = self._socket.recv_multipart(copy=False)
-        return protocol.decode_request(header.buffer), [buffer.buffer for buffer in buffers]
+        request = protocol.decode_request(header.buffer)
+        if isinstance(request, Close):
+            raise _Closed
+        return request, [buffer.buffer for buffer in buffers]
 
     def _handle(self, request: Request, buffers: list[Any]) -> Any:
         match request:
@@ -225,15 +240,15 @@ class Worker:
                 self._envs = EnvSlice(**pickle.loads(buffers[0]))
             case Reset():
                 seeds, options, mask = pickle.loads(buffers[0])
-                if seeds[0] is not None:
-                    self._seed = seeds[0]
-                    self._seed_actor()
                 if mask is not None:
                     options = {**options, "reset_mask": mask}
                 # A reset mask with no row here would be Gymnasium's error; nothing is to be done then.
                 observations = self._envs._observations
                 if mask is None or mask.any():
                     observations, _ = self._envs.reset(seed=seeds, options=options)
+                if seeds[0] is not None:
+                    self._seed = [seeds[0], self._first_row]
+                    self._seed_generator()
                 return observations
             case Step():
                 return self._envs.step(pickle.loads(buffers[0]))[:4]
@@ -258,17 +273,20 @@ class Worker:
             self._later.append((message, buffers))
         structure, weights = buffers
         if len(structure):
+            import torch
+
             from .policy import Actor
 
-            self._actor = Actor(pickle.loads(structure))
-            self._seed_actor()
+            if self._generator is None:
+                self._generator = torch.Generator()
+                self._seed_generator()
+            self._actor = Actor(pickle.loads(structure), self._generator)
         self._actor.policy.load_flat_weights(weights)
         self._version = message.version
 
-    def _seed_actor(self) -> None:
-        if self._actor is not None:
-            entropy = None if self._seed is None else [self._seed, self._first_row]
-            self._actor.seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
+    def _seed_generator(self) -> None:
+        if self._generator is not None:
+            self._generator.manual_seed(int(np.random.SeedSequence(self._seed).generate_state(1, np.uint64)[0]))
 
 
 def _exit_with_head(monitor: zmq.Socket[bytes]) -> None:
@@ -293,7 +311,8 @@ def main() -> None:
     logging.basicConfig(format=f"worker {args.index}: %(message)s")
     worker = Worker(args.connect, args.index)
     try:
-        worker.run(args.startup_timeout)
+        with contextlib.suppress(_Closed):
+            worker.run(args.startup_timeout)
     finally:
         worker.close()
 

@@ -152,6 +152,11 @@ def test_max_seconds_ends_the_run_in_order(tmp_path):
     assert summary["global_step"] < 100000000 and summary["eval_return_mean"] > 0
 
 
+def test_capture_video_records_environment_0(tmp_path):
+    train(tmp_path, "--capture-video")
+    assert list(tmp_path.glob("videos/*/rl-video-episode-0.mp4"))
+
+
 def test_offline_wandb_gets_configuration_and_summary(tmp_path):
     train(tmp_path, "--track")
     (offline,) = tmp_path.glob("wandb/offline-run-*")
@@ -174,7 +179,9 @@ def test_offline_wandb_gets_configuration_and_summary(tmp_path):
         ("--sync-mode interval", "needs --sync-interval"),
         ("--sync-interval 0", "--sync-interval must be at least 1"),
         ("--max-policy-lag -1", "--max-policy-lag must be at least 0"),
-        ("--learning-rate nan", "--learning-rate"),
+        ("--learning-rate nan", "--learning-rate must be a number > 0, got nan"),
+        ("--max-seconds nan", "--max-seconds must be a number > 0, got nan"),
+        ("--clip-rho -1", "--clip-rho must be a number > 0, got -1.0"),
         ("--total-timesteps 100", "at least the batch"),
     ],
 )
