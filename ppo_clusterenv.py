@@ -207,11 +207,8 @@ if __name__ == "__main__":
     except (ModuleNotFoundError, gym.error.Error) as error:
         check(False, error)
     discrete = isinstance(env.action_space, gym.spaces.Discrete) and env.action_space.start == 0
-    check(discrete, f"only discrete action spaces (from 0) are supported, {args.env_id} has {env.action_space}")
-    check(
-        len(env.observation_space.shape or ()) == 1,
-        f"only vectors as observations, {args.env_id} has {env.observation_space}",
-    )
+    check(discrete, f"actions must be discrete, from 0, not {env.action_space}: {args.env_id}")
+    check(len(env.observation_space.shape or ()) == 1, f"observations must be vectors, not {env.observation_space}")
     env.close()
     try:
         os.makedirs(f"runs/{run_name}")
@@ -400,5 +397,5 @@ if __name__ == "__main__":
         wandb.run.summary.update(summary)
     print(f"{global_step:,} steps in {wall_seconds:.0f} s; {pulls:g} pulls a worker in {iteration} updates")
     print(
-        f"mean return {mean_return:.1f} over 100 episodes, {np.mean(eval_returns):.1f} evaluated: see runs/{run_name}"
+        f"mean return {mean_return:.1f}, in the evaluation {np.mean(eval_returns):.1f}; everything is in runs/{run_name}"
     )

@@ -171,7 +171,7 @@ def test_offline_wandb_gets_configuration_and_summary(tmp_path):
         ("--env-id LunrLander-v3", "Did you mean: `LunarLander`"),
         ("--env-id LunarLander-v99", "v3"),
         ("--env-id Pendulum-v1", "discrete"),
-        ("--env-id FrozenLake-v1", "vectors"),
+        ("--env-id FrozenLake-v1", "must be vectors"),
         ("--num-workers 0", "--num-workers must be at least 1, got 0"),
         ("--kl-threshold -0.1", "got -0.1"),
         ("--kl-threshold nan", "got nan"),

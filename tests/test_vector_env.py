@@ -256,7 +256,7 @@ def test_timeouts_leave_a_usable_env():
         envs.reset()
         envs.step_async([0, 0])
         text = (
-            r"The call to `step_wait` has timed out after 0\.01 second\(s\): no answer from worker 0 \(.*, worker 1 \("
+            r"The call to `step_wait` has timed out after 0\.01 second\(s\)\. No answer from worker 0 \(.*, worker 1 \("
         )
         with pytest.raises(multiprocessing.TimeoutError, match=text):
             envs.step_wait(timeout=0.01)
