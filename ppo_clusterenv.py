@@ -396,6 +396,4 @@ if __name__ == "__main__":
     if args.track:
         wandb.run.summary.update(summary)
     print(f"{global_step:,} steps in {wall_seconds:.0f} s; {pulls:g} pulls a worker in {iteration} updates")
-    print(
-        f"mean return {mean_return:.1f}, in the evaluation {np.mean(eval_returns):.1f}; everything is in runs/{run_name}"
-    )
+    print(f"mean return {mean_return:.1f}, in the evaluation {np.mean(eval_returns):.1f}; see runs/{run_name}")
