@@ -73,6 +73,7 @@ def alone(args, seed, pipe):
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
+    torch.set_num_threads(1)  # as ppo_clusterenv.py
     steps = args.num_rollouts * args.num_steps * args.num_workers * args.envs_per_worker
     context = multiprocessing.get_context("spawn")
     pipes = []

@@ -348,6 +348,7 @@ def start_head(pipe, temporary_directory, tmp_path):
                 env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary_directory)},
                 stdin=subprocess.PIPE,
                 stderr=output,
+                start_new_session=True,
             )
 
     return start
@@ -357,7 +358,10 @@ def start_head(pipe, temporary_directory, tmp_path):
 def test_no_worker_survives_a_head_that_is_stopped(start_head, pipe, temporary_directory, tmp_path, number):
     head = start_head(SCRIPT + "envs.step([0, 0])")
     pids = pipe.pids(2)  # both are in a step that takes a minute
-    head.send_signal(number)
+    if number == signal.SIGINT:
+        os.killpg(head.pid, number)  # as a terminal does
+    else:
+        head.send_signal(number)
     assert_ended([head.pid, *pids], 6)
     assert head.wait() == -number
     if number == signal.SIGINT:

@@ -213,7 +213,7 @@ def test_steps_and_rollouts_may_alternate_in_every_autoreset_mode(mode):
 
 
 def test_a_rollout_by_hand():
-    with ClusterEnv([partial(BufferEnv, length=2), partial(BufferEnv, length=3)], 2) as envs:
+    with ClusterEnv([partial(BufferEnv, length=2), partial(BufferEnv, length=3)], 2, kl_threshold=0) as envs:
         envs.reset()
         policy = CategoricalPolicy(linear(1, 2))
         rollout = envs.rollout(policy, 4)
@@ -230,6 +230,9 @@ def test_a_rollout_by_hand():
         rollout = envs.rollout(policy, 1)
         assert rollout.final_observations.shape == (0, 1)  # no episode has ended
         assert (rollout.episodic_returns.shape, rollout.episodic_lengths.shape) == ((0,), (0,))
+        for parameter in policy.parameters():
+            nn.init.zeros_(parameter)  # any observation, all actions equally likely
+        envs.reset(seed=[3, 3])
         rollout = envs.rollout(policy, 64)
         assert (rollout.actions[:, 0] != rollout.actions[:, 1]).any()  # workers do not share their random numbers
 
