@@ -78,6 +78,8 @@ class ClusterEnv(VectorEnv):
             raise ValueError(f"launcher must be 'local' or a LocalLauncher, got {launcher!r}")
         if isinstance(launcher, LocalLauncher) and log_dir is not None:
             raise ValueError("log_dir belongs to the launcher: LocalLauncher(log_dir)")
+        if isinstance(launcher, LocalLauncher) and launcher.started:
+            raise ValueError("a LocalLauncher starts the workers of one ClusterEnv: make another")
         rule = SyncRule(sync_mode, kl_threshold, sync_interval, max_policy_lag)
         self.num_workers = min(num_workers, self.num_envs)
         self.copy, self.observation_mode, self.autoreset_mode = copy, observation_mode, AutoresetMode(autoreset_mode)

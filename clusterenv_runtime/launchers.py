@@ -17,10 +17,13 @@ class LocalLauncher:
         self._log_dir = None if log_dir is None else Path(log_dir)
         self._processes: list[subprocess.Popen[bytes]] = []
 
+    @property
+    def started(self) -> bool:
+        """Whether this launcher has workers already; one launcher serves one ClusterEnv."""
+        return bool(self._processes)
+
     def start(self, num_workers: int, address: str, startup_timeout: float) -> None:
         """Start workers 0 to ``num_workers - 1``, which dial ``address`` and wait so many seconds for an answer."""
-        if self._processes:
-            raise ValueError("a LocalLauncher starts the workers of one ClusterEnv: make another")
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         package_parent = str(Path(__file__).resolve().parent.parent)
