@@ -59,9 +59,11 @@ class Policy(nn.Module):
         sizes = [len(params) for params in behavior_params]
         behavior = torch.as_tensor(np.concatenate(behavior_params), device=self.device)
         batch = [to_tensor(part, self.device) for part in observations]
-        params = self(_concatenate(batch))
-        for module in training:
-            module.training = True
+        try:
+            params = self(_concatenate(batch))
+        finally:
+            for module in training:
+                module.training = True
         kl = kl_divergence(self.distribution(behavior), self.distribution(params))
         return np.array([part.mean().item() for part in kl.split(sizes)])
 
