@@ -243,10 +243,11 @@ if __name__ == "__main__":
     policy = CategoricalPolicy(agent.actor)  # what travels to the workers
     optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
 
+    envs.publish(policy)  # while the environments reset, the workers load it
+    envs.reset(seed=args.seed)
     global_step, start_time = 0, time.time()
     recent_returns, eval_returns = deque(maxlen=100), None
     history = []  # (global_step, mean return, pulls per worker)
-    envs.reset(seed=args.seed)
     progress = Progress(TextColumn("{task.fields[status]}"), TimeRemainingColumn(), TextColumn("left"))
     task = progress.add_task("train", total=args.num_iterations, status="starting")
 

@@ -1,6 +1,6 @@
 """Training: ppo_clusterenv.py beside CleanRL's ppo.py, same environments, same settings, in turn.
 
-    python benchmarks/training.py --cleanrl path/to/cleanrl/ppo.py
+    python -m benchmarks.training --cleanrl path/to/cleanrl/ppo.py
 
 CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file. Both scripts run
 unmodified in this Python, CleanRL's both with torch's default threads and with one. Prints the training steps per

@@ -19,7 +19,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space, iterate
 from .errors import DeadlineError, StartupError
 from .head import Head
 from .launchers import LocalLauncher
-from .protocol import Call, Collect, Message, Reply, Reset, SetAttr, Setup, Step
+from .protocol import Call, Collect, Message, Reply, Reset, SetAttr, Setup, Step, Structure
 from .rollout import BATCHED, Rollout, is_batched, map_space
 from .sync import PolicyStore, SyncRule, sampled_states
 
@@ -171,8 +171,14 @@ class ClusterEnv(VectorEnv):
         return self._store.divergence.copy()
 
     def publish(self, policy: Policy) -> int:
-        """Make the policy's current weights the next version, measure divergences, and return its number."""
-        self._store.publish(policy)
+        """Make the policy's current weights the next version, measure divergences, and return its number.
+
+        `rollout` does this by itself. Called before the first `reset`, it lets the workers load torch meanwhile.
+        """
+        self._assert_is_running()
+        if self._store.publish(policy):
+            for link in self._head.links:
+                self._head.ask(link.index, Structure(0), self._store.structure)
         return self._store.version
 
     def rollout(self, policy: Policy, num_steps: int) -> Rollout:
@@ -195,7 +201,7 @@ class ClusterEnv(VectorEnv):
         store = self._store
         self.publish(policy)
         seqs = [
-            self._head.ask(worker, Collect(0, num_steps, store.version, store.structure, float(kl), store.epsilon))
+            self._head.ask(worker, Collect(0, num_steps, store.version, float(kl), store.epsilon))
             for worker, kl in enumerate(store.divergence)
         ]
         parts = [reply.value for reply in self._head.gather(seqs, copy=False)]

@@ -40,9 +40,9 @@ class Head:
         rows: Iterable[slice],
         launcher: LocalLauncher,
         startup_timeout: float,
-        on_pull: Callable[[int, Pull], list[Any]],
+        on_pull: Callable[[int], list[Any]],
     ) -> None:
-        self._on_pull = on_pull  # (worker, pull) -> header and buffers of the answer
+        self._on_pull = on_pull  # worker -> frames of the answer
         self.links = [Link(index, row) for index, row in enumerate(rows)]
         self._launcher, self._seq = launcher, 0
         self._directory = tempfile.TemporaryDirectory(prefix="clusterenv-")  # 0700: nobody else can dial in
@@ -92,8 +92,7 @@ class Head:
             if link is None:
                 continue  # of no worker we know
             if isinstance(message, Pull):  # also for a request given up since: that worker waits all the same
-                header, *weights = self._on_pull(link.index, message)
-                self._send(link, protocol.frames(header, *weights))
+                self._send(link, self._on_pull(link.index))
                 continue
             expected = waiting.get(getattr(message, "seq", None)) == link.index
             if isinstance(message, Error) and (expected or message.fatal):

@@ -58,12 +58,15 @@ class Collect(Message):
     seq: int
     num_steps: int
     version: int
-    structure: int  # the version since which the policy's structure has been what it is
     divergence: float
     epsilon: float
 
 
-class Weights(Message):  # cloudpickle of the structure (empty if the worker has it), flat weights
+class Structure(Message):  # cloudpickle of the policy without its weights, which the worker then pulls
+    seq: int
+
+
+class Weights(Message):  # the policy's parameters and buffers, flat
     version: int
 
 
@@ -101,7 +104,7 @@ class Error(Message):
     fatal: bool
 
 
-Request = Setup | Reset | Step | Call | SetAttr | Collect | Weights | Close
+Request = Setup | Reset | Step | Call | SetAttr | Structure | Collect | Weights | Close
 Answer = Hello | Reply | Pull | Error
 _encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

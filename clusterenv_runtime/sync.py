@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import numpy as np
 
-from .protocol import Collect, Pull, Weights
+from .protocol import Collect, Weights, frames
 
 if TYPE_CHECKING:
     from .policy import Policy
@@ -47,7 +47,7 @@ class SyncRule:
     def wants_pull(self, held: int, request: Collect) -> bool:
         """Whether a worker holding version ``held`` (0: none) pulls before it acts on ``request``."""
         lag = request.version - held
-        if held < request.structure or (self.max_lag is not None and lag > self.max_lag):
+        if held == 0 or (self.max_lag is not None and lag > self.max_lag):
             return True
         if self.mode == "kl":
             return not request.divergence <= self.kl_threshold  # NaN pulls too
@@ -64,23 +64,26 @@ class PolicyStore:
 
     def __init__(self, num_workers: int) -> None:
         self.version = 0  # +1 at each publish
-        self.structure = 0  # the version at which the policy's structure last changed
+        self.structure = b""  # cloudpickle of the policy without its weights
         self.epsilon = 0.0
         self.pulls = np.zeros(num_workers, np.int64)  # cumulative, per worker
         self.bytes_sent = 0  # cumulative weight bytes, all workers
         self.divergence = np.full(num_workers, math.inf)  # nats, per worker; inf until a worker has acted
         self._recent: list[tuple[Any, np.ndarray] | None] = [None] * num_workers
         self._policy: Policy | None = None
-        self._structure_bytes = b""
 
-    def publish(self, policy: Policy) -> None:
-        """Make the current weights of ``policy`` the next version and measure every worker's divergence from them."""
+    def publish(self, policy: Policy) -> bool:
+        """Make the current weights of ``policy`` the next version and measure every worker's divergence from them.
+
+        Return whether ``structure`` has changed, so that the workers must be told.
+        """
         self.version += 1
+        old = self.structure
         if policy is not self._policy:
-            self._policy, structure = policy, cloudpickle.dumps(policy.structure())
-            if structure != self._structure_bytes:  # a new wrapper around the same module is not a new structure
-                self._structure_bytes, self.structure = structure, self.version
-                self._recent = [None] * len(self._recent)
+            self._policy, self.structure = policy, cloudpickle.dumps(policy.structure())
+        changed = self.structure != old  # a new wrapper around the same module is not a new structure
+        if changed:
+            self._recent = [None] * len(self._recent)
         self.epsilon = getattr(policy, "epsilon", 0.0)
         # A copy on the learner's device; it becomes bytes only when the first worker pulls this version.
         self._flat, self._bytes = policy.flat_weights(), None
@@ -88,15 +91,16 @@ class PolicyStore:
         known = [worker for worker, recent in enumerate(self._recent) if recent is not None]
         if known:
             self.divergence[known] = policy.divergence(*zip(*(self._recent[worker] for worker in known), strict=True))
+        return changed
 
     def acted(self, worker: int, observations: Any, params: np.ndarray) -> None:
         """Keep what ``worker`` last saw, and its behavior policy's distribution parameters there."""
         self._recent[worker] = (observations, params)
 
-    def answer(self, worker: int, pull: Pull) -> list[Any]:
-        """Return the frames' parts that answer ``pull``: header, structure (or nothing), weights."""
+    def answer(self, worker: int) -> list[Any]:
+        """Return the frames that answer a pull."""
         if self._bytes is None:
             self._bytes = self._flat.cpu().numpy().data
         self.pulls[worker] += 1
         self.bytes_sent += self._bytes.nbytes
-        return [Weights(self.version), self._structure_bytes if pull.version < self.structure else b"", self._bytes]
+        return frames(Weights(self.version), self._bytes)

@@ -29,7 +29,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from . import protocol
-from .protocol import Call, Close, Collect, Error, Hello, Pull, Reply, Request, Reset, SetAttr, Setup, Step, Weights
+from .protocol import Error, Hello, Pull, Reply, Request, Weights
+from .rollout import map_space
 from .sync import SyncRule, sampled_states
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,6 @@ class EnvSlice(SyncVectorEnv):
                 )
         # The head has iterated over the actions already; a Box makes `step` take what it is given, item by item.
         self.action_space = gym.spaces.Box(0, 1, (self.num_envs,))
-        self.batched_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
         # Environments that count their own episodes (RecordEpisodeStatistics) know better than the sum of rewards.
         keys = [env.has_wrapper_attr("_stats_key") and env.get_wrapper_attr("_stats_key") for env in self.envs]
         self._stats_key = keys[0] if all(keys) else None
@@ -98,43 +98,54 @@ class EnvSlice(SyncVectorEnv):
 
     def collect(self, actor: Any, num_steps: int) -> dict[str, Any]:
         """Act and step ``num_steps`` times; return this worker's part of a `Rollout`, see `Rollout.join`."""
-        mode, self.autoreset_mode = self.autoreset_mode, AutoresetMode.SAME_STEP  # no dead steps
-        if mode != AutoresetMode.SAME_STEP and self._autoreset_envs.any():
-            self.reset(options={"reset_mask": self._autoreset_envs.copy()})
-        shape = (num_steps, self.num_envs)
-        rewards, terminations, truncations = np.empty(shape), np.empty(shape, bool), np.empty(shape, bool)
-        observations, final_observations = [], []
+        ended, self._autoreset_envs = self._autoreset_envs, np.zeros(self.num_envs, bool)
+        self._returns[ended] = self._lengths[ended] = 0
+        if self.autoreset_mode != AutoresetMode.SAME_STEP and ended.any():
+            self.reset(options={"reset_mask": ended})  # from here on an episode is reset within its last step
+        self.infos.clear()
+        space, shape = self.single_observation_space, (num_steps, self.num_envs)
+        observations = map_space(
+            lambda leaf: np.empty((num_steps + 1, *leaf.shape), leaf.dtype), space, self._observations
+        )
+        rewards, terminations, truncations = np.empty(shape), np.zeros(shape, bool), np.zeros(shape, bool)
+        final_observations: list[Any] = []
         episodes: list[tuple[int, float, int]] = []  # (step * num_envs + environment, return, length)
         actor.start(*shape)
-        next_observations = deepcopy(self._observations)
-        for step in range(num_steps):
-            observations.append(next_observations)
-            actions = actor.act(next_observations)
-            next_observations, rewards[step], terminations[step], truncations[step], _ = self.step(actions)
-            for env, info in self.take_infos():
-                if "final_obs" not in info:
-                    continue
-                if truncations[step, env]:
-                    final_observations.append(info["final_obs"])
-                counted = info["final_info"].get(self._stats_key)
-                if counted is not None:
-                    episodes.append((step * self.num_envs + env, float(counted["r"]), int(counted["l"])))
-                elif self._stats_key is None:
-                    episodes.append((step * self.num_envs + env, self._returns[env], self._lengths[env]))
-        if mode != AutoresetMode.SAME_STEP:
-            self._returns[self._autoreset_envs] = self._lengths[self._autoreset_envs] = 0
-            self._autoreset_envs[:] = False  # they were reset within their last step
-        self.autoreset_mode = mode
+        for step in range(num_steps + 1):
+            now = map_space(lambda leaf: leaf[step], space, observations)  # noqa: B023
+            concatenate(space, self._env_obs, now)
+            if step == num_steps:
+                break
+            i = None  # while the policy acts: see _failed_env
+            for i, (env, action) in enumerate(zip(self.envs, actor.act(now), strict=True)):
+                self._env_obs[i], reward, terminated, truncated, info = env.step(action)
+                rewards[step, i] = reward
+                if terminated or truncated:
+                    terminations[step, i], truncations[step, i] = terminated, truncated
+                    if truncated:
+                        final_observations.append(deepcopy(self._env_obs[i]))  # the reset may write to it
+                    if self._stats_key is None:
+                        counted = {"r": self._returns[i] + reward, "l": self._lengths[i] + 1}
+                    else:
+                        counted = info.get(self._stats_key)
+                    if counted is not None:
+                        episodes.append((step * self.num_envs + i, float(counted["r"]), int(counted["l"])))
+                    self._env_obs[i], _ = env.reset()
+            self._returns += rewards[step]
+            self._lengths += 1
+            ended = terminations[step] | truncations[step]
+            self._returns[ended] = self._lengths[ended] = 0
+        self._observations = deepcopy(now)
         actions, logprobs, params = actor.finish(sampled_states(rewards.size))
         return {
-            "observations": _stack(self.batched_space, observations),
+            "observations": map_space(lambda leaf: leaf[:-1], space, observations),
             "actions": actions,
             "logprobs": logprobs,
             "rewards": rewards,
             "terminations": terminations,
             "truncations": truncations,
-            "final_observations": _stack(self.single_observation_space, final_observations),
-            "next_observations": next_observations,
+            "final_observations": _stack(space, final_observations),
+            "next_observations": now,
             "episodes": np.array([episode[0] for episode in episodes], np.int64),
             "episodic_returns": np.array([episode[1] for episode in episodes], np.float64),
             "episodic_lengths": np.array([episode[2] for episode in episodes], np.int64),
@@ -166,8 +177,8 @@ def _failed_env(error: BaseException) -> int | None:
     return next((frame.f_locals["i"] for frame in frames if "i" in frame.f_locals), None)
 
 
-class _Closed(BaseException):
-    """The head has told this worker to close, perhaps instead of sending it weights."""
+class _End(BaseException):
+    """There is nothing more to do: the head has said so, perhaps instead of sending weights, or a request failed."""
 
 
 class Worker:
@@ -197,48 +208,50 @@ class Worker:
         self._context.term()
 
     def run(self, startup_timeout: float) -> None:
-        """Answer requests until `_Closed`, or until one has failed beyond repair."""
+        """Answer requests until `_End`."""
         if not self._socket.poll(startup_timeout * 1000):
             raise SystemExit(f"no answer from the head within {startup_timeout:g} s")
         while True:
-            request, buffers = self._later.popleft() if self._later else self._receive()
-            try:
-                dropped: list[str] = []
-                answer_buffers: list[Any] = []
-                value = protocol.pack(self._handle(request, buffers), answer_buffers)
-                infos = protocol.pack(self._envs.take_infos(), answer_buffers, dropped)
-                reply = Reply(request.seq, value, infos, dropped)
-                self._socket.send_multipart(protocol.frames(reply, *answer_buffers), copy=False)
-            except (Exception, SystemExit) as error:
-                # An environment that raised while it was built, reset or stepped is in no state to go on.
-                fatal = not isinstance(request, Call | SetAttr)
-                env = _failed_env(error)
-                reply = Error(
-                    request.seq,
-                    env=None if env is None else self._first_row + env,
-                    kind=f"{type(error).__module__}.{type(error).__qualname__}",
-                    message=str(error.args[0]) if len(error.args) == 1 else str(error),
-                    traceback=traceback.format_exc(),
-                    fatal=fatal,
-                )
-                self._socket.send_multipart(protocol.frames(reply))
-                if fatal:
-                    return
+            self._answer(*(self._later.popleft() if self._later else self._receive()))
+
+    def _answer(self, request: Request, buffers: list[Any]) -> None:
+        try:
+            dropped: list[str] = []
+            answer_buffers: list[Any] = []
+            value = protocol.pack(self._handle(request, buffers), answer_buffers)
+            infos = protocol.pack(self._envs.take_infos(), answer_buffers, dropped)
+            reply = Reply(request.seq, value, infos, dropped)
+            self._socket.send_multipart(protocol.frames(reply, *answer_buffers), copy=False)
+        except (Exception, SystemExit) as error:
+            # An environment that raised while it was built, reset or stepped is in no state to go on.
+            fatal = not isinstance(request, protocol.Call | protocol.SetAttr)
+            env = _failed_env(error)
+            reply = Error(
+                request.seq,
+                env=None if env is None else self._first_row + env,
+                kind=f"{type(error).__module__}.{type(error).__qualname__}",
+                message=str(error.args[0]) if len(error.args) == 1 else str(error),
+                traceback=traceback.format_exc(),
+                fatal=fatal,
+            )
+            self._socket.send_multipart(protocol.frames(reply))
+            if fatal:
+                raise _End from error
 
     def _receive(self) -> tuple[Request, list[Any]]:
         header, *buffers = self._socket.recv_multipart(copy=False)
         request = protocol.decode_request(header.buffer)
-        if isinstance(request, Close):
-            raise _Closed
+        if isinstance(request, protocol.Close):
+            raise _End
         return request, [buffer.buffer for buffer in buffers]
 
     def _handle(self, request: Request, buffers: list[Any]) -> Any:
         match request:
-            case Setup():
+            case protocol.Setup():
                 sys.path.extend(path for path in request.sys_path if path not in sys.path)
                 self._first_row = request.first_row
                 self._envs = EnvSlice(**pickle.loads(buffers[0]))
-            case Reset():
+            case protocol.Reset():
                 seeds, options, mask = pickle.loads(buffers[0])
                 if mask is not None:
                     options = {**options, "reset_mask": mask}
@@ -250,14 +263,23 @@ class Worker:
                     self._seed = [seeds[0], self._first_row]
                     self._seed_generator()
                 return observations
-            case Step():
+            case protocol.Step():
                 return self._envs.step(pickle.loads(buffers[0]))[:4]
-            case Call():
+            case protocol.Call():
                 args, kwargs = pickle.loads(buffers[0])
                 return self._envs.call(request.name, *args, **kwargs)
-            case SetAttr():
+            case protocol.SetAttr():
                 self._envs.set_attr(request.name, pickle.loads(buffers[0]))
-            case Collect():
+            case protocol.Structure():
+                import torch  # which a worker that only steps does not need
+
+                from .policy import Actor
+
+                if self._generator is None:
+                    self._generator = torch.Generator()
+                    self._seed_generator()
+                self._actor, self._version = Actor(pickle.loads(buffers[0]), self._generator), 0
+            case protocol.Collect():
                 if self._envs.rule.wants_pull(self._version, request):
                     self._pull(request.seq)
                 self._actor.policy.epsilon = request.epsilon
@@ -270,18 +292,11 @@ class Worker:
             message, buffers = self._receive()
             if isinstance(message, Weights):
                 break
-            self._later.append((message, buffers))
-        structure, weights = buffers
-        if len(structure):
-            import torch
-
-            from .policy import Actor
-
-            if self._generator is None:
-                self._generator = torch.Generator()
-                self._seed_generator()
-            self._actor = Actor(pickle.loads(structure), self._generator)
-        self._actor.policy.load_flat_weights(weights)
+            if isinstance(message, protocol.Structure):  # the weights to come are its
+                self._answer(message, buffers)
+            else:
+                self._later.append((message, buffers))
+        self._actor.policy.load_flat_weights(buffers[0])
         self._version = message.version
 
     def _seed_generator(self) -> None:
@@ -311,7 +326,7 @@ def main() -> None:
     logging.basicConfig(format=f"worker {args.index}: %(message)s")
     worker = Worker(args.connect, args.index)
     try:
-        with contextlib.suppress(_Closed):
+        with contextlib.suppress(_End):
             worker.run(args.startup_timeout)
     finally:
         worker.close()
