@@ -369,9 +369,7 @@ if __name__ == "__main__":
             writer.add_scalar("time/learn", time.time() - learn_start, global_step)
             writer.add_scalar("charts/collect_sps", args.batch_size / (learn_start - collect_start), global_step)
             writer.add_scalar("charts/SPS", sps := int(global_step / (time.time() - start_time)), global_step)
-            status = (
-                f"step {global_step:,} SPS {sps:,} return {mean_return:.1f} KL {kl:.3f} pulls {pulls:g}/{iteration}"
-            )
+            status = f"step {global_step:,} SPS {sps} return {mean_return:.1f} KL {kl:.3f} pulls {pulls:g}/{iteration}"
             progress.update(task, advance=1, status=status)
             if not progress.console.is_terminal and iteration % max(args.num_iterations // 20, 1) == 0:
                 print(status, flush=True)

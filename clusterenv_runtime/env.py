@@ -12,16 +12,18 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.spaces import Box, MultiDiscrete
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
-from gymnasium.vector.utils import batch_differing_spaces, batch_space, iterate
+from gymnasium.vector.utils import batch_space, iterate
 
 from .errors import DeadlineError, StartupError
 from .head import Head
 from .launchers import LocalLauncher
 from .protocol import Call, Collect, Message, Reply, Reset, SetAttr, Setup, Step, Structure
-from .rollout import BATCHED, Rollout, is_batched, map_space
-from .sync import PolicyStore, SyncRule, sampled_states
+from .rollout import Rollout
+from .spaces import check_reset_mask, is_batched, map_space, observation_spaces
+from .sync import PolicyStore, SyncRule
 
 if TYPE_CHECKING:
     from .policy import Policy
@@ -83,11 +85,16 @@ class ClusterEnv(VectorEnv):
         rule = SyncRule(sync_mode, kl_threshold, sync_interval, max_policy_lag)
         self.num_workers = min(num_workers, self.num_envs)
         self.copy, self.observation_mode, self.autoreset_mode = copy, observation_mode, AutoresetMode(autoreset_mode)
-        self._read_spaces()
+        env = self.env_fns[0]()
+        self.metadata, self.render_mode = {**env.metadata, "autoreset_mode": self.autoreset_mode}, env.render_mode
+        self.single_action_space, self.action_space = env.action_space, batch_space(env.action_space, self.num_envs)
+        env.close()
+        self.single_observation_space, self.observation_space = observation_spaces(
+            observation_mode, env.observation_space, self.env_fns
+        )
 
-        rows = [
-            slice(int(part[0]), int(part[-1]) + 1) for part in np.array_split(range(self.num_envs), self.num_workers)
-        ]
+        shares = np.array_split(range(self.num_envs), self.num_workers)
+        rows = [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
         settings = {
             "observation_mode": observation_mode,
             "autoreset_mode": self.autoreset_mode,
@@ -119,35 +126,6 @@ class ClusterEnv(VectorEnv):
         except BaseException:
             self.close(terminate=True)
             raise
-
-    def _read_spaces(self) -> None:
-        env = self.env_fns[0]()
-        self.metadata = {**env.metadata, "autoreset_mode": self.autoreset_mode}
-        self.render_mode = env.render_mode
-        self.single_action_space, self.single_observation_space = env.action_space, env.observation_space
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
-        env.close()
-        mode = self.observation_mode
-        if isinstance(mode, tuple) and len(mode) == 2:
-            if not all(isinstance(space, gym.Space) for space in mode):
-                raise TypeError(
-                    f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} and {type(mode[1])}"
-                )
-            self.observation_space, self.single_observation_space = mode
-        elif mode == "same":
-            self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        elif mode == "different":
-            all_spaces = [self.single_observation_space]
-            for env_fn in self.env_fns[1:]:
-                env = env_fn()
-                all_spaces.append(env.observation_space)
-                env.close()
-            self.observation_space = batch_differing_spaces(all_spaces)
-        else:
-            raise ValueError(
-                "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
-                f"space, actual got {mode}"
-            )
 
     # What APS has done so far.
     @property
@@ -206,13 +184,7 @@ class ClusterEnv(VectorEnv):
         ]
         parts = [reply.value for reply in self._head.gather(seqs, copy=False)]
         for worker, part in enumerate(parts):
-            states = sampled_states(part["rewards"].size)
-            seen = map_space(
-                lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[states],  # noqa: B023
-                self.single_observation_space,
-                part["observations"],
-            )
-            store.acted(worker, seen, part["params"])
+            store.acted(worker, self.single_observation_space, part)
         return Rollout.join(self.single_observation_space, parts, [part["version"] for part in parts])
 
     def reset(self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -234,7 +206,7 @@ class ClusterEnv(VectorEnv):
         mask = None
         if options is not None and "reset_mask" in options:
             mask = options.pop("reset_mask")
-            _check_reset_mask(mask, self.num_envs)
+            check_reset_mask(mask, self.num_envs)
         self._was_reset = True
         self._start(
             AsyncState.WAITING_RESET,
@@ -252,7 +224,9 @@ class ClusterEnv(VectorEnv):
 
     def step_async(self, actions: Any) -> None:
         self._assert_idle("step_async")
-        if not (isinstance(actions, np.ndarray) and actions.ndim and isinstance(self.action_space, BATCHED)):
+        if not (
+            isinstance(actions, np.ndarray) and actions.ndim and isinstance(self.action_space, Box | MultiDiscrete)
+        ):
             actions = list(iterate(self.action_space, actions))
         if len(actions) != self.num_envs:
             raise ValueError(f"Expected {self.num_envs} actions, one for each environment, got {len(actions)}")
@@ -387,16 +361,3 @@ class ClusterEnv(VectorEnv):
             for env, info in reply.infos:
                 infos = self._add_info(infos, info, link.rows.start + env)
         return infos
-
-
-def _check_reset_mask(mask: Any, num_envs: int) -> None:
-    if not isinstance(mask, np.ndarray):
-        raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
-    if mask.shape != (num_envs,):
-        raise ValueError(f"`options['reset_mask']` must have shape `({num_envs},)`, got {mask.shape}")
-    if mask.dtype != np.bool_:
-        raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
-    if not mask.any():
-        raise ValueError(
-            f"`options['reset_mask']` must contain a boolean array with at least one True value, got reset_mask={mask}"
-        )

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gymnasium import Space, spaces
+from gymnasium import Space
 
-BATCHED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)  # what becomes one array
-
-
-def is_batched(space: Space) -> bool:
-    """Return whether batches of ``space`` are (nested) arrays."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        return all(map(is_batched, space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces))
-    return isinstance(space, BATCHED)
-
-
-def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:
-    """Apply ``function`` to the leaves of batches of ``space``: arrays, or tuples of what cannot be batched."""
-    if isinstance(space, spaces.Dict):
-        return {key: map_space(function, sub, *(tree[key] for tree in trees)) for key, sub in space.items()}
-    if isinstance(space, spaces.Tuple):
-        parts = zip(space.spaces, *trees, strict=True)
-        return tuple(map_space(function, sub, *leaves) for sub, *leaves in parts)
-    return function(*trees)
+from .spaces import map_space
 
 
 @dataclass

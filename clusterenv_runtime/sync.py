@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
+from gymnasium import Space
 
 from .protocol import Collect, Weights, frames
+from .spaces import map_space
 
 if TYPE_CHECKING:
     from .policy import Policy
@@ -93,9 +95,11 @@ class PolicyStore:
             self.divergence[known] = policy.divergence(*zip(*(self._recent[worker] for worker in known), strict=True))
         return changed
 
-    def acted(self, worker: int, observations: Any, params: np.ndarray) -> None:
-        """Keep what ``worker`` last saw, and its behavior policy's distribution parameters there."""
-        self._recent[worker] = (observations, params)
+    def acted(self, worker: int, space: Space, part: dict[str, Any]) -> None:
+        """Keep some of what ``worker`` saw in its part of a rollout, and its policy's distribution parameters there."""
+        states = sampled_states(part["rewards"].size)
+        seen = map_space(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[states], space, part["observations"])
+        self._recent[worker] = (seen, part["params"])
 
     def answer(self, worker: int) -> list[Any]:
         """Return the frames that answer a pull."""

@@ -30,7 +30,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from . import protocol
 from .protocol import Error, Hello, Pull, Reply, Request, Weights
-from .rollout import map_space
+from .spaces import map_space
 from .sync import SyncRule, sampled_states
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import zmq
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError, StartupError, WorkerDiedError
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError, LocalLauncher, StartupError, WorkerDiedError
 from clusterenv_runtime.protocol import PROTOCOL_VERSION, Error, Hello, Pull, Reply, frames
 
 from .envs import BlockingEnv, CountingEnv, CustomError, FailingEnv, assert_same
@@ -295,6 +295,15 @@ def test_workers_that_take_too_long_to_build(workers, pipe):
     ):
         ClusterEnv([CountingEnv, partial(BlockingEnv, pipe.path, "constructor")], 2, startup_timeout=4)
     assert not workers()
+
+
+def test_a_launcher_serves_one_cluster():
+    launcher = LocalLauncher()
+    with ClusterEnv([CountingEnv], 1, launcher=launcher) as envs:
+        with pytest.raises(ValueError, match="a LocalLauncher starts the workers of one ClusterEnv: make another"):
+            ClusterEnv([CountingEnv], 1, launcher=launcher)
+        envs.reset()
+        envs.step([0])  # its worker is still there
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from torch.distributions import Categorical, Normal
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError, EpsilonGreedyPolicy, GaussianPolicy
 from clusterenv_runtime.policy import to_tensor
-from clusterenv_runtime.rollout import Rollout, map_space
+from clusterenv_runtime.rollout import Rollout
+from clusterenv_runtime.spaces import map_space
 
 from .envs import BufferEnv, CountingEnv, RandomEnv, Words, assert_same
 from .nets import ImageNet, MixedNet, linear

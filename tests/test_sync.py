@@ -319,3 +319,14 @@ def test_the_structure_carries_no_weights():
     assert all(tensor.is_meta for tensor in structure._tensors())
     assert not any(tensor.is_meta for tensor in policy._tensors())
     assert all(parameter.requires_grad for parameter in policy.parameters())
+
+
+def test_workers_load_a_published_policy_before_they_answer_the_next_reset():
+    _, policy = make_agent()
+    with ClusterEnv([CountingEnv] * 2, 2) as envs:
+        envs.reset()
+        assert envs.call("imported", "torch") == (False, False)
+        assert envs.publish(policy) == 1
+        envs.reset()
+        assert envs.call("imported", "torch") == (True, True)
+        assert envs.pulls.tolist() == [0, 0]

@@ -1,0 +1,72 @@
+"""What Gymnasium's spaces mean for batches: which become arrays, and how ``SyncVectorEnv``'s arguments are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector.utils import batch_differing_spaces, batch_space
+
+
+def observation_spaces(
+    mode: str | tuple[Space, Space], single: Space, env_fns: Sequence[Callable[[], gym.Env]]
+) -> tuple[Space, Space]:
+    """Return the single and the batched space that SyncVectorEnv's ``observation_mode`` asks for.
+
+    ``single`` is the space of the first of ``env_fns``; the others are made only to read their differing spaces.
+
+    Raises:
+        ValueError, TypeError: ``mode`` is not "same", "different" or a tuple of two spaces.
+    """
+    if isinstance(mode, tuple) and len(mode) == 2:
+        if not all(isinstance(space, Space) for space in mode):
+            raise TypeError(
+                f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} and {type(mode[1])}"
+            )
+        return mode[1], mode[0]
+    if mode == "same":
+        return single, batch_space(single, len(env_fns))
+    if mode == "different":
+        all_spaces = [single]
+        for env_fn in env_fns[1:]:
+            env = env_fn()
+            all_spaces.append(env.observation_space)
+            env.close()
+        return single, batch_differing_spaces(all_spaces)
+    raise ValueError(
+        "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
+        f"space, actual got {mode}"
+    )
+
+
+def check_reset_mask(mask: Any, num_envs: int) -> None:
+    if not isinstance(mask, np.ndarray):
+        raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
+    if mask.shape != (num_envs,):
+        raise ValueError(f"`options['reset_mask']` must have shape `({num_envs},)`, got {mask.shape}")
+    if mask.dtype != np.bool_:
+        raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
+    if not mask.any():
+        raise ValueError(
+            f"`options['reset_mask']` must contain a boolean array with at least one True value, got reset_mask={mask}"
+        )
+
+
+def is_batched(space: Space) -> bool:
+    """Return whether batches of ``space`` are (nested) arrays."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return all(map(is_batched, space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces))
+    return isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
+
+
+def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:
+    """Apply ``function`` to the leaves of batches of ``space``: arrays, or tuples of what cannot be batched."""
+    if isinstance(space, spaces.Dict):
+        return {key: map_space(function, sub, *(tree[key] for tree in trees)) for key, sub in space.items()}
+    if isinstance(space, spaces.Tuple):
+        parts = zip(space.spaces, *trees, strict=True)
+        return tuple(map_space(function, sub, *leaves) for sub, *leaves in parts)
+    return function(*trees)
