@@ -241,7 +241,7 @@ if __name__ == "__main__":
     )  # fmt: skip
     agent = Agent(envs).to(device)
     policy = CategoricalPolicy(agent.actor)  # what travels to the workers
-    optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+    optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
 
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed)
