@@ -278,9 +278,8 @@ if __name__ == "__main__":
             with torch.no_grad():
                 values = agent.get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1)).view(-1, args.num_envs)
                 values, nextvalues = values[:-1], values[1:].clone()
-                if rollout.truncations.any():
-                    final_obs = torch.Tensor(rollout.final_observations).to(device)
-                    nextvalues[torch.as_tensor(rollout.truncations).to(device)] = agent.get_value(final_obs).flatten()
+                final_obs = torch.Tensor(rollout.final_observations).to(device)
+                nextvalues[dones.bool()] = agent.get_value(final_obs).flatten()
                 delta = rewards + args.gamma * nextvalues * (1.0 - terminations) - values
                 advantages, lastgaelam = torch.zeros_like(rewards), 0
                 for t in reversed(range(args.num_steps)):

@@ -40,11 +40,14 @@ class Head:
         rows: Iterable[slice],
         launcher: LocalLauncher,
         startup_timeout: float,
-        on_pull: Callable[[int], list[Any]],
     ) -> None:
-        self._on_pull = on_pull  # worker -> frames of the answer
+        self.on_pull: Callable[[int], list[Any]] | None = None  # worker -> frames of the answer
         self.links = [Link(index, row) for index, row in enumerate(rows)]
         self._launcher, self._seq = launcher, 0
+        self._outstanding: dict[int, int] = {}  # seq -> worker, of requests that are not answered
+        self._replies: dict[int, tuple[Reply, list[Any]]] = {}  # seq -> what nobody has taken yet, oldest first
+        self._errors: list[tuple[Link, Error]] = []  # that are to be raised
+        self._last_quiet = time.monotonic()  # when there was no message to read
         self._directory = tempfile.TemporaryDirectory(prefix="clusterenv-")  # 0700: nobody else can dial in
         address = f"ipc://{self._directory.name}/head"
         if len(address) > len("ipc://") + 107:
@@ -66,50 +69,74 @@ class Head:
         self._seq += 1
         message.seq = self._seq
         self._send(self.links[worker], protocol.frames(message, *buffers))
+        self._outstanding[self._seq] = worker
         return self._seq
 
-    def gather(
-        self,
-        seqs: list[int],
-        timeout: float | None = None,
-        copy: bool = True,
-    ) -> list[Reply]:
-        """Wait until every worker *i* has answered request ``seqs[i]``; answer the pulls that come in between.
+    def gather(self, seqs: list[int], timeout: float | None = None, copy: bool = True) -> list[Reply]:
+        """Return the replies to all of these requests, once they are here.
 
         Arrays in the replies are writable copies, or with ``copy=False`` views of the messages.
 
         Raises:
-            DeadlineError: not all have answered within ``timeout`` seconds.
-            WorkerDiedError: one that has not answered is gone.
+            DeadlineError: not all have answered within ``timeout`` seconds; they are given up.
+            WorkerDiedError: a worker that has not answered is gone.
             EnvError: an environment raised; or the exception itself, if it is Python's or Gymnasium's, caused by this.
         """
+        try:
+            self.wait_until(lambda: not any(seq in self._outstanding for seq in seqs), seqs, timeout)
+        except BaseException:
+            self.forget(seqs)
+            raise
+        return [self._open(seq, copy) for seq in seqs]
+
+    def forget(self, seqs: Iterable[int]) -> None:
+        """Give up waiting for these requests: their replies, but not their errors, are dropped."""
+        for seq in seqs:
+            self._outstanding.pop(seq, None)
+            self._replies.pop(seq, None)
+
+    def first(self, seqs: Iterable[int]) -> tuple[int, Reply]:
+        """Return the first of these requests to be answered, and the reply, with views of its message."""
+        while self._socket.poll(0):  # whoever waits for weights behind other workers' replies
+            self._handle(*self._receive(None, []))
+        self.wait_until(lambda: self._errors or any(seq in self._replies for seq in seqs), seqs)
+        seq = next(seq for seq in self._replies if seq in seqs)  # in the order of their arrival
+        return seq, self._open(seq, copy=False)
+
+    def wait_until(self, done: Callable[[], bool], seqs: Iterable[int], timeout: float | None = None) -> None:
+        """Answer pulls and keep replies until ``done``, as long as the workers of ``seqs`` live; see `gather`."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        waiting = {seq: worker for worker, seq in enumerate(seqs)}
-        replies: dict[int, Reply] = {}
-        errors: list[tuple[Link, Error]] = []
-        while waiting:
-            link, message, buffers = self._receive(deadline, [self.links[worker] for worker in waiting.values()])
-            if link is None:
-                continue  # of no worker we know
-            if isinstance(message, Pull):  # also for a request given up since: that worker waits all the same
-                self._send(link, self._on_pull(link.index))
-                continue
-            expected = waiting.get(getattr(message, "seq", None)) == link.index
-            if isinstance(message, Error) and (expected or message.fatal):
-                errors.append((link, message))
-                if message.fatal:  # even if it answers a request given up since: there will be no other answer
-                    self._shut_down(link)
-                    waiting = {seq: worker for seq, worker in waiting.items() if worker != link.index}
-                else:
-                    del waiting[message.seq]
-            elif isinstance(message, Reply) and expected:  # else late or duplicate
-                del waiting[message.seq]
-                message.value = protocol.unpack(message.value, buffers, copy)
-                message.infos = protocol.unpack(message.infos, buffers)
-                replies[link.index] = message
-        if errors:
+        while not done():
+            awaited = [self.links[worker] for seq, worker in self._outstanding.items() if seq in seqs]
+            if self._errors and not awaited:
+                break
+            self._handle(*self._receive(deadline, awaited))
+        if self._errors:
+            errors, self._errors = self._errors, []
             self._raise(errors)
-        return [replies[worker] for worker in range(len(seqs))]
+
+    def _handle(self, link: Link | None, message: Any, buffers: list[Any]) -> None:
+        if link is None:
+            return  # of no worker we know
+        if isinstance(message, Pull):  # also for a request given up since: that worker waits all the same
+            self._send(link, self.on_pull(link.index))
+            return
+        seq = getattr(message, "seq", None)
+        expected = self._outstanding.get(seq) == link.index
+        if isinstance(message, Error) and (expected or message.fatal):
+            self._errors.append((link, message))
+            if message.fatal:  # even if it answers a request given up since: there will be no other answer
+                self._shut_down(link)
+            self._outstanding.pop(seq, None)
+        elif isinstance(message, Reply) and expected:  # else late or duplicate
+            del self._outstanding[seq]
+            self._replies[seq] = (message, buffers)
+
+    def _open(self, seq: int, copy: bool) -> Reply:
+        reply, buffers = self._replies.pop(seq)
+        reply.value = protocol.unpack(reply.value, buffers, copy)
+        reply.infos = protocol.unpack(reply.infos, buffers)
+        return reply
 
     def close(self, timeout: float) -> None:
         """Close every worker within about ``timeout`` seconds, by force if need be. Safe to call twice."""
@@ -148,6 +175,12 @@ class Head:
             for link in awaited:
                 # Once more after the process has ended: its last words may have come in between.
                 if self._launcher.exit_reason(link.index) is not None and not self._socket.poll(0):
+                    self._raise_death(link)
+            self._last_quiet = time.monotonic()
+        if time.monotonic() > self._last_quiet + 1:  # the living must not hide the dead
+            self._last_quiet = time.monotonic()
+            for link in awaited:
+                if self._launcher.exit_reason(link.index) is not None:
                     self._raise_death(link)
         identity, *frames = self._socket.recv_multipart(copy=False)
         try:
@@ -188,6 +221,7 @@ class Head:
 
     def _shut_down(self, link: Link) -> None:
         link.identity, link.place = None, f"{link.place}, shut down after its error"
+        self._outstanding = {seq: worker for seq, worker in self._outstanding.items() if worker != link.index}
 
     def _raise_death(self, link: Link) -> NoReturn:
         while self._socket.poll(0):  # its last words may say why

@@ -53,11 +53,12 @@ class SetAttr(Message):  # pickle of one value per environment
 
 
 class Collect(Message):
-    """Act and step for ``num_steps``; ``divergence`` is mean KL(worker's policy || head's policy), in nats."""
+    """Act and step for ``num_steps``; ``divergence`` is mean KL(version ``behavior`` || ``version``), in nats."""
 
     seq: int
     num_steps: int
     version: int
+    behavior: int  # the version the worker acted on when the head last heard of it; 0 for none
     divergence: float
     epsilon: float
 

@@ -24,14 +24,14 @@ class Rollout:
     rewards: np.ndarray  # (num_steps, num_envs) float64
     terminations: np.ndarray  # (num_steps, num_envs) bool
     truncations: np.ndarray  # (num_steps, num_envs) bool
-    final_observations: Any  # (truncations.sum(), ...) in the order of truncations.nonzero(), to bootstrap from
+    final_observations: Any  # (episodes, ...) what the steps that ended one led to, ordered as their nonzero()
     next_observations: Any  # (num_envs, ...) after the last step
     policy_versions: np.ndarray  # (num_envs,) int64, the version that acted
     episodic_returns: np.ndarray  # (num_episodes,) float64, of the episodes that ended here, by step, then environment
     episodic_lengths: np.ndarray  # (num_episodes,) int64
 
     @classmethod
-    def join(cls, space: Space, parts: list[dict[str, Any]], versions: list[int]) -> Rollout:
+    def join(cls, space: Space, parts: list[dict[str, Any]]) -> Rollout:
         """Join the workers' parts, given in row order; ``space`` is the single observation space."""
 
         def join(name: str, axis: int) -> np.ndarray:
@@ -42,20 +42,21 @@ class Rollout:
 
         sizes = [len(part["rewards"][0]) for part in parts]
         first_rows, num_envs = np.cumsum([0, *sizes[:-1]]), sum(sizes)
-        truncated = [np.flatnonzero(part["truncations"]) for part in parts]  # in each worker's own numbering
-        ended = [part["episodes"] for part in parts]
+        # In each worker's own numbering; not every environment counts every episode.
+        ended = [np.flatnonzero(part["terminations"] | part["truncations"]) for part in parts]
+        counted = [part["episodes"] for part in parts]
 
         def global_order(flat: list[np.ndarray]) -> np.ndarray:
             numbers = [k // n * num_envs + first + k % n for k, n, first in zip(flat, sizes, first_rows, strict=True)]
             return np.argsort(np.concatenate(numbers))
 
-        final, order = join_observations("final_observations", 0), global_order(truncated)
+        final, order = join_observations("final_observations", 0), global_order(ended)
         return cls(
             observations=join_observations("observations", 1),
             final_observations=map_space(lambda leaf: leaf[order], space, final),
             next_observations=join_observations("next_observations", 0),
-            policy_versions=np.repeat(versions, sizes),
-            episodic_returns=join("episodic_returns", 0)[global_order(ended)],
-            episodic_lengths=join("episodic_lengths", 0)[global_order(ended)],
+            policy_versions=np.repeat([part["version"] for part in parts], sizes),
+            episodic_returns=join("episodic_returns", 0)[global_order(counted)],
+            episodic_lengths=join("episodic_lengths", 0)[global_order(counted)],
             **{name: join(name, 1) for name in ("actions", "logprobs", "rewards", "terminations", "truncations")},
         )

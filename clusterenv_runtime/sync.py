@@ -51,8 +51,8 @@ class SyncRule:
         lag = request.version - held
         if held == 0 or (self.max_lag is not None and lag > self.max_lag):
             return True
-        if self.mode == "kl":
-            return not request.divergence <= self.kl_threshold  # NaN pulls too
+        if self.mode == "kl":  # NaN pulls too
+            return lag > 0 and held == request.behavior and not request.divergence <= self.kl_threshold
         return self.mode == "always" and lag > 0 or self.mode == "interval" and lag >= self.interval
 
 
@@ -66,12 +66,13 @@ class PolicyStore:
 
     def __init__(self, num_workers: int) -> None:
         self.version = 0  # +1 at each publish
-        self.structure = b""  # cloudpickle of the policy without its weights
-        self.epsilon = 0.0
+        self.structure, self._since = b"", 0  # cloudpickle of the policy without its weights, its first version
         self.pulls = np.zeros(num_workers, np.int64)  # cumulative, per worker
         self.bytes_sent = 0  # cumulative weight bytes, all workers
         self.divergence = np.full(num_workers, math.inf)  # nats, per worker; inf until a worker has acted
-        self._recent: list[tuple[Any, np.ndarray] | None] = [None] * num_workers
+        self.held = [0] * num_workers  # the version last sent to each worker; 0 for none of this structure
+        self.behavior = [0] * num_workers  # the version each worker acted on when last heard of; 0 for unknown
+        self._recent: list[tuple[Any, np.ndarray]] = [(None, np.empty(0))] * num_workers
         self._policy: Policy | None = None
 
     def publish(self, policy: Policy) -> bool:
@@ -85,21 +86,31 @@ class PolicyStore:
             self._policy, self.structure = policy, cloudpickle.dumps(policy.structure())
         changed = self.structure != old  # a new wrapper around the same module is not a new structure
         if changed:
-            self._recent = [None] * len(self._recent)
-        self.epsilon = getattr(policy, "epsilon", 0.0)
+            self._since = self.version
+            self.held, self.behavior = [0] * len(self.held), [0] * len(self.held)
         # A copy on the learner's device; it becomes bytes only when the first worker pulls this version.
         self._flat, self._bytes = policy.flat_weights(), None
         self.divergence[:] = math.inf
-        known = [worker for worker, recent in enumerate(self._recent) if recent is not None]
+        known = [worker for worker, version in enumerate(self.behavior) if version]
         if known:
             self.divergence[known] = policy.divergence(*zip(*(self._recent[worker] for worker in known), strict=True))
         return changed
 
     def acted(self, worker: int, space: Space, part: dict[str, Any]) -> None:
         """Keep some of what ``worker`` saw in its part of a rollout, and its policy's distribution parameters there."""
+        if part["version"] < self._since:
+            return  # another structure
         states = sampled_states(part["rewards"].size)
         seen = map_space(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[states], space, part["observations"])
-        self._recent[worker] = (seen, part["params"])
+        self._recent[worker], self.behavior[worker] = (seen, part["params"]), part["version"]
+
+    @property
+    def epsilon(self) -> float:
+        """The policy's, where it has one, now."""
+        return getattr(self._policy, "epsilon", 0.0)
+
+    def request(self, worker: int, num_steps: int) -> Collect:
+        return Collect(0, num_steps, self.version, self.behavior[worker], float(self.divergence[worker]), self.epsilon)
 
     def answer(self, worker: int) -> list[Any]:
         """Return the frames that answer a pull."""
@@ -107,4 +118,5 @@ class PolicyStore:
             self._bytes = self._flat.cpu().numpy().data
         self.pulls[worker] += 1
         self.bytes_sent += self._bytes.nbytes
+        self.held[worker] = self.version
         return frames(Weights(self.version), self._bytes)

@@ -14,6 +14,7 @@ import pickle
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -122,8 +123,7 @@ class EnvSlice(SyncVectorEnv):
                 rewards[step, i] = reward
                 if terminated or truncated:
                     terminations[step, i], truncations[step, i] = terminated, truncated
-                    if truncated:
-                        final_observations.append(deepcopy(self._env_obs[i]))  # the reset may write to it
+                    final_observations.append(deepcopy(self._env_obs[i]))  # the reset may write to it
                     if self._stats_key is None:
                         counted = {"r": self._returns[i] + reward, "l": self._lengths[i] + 1}
                     else:
@@ -198,6 +198,7 @@ class Worker:
         self._first_row = 0
         self._actor: Any = None
         self._version = 0  # of the policy held; 0 for none
+        self._waited = 0.0  # seconds, for the head since it was last told
         self._seed: list[int] | None = None
         self._generator: Any = None  # of the policy's noise; a torch.Generator once torch is here
 
@@ -239,7 +240,9 @@ class Worker:
                 raise _End from error
 
     def _receive(self) -> tuple[Request, list[Any]]:
+        start = time.perf_counter()
         header, *buffers = self._socket.recv_multipart(copy=False)
+        self._waited += time.perf_counter() - start
         request = protocol.decode_request(header.buffer)
         if isinstance(request, protocol.Close):
             raise _End
@@ -283,7 +286,9 @@ class Worker:
                 if self._envs.rule.wants_pull(self._version, request):
                     self._pull(request.seq)
                 self._actor.policy.epsilon = request.epsilon
-                return {"version": self._version, **self._envs.collect(self._actor, request.num_steps)}
+                waited, self._waited = self._waited, 0.0
+                part = self._envs.collect(self._actor, request.num_steps)
+                return {"version": self._version, "waited": waited, **part}
         return None
 
     def _pull(self, seq: int) -> None:

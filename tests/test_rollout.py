@@ -73,7 +73,7 @@ class Reference:
             assert_same(rollout.rewards[step], rewards, f"rewards[{step}]")
             assert_same(rollout.terminations[step], terminations, f"terminations[{step}]")
             assert_same(rollout.truncations[step], truncations, f"truncations[{step}]")
-            finals += [infos["final_obs"][i] for i in np.flatnonzero(truncations)]
+            finals += [infos["final_obs"][i] for i in np.flatnonzero(terminations | truncations)]
             episodes += ended
         self.mode = self.envs.autoreset_mode = mode
         if mode != AutoresetMode.SAME_STEP:  # they have been reset: the next step is not to do it again

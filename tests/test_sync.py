@@ -61,13 +61,13 @@ EVERY_THIRD, AT_MOST_TWO_BEHIND = SyncRule("interval", interval=3), SyncRule("ne
     ],
 )
 def test_decisions(rule, held, version, divergence, wants_pull):
-    assert rule.wants_pull(held, Collect(1, 8, version, divergence, 0.0)) is wants_pull
+    assert rule.wants_pull(held, Collect(1, 8, version, held, divergence, 0.0)) is wants_pull
 
 
 @pytest.mark.parametrize("rule", [KL, NEVER, ALWAYS, EVERY_THIRD, AT_MOST_TWO_BEHIND], ids=str)
 @pytest.mark.parametrize("version", [1, 9])
 def test_a_worker_without_weights_always_pulls(rule, version):
-    assert rule.wants_pull(0, Collect(1, 8, version, 0.0, 0.0)) is True
+    assert rule.wants_pull(0, Collect(1, 8, version, 0, 0.0, 0.0)) is True
 
 
 def num_bytes(policy):

@@ -1,0 +1,275 @@
+"""The rows of a vector environment, on workers: Gymnasium's vector API, with actions chosen at the head."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.spaces import Box, MultiDiscrete
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.async_vector_env import AsyncState
+from gymnasium.vector.utils import batch_space, iterate
+
+from .errors import DeadlineError, StartupError
+from .head import Head
+from .launchers import LocalLauncher
+from .protocol import Call, Message, Reply, Reset, SetAttr, Setup, Step
+from .spaces import check_reset_mask, map_space, observation_spaces
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class WorkerVectorEnv(VectorEnv):
+    """What `ClusterEnv` shares with ``SyncVectorEnv``, step for step; see there for the arguments."""
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gym.Env]],
+        num_workers: int,
+        *,
+        copy: bool,
+        observation_mode: str | tuple[gym.Space, gym.Space],
+        autoreset_mode: str | AutoresetMode,
+        launcher: str | LocalLauncher | None,
+        startup_timeout: float,
+        log_dir: str | None,
+        settings: dict[str, Any],
+    ) -> None:
+        self.closed = True  # until there is something to close
+        self.env_fns = list(env_fns)
+        self.num_envs = len(self.env_fns)
+        if self.num_envs < 1:
+            raise ValueError("env_fns must hold at least one function, got none")
+        if num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, got {num_workers}")
+        if launcher not in (None, "local") and not isinstance(launcher, LocalLauncher):
+            raise ValueError(f"launcher must be 'local' or a LocalLauncher, got {launcher!r}")
+        if isinstance(launcher, LocalLauncher) and log_dir is not None:
+            raise ValueError("log_dir belongs to the launcher: LocalLauncher(log_dir)")
+        if isinstance(launcher, LocalLauncher) and launcher.started:
+            raise ValueError("a LocalLauncher starts the workers of one ClusterEnv: make another")
+        self.num_workers = min(num_workers, self.num_envs)
+        self.copy, self.observation_mode, self.autoreset_mode = copy, observation_mode, AutoresetMode(autoreset_mode)
+        env = self.env_fns[0]()
+        self.metadata, self.render_mode = {**env.metadata, "autoreset_mode": self.autoreset_mode}, env.render_mode
+        self.single_action_space, self.action_space = env.action_space, batch_space(env.action_space, self.num_envs)
+        env.close()
+        self.single_observation_space, self.observation_space = observation_spaces(
+            observation_mode, env.observation_space, self.env_fns
+        )
+
+        shares = np.array_split(range(self.num_envs), self.num_workers)
+        rows = [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
+        settings = {
+            **settings,
+            "observation_mode": observation_mode,
+            "autoreset_mode": self.autoreset_mode,
+            "single_observation_space": self.single_observation_space,
+            "single_action_space": self.single_action_space,
+            # What the user registered here, a worker does not know.
+            "registry": {k: v for k, v in gym.registry.items() if not str(v.entry_point).startswith("gymnasium.")},
+        }
+        setups = [cloudpickle.dumps({"env_fns": self.env_fns[part], **settings}) for part in rows]
+        if not isinstance(launcher, LocalLauncher):
+            launcher = LocalLauncher(log_dir)
+        self._head = Head(rows, launcher, startup_timeout)
+        self._finalizer = weakref.finalize(self, self._head.close, timeout=2)
+        self.closed = False
+        self._observations: Any = None
+        self._state, self._pending = AsyncState.DEFAULT, []
+        self._was_reset, self._warned = False, set()
+        try:
+            seqs = [
+                self._head.ask(worker, Setup(0, [p for p in sys.path if p], part.start), setup)
+                for worker, (part, setup) in enumerate(zip(rows, setups, strict=True))
+            ]
+            self._head.gather(seqs, startup_timeout)
+        except DeadlineError as error:
+            self.close(terminate=True)
+            raise StartupError(f"The environments were not built within {startup_timeout:g} s. {error}") from None
+        except BaseException:
+            self.close(terminate=True)
+            raise
+
+    def reset(self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Reset all environments, or those where ``options["reset_mask"]`` is True; return observations and infos."""
+        self.reset_async(seed=seed, options=options)
+        return self.reset_wait()
+
+    def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
+        self._assert_idle("reset_async")
+        if seed is None:
+            seed = [None] * self.num_envs
+        elif isinstance(seed, int):
+            seed = [seed + i for i in range(self.num_envs)]
+        if len(seed) != self.num_envs:
+            raise ValueError(
+                f"If seeds are passed as a list the length must match num_envs={self.num_envs} but got "
+                f"length={len(seed)}."
+            )
+        mask = None
+        if options is not None and "reset_mask" in options:
+            mask = options.pop("reset_mask")
+            check_reset_mask(mask, self.num_envs)
+        self._was_reset = True
+        self._start(
+            AsyncState.WAITING_RESET,
+            lambda rows: (Reset(0), (seed[rows], options, None if mask is None else mask[rows])),
+        )
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        replies = self._finish(AsyncState.WAITING_RESET, timeout)
+        return self._join_observations([reply.value for reply in replies]), self._join_infos(replies)
+
+    def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Step every environment; return observations, rewards, terminations, truncations and infos."""
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        self._assert_idle("step_async")
+        if not (
+            isinstance(actions, np.ndarray) and actions.ndim and isinstance(self.action_space, Box | MultiDiscrete)
+        ):
+            actions = list(iterate(self.action_space, actions))
+        if len(actions) != self.num_envs:
+            raise ValueError(f"Expected {self.num_envs} actions, one for each environment, got {len(actions)}")
+        self._start(AsyncState.WAITING_STEP, lambda rows: (Step(0), actions[rows]))
+
+    def step_wait(self, timeout: float | None = None) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        replies = self._finish(AsyncState.WAITING_STEP, timeout)
+        observations, rewards, terminations, truncations = zip(*(reply.value for reply in replies), strict=True)
+        return (
+            self._join_observations(observations),
+            np.concatenate(rewards),
+            np.concatenate(terminations),
+            np.concatenate(truncations),
+            self._join_infos(replies),
+        )
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call each environment's method ``name``, or read its attribute; the results must be what `pack` takes."""
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
+
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        self._assert_idle("call_async")
+        self._start(AsyncState.WAITING_CALL, lambda rows: (Call(0, name), (args, kwargs)))
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        replies = self._finish(AsyncState.WAITING_CALL, timeout)
+        return tuple(result for reply in replies for result in reply.value)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return attribute ``name`` of each environment."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set attribute ``name`` of each environment, to one value or to a list or tuple of one for each."""
+        if not isinstance(values, list | tuple):
+            values = [values] * self.num_envs
+        if len(values) != self.num_envs:
+            raise ValueError(
+                "Values must be a list or tuple with length equal to the number of environments. "
+                f"Got `{len(values)}` values for {self.num_envs} environments."
+            )
+        self._assert_idle("set_attr")
+        self._start(AsyncState.WAITING_CALL, lambda rows: (SetAttr(0, name), values[rows]))
+        self._finish(AsyncState.WAITING_CALL, None)
+
+    def render(self) -> tuple[Any, ...]:
+        """Return the environments' frames."""
+        return self.call("render")
+
+    @property
+    def np_random(self) -> tuple[np.random.Generator, ...]:
+        """The environments' random number generators (copies of them)."""
+        return self.get_attr("np_random")
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:
+        """The environments' seeds."""
+        return self.get_attr("np_random_seed")
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """End the workers: ask them, after ``timeout`` (5) seconds terminate, then kill them."""
+        if self._state != AsyncState.DEFAULT:
+            gym.logger.warn(f"Calling `close` while waiting for a pending call to `{self._state.value}` to complete.")
+        self._finalizer.detach()
+        self._head.close(0 if terminate else 5 if timeout is None else timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _assert_is_running(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+
+    def _assert_idle(self, method: str) -> None:
+        self._assert_is_running()
+        if self._state != AsyncState.DEFAULT:
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while waiting for a pending call to `{self._state.value}` to complete.",
+                str(self._state.value),
+            )
+
+    def _start(self, state: AsyncState, request: Callable[[slice], tuple[Message, Any]]) -> None:
+        self._pending = []
+        for link in self._head.links:
+            message, argument = request(link.rows)
+            self._pending.append(self._head.ask(link.index, message, cloudpickle.dumps(argument)))
+        self._state = state
+
+    def _finish(self, state: AsyncState, timeout: float | None) -> list[Reply]:
+        self._assert_is_running()
+        if self._state != state:
+            raise NoAsyncCallError(
+                f"Calling `{state.value}_wait` without any prior call to `{state.value}_async`.", state.value
+            )
+        try:
+            replies = self._head.gather(self._pending, timeout)
+        except DeadlineError as error:
+            raise multiprocessing.TimeoutError(
+                f"The call to `{state.value}_wait` has timed out after {timeout} second(s). {error}"
+            ) from None
+        finally:
+            self._state = AsyncState.DEFAULT
+        for key in {key for reply in replies for key in reply.dropped} - self._warned:
+            self._warned.add(key)
+            gym.logger.warn(
+                f"Info {key} is left out: only arrays, numbers, strings and their containers leave a worker."
+            )
+        return replies
+
+    def _join_observations(self, parts: Sequence[Any]) -> Any:
+        def join(*leaves: Any) -> Any:
+            if isinstance(leaves[0], np.ndarray):
+                return np.concatenate(leaves)
+            return tuple(item for leaf in leaves for item in leaf)
+
+        def join_into(out: Any, *leaves: Any) -> Any:
+            return np.concatenate(leaves, out=out) if isinstance(out, np.ndarray) else join(*leaves)
+
+        if self.copy or self._observations is None:
+            self._observations = map_space(join, self.single_observation_space, *parts)
+        else:  # the same arrays each time, as Gymnasium does
+            self._observations = map_space(join_into, self.single_observation_space, self._observations, *parts)
+        return self._observations
+
+    def _join_infos(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        infos: dict[str, Any] = {}
+        for link, reply in zip(self._head.links, replies, strict=True):
+            for env, info in reply.infos:
+                infos = self._add_info(infos, info, link.rows.start + env)
+        return infos
