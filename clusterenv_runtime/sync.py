@@ -72,7 +72,8 @@ class PolicyStore:
         self.divergence = np.full(num_workers, math.inf)  # nats, per worker; inf until a worker has acted
         self.held = [0] * num_workers  # the version last sent to each worker; 0 for none of this structure
         self.behavior = [0] * num_workers  # the version each worker acted on when last heard of; 0 for unknown
-        self._recent: list[tuple[Any, np.ndarray]] = [(None, np.empty(0))] * num_workers
+        # (observations, parameters) of what each worker has seen lately under that version, in pieces, newest last.
+        self._recent: list[list[tuple[Any, np.ndarray]]] = [[] for _ in range(num_workers)]
         self._policy: Policy | None = None
 
     def publish(self, policy: Policy) -> bool:
@@ -93,7 +94,11 @@ class PolicyStore:
         self.divergence[:] = math.inf
         known = [worker for worker, version in enumerate(self.behavior) if version]
         if known:
-            self.divergence[known] = policy.divergence(*zip(*(self._recent[worker] for worker in known), strict=True))
+            pieces = [piece for worker in known for piece in self._recent[worker]]
+            divergences = iter(policy.divergence(*zip(*pieces, strict=True)))
+            for worker in known:
+                weights = [len(params) for _, params in self._recent[worker]]
+                self.divergence[worker] = np.average([next(divergences) for _ in weights], weights=weights)
         return changed
 
     def acted(self, worker: int, space: Space, part: dict[str, Any]) -> None:
@@ -102,7 +107,12 @@ class PolicyStore:
             return  # another structure
         states = sampled_states(part["rewards"].size)
         seen = map_space(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[states], space, part["observations"])
-        self._recent[worker], self.behavior[worker] = (seen, part["params"]), part["version"]
+        if part["version"] != self.behavior[worker]:
+            self.behavior[worker], self._recent[worker] = part["version"], []
+        recent = self._recent[worker]
+        recent.append((seen, part["params"]))
+        while sum(len(params) for _, params in recent[1:]) >= KL_STATES:  # enough without the oldest
+            del recent[0]
 
     @property
     def epsilon(self) -> float:
