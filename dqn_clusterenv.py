@@ -211,9 +211,8 @@ if __name__ == "__main__":
     positive = "num_workers envs_per_worker num_steps outstanding batch_size train_frequency target_network_frequency "
     for flag in (positive + "sync_check_frequency eval_episodes").split():
         check(getattr(args, flag) >= 1, f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
-    for flag, value in [
-        (flag, getattr(args, flag)) for flag in ("learning_rate", "exploration_fraction", "max_seconds")
-    ]:
+    for flag in ("learning_rate", "exploration_fraction", "max_seconds"):
+        value = getattr(args, flag)
         check(value is None or value > 0, f"--{flag.replace('_', '-')} must be a number > 0, got {value}")
     for flag in ("start_e", "end_e", "tau"):
         check(0 <= getattr(args, flag) <= 1, f"--{flag.replace('_', '-')} must be in [0, 1], got {getattr(args, flag)}")
@@ -239,9 +238,7 @@ if __name__ == "__main__":
     check(len(env.observation_space.shape or ()) == 1, f"observations must be vectors, not {env.observation_space}")
     needed = ReplayBuffer.num_bytes(args.buffer_size, env.observation_space) / 2**30
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    check(
-        needed < memory, f"--buffer-size {args.buffer_size} takes {needed:.1f} GiB of this machine's {memory:.1f} GiB"
-    )
+    check(needed < memory, f"--buffer-size {args.buffer_size} takes {needed:.1f} GiB, this machine has {memory:.1f}")
     env.close()
     try:
         os.makedirs(f"runs/{run_name}")
@@ -392,7 +389,5 @@ if __name__ == "__main__":
         json.dump(summary, file, indent=2)
     if args.track:
         wandb.run.summary.update(summary)
-    print(
-        f"{global_step:,} steps in {wall_seconds:.0f} s; {pulls:g} pulls a worker in {gradient_steps:,} gradient steps"
-    )
+    print(f"{global_step:,} steps in {wall_seconds:.0f} s; {pulls:g} pulls a worker of {envs.policy_version} versions")
     print(f"mean return {mean_return:.1f}, in the evaluation {np.mean(eval_returns):.1f}; see runs/{run_name}")

@@ -104,6 +104,8 @@ class Args:
     """clip against the policy at the start of the update, not against the (perhaps stale) one that acted"""
     clip_rho: float = 2.0
     """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
+    overlap: bool = False
+    """collect the next rollout while learning from this one; it acts one update behind"""
 
 
 def check(fine, message):
@@ -259,7 +261,7 @@ if __name__ == "__main__":
                 optimizer.param_groups[0]["lr"] = frac * args.learning_rate
             # Collect: the workers act and step; those whose policy has diverged pull this one first.
             collect_start = time.time()
-            rollout = envs.rollout(policy, args.num_steps)
+            rollout = envs.rollout(policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations)
             learn_start = time.time()
             global_step += args.batch_size
             obs = torch.Tensor(rollout.observations).to(device)  # (num_steps, num_envs, ...)

@@ -1,18 +1,18 @@
 """The script itself, run as a user runs it, with tiny numbers."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROOT = Path(__file__).resolve().parent.parent
+from . import scripts
+from .scripts import ROOT, alive, scalars
+
+SCRIPT = "ppo_clusterenv.py"
 TINY = ["--env-id", "CartPole-v1", "--envs-per-worker", "2", "--num-steps", "16", "--num-minibatches", "2"]
 TINY += ["--total-timesteps", "320", "--eval-episodes", "2"]
 SUMMARY = {
@@ -27,55 +27,16 @@ METRICS = {
 }  # fmt: skip
 
 
-def environment(**extra):
-    return {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "WANDB_SILENT": "true", **extra}
-
-
-def run(directory, *flags, timeout=100, **extra):
-    command = [sys.executable, str(ROOT / "ppo_clusterenv.py"), *flags]
-    return subprocess.run(
-        command, cwd=directory, env=environment(**extra), capture_output=True, text=True, timeout=timeout
-    )
+run = partial(scripts.run, SCRIPT)
 
 
 def train(directory, *flags, **extra):
-    """Run to the end; return the run's folder and its summary."""
-    result = run(directory, *TINY, *flags, **extra)
-    assert result.returncode == 0, result.stderr
-    (folder,) = Path(directory, "runs").iterdir()
-    return folder, json.loads((folder / "summary.json").read_text())
-
-
-def scalars(folder, tag):
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [event.value for event in events.Scalars(tag)]
-
-
-def workers_of(pid):
-    """Pids of the worker processes that a head has started."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [
-        int(child) for child in children if b"clusterenv_runtime.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return scripts.train(SCRIPT, directory, *TINY, *flags, **extra)
 
 
 def start_and_await_training(directory):
-    """Start a long run; return its process and its workers' pids once it trains."""
     flags = [*TINY, "--total-timesteps", "320000", "--num-workers", "2"]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "ppo_clusterenv.py"), *flags],
-        cwd=directory, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert "step" in process.stdout.readline()
-    return process, workers_of(process.pid)
+    return scripts.start_and_await_training(SCRIPT, directory, *flags)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +90,12 @@ def test_decoupled_objective_is_plain_ppo_at_lag_0(tmp_path):
         assert set(scalars(folder, "sync/policy_lag")) == {0}
         losses.append(scalars(folder, "losses/policy_loss"))
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_overlap_acts_one_update_behind(tmp_path):
+    folder, summary = train(tmp_path, "--sync-mode", "always", "--overlap")
+    assert scalars(folder, "sync/policy_lag") == [0, 1, 1, 1, 1]
+    assert summary["updates"] == 5 and summary["pulls_per_worker"] == 4
 
 
 def test_spellings_of_booleans_and_flags(tmp_path):

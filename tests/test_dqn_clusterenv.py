@@ -1,0 +1,193 @@
+"""The DQN script, run as a user runs it, with tiny numbers; and its replay buffer."""
+
+import os
+import signal
+import time
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from dqn_clusterenv import ReplayBuffer
+
+from . import scripts
+from .envs import CountingEnv
+from .nets import linear
+from .scripts import alive, scalars
+
+SCRIPT = "dqn_clusterenv.py"
+TINY = ["--envs-per-worker", "2", "--num-steps", "4", "--learning-starts", "100", "--batch-size", "16"]
+TINY += ["--total-timesteps", "800", "--buffer-size", "500", "--eval-episodes", "2", "--sync-check-frequency", "5"]
+SUMMARY = {
+    "global_step", "wall_seconds", "sps", "gradient_steps", "transitions_inserted", "policy_versions",
+    "learner_waiting_seconds", "workers_waiting_seconds", "pulls_per_worker", "sync_bytes", "mean_return_100",
+    "eval_return_mean", "eval_return_std", "kl_threshold", "seed", "env_id", "args",
+}  # fmt: skip
+METRICS = {
+    "charts/episodic_return", "charts/episodic_length", "charts/epsilon", "charts/SPS", "losses/td_loss",
+    "losses/q_values", "sync/kl", "sync/pulls_per_worker", "sync/policy_lag", "sync/bytes", "time/learner_waiting",
+    "time/workers_waiting", "throughput/produced_sps", "throughput/consumed_sps", "throughput/replay_ratio",
+    "eval/return_mean",
+}  # fmt: skip
+run = partial(scripts.run, SCRIPT)
+
+
+def train(directory, *flags, **extra):
+    return scripts.train(SCRIPT, directory, *TINY, *flags, **extra)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("trained"), "--deterministic", "--kl-threshold", "1e-5")
+
+
+def test_run_leaves_summary_model_picture_and_logs(trained):
+    folder, summary = trained
+    assert set(summary) >= SUMMARY
+    assert summary["args"]["learning_rate"] == 2.5e-4
+    assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    model = torch.load(folder / "dqn_clusterenv.cleanrl_model")
+    assert {path.name for path in (folder / "workers").iterdir()} == {"worker-0.log", "worker-1.log"}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) >= METRICS
+    assert "hyperparameters/text_summary" in events.Tags()["tensors"]
+    size = sum(value.numel() * value.element_size() for value in model.values())
+    assert summary["pulls_per_worker"] > 1
+    assert summary["sync_bytes"] == summary["pulls_per_worker"] * 2 * size
+
+
+def test_deterministic_runs_of_one_seed_are_the_same(trained, tmp_path):
+    folder, first = trained
+    other, second = train(tmp_path, "--deterministic", "--kl-threshold", "1e-5")
+    for key in ("mean_return_100", "eval_return_mean", "eval_return_std", "pulls_per_worker", "sync_bytes"):
+        assert first[key] == second[key]
+    for tag in ("losses/td_loss", "losses/q_values", "sync/kl", "sync/policy_lag"):
+        assert scalars(folder, tag) == scalars(other, tag)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_gradient_steps_per_environment_step_are_exact_and_nothing_is_lost(tmp_path, workers):
+    _, summary = train(
+        tmp_path, "--num-workers", str(workers), "--train-frequency", "4", "--target-network-frequency", "40"
+    )
+    assert summary["global_step"] == summary["transitions_inserted"] == 800
+    assert summary["gradient_steps"] == (800 - 100) // 4
+
+
+def test_never_pulls_once_and_always_pulls_more(tmp_path):
+    pulls = {}
+    for mode in ("never", "always"):
+        directory = tmp_path / mode
+        directory.mkdir()
+        pulls[mode] = train(directory, "--sync-mode", mode)[1]["pulls_per_worker"]
+    assert pulls["never"] == 1 < pulls["always"]
+
+
+def test_offline_wandb_and_spellings_of_booleans(tmp_path):
+    train(tmp_path, "--track=True", "--save_model=False", "--deterministic=true", "--no_cuda")
+    (offline,) = tmp_path.glob("wandb/offline-run-*")
+    record = next(offline.glob("*.wandb")).read_bytes()
+    for text in (b"train_frequency", b"kl_threshold", b"global_step", b"eval_return_mean", b"throughput/replay_ratio"):
+        assert text in record
+    assert not list(tmp_path.glob("runs/*/*.cleanrl_model"))
+
+
+def test_max_seconds_ends_the_run_in_order(tmp_path):
+    _, summary = train(tmp_path, "--total-timesteps", "100000000", "--max-seconds", "1")
+    assert summary["global_step"] < 100000000 and summary["eval_return_mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--env-id LunrLander-v3", "Did you mean: `LunarLander`"),
+        ("--env-id Pendulum-v1", "discrete"),
+        ("--env-id FrozenLake-v1", "must be vectors"),
+        ("--num-workers 0", "--num-workers must be at least 1, got 0"),
+        ("--outstanding 0", "--outstanding must be at least 1, got 0"),
+        ("--kl-threshold nan", "got nan"),
+        ("--sync-mode interval", "needs --sync-interval"),
+        ("--train-frequency 7", "--target-network-frequency must be a multiple of --train-frequency"),
+        ("--start-e 1.5", "--start-e must be in [0, 1], got 1.5"),
+        ("--learning-starts -1", "--learning-starts must be at least 0, got -1"),
+        ("--exploration-fraction 0", "--exploration-fraction must be a number > 0, got 0.0"),
+        ("--total-timesteps 10", "at least a chunk of 8 environments x 8 steps = 64"),
+        ("--buffer-size 10", "at least a chunk of 8 environments x 8 steps = 64"),
+        ("--buffer-size 100000000000", "--buffer-size 100000000000 takes 4470.3 GiB, this machine has"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_starts(tmp_path, flags, says):
+    result = run(tmp_path, *flags.split())
+    assert result.returncode != 0
+    assert says in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_is_clean_and_quick(tmp_path):
+    flags = [*TINY, "--total-timesteps", "1000000"]
+    process, workers = scripts.start_and_await_training(SCRIPT, tmp_path, *flags)
+    assert len(workers) == 2
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    assert process.returncode != 0
+    assert "Traceback" not in errors and "interrupted" in errors
+    assert not any(alive(pid) for pid in workers)
+
+
+def test_killed_worker_ends_the_run_with_its_name(tmp_path):
+    process, workers = scripts.start_and_await_training(SCRIPT, tmp_path, *TINY, "--total-timesteps", "1000000")
+    os.kill(workers[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert "WorkerDiedError: worker 1" in errors and "SIGKILL" in errors and "worker-1.log" in errors
+    assert not any(alive(pid) for pid in workers)
+
+
+# The replay buffer.
+
+
+class PixelEnv(CountingEnv):
+    """Observes its count as uint8; terminates after 3 steps if its ``length`` says so, else truncates."""
+
+    observation_space = gym.spaces.Box(0, 255, (2,), np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.uint8), {}
+
+    def step(self, action):
+        _, reward, _, truncated, info = super().step(action)
+        terminated = self.length > 3 and self.count == 3
+        return np.full(2, self.count, np.uint8), reward, terminated, truncated, info
+
+
+def test_transitions_are_exact_at_the_ends_of_episodes_and_the_oldest_give_way():
+    rb = ReplayBuffer(25, PixelEnv.observation_space, torch.device("cpu"))
+    assert sum(column.nbytes for column in vars(rb).values() if isinstance(column, torch.Tensor)) == (
+        ReplayBuffer.num_bytes(25, PixelEnv.observation_space)
+    )
+    with ClusterEnv([partial(PixelEnv, 2), partial(PixelEnv, 9)], 1) as envs:
+        envs.publish(CategoricalPolicy(linear(2, 2)))
+        envs.reset()
+        for _ in range(3):
+            envs.send(5)
+            rb.add(envs.recv()[1])
+    assert rb.inserted == 30 and rb.observations.dtype == torch.uint8
+    # The first environment truncates at 2, which is not the end; the second terminates at 3, which is.
+    expected = {(0, 1, 0), (1, 2, 0)} | {(0, 1, 0), (1, 2, 0), (2, 3, 1)}
+    columns = rb.observations[:, 0], rb.next_observations[:, 0], rb.dones
+    transitions = [tuple(map(int, transition)) for transition in zip(*columns, strict=True)]
+    assert set(transitions) == expected
+    assert transitions.count((2, 3, 1)) in (4, 5)
+    assert torch.equal(rb.rewards, rb.next_observations[:, 0].float())
+    obs, actions, next_obs, rewards, dones = rb.sample(3, 7)
+    assert obs.shape == next_obs.shape == (3, 7, 2) and obs.dtype == torch.float32
+    assert actions.shape == (3, 7, 1) and rewards.shape == dones.shape == (3, 7)
+    assert torch.equal(obs[..., 0] + 1, next_obs[..., 0]) and torch.equal(rewards, next_obs[..., 0])

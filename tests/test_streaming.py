@@ -1,0 +1,331 @@
+"""Streaming: chunks come from whoever is ready, none is lost, and weights move as in a rollout."""
+
+import math
+import os
+import signal
+import time
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, WorkerDiedError
+from clusterenv_runtime.rollout import Rollout
+
+from .envs import CountingEnv, FailingEnv, RandomEnv, assert_same
+from .nets import linear
+from .test_rollout import Reference
+
+VECTOR = spaces.Box(-1, 1, (3,))
+RANDOM = partial(RandomEnv, VECTOR, end=0.1)
+
+
+class LifeEnv(CountingEnv):
+    """Observes and is rewarded with the number of steps in its whole life; ``length`` is an episode's."""
+
+    def __init__(self, length=7, delay=0.0):
+        super().__init__(length, delay)
+        self.life = 0
+
+    def step(self, action):
+        _, _, terminated, truncated, info = super().step(action)
+        self.life += 1
+        return np.full(1, self.life, np.float32), float(self.life), terminated, truncated, info
+
+
+def change(policy, scale):
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+
+
+def fields(rollout):
+    return [getattr(rollout, name) for name in Rollout.__dataclass_fields__]
+
+
+def test_chunks_are_a_workers_rows_in_their_order():
+    references = [Reference([RANDOM] * 2), Reference([RANDOM] * 2), Reference([RANDOM])]
+    with ClusterEnv([RANDOM] * 5, 3, sync_mode="never") as envs:
+        envs.publish(CategoricalPolicy(linear()))
+        envs.reset(seed=5)
+        for worker, reference in enumerate(references):
+            reference.reset(seed=5 + 2 * worker)
+        for num_steps in (6, 1):
+            envs.send(num_steps)
+        lengths = [[6, 1, 4] for _ in references]
+        for _ in range(9):
+            worker, chunk = envs.recv()
+            num_steps = lengths[worker].pop(0)
+            assert chunk.rewards.shape == (num_steps, references[worker].envs.num_envs)
+            references[worker].check(chunk)
+            if len(lengths[worker]) == 2:
+                envs.send(4, worker)
+        assert lengths == [[], [], []]
+        with pytest.raises(NoAsyncCallError, match="Calling `recv` without any prior call to `send`."):
+            envs.recv()
+
+
+def test_no_transition_is_lost_or_doubled_and_the_slow_hold_up_nobody():
+    fast, slow = LifeEnv, partial(LifeEnv, delay=0.05)
+    with ClusterEnv([fast, fast, slow, slow], 2) as envs:
+        policy = CategoricalPolicy(linear(1, 2))
+        envs.publish(policy)
+        envs.reset()
+        for _ in range(2):
+            envs.send(4)
+        received, seen = Counter(), {0: [], 1: []}
+        for _ in range(60):
+            worker, chunk = envs.recv()
+            received[worker] += 1
+            seen[worker].append(chunk.rewards)
+            if received[worker] % 10 == 0:
+                envs.publish(policy)
+            envs.send(4, worker)
+        assert received[0] > 4 * received[1]  # a chunk of the slow takes 0.4 s
+        for _ in range(4):  # what is still outstanding
+            worker, chunk = envs.recv()
+            seen[worker].append(chunk.rewards)
+        lives = []
+        for rewards in seen.values():
+            rewards = np.concatenate(rewards)
+            steps = np.arange(1, len(rewards) + 1)
+            assert_same(rewards, np.stack([steps, steps], 1).astype(float))
+            lives += [len(rewards)] * 2
+        assert envs.get_attr("life") == tuple(lives)
+
+
+def test_a_worker_is_ahead_by_what_was_sent_and_no_more(tmp_path):
+    class TellingEnv(CountingEnv):
+        def step(self, action):
+            (tmp_path / "steps").write_text(str(int((tmp_path / "steps").read_text() or 0) + 1))
+            return super().step(action)
+
+    (tmp_path / "steps").write_text("")
+    with ClusterEnv([TellingEnv], 1) as envs:
+        envs.publish(CategoricalPolicy(linear(1, 2)))
+        envs.reset()
+        for _ in range(3):
+            envs.send(5)
+        envs.recv()
+        deadline = time.monotonic() + 5
+        while (tmp_path / "steps").read_text() != "15" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        before = envs.waiting_seconds
+        for _ in range(2):
+            envs.recv()
+        assert (tmp_path / "steps").read_text() == "15"
+        envs.send(5)
+        envs.recv()
+        assert (tmp_path / "steps").read_text() == "20"
+        assert envs.waiting_seconds > before  # it had nothing to do
+
+
+def test_a_worker_pulls_a_version_once_and_only_for_the_divergence_of_the_one_it_holds():
+    with ClusterEnv([RANDOM] * 2, 1, kl_threshold=0.0) as envs:
+        policy = CategoricalPolicy(linear())
+        envs.publish(policy)
+        envs.reset(seed=1)
+        for _ in range(2):
+            envs.send(3)
+        assert envs.recv()[1].policy_versions.tolist() == [1, 1]
+        change(policy, 1.0)
+        envs.publish(policy)
+        assert 0 < envs.divergence.item() < math.inf
+        for _ in range(3):  # all three say how far version 1 is from version 2
+            envs.send(3)
+        assert [envs.recv()[1].policy_versions[0] for _ in range(4)] == [1, 2, 2, 2]
+        assert envs.pulls.tolist() == [2]
+        envs.publish(policy)  # the same weights
+        assert envs.divergence.item() == pytest.approx(0, abs=1e-7)
+
+
+@pytest.mark.parametrize("max_policy_lag", [0, 3])
+def test_the_policy_lag_is_bounded(max_policy_lag):
+    with ClusterEnv([RANDOM] * 2, 2, sync_mode="never", max_policy_lag=max_policy_lag) as envs:
+        policy = CategoricalPolicy(linear())
+        envs.publish(policy)
+        envs.reset(seed=1)
+        envs.send(2)
+        lags = []
+        for _ in range(20):
+            sent = envs.policy_version
+            worker, chunk = envs.recv()
+            lags.append(sent - chunk.policy_versions.item())
+            envs.publish(policy)
+            envs.send(2, worker)
+        # The other worker's chunk may have been sent one version earlier.
+        assert max_policy_lag <= max(lags) <= max_policy_lag + 1
+
+
+def test_epsilon_travels_with_each_request():
+    with ClusterEnv([RANDOM] * 4, 1) as envs:
+        policy = EpsilonGreedyPolicy(linear(), 0.0)
+        envs.publish(policy)
+        envs.reset(seed=1)
+        envs.send(30)
+        policy.epsilon = 1.0
+        envs.send(30)
+        shares = []
+        for _ in range(2):
+            _, chunk = envs.recv()
+            greedy = policy(torch.as_tensor(chunk.observations).flatten(0, 1)).argmax(-1).view(30, 4)
+            shares.append((chunk.actions == greedy.numpy()).mean())
+        assert shares[0] == 1
+        assert shares[1] == pytest.approx(1 / 3, abs=0.17)  # four standard deviations of 120 draws
+        assert envs.pulls.tolist() == [1]
+
+
+def test_another_policy_may_be_published_while_requests_are_outstanding():
+    with ClusterEnv([RANDOM] * 2, 2) as envs:
+        envs.publish(CategoricalPolicy(linear()))
+        envs.reset(seed=1)
+        for _ in range(3):
+            envs.send(3)
+        envs.recv()
+        other = CategoricalPolicy(torch.nn.Linear(3, 3))
+        envs.publish(other)
+        for _ in range(5):
+            envs.recv()
+        envs.send(3)
+        for _ in range(2):
+            _, chunk = envs.recv()
+            assert chunk.policy_versions.tolist() == [2]
+            logprobs = torch.log_softmax(other(torch.as_tensor(chunk.observations)), -1)
+            assert chunk.logprobs == pytest.approx(
+                logprobs.gather(-1, torch.as_tensor(chunk.actions)[..., None])[..., 0].detach().numpy(), abs=1e-6
+            )
+
+
+def test_one_outstanding_chunk_in_a_fixed_order_is_the_same_in_every_run():
+    def run(delays):
+        torch.manual_seed(3)
+        policy, result = EpsilonGreedyPolicy(linear(), 0.3), []
+        with ClusterEnv([partial(RandomEnv, VECTOR, delay=delay) for delay in delays], 2, kl_threshold=0.05) as envs:
+            envs.publish(policy)
+            envs.reset(seed=4)
+            envs.send(3)
+            for number in range(12):
+                worker, chunk = envs.recv(number % 2)
+                assert worker == number % 2
+                policy.epsilon = 1 / (number + 2)
+                envs.send(3, worker)
+                change(policy, 0.1)
+                envs.publish(policy)
+                result.append(fields(chunk))
+            return result, envs.pulls, envs.divergence
+
+    first, second = run([0, 0.01]), run([0.01, 0])
+    assert_same(first, second)
+    assert first[1].min() > 1
+
+
+# Overlapped rollouts.
+
+
+@pytest.mark.parametrize(
+    "arguments, lags", [({"sync_mode": "always"}, [0, 1, 1, 1, 1]), ({"sync_mode": "never"}, [0, 1, 2, 3, 4])]
+)
+def test_overlap_adds_one_version_of_lag(arguments, lags):
+    with ClusterEnv([RANDOM] * 3, 2, **arguments) as envs:
+        policy, seen = CategoricalPolicy(linear()), []
+        envs.reset(seed=1)
+        for iteration in range(5):
+            rollout = envs.rollout(policy, 4, overlap=iteration < 4)
+            seen.append(set((envs.policy_version - rollout.policy_versions).tolist()))
+            change(policy, 0.1)
+        assert seen == [{lag} for lag in lags]
+        assert envs.policy_version == 5
+        envs.step(envs.action_space.sample())  # nothing is outstanding
+
+
+def test_overlapped_rollouts_act_on_the_weights_of_their_version_and_are_the_same_in_every_run():
+    def run(delays):
+        torch.manual_seed(3)
+        policy, result = CategoricalPolicy(linear()), []
+        with ClusterEnv([partial(RandomEnv, VECTOR, delay=delay) for delay in delays], 2, sync_mode="always") as envs:
+            envs.reset(seed=4)
+            held = None
+            for _ in range(4):
+                rollout = envs.rollout(policy, 5, overlap=True)
+                if held is not None:
+                    with torch.no_grad():
+                        logits = held(torch.as_tensor(rollout.observations)).log_softmax(-1)
+                    expected = logits.gather(-1, torch.as_tensor(rollout.actions)[..., None])[..., 0].numpy()
+                    assert rollout.logprobs == pytest.approx(expected, abs=1e-6)
+                held = linear()
+                held.load_state_dict(policy.actor.state_dict())
+                time.sleep(0.02)
+                change(policy, 1.0)  # after the workers have been asked: they must not see it
+                result.append(fields(rollout))
+            return result
+
+    assert_same(run([0, 0.01]), run([0.01, 0]))
+
+
+# Misuse, and what breaks.
+
+
+def test_misuse():
+    policy = CategoricalPolicy(linear(1, 2))
+    with ClusterEnv([CountingEnv] * 2, 2) as envs:
+        with pytest.raises(ResetNeeded, match="Cannot call `send` before calling `reset`."):
+            envs.send(5)
+        with pytest.raises(NoAsyncCallError, match="Calling `recv` without any prior call to `send`."):
+            envs.recv()
+        envs.reset()
+        with pytest.raises(ValueError, match="there is no policy to act on: `publish` it first"):
+            envs.send(5)
+        envs.publish(policy)
+        with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
+            envs.send(0)
+        envs.send(5, 1)
+        for call in (
+            partial(envs.step, [0, 0]),
+            envs.reset,
+            partial(envs.call, "pid"),
+            partial(envs.rollout, policy, 5),
+        ):
+            with pytest.raises(AlreadyPendingCallError, match="while waiting for a pending call to `send` to complete"):
+                call()
+        with pytest.raises(NoAsyncCallError):
+            envs.recv(0)
+        assert envs.recv(1)[0] == 1
+        envs.step_async([0, 0])
+        with pytest.raises(AlreadyPendingCallError, match="Calling `send` while waiting for a pending call to `step`"):
+            envs.send(5)
+        envs.step_wait()
+    for call in (partial(envs.send, 5), envs.recv, partial(envs.publish, policy)):
+        with pytest.raises(ClosedEnvironmentError):
+            call()
+
+
+def test_a_worker_that_dies_while_others_keep_streaming():
+    with ClusterEnv([CountingEnv] * 4, 2) as envs:
+        envs.publish(CategoricalPolicy(linear(1, 2)))
+        envs.reset()
+        pids = envs.call("pid")
+        for _ in range(2):
+            envs.send(4)
+        os.kill(pids[-1], signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        with pytest.raises(WorkerDiedError, match=rf"worker 1 \(.*pid {pids[-1]}.*\) died: killed by SIGKILL"):
+            while time.monotonic() < deadline:
+                worker, _ = envs.recv()
+                envs.send(4, worker)
+
+
+def test_an_environment_that_raises_while_others_keep_streaming():
+    with ClusterEnv([CountingEnv, partial(FailingEnv, "step", ValueError("no more"), 0.2)], 2) as envs:
+        envs.publish(CategoricalPolicy(linear(1, 2)))
+        envs.reset()
+        for _ in range(2):
+            envs.send(4)
+        deadline = time.monotonic() + 10
+        with pytest.raises(ValueError, match="no more"):
+            while time.monotonic() < deadline:
+                worker, _ = envs.recv()
+                envs.send(4, worker)
