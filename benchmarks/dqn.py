@@ -1,0 +1,74 @@
+"""DQN: dqn_clusterenv.py beside CleanRL's dqn.py, the same batches and gradient steps per environment step, in turn.
+
+    python -m benchmarks.dqn --cleanrl path/to/cleanrl/cleanrl/dqn.py --cleanrl-python path/to/venv/bin/python
+
+CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file. Its dqn.py needs
+Gymnasium 0.29, hence a Python of its own: one with torch, gymnasium==0.29.1, "numpy<2", tyro and tensorboard. Both run
+with one thread. Prints the environment steps per second that each logs, their ratio, and the share of the time that our
+learner was busy; and what `--deterministic` costs.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Args:
+    cleanrl: Path
+    """path of CleanRL's dqn.py"""
+    cleanrl_python: Path
+    """a Python that can run it"""
+    env_id: str = "CartPole-v1"
+    """the environment"""
+    total_timesteps: int = 100_000
+    """environment steps of each run"""
+    rounds: int = 3
+    """rounds, each of all scripts in turn"""
+
+
+def run(python, script, *flags):
+    """Run a script; return its last charts/SPS and its summary, if it leaves one."""
+    with tempfile.TemporaryDirectory() as directory:
+        env = {**os.environ, "PYTHONPATH": str(script.resolve().parent.parent), "OMP_NUM_THREADS": "1"}
+        if script.resolve().parent == ROOT:
+            env["PYTHONPATH"] = str(ROOT)
+        command = [str(python), str(script.resolve()), *flags]
+        subprocess.run(command, cwd=directory, env=env, check=True, stdout=subprocess.DEVNULL)
+        (folder,) = Path(directory, "runs").iterdir()
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        summary = folder / "summary.json"
+        return events.Scalars("charts/SPS")[-1].value, json.loads(summary.read_text()) if summary.exists() else None
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    common = ["--env-id", args.env_id, "--total-timesteps", str(args.total_timesteps)]
+    ratios, costs, shares = [], [], []
+    for _ in range(args.rounds):
+        cleanrl, _ = run(args.cleanrl_python, args.cleanrl, *common)
+        ours, summary = run(sys.executable, ROOT / "dqn_clusterenv.py", *common)
+        deterministic, _ = run(sys.executable, ROOT / "dqn_clusterenv.py", *common, "--deterministic")
+        ratios.append(ours / cleanrl)
+        costs.append(deterministic / ours)
+        shares.append(1 - summary["learner_waiting_seconds"] / summary["wall_seconds"])
+        print(
+            f"CleanRL {cleanrl:,.0f}  ClusterEnv {ours:,.0f} steps/s: {ratios[-1]:.2f} times; learner busy "
+            f"{shares[-1]:.0%}; --deterministic {deterministic:,.0f}: {costs[-1]:.2f} times",
+            flush=True,
+        )
+    print(
+        f"medians: {statistics.median(ratios):.2f} times CleanRL, learner busy {statistics.median(shares):.0%}, "
+        f"--deterministic {statistics.median(costs):.2f} times ({args.env_id}, {os.cpu_count()} cores)"
+    )
