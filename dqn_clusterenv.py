@@ -83,7 +83,7 @@ class Args:
     """the number of environment worker processes"""
     envs_per_worker: int = 8
     """the number of parallel game environments on each worker"""
-    num_steps: int = 8
+    num_steps: int = 16
     """the number of steps in each environment per chunk that a worker sends"""
     outstanding: int = 2
     """chunks each worker may be ahead of the learner; with one it waits while its last one travels"""
@@ -93,13 +93,13 @@ class Args:
     """where workers run: `local` starts them on this machine"""
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
     """when workers pull weights: by divergence (APS), every `--sync-interval` checks, every check, or once"""
-    sync_check_frequency: int = 50
+    sync_check_frequency: int = 20
     """gradient steps between publishing the policy, which measures the workers' divergence from it"""
-    kl_threshold: float = 0.05
+    kl_threshold: float = 0.5
     """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats"""
     sync_interval: int | None = None
     """with `--sync-mode interval`: pull every so many checks"""
-    max_policy_lag: int | None = None
+    max_policy_lag: int | None = 50
     """pull anyway when more than this many checks behind"""
 
 
@@ -162,9 +162,11 @@ class ReplayBuffer:
 
     def sample(self, num_batches, batch_size):
         """Return observations, actions, next observations, rewards and dones, `(num_batches, batch_size, ...)`."""
-        inds = torch.randint(min(self.inserted, self.size), (num_batches, batch_size))
+        inds = torch.randint(min(self.inserted, self.size), (num_batches * batch_size,))
         columns = self.observations, self.actions, self.next_observations, self.rewards, self.dones
-        obs, actions, next_obs, rewards, dones = (column[inds].to(self.device) for column in columns)
+        shape = num_batches, batch_size
+        drawn = (column.index_select(0, inds).view(*shape, *column.shape[1:]).to(self.device) for column in columns)
+        obs, actions, next_obs, rewards, dones = drawn
         return obs.float(), actions, next_obs.float(), rewards, dones
 
 

@@ -8,6 +8,7 @@ Only the policy's parameters and buffers travel. This module imports torch; work
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,11 @@ class Policy(nn.Module):
         finally:
             for module in training:
                 module.training = True
-        kl = kl_divergence(self.distribution(behavior), self.distribution(params))
-        return np.array([part.mean().item() for part in kl.split(sizes)])
+        return np.array([kl.mean().item() for kl in self.kl(behavior, params).split(sizes)])
+
+    def kl(self, behavior: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        """Return KL(behavior || params) in nats for each of a batch of distribution parameters, ``(batch,)``."""
+        return kl_divergence(self.distribution(behavior), self.distribution(params))
 
     # What travels: the structure once, then one flat buffer per pull.
     def _tensors(self) -> list[torch.Tensor]:
@@ -180,13 +184,11 @@ class EpsilonGreedyPolicy(Policy):
         greedy = nn.functional.one_hot(params.argmax(-1), params.shape[-1])
         return Categorical(probs=greedy * (1 - self.epsilon) + self.epsilon / params.shape[-1])
 
-    def divergence(self, observations: Any, behavior_params: Any) -> np.ndarray:
-        """As in `Policy`, at an ``epsilon`` of at least ``MIN_EPSILON``."""
-        epsilon, self.epsilon = self.epsilon, max(self.epsilon, self.MIN_EPSILON)
-        try:
-            return super().divergence(observations, behavior_params)
-        finally:
-            self.epsilon = epsilon
+    def kl(self, behavior: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        """As in `Policy`, at an ``epsilon`` of at least ``MIN_EPSILON``: a constant where the greedy actions differ."""
+        low = max(self.epsilon, self.MIN_EPSILON) / params.shape[-1]
+        high = 1 - low * (params.shape[-1] - 1)
+        return (behavior.argmax(-1) != params.argmax(-1)) * (high - low) * math.log(high / low)
 
 
 class Actor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,29 +35,35 @@ class Rollout:
     def join(cls, space: Space, parts: list[dict[str, Any]]) -> Rollout:
         """Join the workers' parts, given in row order; ``space`` is the single observation space."""
 
-        def join(name: str, axis: int) -> np.ndarray:
-            return np.concatenate([part[name] for part in parts], axis)
+        def concatenate(leaves: Sequence[np.ndarray], axis: int) -> np.ndarray:
+            return np.concatenate(leaves, axis) if len(leaves) > 1 else leaves[0].copy()
 
-        def join_observations(name: str, axis: int) -> Any:
-            return map_space(lambda *leaves: np.concatenate(leaves, axis), space, *(part[name] for part in parts))
+        def join(name: str, axis: int, order: Any = ...) -> np.ndarray:
+            return concatenate([part[name] for part in parts], axis)[order]
+
+        def join_observations(name: str, axis: int, order: Any = ...) -> Any:
+            trees = [part[name] for part in parts]
+            return map_space(lambda *leaves: concatenate(leaves, axis)[order], space, *trees)
 
         sizes = [len(part["rewards"][0]) for part in parts]
         first_rows, num_envs = np.cumsum([0, *sizes[:-1]]), sum(sizes)
-        # In each worker's own numbering; not every environment counts every episode.
-        ended = [np.flatnonzero(part["terminations"] | part["truncations"]) for part in parts]
-        counted = [part["episodes"] for part in parts]
 
-        def global_order(flat: list[np.ndarray]) -> np.ndarray:
+        def global_order(flat: list[np.ndarray]) -> Any:
+            """Order by step, then environment, what each worker has numbered ``step * its environments + one``."""
+            if len(parts) == 1:
+                return ...
             numbers = [k // n * num_envs + first + k % n for k, n, first in zip(flat, sizes, first_rows, strict=True)]
             return np.argsort(np.concatenate(numbers))
 
-        final, order = join_observations("final_observations", 0), global_order(ended)
+        # Not every environment counts every episode.
+        ended = global_order([np.flatnonzero(part["terminations"] | part["truncations"]) for part in parts])
+        counted = global_order([part["episodes"] for part in parts])
         return cls(
             observations=join_observations("observations", 1),
-            final_observations=map_space(lambda leaf: leaf[order], space, final),
+            final_observations=join_observations("final_observations", 0, ended),
             next_observations=join_observations("next_observations", 0),
             policy_versions=np.repeat([part["version"] for part in parts], sizes),
-            episodic_returns=join("episodic_returns", 0)[global_order(counted)],
-            episodic_lengths=join("episodic_lengths", 0)[global_order(counted)],
+            episodic_returns=join("episodic_returns", 0, counted),
+            episodic_lengths=join("episodic_lengths", 0, counted),
             **{name: join(name, 1) for name in ("actions", "logprobs", "rewards", "terminations", "truncations")},
         )

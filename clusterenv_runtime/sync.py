@@ -7,6 +7,7 @@ that worker asks for them. Source: *Adaptive Policy Synchronization for Scalable
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .policy import Policy
 
 SYNC_MODES = ("kl", "interval", "always", "never")
-KL_STATES = 512  # states per worker on which the divergence is measured
+KL_STATES = 256  # states per worker on which the divergence is measured
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class SyncRule:
         return self.mode == "always" and lag > 0 or self.mode == "interval" and lag >= self.interval
 
 
+@functools.cache
 def sampled_states(num_states: int) -> np.ndarray:
     """Indices of the evenly spread states the divergence is measured on, the same at worker and head."""
     return np.linspace(0, num_states - 1, min(num_states, KL_STATES)).astype(np.int64)
@@ -72,8 +74,8 @@ class PolicyStore:
         self.divergence = np.full(num_workers, math.inf)  # nats, per worker; inf until a worker has acted
         self.held = [0] * num_workers  # the version last sent to each worker; 0 for none of this structure
         self.behavior = [0] * num_workers  # the version each worker acted on when last heard of; 0 for unknown
-        # (observations, parameters) of what each worker has seen lately under that version, in pieces, newest last.
-        self._recent: list[list[tuple[Any, np.ndarray]]] = [[] for _ in range(num_workers)]
+        # (observations, parameters) of what each worker has seen lately under that version.
+        self._recent: list[tuple[Any, np.ndarray]] = [(None, np.empty(0))] * num_workers
         self._policy: Policy | None = None
 
     def publish(self, policy: Policy) -> bool:
@@ -94,11 +96,7 @@ class PolicyStore:
         self.divergence[:] = math.inf
         known = [worker for worker, version in enumerate(self.behavior) if version]
         if known:
-            pieces = [piece for worker in known for piece in self._recent[worker]]
-            divergences = iter(policy.divergence(*zip(*pieces, strict=True)))
-            for worker in known:
-                weights = [len(params) for _, params in self._recent[worker]]
-                self.divergence[worker] = np.average([next(divergences) for _ in weights], weights=weights)
+            self.divergence[known] = policy.divergence(*zip(*(self._recent[worker] for worker in known), strict=True))
         return changed
 
     def acted(self, worker: int, space: Space, part: dict[str, Any]) -> None:
@@ -107,12 +105,12 @@ class PolicyStore:
             return  # another structure
         states = sampled_states(part["rewards"].size)
         seen = map_space(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[states], space, part["observations"])
-        if part["version"] != self.behavior[worker]:
-            self.behavior[worker], self._recent[worker] = part["version"], []
-        recent = self._recent[worker]
-        recent.append((seen, part["params"]))
-        while sum(len(params) for _, params in recent[1:]) >= KL_STATES:  # enough without the oldest
-            del recent[0]
+        params = part["params"]
+        if part["version"] == self.behavior[worker]:  # the same policy: more of the same
+            before, params_before = self._recent[worker]
+            seen = map_space(lambda *leaves: np.concatenate(leaves)[-KL_STATES:], space, before, seen)
+            params = np.concatenate([params_before, params])[-KL_STATES:]
+        self.behavior[worker], self._recent[worker] = part["version"], (seen, params)
 
     @property
     def epsilon(self) -> float:

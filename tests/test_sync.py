@@ -93,7 +93,8 @@ def test_kl_mode_pulls_exactly_when_the_divergence_exceeds_the_threshold():
     _, policy = make_agent()
     with ClusterEnv(VECTOR_ENVS, 2, sync_mode="kl", kl_threshold=0.02) as envs:
         envs.reset(seed=1)
-        versions, last, pulled_so_far = {}, None, []
+        versions, pulled_so_far = {}, []
+        held, seen = [0, 0], [[], []]  # by each worker, under the version that it holds
         for iteration in range(12):
             change(policy, 0.08 * (iteration % 3))
             pulls = envs.pulls
@@ -101,16 +102,17 @@ def test_kl_mode_pulls_exactly_when_the_divergence_exceeds_the_threshold():
             versions[envs.policy_version] = cloudpickle.loads(cloudpickle.dumps(policy))
             pulled = envs.pulls - pulls
             assert_same(pulled, (envs.divergence > 0.02).astype(np.int64))
-            held = rollout.policy_versions[[0, 2]]  # rows 0 and 1 are worker 0's, row 2 is worker 1's
-            assert ((held == envs.policy_version) == pulled.astype(bool)).all()
-            if last is not None:
-                for worker, rows in enumerate((slice(0, 2), slice(2, 3))):
-                    behavior = versions[last.policy_versions[rows][0]]
-                    expected = kl_categorical(behavior, policy, last.observations[:, rows].reshape(-1, 3))
+            for worker, rows in enumerate((slice(0, 2), slice(2, 3))):
+                if iteration == 0:
+                    assert envs.divergence[worker] == math.inf
+                else:
+                    recent = np.concatenate(seen[worker])[-256:]
+                    expected = kl_categorical(versions[held[worker]], policy, recent)
                     assert envs.divergence[worker] == pytest.approx(expected, abs=1e-6)
-            else:
-                assert envs.divergence.tolist() == [math.inf, math.inf]
-            last = rollout
+                if pulled[worker]:
+                    held[worker], seen[worker] = envs.policy_version, []
+                assert set(rollout.policy_versions[rows]) == {held[worker]}
+                seen[worker].append(rollout.observations[:, rows].reshape(-1, 3))
             pulled_so_far.append(pulled)
         assert 2 < np.sum(pulled_so_far, 0).min() < 10  # some were pulled and some were not
         assert envs.sync_bytes == envs.pulls.sum() * num_bytes(policy)
