@@ -152,12 +152,16 @@ class ReplayBuffer:
         # An episode's last step leads to its final observation, not to the one its environment was reset to.
         next_observations[rollout.terminations | rollout.truncations] = rollout.final_observations
         num = rollout.rewards.size
-        at = (self.pos + torch.arange(num)) % self.size
-        self.observations[at] = torch.from_numpy(rollout.observations).flatten(0, 1)
-        self.next_observations[at] = torch.from_numpy(next_observations).flatten(0, 1)
-        self.actions[at] = torch.from_numpy(rollout.actions).view(-1, 1)
-        self.rewards[at] = torch.from_numpy(rollout.rewards).float().flatten()
-        self.dones[at] = torch.from_numpy(rollout.terminations).float().flatten()  # a truncation is not the end
+        fit = min(num, self.size - self.pos)  # the rest goes to the front, where the oldest are
+        for column, values in (
+            (self.observations, rollout.observations),
+            (self.next_observations, next_observations),
+            (self.actions, rollout.actions),
+            (self.rewards, rollout.rewards),
+            (self.dones, rollout.terminations),  # a truncation is not the end
+        ):
+            values = torch.from_numpy(values).reshape(num, *column.shape[1:])
+            column[self.pos : self.pos + fit], column[: num - fit] = values[:fit], values[fit:]
         self.pos, self.inserted = (self.pos + num) % self.size, self.inserted + num
 
     def sample(self, num_batches, batch_size):
@@ -335,7 +339,7 @@ if __name__ == "__main__":
                     envs.publish(policy)
 
             stop = args.max_seconds is not None and time.time() - start_time > args.max_seconds
-            if not (stop or iteration % max(args.num_iterations // 500, 1) == 0 or iteration == args.num_iterations):
+            if not (stop or iteration % max(args.num_iterations // 200, 1) == 0 or iteration == args.num_iterations):
                 continue
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             seconds = time.time() - start_time
