@@ -95,11 +95,11 @@ class Args:
     """when workers pull weights: by divergence (APS), every `--sync-interval` checks, every check, or once"""
     sync_check_frequency: int = 20
     """gradient steps between publishing the policy, which measures the workers' divergence from it"""
-    kl_threshold: float = 0.5
+    kl_threshold: float = 1.0
     """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats"""
     sync_interval: int | None = None
     """with `--sync-mode interval`: pull every so many checks"""
-    max_policy_lag: int | None = 50
+    max_policy_lag: int | None = 40
     """pull anyway when more than this many checks behind"""
 
 
