@@ -88,7 +88,7 @@ class Args:
     outstanding: int = 2
     """chunks each worker may be ahead of the learner; with one it waits while its last one travels"""
     deterministic: bool = False
-    """take the workers' chunks in a fixed order, so that two runs of one seed are the same to the last bit"""
+    """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same to the last bit"""
     launcher: Literal["local"] = "local"
     """where workers run: `local` starts them on this machine"""
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
@@ -202,7 +202,7 @@ def plot_learning_curve(history, title, path):
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     top.plot(steps, returns, color="#0072B2")
     top.set(title=title, ylabel="mean return of the last 100 episodes")
-    bottom.plot(steps, versions, "--", color="#555555", label="policy versions (= pulls if synced always)")
+    bottom.plot(steps, versions, "--", color="#555555", label="policy versions (checks)")
     bottom.plot(steps, pulls, color="#D55E00", label="pulls per worker")
     bottom.set(xlabel="environment steps", ylabel="cumulative number")
     bottom.legend(frameon=False)
@@ -317,7 +317,8 @@ if __name__ == "__main__":
             due = max(global_step - args.learning_starts, 0) // args.train_frequency
             while gradient_steps < due:
                 # As many as the target network stays the same for: their batches and targets come in one go.
-                burst = min(due - gradient_steps, target_every - gradient_steps % target_every)
+                until_target, until_check = (n - gradient_steps % n for n in (target_every, args.sync_check_frequency))
+                burst = min(due - gradient_steps, until_target, until_check)
                 b_obs, b_actions, b_next_obs, b_rewards, b_dones = rb.sample(burst, args.batch_size)
                 with torch.no_grad():
                     target_max, _ = target_network(b_next_obs).max(dim=-1)
@@ -329,13 +330,12 @@ if __name__ == "__main__":
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
-                checks = gradient_steps // args.sync_check_frequency
                 gradient_steps += burst
                 # update target network
                 if gradient_steps % target_every == 0:
                     for target_param, q_param in zip(target_network.parameters(), q_network.parameters(), strict=True):
                         target_param.data.lerp_(q_param.data, args.tau)
-                if gradient_steps // args.sync_check_frequency > checks:
+                if gradient_steps % args.sync_check_frequency == 0:
                     envs.publish(policy)
 
             stop = args.max_seconds is not None and time.time() - start_time > args.max_seconds
@@ -345,7 +345,7 @@ if __name__ == "__main__":
             seconds = time.time() - start_time
             mean_return = float(np.mean(recent_returns)) if recent_returns else float("nan")
             pulls = float(envs.pulls.mean())  # per worker
-            kl = float(envs.divergence.mean())  # inf until every worker has acted on the policy that it holds
+            kl = float(envs.divergence.mean())  # inf until every worker has acted
             history.append((global_step, mean_return, pulls, envs.policy_version))
             returns, lengths = (np.concatenate(column) for column in zip(*episodes, strict=True))
             episodes = []

@@ -35,7 +35,7 @@ class ClusterEnv(WorkerVectorEnv):
         sync_mode: "kl", "interval" (pull every ``sync_interval`` versions), "always" or "never" (pull once).
         kl_threshold: in nats, for "kl".
         sync_interval: in policy versions, for "interval".
-        max_policy_lag: pull, whatever the mode, when more than this many versions behind.
+        max_policy_lag: pull, whatever the mode, when more than this many versions behind at the time of the request.
         startup_timeout: seconds for the workers to start and to build their environments.
         log_dir: where the local launcher's workers write ``worker-I.log``; by default to this process's output.
 
@@ -63,6 +63,7 @@ class ClusterEnv(WorkerVectorEnv):
     ) -> None:
         self.closed = True  # until there is something to close
         self._granted: dict[int, int] = {}  # seq -> worker, of `send`'s requests that are outstanding, oldest first
+        self._overlapped = 0  # the steps of the rollout that was requested ahead; 0 for none
         self._rule = SyncRule(sync_mode, kl_threshold, sync_interval, max_policy_lag)
         super().__init__(
             env_fns,
@@ -97,7 +98,7 @@ class ClusterEnv(WorkerVectorEnv):
 
     @property
     def divergence(self) -> np.ndarray:
-        """Mean KL(worker's policy || published policy) in nats, ``(num_workers,)``; inf before a worker has acted."""
+        """Mean KL(policy a worker last acted on || published policy) in nats, ``(num_workers,)``; inf before it has."""
         return self._store.divergence.copy()
 
     @property
@@ -121,13 +122,16 @@ class ClusterEnv(WorkerVectorEnv):
 
         Nothing crosses the network between a worker's first and last step. Episodes that end are reset within the
         step, whatever ``autoreset_mode`` is. With ``overlap`` the next rollout is requested before this one is
-        returned, so that the workers collect while you learn; it is then one version behind when it comes.
+        returned, so that the workers collect while you learn; when it comes, it is one version older than without.
 
         Raises:
             ResetNeeded, AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
             ValueError: the observations are not arrays, or ``num_steps`` is not positive.
         """
-        overlapped = sorted(self._granted.values()) == list(range(self.num_workers))
+        self._assert_is_running()
+        if self._overlapped not in (0, num_steps):
+            raise ValueError(f"the overlapped rollout was requested with {self._overlapped} steps, not {num_steps}")
+        overlapped, self._overlapped = self._overlapped, 0
         if not overlapped:
             self._assert_idle("rollout")
             self._assert_can_act("rollout", num_steps)
@@ -138,15 +142,15 @@ class ClusterEnv(WorkerVectorEnv):
             seqs = sorted(self._granted, key=self._granted.__getitem__)
             parts = [reply.value for reply in self._head.gather(seqs, copy=False)]
         finally:  # also of an interrupted rollout nothing is left
-            self._head.forget(self._granted)
-            self._granted = {}
+            self._forget()
         for worker, part in enumerate(parts):
             self._acted(worker, part)
         if overlapped:
             self.publish(policy)
         if overlap:
             self.send(num_steps)
-        return Rollout.join(self.single_observation_space, parts)
+            self._overlapped = num_steps
+        return Rollout.join(self.single_observation_space, parts, np.arange(self.num_envs))
 
     def send(self, num_steps: int, worker: int | None = None) -> None:
         """Ask one worker, or all, to act for another ``num_steps`` steps on the last published policy, or on theirs.
@@ -155,12 +159,17 @@ class ClusterEnv(WorkerVectorEnv):
 
         Raises:
             ResetNeeded, AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
-            ValueError: nothing is published, the observations are not arrays, or ``num_steps`` is not positive.
+            ValueError: nothing is published, the observations are not arrays, ``num_steps`` is not positive, or there
+                is no such worker.
         """
         super()._assert_idle("send")
         self._assert_can_act("send", num_steps)
         if not self._store.version:
             raise ValueError("there is no policy to act on: `publish` it first")
+        if self._overlapped:
+            raise AlreadyPendingCallError("Calling `send` while an overlapped `rollout` is outstanding.", "rollout")
+        if worker is not None and not 0 <= worker < self.num_workers:
+            raise ValueError(f"worker must be 0 to {self.num_workers - 1}, got {worker}")
         pulling = []  # workers that have nothing else to do, and that will ask for weights now
         for index in range(self.num_workers) if worker is None else [worker]:
             request = self._store.request(index, num_steps)
@@ -169,11 +178,14 @@ class ClusterEnv(WorkerVectorEnv):
             self._granted[self._head.ask(index, request)] = index
         # Answered now, so that they need not wait until you have learned, and get these weights and no later ones.
         self._head.wait_until(
-            lambda: all(self._store.held[index] == self._store.version for index in pulling), self._granted
+            lambda: self._head.failed or all(self._store.held[index] == self._store.version for index in pulling),
+            self._granted,
         )
 
     def recv(self, worker: int | None = None) -> tuple[int, Rollout]:
         """Return the next answer to `send`, of this worker or of whichever is first: its number, and its rows' rollout.
+
+        Row *i* of it is environment ``rollout.rows[i]``.
 
         Raises:
             NoAsyncCallError: there is nothing outstanding.
@@ -185,7 +197,12 @@ class ClusterEnv(WorkerVectorEnv):
         seq, reply = self._head.first(seqs[:1] if worker is not None else seqs)
         index = self._granted.pop(seq)
         self._acted(index, reply.value)
-        return index, Rollout.join(self.single_observation_space, [reply.value])
+        rows = self._head.links[index].rows
+        return index, Rollout.join(self.single_observation_space, [reply.value], np.arange(rows.start, rows.stop))
+
+    def _forget(self) -> None:
+        self._head.forget(self._granted)
+        self._granted = {}
 
     def _acted(self, worker: int, part: dict[str, Any]) -> None:
         self._waiting_seconds[worker] += part["waited"]

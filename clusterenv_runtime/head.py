@@ -98,8 +98,8 @@ class Head:
     def first(self, seqs: Iterable[int]) -> tuple[int, Reply]:
         """Return the first of these requests to be answered, and the reply, with views of its message."""
         while self._socket.poll(0):  # whoever waits for weights behind other workers' replies
-            self._handle(*self._receive(None, []))
-        self.wait_until(lambda: self._errors or any(seq in self._replies for seq in seqs), seqs)
+            self._handle(*self._receive(None, self._awaited(seqs)))
+        self.wait_until(lambda: self.failed or any(seq in self._replies for seq in seqs), seqs)
         seq = next(seq for seq in self._replies if seq in seqs)  # in the order of their arrival
         return seq, self._open(seq, copy=False)
 
@@ -107,13 +107,24 @@ class Head:
         """Answer pulls and keep replies until ``done``, as long as the workers of ``seqs`` live; see `gather`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not done():
-            awaited = [self.links[worker] for seq, worker in self._outstanding.items() if seq in seqs]
-            if self._errors and not awaited:
+            awaited = self._awaited(seqs)
+            if not awaited and not self._errors:
+                gone = ", ".join(self.describe(link) for link in self.links if link.identity is None)
+                raise WorkerDiedError(f"there will be no answer: {gone} is gone")
+            if not awaited:
                 break
             self._handle(*self._receive(deadline, awaited))
         if self._errors:
             errors, self._errors = self._errors, []
             self._raise(errors)
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is an error that the next wait will raise."""
+        return bool(self._errors)
+
+    def _awaited(self, seqs: Iterable[int]) -> list[Link]:
+        return [self.links[worker] for seq, worker in self._outstanding.items() if seq in seqs]
 
     def _handle(self, link: Link | None, message: Any, buffers: list[Any]) -> None:
         if link is None:
@@ -225,14 +236,17 @@ class Head:
 
     def _raise_death(self, link: Link) -> NoReturn:
         while self._socket.poll(0):  # its last words may say why
-            sender, message, _ = self._receive(None, [])
+            sender, message, buffers = self._receive(None, [])
             if sender is link and isinstance(message, Error):
                 self._shut_down(link)
                 self._raise([(link, message)])
+            if sender is not link:
+                self._handle(sender, message, buffers)
         deadline = time.monotonic() + 1  # the link may break a moment before the process ends
         while (reason := self._launcher.exit_reason(link.index)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         who, link.identity = self.describe(link), None
+        self._outstanding = {seq: worker for seq, worker in self._outstanding.items() if worker != link.index}
         raise WorkerDiedError(f"{who} died: {reason or 'its link is closed'}")
 
     def _raise(self, errors: list[tuple[Link, Error]]) -> NoReturn:

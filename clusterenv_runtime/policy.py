@@ -184,6 +184,12 @@ class EpsilonGreedyPolicy(Policy):
         greedy = nn.functional.one_hot(params.argmax(-1), params.shape[-1])
         return Categorical(probs=greedy * (1 - self.epsilon) + self.epsilon / params.shape[-1])
 
+    def structure(self) -> Policy:
+        """As in `Policy`, whatever ``epsilon`` is now."""
+        structure = super().structure()
+        structure.epsilon = 0.0
+        return structure
+
     def kl(self, behavior: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
         """As in `Policy`, at an ``epsilon`` of at least ``MIN_EPSILON``: a constant where the greedy actions differ."""
         low = max(self.epsilon, self.MIN_EPSILON) / params.shape[-1]

@@ -58,7 +58,7 @@ class Collect(Message):
     seq: int
     num_steps: int
     version: int
-    behavior: int  # the version the worker acted on when the head last heard of it; 0 for none
+    behavior: int  # the version that the divergence is of, which the worker may hold no longer; 0 for none
     divergence: float
     epsilon: float
 

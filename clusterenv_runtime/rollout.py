@@ -14,11 +14,12 @@ from .spaces import map_space
 
 @dataclass
 class Rollout:
-    """``num_steps`` steps of all environments. Row *i* is environment *i*. There are no dead steps in it.
+    """``num_steps`` steps of all environments, or of one worker's. There are no dead steps in it.
 
     Observations are arrays, or for Dict and Tuple spaces dicts and tuples of arrays. Dtypes are the spaces' own.
     """
 
+    rows: np.ndarray  # (num_envs,) int64, which environments these are
     observations: Any  # (num_steps, num_envs, ...) what the policy acted on
     actions: np.ndarray  # (num_steps, num_envs, ...)
     logprobs: np.ndarray  # (num_steps, num_envs) float32, of the actions under the policy that took them
@@ -32,7 +33,7 @@ class Rollout:
     episodic_lengths: np.ndarray  # (num_episodes,) int64
 
     @classmethod
-    def join(cls, space: Space, parts: list[dict[str, Any]]) -> Rollout:
+    def join(cls, space: Space, parts: list[dict[str, Any]], rows: np.ndarray) -> Rollout:
         """Join the workers' parts, given in row order; ``space`` is the single observation space."""
 
         def concatenate(leaves: Sequence[np.ndarray], axis: int) -> np.ndarray:
@@ -59,6 +60,7 @@ class Rollout:
         ended = global_order([np.flatnonzero(part["terminations"] | part["truncations"]) for part in parts])
         counted = global_order([part["episodes"] for part in parts])
         return cls(
+            rows=rows,
             observations=join_observations("observations", 1),
             final_observations=join_observations("final_observations", 0, ended),
             next_observations=join_observations("next_observations", 0),

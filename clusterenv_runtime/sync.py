@@ -74,6 +74,7 @@ class PolicyStore:
         self.divergence = np.full(num_workers, math.inf)  # nats, per worker; inf until a worker has acted
         self.held = [0] * num_workers  # the version last sent to each worker; 0 for none of this structure
         self.behavior = [0] * num_workers  # the version each worker acted on when last heard of; 0 for unknown
+        self._measured = [0] * num_workers  # the version whose divergence is known; 0 for none
         # (observations, parameters) of what each worker has seen lately under that version.
         self._recent: list[tuple[Any, np.ndarray]] = [(None, np.empty(0))] * num_workers
         self._policy: Policy | None = None
@@ -94,6 +95,7 @@ class PolicyStore:
         # A copy on the learner's device; it becomes bytes only when the first worker pulls this version.
         self._flat, self._bytes = policy.flat_weights(), None
         self.divergence[:] = math.inf
+        self._measured = list(self.behavior)
         known = [worker for worker, version in enumerate(self.behavior) if version]
         if known:
             self.divergence[known] = policy.divergence(*zip(*(self._recent[worker] for worker in known), strict=True))
@@ -115,10 +117,11 @@ class PolicyStore:
     @property
     def epsilon(self) -> float:
         """The policy's, where it has one, now."""
-        return getattr(self._policy, "epsilon", 0.0)
+        return float(getattr(self._policy, "epsilon", 0.0))
 
     def request(self, worker: int, num_steps: int) -> Collect:
-        return Collect(0, num_steps, self.version, self.behavior[worker], float(self.divergence[worker]), self.epsilon)
+        divergence = float(self.divergence[worker])
+        return Collect(0, int(num_steps), self.version, self._measured[worker], divergence, self.epsilon)
 
     def answer(self, worker: int) -> list[Any]:
         """Return the frames that answer a pull."""

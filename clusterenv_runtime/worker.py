@@ -285,7 +285,8 @@ class Worker:
             case protocol.Collect():
                 if self._envs.rule.wants_pull(self._version, request):
                     self._pull(request.seq)
-                self._actor.policy.epsilon = request.epsilon
+                if hasattr(self._actor.policy, "epsilon"):
+                    self._actor.policy.epsilon = request.epsilon
                 waited, self._waited = self._waited, 0.0
                 part = self._envs.collect(self._actor, request.num_steps)
                 return {"version": self._version, "waited": waited, **part}

@@ -143,6 +143,39 @@ def test_a_worker_pulls_a_version_once_and_only_for_the_divergence_of_the_one_it
         assert envs.divergence.item() == pytest.approx(0, abs=1e-7)
 
 
+def test_a_divergence_is_of_the_version_it_was_measured_for_and_no_other():
+    with ClusterEnv([RANDOM] * 2, 1, kl_threshold=0.0) as envs:
+        policy = CategoricalPolicy(linear())
+        envs.publish(policy)
+        envs.reset(seed=1)
+        envs.send(3)
+        envs.recv()
+        change(policy, 1.0)
+        envs.publish(policy)  # 2, which the worker pulls
+        envs.send(3)
+        change(policy, 1.0)
+        envs.publish(policy)  # 3: measured while what is known of the worker is version 1
+        assert envs.recv()[1].policy_versions.tolist() == [2, 2]
+        envs.send(3)
+        assert envs.recv()[1].policy_versions.tolist() == [2, 2]
+        envs.publish(policy)  # 4: measured for version 2
+        envs.send(3)
+        assert envs.recv()[1].policy_versions.tolist() == [4, 4]
+        assert envs.pulls.tolist() == [3]
+
+
+def test_a_new_wrapper_and_numbers_of_numpys_are_nothing_new():
+    network = linear()
+    with ClusterEnv([RANDOM] * 2, 1, sync_mode="never") as envs:
+        for epsilon in np.linspace(1, 0, 4):
+            envs.publish(EpsilonGreedyPolicy(network, epsilon))
+            envs.reset(seed=1)
+            envs.send(np.int64(2), np.int64(0))
+            _, chunk = envs.recv()
+        assert (chunk.actions == network(torch.as_tensor(chunk.observations)).argmax(-1).numpy()).all()
+        assert envs.pulls.tolist() == [1]
+
+
 @pytest.mark.parametrize("max_policy_lag", [0, 3])
 def test_the_policy_lag_is_bounded(max_policy_lag):
     with ClusterEnv([RANDOM] * 2, 2, sync_mode="never", max_policy_lag=max_policy_lag) as envs:
@@ -281,6 +314,9 @@ def test_misuse():
         envs.publish(policy)
         with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
             envs.send(0)
+        for worker in (-1, 2):
+            with pytest.raises(ValueError, match=f"worker must be 0 to 1, got {worker}"):
+                envs.send(5, worker)
         envs.send(5, 1)
         for call in (
             partial(envs.step, [0, 0]),
@@ -293,16 +329,39 @@ def test_misuse():
         with pytest.raises(NoAsyncCallError):
             envs.recv(0)
         assert envs.recv(1)[0] == 1
+        envs.send(5)
+        with pytest.raises(
+            AlreadyPendingCallError, match="Calling `rollout` while waiting for a pending call to `send`"
+        ):
+            envs.rollout(policy, 128)  # these are not its own
+        assert [chunk.rows.tolist() for _, chunk in sorted((envs.recv(), envs.recv()), key=lambda pair: pair[0])] == [
+            [0],
+            [1],
+        ]
+        rollout = envs.rollout(policy, 3, overlap=True)
+        assert rollout.rows.tolist() == [0, 1]
+        with pytest.raises(
+            AlreadyPendingCallError, match="Calling `send` while an overlapped `rollout` is outstanding"
+        ):
+            envs.send(5)
+        with pytest.raises(ValueError, match="the overlapped rollout was requested with 3 steps, not 4"):
+            envs.rollout(policy, 4)
+        assert envs.rollout(policy, 3).rewards.shape == (3, 2)
+        envs.rollout(policy, 3, overlap=True)
+        with pytest.raises(AlreadyPendingCallError):
+            envs.step_async([0, 0])
+        envs.rollout(policy, 3)
         envs.step_async([0, 0])
         with pytest.raises(AlreadyPendingCallError, match="Calling `send` while waiting for a pending call to `step`"):
             envs.send(5)
         envs.step_wait()
-    for call in (partial(envs.send, 5), envs.recv, partial(envs.publish, policy)):
+    for call in (partial(envs.send, 5), envs.recv, partial(envs.publish, policy), partial(envs.rollout, policy, 3)):
         with pytest.raises(ClosedEnvironmentError):
             call()
 
 
-def test_a_worker_that_dies_while_others_keep_streaming():
+@pytest.mark.parametrize("seconds", [0, 0.02], ids=["an idle learner", "a busy learner"])
+def test_a_worker_that_dies_while_others_keep_streaming(seconds):
     with ClusterEnv([CountingEnv] * 4, 2) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         envs.reset()
@@ -315,6 +374,11 @@ def test_a_worker_that_dies_while_others_keep_streaming():
             while time.monotonic() < deadline:
                 worker, _ = envs.recv()
                 envs.send(4, worker)
+                time.sleep(seconds)
+        for _ in range(2):
+            assert envs.recv(0)[0] == 0  # what the other has done is not lost
+        with pytest.raises(WorkerDiedError, match="there will be no answer: worker 1 .* is gone"):
+            envs.recv()
 
 
 def test_an_environment_that_raises_while_others_keep_streaming():
@@ -328,3 +392,5 @@ def test_an_environment_that_raises_while_others_keep_streaming():
             while time.monotonic() < deadline:
                 worker, _ = envs.recv()
                 envs.send(4, worker)
+        with pytest.raises(WorkerDiedError, match="there will be no answer: worker 1 .* is gone"):
+            envs.recv(1)
