@@ -1,0 +1,86 @@
+"""Two ways to run one of the scripts, over several seeds: returns with intervals, pulls, and time.
+
+    python -m benchmarks.compare --script dqn_clusterenv.py --flags "--sync-mode always"
+    python -m benchmarks.compare --script ppo_clusterenv.py --flags "--overlap"
+
+Runs the script as it is and with `--flags`, in turn, once per seed; `--common` goes to both. Prints for both the
+interquartile mean over the seeds of the return of the last 100 episodes and of the final evaluation, the mean number of
+pulls, and the median time; and the differences of the returns with 95% bootstrap intervals over the seeds.
+"""
+
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+from scipy.stats import bootstrap, trim_mean
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Args:
+    script: str
+    """ppo_clusterenv.py or dqn_clusterenv.py"""
+    flags: str
+    """what the second way adds, in one string"""
+    common: str = ""
+    """what both get, in one string"""
+    seeds: int = 5
+    """seeds, from 1"""
+
+
+def run(script, *flags):
+    """Run a script of ours; return its summary."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, str(ROOT / script), *flags]
+        subprocess.run(command, cwd=directory, check=True, stdout=subprocess.DEVNULL)
+        (summary,) = Path(directory, "runs").glob("*/summary.json")
+        return json.loads(summary.read_text())
+
+
+def iqm(values, axis=-1):
+    return trim_mean(values, 0.25, axis=axis)
+
+
+def difference(a, b, axis=-1):
+    return iqm(a, axis) - iqm(b, axis)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    ways = ["", args.flags]
+    summaries = {way: [] for way in ways}
+    for seed in range(1, args.seeds + 1):
+        for way in ways:
+            summary = run(args.script, *shlex.split(args.common), *shlex.split(way), "--seed", str(seed))
+            summaries[way].append(summary)
+            print(
+                f"seed {seed} {way or 'as it is'}: return {summary['mean_return_100']:.1f}, evaluation "
+                f"{summary['eval_return_mean']:.1f}, {summary['pulls_per_worker']:g} pulls, "
+                f"{summary['wall_seconds']:.0f} s",
+                flush=True,
+            )
+
+    def column(way, key):
+        return np.array([summary[key] for summary in summaries[way]])
+
+    for way in ways:
+        print(
+            f"{way or 'as it is'}: return {iqm(column(way, 'mean_return_100')):.1f}, evaluation "
+            f"{iqm(column(way, 'eval_return_mean')):.1f} (IQM of {args.seeds} seeds), "
+            f"{column(way, 'pulls_per_worker').mean():.1f} pulls (mean), "
+            f"{statistics.median(column(way, 'wall_seconds')):.0f} s (median)"
+        )
+    for key in ("mean_return_100", "eval_return_mean"):
+        samples = [column(way, key) for way in ways]
+        interval = bootstrap(samples, difference, method="percentile", rng=np.random.default_rng(0)).confidence_interval
+        print(
+            f"{key}, as it is minus {args.flags}: {difference(*samples):.1f} [{interval.low:.1f}, {interval.high:.1f}]"
+        )
