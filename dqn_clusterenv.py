@@ -95,7 +95,7 @@ class Args:
     """when workers pull weights: by divergence (APS), every `--sync-interval` checks, every check, or once"""
     sync_check_frequency: int = 20
     """gradient steps between publishing the policy, which measures the workers' divergence from it"""
-    kl_threshold: float = 1.0
+    kl_threshold: float = 0.8
     """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats"""
     sync_interval: int | None = None
     """with `--sync-mode interval`: pull every so many checks"""
