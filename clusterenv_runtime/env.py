@@ -37,6 +37,11 @@ class ClusterEnv(WorkerVectorEnv):
         sync_interval: in policy versions, for "interval".
         max_policy_lag: pull, whatever the mode, when more than this many versions behind at the time of the request.
         startup_timeout: seconds for the workers to start and to build their environments.
+        worker_timeout: seconds of silence of a worker's process or link (not of a slow step) until it counts as dead.
+        bind_address: an IP address or the name of a network interface, to listen there over tcp; ``None`` for ipc.
+        port: to listen on; 0 for a random free one.
+        security: over tcp "curve" encrypts, and admits only workers that have this run's keys; "none" does not.
+        allow_insecure: permit ``security="none"`` on an address that is not loopback.
         log_dir: where the local launcher's workers write ``worker-I.log``; by default to this process's output.
 
     Raises:
@@ -59,6 +64,11 @@ class ClusterEnv(WorkerVectorEnv):
         sync_interval: int | None = None,
         max_policy_lag: int | None = None,
         startup_timeout: float = 60.0,
+        worker_timeout: float = 30.0,
+        bind_address: str | None = None,
+        port: int = 0,
+        security: str = "curve",
+        allow_insecure: bool = False,
         log_dir: str | None = None,
     ) -> None:
         self.closed = True  # until there is something to close
@@ -73,6 +83,11 @@ class ClusterEnv(WorkerVectorEnv):
             autoreset_mode=autoreset_mode,
             launcher=launcher,
             startup_timeout=startup_timeout,
+            worker_timeout=worker_timeout,
+            bind_address=bind_address,
+            port=port,
+            security=security,
+            allow_insecure=allow_insecure,
             log_dir=log_dir,
             settings={"rule": self._rule},
         )

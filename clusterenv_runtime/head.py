@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import gymnasium as gym
@@ -16,7 +17,8 @@ import zmq
 from . import protocol
 from .errors import DeadlineError, EnvError, StartupError, WorkerDiedError
 from .launchers import LocalLauncher
-from .protocol import Close, Error, Hello, Message, Pull, Reply
+from .protocol import Close, Error, Hello, Message, Ping, Pull, Reply
+from .security import Gate
 
 logger = logging.getLogger(__name__)
 POLL_MS = 200  # how often a waiting head looks whether its workers live
@@ -40,25 +42,40 @@ class Head:
         rows: Iterable[slice],
         launcher: LocalLauncher,
         startup_timeout: float,
+        worker_timeout: float = 30.0,
+        bind_address: str | None = None,
+        port: int = 0,
+        security: str = "curve",
     ) -> None:
         self.on_pull: Callable[[int], list[Any]] | None = None  # worker -> frames of the answer
         self.links = [Link(index, row) for index, row in enumerate(rows)]
-        self._launcher, self._seq = launcher, 0
+        self._launcher, self._seq, self._worker_timeout = launcher, 0, worker_timeout
+        # libzmq's own thread notices a silent link, whatever Python does at either end; a message to it then fails.
+        self._ping, self._next_ping = protocol.frames(Ping()), 0.0
         self._outstanding: dict[int, int] = {}  # seq -> worker, of requests that are not answered
         self._replies: dict[int, tuple[Reply, list[Any]]] = {}  # seq -> what nobody has taken yet, oldest first
         self._errors: list[tuple[Link, Error]] = []  # that are to be raised
         self._last_quiet = time.monotonic()  # when there was no message to read
         self._directory = tempfile.TemporaryDirectory(prefix="clusterenv-")  # 0700: nobody else can dial in
-        address = f"ipc://{self._directory.name}/head"
-        if len(address) > len("ipc://") + 107:
+        address = f"tcp://{bind_address}:{port or '*'}" if bind_address else f"ipc://{self._directory.name}/head"
+        if not bind_address and len(address) > len("ipc://") + 107:
             raise StartupError(f"the socket's path {address} is longer than 107 bytes: set TMPDIR to a shorter one")
-        self._context = zmq.Context()
+        self._context, self._gate, key_file = zmq.Context(), None, None
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.router_mandatory = True  # a message to a worker that has gone raises instead of vanishing
+        protocol.set_limits(self._socket, worker_timeout)
         try:
-            self._socket.bind(address)
-            launcher.start(len(self.links), address, startup_timeout)
+            if bind_address and security == "curve":
+                key_file = Path(self._directory.name) / "key"
+                self._gate = Gate(self._context, self._socket, key_file)
+            try:
+                self._socket.bind(address)
+            except zmq.ZMQError as error:
+                raise StartupError(f"cannot listen on {address}: {error.strerror}") from None
+            flags = ["--connect", self._socket.last_endpoint.decode().rstrip("\0")]
+            flags += ["--startup-timeout", str(startup_timeout), "--head-timeout", str(worker_timeout)]
+            launcher.start(len(self.links), flags if self._gate is None else [*flags, "--key-file", str(key_file)])
             self._await_hellos(time.monotonic() + startup_timeout, startup_timeout)
         except BaseException:
             self.close(timeout=0)
@@ -161,6 +178,8 @@ class Head:
                     logger.debug("worker %d had gone before it was closed", link.index)
         self._launcher.stop(timeout)
         self._socket.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
         self._directory.cleanup()
 
@@ -188,6 +207,11 @@ class Head:
                 if self._launcher.exit_reason(link.index) is not None and not self._socket.poll(0):
                     self._raise_death(link)
             self._last_quiet = time.monotonic()
+            if self._last_quiet > self._next_ping:
+                self._next_ping = self._last_quiet + 1
+                for link in awaited:
+                    if link.identity is not None:
+                        self._send(link, self._ping)
         if time.monotonic() > self._last_quiet + 1:  # the living must not hide the dead
             self._last_quiet = time.monotonic()
             for link in awaited:
@@ -247,7 +271,9 @@ class Head:
             time.sleep(0.01)
         who, link.identity = self.describe(link), None
         self._outstanding = {seq: worker for seq, worker in self._outstanding.items() if worker != link.index}
-        raise WorkerDiedError(f"{who} died: {reason or 'its link is closed'}")
+        silent = f"cut off, or silent for {self._worker_timeout:g} s; is it stopped, or its machine or network down?"
+        self._launcher.kill(link.index)  # should it be only stopped, or cut off: it is not to come back
+        raise WorkerDiedError(f"{who} died: {reason or silent}")
 
     def _raise(self, errors: list[tuple[Link, Error]]) -> NoReturn:
         """Raise the last of ``errors``, logging them as Gymnasium's AsyncVectorEnv does, where a worker is one env."""

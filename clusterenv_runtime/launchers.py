@@ -22,8 +22,8 @@ class LocalLauncher:
         """Whether this launcher has workers already; one launcher serves one ClusterEnv."""
         return bool(self._processes)
 
-    def start(self, num_workers: int, address: str, startup_timeout: float) -> None:
-        """Start workers 0 to ``num_workers - 1``, which dial ``address`` and wait so many seconds for an answer."""
+    def start(self, num_workers: int, flags: list[str]) -> None:
+        """Start workers 0 to ``num_workers - 1`` with these flags of `clusterenv_runtime.worker`."""
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         package_parent = str(Path(__file__).resolve().parent.parent)
@@ -31,8 +31,7 @@ class LocalLauncher:
         # One BLAS thread each: a worker's cores are its environments'.
         env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         for index in range(num_workers):
-            command = [sys.executable, "-m", "clusterenv_runtime.worker", "--connect", address, "--index", str(index)]
-            command += ["--startup-timeout", str(startup_timeout)]
+            command = [sys.executable, "-m", "clusterenv_runtime.worker", "--index", str(index), *flags]
             log = None if self._log_dir is None else open(self.log(index), "ab")  # noqa: SIM115
             try:
                 # A session of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.
@@ -56,10 +55,14 @@ class LocalLauncher:
         names = {number.value: number.name for number in signal.Signals}
         return f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exit code {code}"
 
+    def kill(self, index: int) -> None:
+        """End a worker's process at once."""
+        self._processes[index].kill()
+
     def stop(self, timeout: float) -> None:
         """Give the workers ``timeout`` seconds to exit by themselves, then terminate them, then kill them."""
         deadline = time.monotonic() + timeout
-        for end, stop in ((deadline, None), (deadline + 2, "terminate"), (deadline + 7, "kill")):
+        for end, stop in ((deadline, None), (deadline + 1, "terminate"), (deadline + 6, "kill")):
             for process in self._processes:
                 if stop is not None and process.poll() is None:
                     getattr(process, stop)()

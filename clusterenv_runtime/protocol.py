@@ -16,11 +16,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import zmq
 from gymnasium.spaces import GraphInstance
 
 from .errors import ProtocolError
 
 PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 2**31  # a peer that sends more in one frame is cut off
 
 
 class Message(msgspec.Struct, tag=True):
@@ -71,6 +73,10 @@ class Weights(Message):  # the policy's parameters and buffers, flat
     version: int
 
 
+class Ping(Message):  # no answer, and nothing to do: it is for the head to see whether it can be sent
+    pass
+
+
 class Close(Message):
     pass
 
@@ -105,7 +111,7 @@ class Error(Message):
     fatal: bool
 
 
-Request = Setup | Reset | Step | Call | SetAttr | Structure | Collect | Weights | Close
+Request = Setup | Reset | Step | Call | SetAttr | Structure | Collect | Weights | Ping | Close
 Answer = Hello | Reply | Pull | Error
 _encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
@@ -123,6 +129,13 @@ def library_versions() -> dict[str, str]:
 
 _DTYPE = re.compile(r"[<>|][biufcSUmM]\d{1,9}(\[\w+\])?")  # plain data of a fixed size
 _CONTAINERS = {"list": list, "tuple": tuple, "GraphInstance": lambda items: GraphInstance(*items)}
+
+
+def set_limits(socket: zmq.Socket[bytes], silence: float) -> None:
+    """Cap what ``socket`` receives, and close a link that has been silent for so many seconds (ZMTP's PING)."""
+    socket.maxmsgsize = MAX_FRAME_BYTES
+    socket.heartbeat_ivl = max(int(silence * 250), 1)
+    socket.heartbeat_timeout = max(int(silence * 750), 1)
 
 
 def frames(message: Message, *buffers: Any) -> list[Any]:

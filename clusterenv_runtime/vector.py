@@ -21,6 +21,7 @@ from .errors import DeadlineError, StartupError
 from .head import Head
 from .launchers import LocalLauncher
 from .protocol import Call, Message, Reply, Reset, SetAttr, Setup, Step
+from .security import check_security
 from .spaces import check_reset_mask, map_space, observation_spaces
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ class WorkerVectorEnv(VectorEnv):
         autoreset_mode: str | AutoresetMode,
         launcher: str | LocalLauncher | None,
         startup_timeout: float,
+        worker_timeout: float,
+        bind_address: str | None,
+        port: int,
+        security: str,
+        allow_insecure: bool,
         log_dir: str | None,
         settings: dict[str, Any],
     ) -> None:
@@ -56,6 +62,9 @@ class WorkerVectorEnv(VectorEnv):
             raise ValueError("log_dir belongs to the launcher: LocalLauncher(log_dir)")
         if isinstance(launcher, LocalLauncher) and launcher.started:
             raise ValueError("a LocalLauncher starts the workers of one ClusterEnv: make another")
+        check_security(bind_address, security, allow_insecure)
+        if not worker_timeout > 0:  # also NaN
+            raise ValueError(f"worker_timeout must be a number of seconds > 0, got {worker_timeout}")
         self.num_workers = min(num_workers, self.num_envs)
         self.copy, self.observation_mode, self.autoreset_mode = copy, observation_mode, AutoresetMode(autoreset_mode)
         env = self.env_fns[0]()
@@ -80,7 +89,7 @@ class WorkerVectorEnv(VectorEnv):
         setups = [cloudpickle.dumps({"env_fns": self.env_fns[part], **settings}) for part in rows]
         if not isinstance(launcher, LocalLauncher):
             launcher = LocalLauncher(log_dir)
-        self._head = Head(rows, launcher, startup_timeout)
+        self._head = Head(rows, launcher, startup_timeout, worker_timeout, bind_address, port, security)
         self._finalizer = weakref.finalize(self, self._head.close, timeout=2)
         self.closed = False
         self._observations: Any = None
@@ -200,11 +209,11 @@ class WorkerVectorEnv(VectorEnv):
         return self.get_attr("np_random_seed")
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """End the workers: ask them, after ``timeout`` (5) seconds terminate, then kill them."""
+        """End the workers: ask them, after ``timeout`` (3) seconds terminate, then kill them."""
         if self._state != AsyncState.DEFAULT:
             gym.logger.warn(f"Calling `close` while waiting for a pending call to `{self._state.value}` to complete.")
         self._finalizer.detach()
-        self._head.close(0 if terminate else 5 if timeout is None else timeout)
+        self._head.close(0 if terminate else 3 if timeout is None else timeout)
 
     def __enter__(self) -> Self:
         return self

@@ -30,7 +30,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from . import protocol
+from .errors import StartupError
 from .protocol import Error, Hello, Pull, Reply, Request, Weights
+from .security import WorkerKeys, read_key_file
 from .spaces import map_space
 from .sync import SyncRule, sampled_states
 
@@ -184,10 +186,13 @@ class _End(BaseException):
 class Worker:
     """One link to the head, and the requests that come over it."""
 
-    def __init__(self, address: str, index: int) -> None:
+    def __init__(self, address: str, index: int, head_timeout: float, keys: WorkerKeys | None) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 5000  # the last message may be why we die
+        protocol.set_limits(self._socket, head_timeout)
+        if keys is not None:
+            keys.secure(self._socket)
         monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         threading.Thread(target=_exit_with_head, args=(monitor,), daemon=True).start()
         self._socket.connect(address)
@@ -244,6 +249,8 @@ class Worker:
         header, *buffers = self._socket.recv_multipart(copy=False)
         self._waited += time.perf_counter() - start
         request = protocol.decode_request(header.buffer)
+        if isinstance(request, protocol.Ping):
+            return self._receive()
         if isinstance(request, protocol.Close):
             raise _End
         return request, [buffer.buffer for buffer in buffers]
@@ -328,9 +335,15 @@ def main() -> None:
     parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the head's address, as ZeroMQ writes it")
     parser.add_argument("--index", required=True, type=int, help="which of the head's workers this is, from 0")
     parser.add_argument("--startup-timeout", type=float, default=60, help="seconds to wait for the head's first answer")
+    parser.add_argument("--head-timeout", type=float, default=30, help="seconds of a silent link before giving up")
+    parser.add_argument("--key-file", metavar="FILE", help="the run's keys, for tcp; only its owner may read it")
     args = parser.parse_args()
     logging.basicConfig(format=f"worker {args.index}: %(message)s")
-    worker = Worker(args.connect, args.index)
+    try:
+        keys = None if args.key_file is None else read_key_file(args.key_file)
+    except StartupError as error:
+        sys.exit(f"error: {error}")
+    worker = Worker(args.connect, args.index, args.head_timeout, keys)
     try:
         with contextlib.suppress(_End):
             worker.run(args.startup_timeout)

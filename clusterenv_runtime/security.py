@@ -1,0 +1,102 @@
+"""Who is let in over tcp: CURVE keys for one run, and the check that only its workers' key is admitted.
+
+CURVE (https://rfc.zeromq.org/spec/26) encrypts, and proves to the worker that the head has the run's server key. Whose
+key the head admits is for ZAP (https://rfc.zeromq.org/spec/27) to say: without it, anyone who knows the server's public
+key is let in. The keys are made for each run and lie in a file that only its owner can read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from .errors import StartupError
+
+logger = logging.getLogger(__name__)
+Z85Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
+
+
+def check_security(bind_address: str | None, security: str, allow_insecure: bool) -> None:
+    """Raise ValueError if these arguments of `ClusterEnv` are wrong or would let anyone in."""
+    if security not in ("curve", "none"):
+        raise ValueError(f"security must be 'curve' or 'none', got {security!r}")
+    if bind_address in ("*", "0.0.0.0", "::"):
+        raise ValueError(f"bind_address must be one address or network interface, not all of them ({bind_address})")
+    loopback = bind_address is None or bind_address in ("lo", "localhost") or bind_address.startswith("127.")
+    if security == "none" and not loopback and not allow_insecure:
+        raise ValueError(
+            f"security 'none' on {bind_address} would let anyone run your policy's rollouts and read it: use 'curve', "
+            "or set allow_insecure where the network is yours alone"
+        )
+
+
+class WorkerKeys(msgspec.Struct):
+    """What a worker needs: the server's public key and the key pair of the run's workers, each 40 characters of Z85."""
+
+    server_public: Z85Key
+    worker_public: Z85Key
+    worker_secret: Z85Key
+
+    def secure(self, socket: zmq.Socket[bytes]) -> None:
+        """Make ``socket`` talk to the holder of the server's secret key alone, and show it the workers'."""
+        socket.curve_serverkey = self.server_public.encode()
+        socket.curve_publickey = self.worker_public.encode()
+        socket.curve_secretkey = self.worker_secret.encode()
+
+
+class Gate:
+    """The head's side: makes the keys, writes those of the workers to ``key_file``, and admits nobody else.
+
+    Raises:
+        OSError: ``key_file`` exists or cannot be written.
+    """
+
+    def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[bytes], key_file: Path) -> None:
+        server_public, server_secret = zmq.curve_keypair()
+        self._worker_public, worker_secret = zmq.curve_keypair()
+        keys = WorkerKeys(*(key.decode() for key in (server_public, self._worker_public, worker_secret)))
+        with os.fdopen(os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(keys))
+        self.refused = 0  # connections so far
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", self)
+        socket.curve_server = True
+        socket.curve_secretkey = server_secret
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Say whether the owner of this public key (Z85) is let in; what zmq.auth asks for each connection."""
+        if key == self._worker_public:
+            return True
+        self.refused += 1
+        if self.refused == 1:
+            logger.warning("refused a connection with a foreign key; others will be refused without a word")
+        return False
+
+    def close(self) -> None:
+        self._authenticator.stop()
+
+
+def read_key_file(path: str | os.PathLike[str]) -> WorkerKeys:
+    """Return the keys in a file that `Gate` has written.
+
+    Raises:
+        StartupError: the file is not there, others can read it, or it holds no keys; the text says what to do.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_IMODE(mode) & 0o077:
+            raise StartupError(f"others can read the key file {path} (mode {stat.S_IMODE(mode):04o}): chmod 600 it")
+        keys = msgspec.json.decode(Path(path).read_bytes(), type=WorkerKeys)
+        return keys
+    except OSError as error:
+        raise StartupError(f"cannot read the key file {path}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise StartupError(f"{path} is not a key file: {error}") from None

@@ -1,0 +1,244 @@
+"""Over tcp nobody gets in without the run's keys; and a silent link is noticed while a slow environment is not."""
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, StartupError, WorkerDiedError
+from clusterenv_runtime.protocol import PROTOCOL_VERSION, Hello, Reply, frames
+from clusterenv_runtime.security import WorkerKeys, read_key_file
+
+from .envs import CountingEnv
+from .nets import linear
+from .test_failures import GARBAGE
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ClusterEnv([partial(CountingEnv, length=10**6)] * 2, 2, bind_address="127.0.0.1") as envs:
+        envs.reset()
+        yield envs
+
+
+def flag_of(workers, flag):
+    *_, command = workers().values()
+    return command[command.index(flag) + 1]
+
+
+def step(envs):
+    (count,) = set(envs.get_attr("count"))
+    assert envs.step([0, 0])[0].tolist() == [[count + 1], [count + 1]]
+
+
+def test_curve_serves_everything_and_its_key_file_is_for_its_owner(cluster, workers):
+    key_file = Path(flag_of(workers, "--key-file"))
+    assert key_file.stat().st_mode & 0o777 == 0o600
+    secrets = json.loads(key_file.read_text())
+    assert secrets["worker_secret"] not in str(workers())  # anyone may read a command line
+    assert cluster.rollout(CategoricalPolicy(linear(1, 2)), 3).rewards.shape == (3, 2)
+    step(cluster)
+
+
+def intruders(keys):
+    foreign = WorkerKeys(keys.server_public, *(key.decode() for key in zmq.curve_keypair()))
+    other_server, _ = zmq.curve_keypair()
+    return {
+        "no keys": None,
+        "a foreign key and the right server key": foreign,
+        "the right key and a wrong server key": WorkerKeys(
+            other_server.decode(), keys.worker_public, keys.worker_secret
+        ),
+        "the public keys alone": WorkerKeys(keys.server_public, keys.worker_public, foreign.worker_secret),
+    }
+
+
+@pytest.mark.parametrize("who", range(4))
+def test_an_intruder_is_not_heard(cluster, workers, caplog, who):
+    keys = read_key_file(flag_of(workers, "--key-file"))
+    name, keys = list(intruders(keys).items())[who]
+    refused = cluster._head._gate.refused
+    with zmq.Context() as context, context.socket(zmq.DEALER) as intruder:
+        intruder.linger = 0
+        if keys is not None:
+            keys.secure(intruder)
+        refusals = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_DISCONNECTED
+        monitor = intruder.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | refusals)
+        intruder.connect(flag_of(workers, "--connect"))
+        with contextlib.suppress(zmq.Again):  # once refused
+            for _ in range(5):
+                intruder.send_multipart(frames(Hello(PROTOCOL_VERSION, 0, name, 1, {})), zmq.NOBLOCK)
+        assert monitor.poll(5000)
+        assert recv_monitor_message(monitor)["event"] & refusals
+        for _ in range(3):
+            step(cluster)
+        assert not intruder.poll(0)
+        intruder.disable_monitor()
+    assert name not in caplog.text
+    assert (cluster._head._gate.refused > refused) == (name == "a foreign key and the right server key")
+
+
+class Bomb:
+    def __reduce__(self):
+        return os._exit, (7,)
+
+
+BOMBS = {
+    "a pickle": [[pickle.dumps(Bomb())], frames(Reply(1, None)) + [pickle.dumps(Bomb())]],
+    "a pickle as every frame": [[pickle.dumps(Bomb())] * 20],
+    "an object array": [[*frames(Reply(seq, ["array", 0, "|O", [1]])), pickle.dumps(Bomb())] for seq in range(200)],
+    "a terabyte": [[*frames(Reply(seq, ["array", 0, "|S1", [2**40]])), b"x"] for seq in range(200)],
+    "a gigabyte of nothing": [[*frames(Reply(seq, ["array", 0, "|S0", [2**30]])), b""] for seq in range(200)],
+}
+
+
+@pytest.mark.parametrize("messages", {**GARBAGE, **BOMBS}.values(), ids={**GARBAGE, **BOMBS})
+def test_with_the_right_keys_what_no_worker_says_changes_nothing(cluster, workers, caplog, messages):
+    keys = read_key_file(flag_of(workers, "--key-file"))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.sndhwm = stranger.linger = 0
+        keys.secure(stranger)
+        stranger.connect(flag_of(workers, "--connect"))
+        for message in messages:
+            stranger.send_multipart(message)
+        end = f"the end, {time.monotonic()}"
+        stranger.send_multipart(frames(Hello(1, 99, end, 1, {})))
+        while f"dropped a hello from {end}" not in caplog.text:
+            step(cluster)
+        assert not stranger.poll(0)
+
+
+def test_what_is_not_zeromq_changes_nothing(cluster, workers):
+    host, port = flag_of(workers, "--connect").removeprefix("tcp://").split(":")
+    for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, os.urandom(1000)):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(data)
+            step(cluster)
+
+
+def start_worker(key_file, timeout=20):
+    command = [sys.executable, "-m", "clusterenv_runtime.worker", "--connect", "tcp://127.0.0.1:1", "--index", "0"]
+    result = subprocess.run(
+        [*command, "--key-file", str(key_file)], cwd=ROOT, capture_output=True, text=True, timeout=timeout
+    )
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_a_worker_refuses_a_key_file_that_others_can_read_or_that_holds_no_keys(tmp_path):
+    path = tmp_path / "key"
+    assert start_worker(path) == f"error: cannot read the key file {path}: No such file or directory\n"
+    path.write_text('{"server_public": "short"}')
+    path.chmod(0o640)
+    assert start_worker(path) == f"error: others can read the key file {path} (mode 0640): chmod 600 it\n"
+    path.chmod(0o600)
+    assert start_worker(path).startswith(f"error: {path} is not a key file: ")
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ({"security": "tls"}, "security must be 'curve' or 'none', got 'tls'"),
+        ({"bind_address": "0.0.0.0"}, "bind_address must be one address or network interface, not all of them"),
+        ({"bind_address": "eth0", "security": "none"}, "security 'none' on eth0 would let anyone"),
+        ({"worker_timeout": 0}, "worker_timeout must be a number of seconds > 0, got 0"),
+    ],
+)
+def test_arguments_that_would_let_anyone_in_or_are_wrong(workers, arguments, text):
+    before = workers()
+    with pytest.raises(ValueError, match=text):
+        ClusterEnv([CountingEnv], 1, **arguments)
+    assert workers() == before
+
+
+def test_where_it_cannot_listen_it_says_so():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=f"cannot listen on tcp://127.0.0.1:{port}: Address already in use"):
+            ClusterEnv([CountingEnv], 1, bind_address="127.0.0.1", port=port)
+    with pytest.raises(StartupError, match="cannot listen on tcp://nosuch0:.*: No such device"):
+        ClusterEnv([CountingEnv], 1, bind_address="nosuch0")
+
+
+@pytest.mark.parametrize("security", ["curve", "none"])
+def test_a_port_of_ones_own_and_no_security_on_loopback(security):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ClusterEnv([CountingEnv] * 2, 2, bind_address="lo", port=port, security=security) as envs:
+        envs.reset()
+        assert envs.step([0, 0])[1].tolist() == [1, 1]
+        with socket.create_connection(("127.0.0.1", port)):
+            pass
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+# Liveness.
+
+
+@pytest.mark.parametrize("address", [None, "127.0.0.1"])
+def test_a_stopped_worker_is_noticed_and_ended(workers, address):
+    envs = ClusterEnv([CountingEnv] * 4, 2, worker_timeout=1, bind_address=address)
+    envs.reset()
+    *_, pid = envs.call("pid")
+    os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=rf"worker 1 \(.*pid {pid}.*\) died: cut off, or silent for 1 s"):
+        envs.step([0] * 4)
+    assert time.monotonic() - start < 5
+    envs.close()
+    assert time.monotonic() - start < 8
+    assert pid not in workers()
+
+
+def test_a_step_longer_than_the_timeout_is_not_death():
+    with ClusterEnv([partial(CountingEnv, delay=3)], 1, worker_timeout=0.5, bind_address="127.0.0.1") as envs:
+        envs.reset()
+        assert envs.step([0])[1].tolist() == [1]
+        assert envs.rollout(CategoricalPolicy(linear(1, 2)), 1).rewards.tolist() == [[2]]
+
+
+def test_workers_of_a_stopped_head_end_by_themselves(tmp_path):
+    code = """
+import sys, time
+from clusterenv_runtime import ClusterEnv
+from tests.envs import CountingEnv
+envs = ClusterEnv([CountingEnv] * 2, 2, worker_timeout=1, bind_address="127.0.0.1")
+print(*envs.call("pid"), flush=True)
+time.sleep(60)
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    head = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in head.stdout.readline().split()]
+    head.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    try:
+        while states := [state(pid) for pid in pids if state(pid) not in "ZX"]:
+            assert time.monotonic() < deadline, states
+            time.sleep(0.05)
+    finally:
+        head.kill()
+        head.communicate()
+
+
+def state(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "X"
