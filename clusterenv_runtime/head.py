@@ -56,6 +56,8 @@ class Head:
         self._replies: dict[int, tuple[Reply, list[Any]]] = {}  # seq -> what nobody has taken yet, oldest first
         self._errors: list[tuple[Link, Error]] = []  # that are to be raised
         self._last_quiet = time.monotonic()  # when there was no message to read
+        self.dropped = 0  # messages so far that were malformed or of strangers
+        self._complained_of: set[bytes] = set()
         self._directory = tempfile.TemporaryDirectory(prefix="clusterenv-")  # 0700: nobody else can dial in
         address = f"tcp://{bind_address}:{port or '*'}" if bind_address else f"ipc://{self._directory.name}/head"
         if not bind_address and len(address) > len("ipc://") + 107:
@@ -221,12 +223,21 @@ class Head:
         try:
             message = protocol.decode_answer(frames[0].buffer)
         except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: a stranger may send anything
-            logger.warning("dropped a malformed message: %s", error)
+            self._drop(identity.bytes, "a malformed message: %s", error)
             return None, None, []
         link = next((link for link in self.links if link.identity == identity.bytes), None)
         if isinstance(message, Hello):
             self._greet(identity.bytes, message)
+        elif link is None:
+            self._drop(identity.bytes, "a %s of a stranger", type(message).__name__)
         return link, message, [frame.buffer for frame in frames[1:]]
+
+    def _drop(self, identity: bytes, text: str, *arguments: Any) -> None:
+        """Count a message that is not for us; say so once per peer, and of a hundred peers at most."""
+        self.dropped += 1
+        if identity not in self._complained_of and len(self._complained_of) < 100:
+            self._complained_of.add(identity)
+            logger.warning("dropped " + text, *arguments)
 
     def _await_hellos(self, deadline: float, startup_timeout: float) -> None:
         while absent := [link for link in self.links if link.identity is None]:
@@ -237,9 +248,8 @@ class Head:
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         if not 0 <= hello.index < len(self.links) or self.links[hello.index].identity is not None:
-            logger.warning(
-                "dropped a hello from %s, pid %d: there is no worker %d to come", hello.host, hello.pid, hello.index
-            )
+            text = "a hello from %s, pid %d: there is no worker %d to come"
+            self._drop(identity, text, hello.host, hello.pid, hello.index)
             return
         link = self.links[hello.index]
         link.place = f"{hello.host}, pid {hello.pid}"

@@ -245,12 +245,14 @@ class Worker:
                 raise _End from error
 
     def _receive(self) -> tuple[Request, list[Any]]:
-        start = time.perf_counter()
-        header, *buffers = self._socket.recv_multipart(copy=False)
+        start, request = time.perf_counter(), None
+        while request is None or isinstance(request, protocol.Ping):
+            header, *buffers = self._socket.recv_multipart(copy=False)
+            try:
+                request = protocol.decode_request(header.buffer)
+            except Exception as error:  # whatever bytes make msgspec raise
+                logger.warning("dropped a malformed message: %s", error)
         self._waited += time.perf_counter() - start
-        request = protocol.decode_request(header.buffer)
-        if isinstance(request, protocol.Ping):
-            return self._receive()
         if isinstance(request, protocol.Close):
             raise _End
         return request, [buffer.buffer for buffer in buffers]
@@ -269,6 +271,7 @@ class Worker:
                 observations = self._envs._observations
                 if mask is None or mask.any():
                     observations, _ = self._envs.reset(seed=seeds, options=options)
+                self._waited = 0.0  # from here on the head may have work
                 if seeds[0] is not None:
                     self._seed = [seeds[0], self._first_row]
                     self._seed_generator()

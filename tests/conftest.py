@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SECONDS = 120  # for one test with its fixtures
+SECONDS = int(os.environ.get("TEST_SECONDS", 120))  # for one test with its fixtures
 
 
 @pytest.hookimpl(wrapper=True)

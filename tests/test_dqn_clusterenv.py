@@ -79,6 +79,33 @@ def test_gradient_steps_per_environment_step_are_exact_and_nothing_is_lost(tmp_p
     assert summary["gradient_steps"] == (800 - 100) // 4
 
 
+SLOW_ENV = """
+import os, sys, time
+import gymnasium as gym
+from gymnasium.envs.classic_control import CartPoleEnv
+
+SECONDS = 0.005 if ["--index", "0"] == sys.argv[1:3] else 0.0005
+
+class Slow(CartPoleEnv):
+    def step(self, action):
+        time.sleep(SECONDS)
+        return super().step(action)
+
+gym.register("Slow-v0", Slow, max_episode_steps=500)
+"""
+
+
+def test_the_ratio_is_exact_and_nobody_waits_for_a_worker_ten_times_slower(tmp_path):
+    (tmp_path / "slow_env.py").write_text(SLOW_ENV)
+    flags = ["--env-id", "slow_env:Slow-v0", "--total-timesteps", "4000"]
+    _, summary = train(tmp_path, *flags, PYTHONPATH=f"{scripts.ROOT}{os.pathsep}{tmp_path}")
+    assert summary["global_step"] == summary["transitions_inserted"] == 4000
+    assert summary["gradient_steps"] == (4000 - 100) // 10
+    # In turn, the slow one would have to take 2000 steps of 5 ms; as it is, some 400.
+    assert summary["wall_seconds"] < 2000 * 0.005 * 0.7
+    assert summary["workers_waiting_seconds"][0] < summary["wall_seconds"] / 2
+
+
 def test_never_pulls_once_and_always_pulls_more(tmp_path):
     pulls = {}
     for mode in ("never", "always"):
@@ -116,8 +143,8 @@ def test_max_seconds_ends_the_run_in_order(tmp_path):
         ("--start-e 1.5", "--start-e must be in [0, 1], got 1.5"),
         ("--learning-starts -1", "--learning-starts must be at least 0, got -1"),
         ("--exploration-fraction 0", "--exploration-fraction must be a number > 0, got 0.0"),
-        ("--total-timesteps 10", "at least a chunk of 8 environments x 8 steps = 64"),
-        ("--buffer-size 10", "at least a chunk of 8 environments x 8 steps = 64"),
+        ("--total-timesteps 10", "at least a chunk of 8 environments x 16 steps = 128"),
+        ("--buffer-size 10", "at least a chunk of 8 environments x 16 steps = 128"),
         ("--buffer-size 100000000000", "--buffer-size 100000000000 takes 4470.3 GiB, this machine has"),
     ],
 )
