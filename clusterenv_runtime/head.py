@@ -76,6 +76,7 @@ class Head:
             except zmq.ZMQError as error:
                 raise StartupError(f"cannot listen on {address}: {error.strerror}") from None
             flags = ["--connect", self._socket.last_endpoint.decode().rstrip("\0")]
+            flags += ["--head-directory", self._directory.name]
             flags += ["--startup-timeout", str(startup_timeout), "--head-timeout", str(worker_timeout)]
             launcher.start(len(self.links), flags if self._gate is None else [*flags, "--key-file", str(key_file)])
             self._await_hellos(time.monotonic() + startup_timeout, startup_timeout)

@@ -32,6 +32,7 @@ class LocalLauncher:
         env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         for index in range(num_workers):
             command = [sys.executable, "-m", "clusterenv_runtime.worker", "--index", str(index), *flags]
+            command += ["--head-pid", str(os.getpid())]
             log = None if self._log_dir is None else open(self.log(index), "ab")  # noqa: SIM115
             try:
                 # A session of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.

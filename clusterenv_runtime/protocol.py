@@ -30,7 +30,7 @@ class Message(msgspec.Struct, tag=True):
 
 
 # Head to worker. Comments name the buffers that follow the header.
-class Setup(Message):  # cloudpickle of worker.EnvSlice's arguments
+class Setup(Message):  # cloudpickle of EnvSlice's arguments
     seq: int
     sys_path: list[str]
     first_row: int
