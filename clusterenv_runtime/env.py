@@ -157,7 +157,8 @@ class ClusterEnv(WorkerVectorEnv):
             seqs = sorted(self._granted, key=self._granted.__getitem__)
             parts = [reply.value for reply in self._head.gather(seqs, copy=False)]
         finally:  # also of an interrupted rollout nothing is left
-            self._forget()
+            self._head.forget(self._granted)
+            self._granted = {}
         for worker, part in enumerate(parts):
             self._acted(worker, part)
         if overlapped:
@@ -214,10 +215,6 @@ class ClusterEnv(WorkerVectorEnv):
         self._acted(index, reply.value)
         rows = self._head.links[index].rows
         return index, Rollout.join(self.single_observation_space, [reply.value], np.arange(rows.start, rows.stop))
-
-    def _forget(self) -> None:
-        self._head.forget(self._granted)
-        self._granted = {}
 
     def _acted(self, worker: int, part: dict[str, Any]) -> None:
         self._waiting_seconds[worker] += part["waited"]

@@ -42,10 +42,10 @@ class Head:
         rows: Iterable[slice],
         launcher: LocalLauncher,
         startup_timeout: float,
-        worker_timeout: float = 30.0,
-        bind_address: str | None = None,
-        port: int = 0,
-        security: str = "curve",
+        worker_timeout: float,
+        bind_address: str | None,
+        port: int,
+        security: str,
     ) -> None:
         self.on_pull: Callable[[int], list[Any]] | None = None  # worker -> frames of the answer
         self.links = [Link(index, row) for index, row in enumerate(rows)]
@@ -126,17 +126,14 @@ class Head:
     def wait_until(self, done: Callable[[], bool], seqs: Iterable[int], timeout: float | None = None) -> None:
         """Answer pulls and keep replies until ``done``, as long as the workers of ``seqs`` live; see `gather`."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not done():
-            awaited = self._awaited(seqs)
-            if not awaited and not self._errors:
-                gone = ", ".join(self.describe(link) for link in self.links if link.identity is None)
-                raise WorkerDiedError(f"there will be no answer: {gone} is gone")
-            if not awaited:
-                break
+        while not done() and (awaited := self._awaited(seqs)):
             self._handle(*self._receive(deadline, awaited))
         if self._errors:
             errors, self._errors = self._errors, []
             self._raise(errors)
+        if not done():
+            gone = ", ".join(self.describe(link) for link in self.links if link.identity is None)
+            raise WorkerDiedError(f"there will be no answer: {gone} is gone")
 
     @property
     def failed(self) -> bool:
@@ -259,14 +256,18 @@ class Head:
                 f"{self.describe(link)} speaks protocol {hello.protocol}, the head {protocol.PROTOCOL_VERSION}: "
                 "install the same clusterenv_runtime on both"
             )
-        ours = protocol.library_versions()
+        ours = protocol.shared_versions()
         if differing := [name for name in ours if hello.versions.get(name, ours[name]) != ours[name]]:
             theirs = ", ".join(f"{name} {hello.versions[name]} (head: {ours[name]})" for name in differing)
             raise StartupError(f"{self.describe(link)} runs {theirs}: install the same versions on both")
         link.identity = identity
 
     def _shut_down(self, link: Link) -> None:
-        link.identity, link.place = None, f"{link.place}, shut down after its error"
+        self._part_with(link)
+        link.place += ", shut down after its error"
+
+    def _part_with(self, link: Link) -> None:
+        link.identity = None
         self._outstanding = {seq: worker for seq, worker in self._outstanding.items() if worker != link.index}
 
     def _raise_death(self, link: Link) -> NoReturn:
@@ -280,11 +281,10 @@ class Head:
         deadline = time.monotonic() + 1  # the link may break a moment before the process ends
         while (reason := self._launcher.exit_reason(link.index)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        who, link.identity = self.describe(link), None
-        self._outstanding = {seq: worker for seq, worker in self._outstanding.items() if worker != link.index}
+        self._part_with(link)
         silent = f"cut off, or silent for {self._worker_timeout:g} s; is it stopped, or its machine or network down?"
         self._launcher.kill(link.index)  # should it be only stopped, or cut off: it is not to come back
-        raise WorkerDiedError(f"{who} died: {reason or silent}")
+        raise WorkerDiedError(f"{self.describe(link)} died: {reason or silent}")
 
     def _raise(self, errors: list[tuple[Link, Error]]) -> NoReturn:
         """Raise the last of ``errors``, logging them as Gymnasium's AsyncVectorEnv does, where a worker is one env."""

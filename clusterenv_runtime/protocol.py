@@ -118,7 +118,7 @@ decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
-def library_versions() -> dict[str, str]:
+def shared_versions() -> dict[str, str]:
     """Versions that head and worker must share, because pickled code and tensors cross between them."""
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("gymnasium", "numpy", "cloudpickle", "torch"):
@@ -127,15 +127,15 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-_DTYPE = re.compile(r"[<>|][biufcSUmM]\d{1,9}(\[\w+\])?")  # plain data of a fixed size
-_CONTAINERS = {"list": list, "tuple": tuple, "GraphInstance": lambda items: GraphInstance(*items)}
-
-
 def set_limits(socket: zmq.Socket[bytes], silence: float) -> None:
     """Cap what ``socket`` receives, and close a link that has been silent for so many seconds (ZMTP's PING)."""
     socket.maxmsgsize = MAX_FRAME_BYTES
     socket.heartbeat_ivl = max(int(silence * 250), 1)
     socket.heartbeat_timeout = max(int(silence * 750), 1)
+
+
+_DTYPE = re.compile(r"[<>|][biufcSUmM]\d{1,9}(\[\w+\])?")  # plain data of a fixed size
+_CONTAINERS = {"list": list, "tuple": tuple, "GraphInstance": lambda items: GraphInstance(*items)}
 
 
 def frames(message: Message, *buffers: Any) -> list[Any]:

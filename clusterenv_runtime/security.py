@@ -94,8 +94,7 @@ def read_key_file(path: str | os.PathLike[str]) -> WorkerKeys:
         mode = os.stat(path).st_mode
         if stat.S_IMODE(mode) & 0o077:
             raise StartupError(f"others can read the key file {path} (mode {stat.S_IMODE(mode):04o}): chmod 600 it")
-        keys = msgspec.json.decode(Path(path).read_bytes(), type=WorkerKeys)
-        return keys
+        return msgspec.json.decode(Path(path).read_bytes(), type=WorkerKeys)
     except OSError as error:
         raise StartupError(f"cannot read the key file {path}: {error.strerror}") from None
     except msgspec.MsgspecError as error:

@@ -51,7 +51,7 @@ class Worker:
         threading.Thread(target=_exit_with_head, args=(monitor, args), daemon=True).start()
         self._socket.connect(args.connect)
         hello = Hello(
-            protocol.PROTOCOL_VERSION, args.index, socket.gethostname(), os.getpid(), protocol.library_versions()
+            protocol.PROTOCOL_VERSION, args.index, socket.gethostname(), os.getpid(), protocol.shared_versions()
         )
         self._socket.send_multipart(protocol.frames(hello))
         self._later: deque[tuple[Request, list[Any]]] = deque()  # requests that arrived while waiting for weights

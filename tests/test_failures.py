@@ -310,7 +310,7 @@ def test_a_launcher_serves_one_cluster():
     [
         ("PROTOCOL_VERSION = 99", rf"worker [01] .* speaks protocol 99, the head {PROTOCOL_VERSION}: install the same"),
         (
-            "library_versions = lambda: {'numpy': '0.1'}",
+            "shared_versions = lambda: {'numpy': '0.1'}",
             r"worker [01] .* runs numpy 0\.1 \(head: .*\): install the same",
         ),
     ],
