@@ -1,27 +1,22 @@
 """Two ways to run one of the scripts, over several seeds: returns with intervals, pulls, and time.
 
-    python -m benchmarks.compare --script dqn_clusterenv.py --flags "--sync-mode always"
-    python -m benchmarks.compare --script ppo_clusterenv.py --flags "--overlap"
+    python -m benchmarks.compare --script dqn_clusterenv.py --flags="--sync-mode always"
+    python -m benchmarks.compare --script ppo_clusterenv.py --flags=--overlap
 
 Runs the script as it is and with `--flags`, in turn, once per seed; `--common` goes to both. Prints for both the
 interquartile mean over the seeds of the return of the last 100 episodes and of the final evaluation, the mean number of
 pulls, and the median time; and the differences of the returns with 95% bootstrap intervals over the seeds.
 """
 
-import json
 import shlex
 import statistics
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import tyro
 from scipy.stats import bootstrap, trim_mean
 
-ROOT = Path(__file__).resolve().parent.parent
+from .scripts import ROOT, run
 
 
 @dataclass
@@ -34,15 +29,6 @@ class Args:
     """what both get, in one string"""
     seeds: int = 5
     """seeds, from 1"""
-
-
-def run(script, *flags):
-    """Run a script of ours; return its summary."""
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, str(ROOT / script), *flags]
-        subprocess.run(command, cwd=directory, check=True, stdout=subprocess.DEVNULL)
-        (summary,) = Path(directory, "runs").glob("*/summary.json")
-        return json.loads(summary.read_text())
 
 
 def iqm(values, axis=-1):
@@ -59,7 +45,7 @@ if __name__ == "__main__":
     summaries = {way: [] for way in ways}
     for seed in range(1, args.seeds + 1):
         for way in ways:
-            summary = run(args.script, *shlex.split(args.common), *shlex.split(way), "--seed", str(seed))
+            _, summary = run(ROOT / args.script, *shlex.split(args.common), *shlex.split(way), "--seed", str(seed))
             summaries[way].append(summary)
             print(
                 f"seed {seed} {way or 'as it is'}: return {summary['mean_return_100']:.1f}, evaluation "

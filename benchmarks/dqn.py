@@ -8,19 +8,14 @@ with one thread. Prints the environment steps per second that each logs, their r
 learner was busy; and what `--deterministic` costs.
 """
 
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROOT = Path(__file__).resolve().parent.parent
+from .scripts import ROOT, run
 
 
 @dataclass
@@ -37,29 +32,14 @@ class Args:
     """rounds, each of all scripts in turn"""
 
 
-def run(python, script, *flags):
-    """Run a script; return its last charts/SPS and its summary, if it leaves one."""
-    with tempfile.TemporaryDirectory() as directory:
-        env = {**os.environ, "PYTHONPATH": str(script.resolve().parent.parent), "OMP_NUM_THREADS": "1"}
-        if script.resolve().parent == ROOT:
-            env["PYTHONPATH"] = str(ROOT)
-        command = [str(python), str(script.resolve()), *flags]
-        subprocess.run(command, cwd=directory, env=env, check=True, stdout=subprocess.DEVNULL)
-        (folder,) = Path(directory, "runs").iterdir()
-        events = EventAccumulator(str(folder))
-        events.Reload()
-        summary = folder / "summary.json"
-        return events.Scalars("charts/SPS")[-1].value, json.loads(summary.read_text()) if summary.exists() else None
-
-
 if __name__ == "__main__":
     args = tyro.cli(Args)
     common = ["--env-id", args.env_id, "--total-timesteps", str(args.total_timesteps)]
     ratios, costs, shares = [], [], []
     for _ in range(args.rounds):
-        cleanrl, _ = run(args.cleanrl_python, args.cleanrl, *common)
-        ours, summary = run(sys.executable, ROOT / "dqn_clusterenv.py", *common)
-        deterministic, _ = run(sys.executable, ROOT / "dqn_clusterenv.py", *common, "--deterministic")
+        cleanrl, _ = run(args.cleanrl, *common, python=args.cleanrl_python, OMP_NUM_THREADS="1")
+        ours, summary = run(ROOT / "dqn_clusterenv.py", *common, OMP_NUM_THREADS="1")
+        deterministic, _ = run(ROOT / "dqn_clusterenv.py", *common, "--deterministic", OMP_NUM_THREADS="1")
         ratios.append(ours / cleanrl)
         costs.append(deterministic / ours)
         shares.append(1 - summary["learner_waiting_seconds"] / summary["wall_seconds"])
