@@ -39,3 +39,10 @@ def flat(observations):
         return
     for part in observations.values() if isinstance(observations, dict) else observations:
         yield from flat(part)
+
+
+def change(policy, scale):
+    """Move all parameters by normal noise."""
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -61,3 +63,30 @@ def start_and_await_training(script, directory, *flags):
         if line.startswith("step"):
             break
     return process, workers_of(process.pid)
+
+
+def check_refusal(result, says):
+    """A run ended before it began, with one line."""
+    assert result.returncode != 0
+    assert says in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def check_interruption(process, workers):
+    """Ctrl-C ends a run clean and quick."""
+    assert len(workers) == 2
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    assert process.returncode != 0
+    assert "Traceback" not in errors and "interrupted" in errors
+    assert not any(alive(pid) for pid in workers)
+
+
+def check_loss_of_worker_1(process, workers):
+    """A killed worker ends a run, with its name."""
+    os.kill(workers[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert "WorkerDiedError: worker 1" in errors and "SIGKILL" in errors and "worker-1.log" in errors
+    assert not any(alive(pid) for pid in workers)

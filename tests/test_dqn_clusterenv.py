@@ -1,8 +1,6 @@
 """The DQN script, run as a user runs it, with tiny numbers; and its replay buffer."""
 
 import os
-import signal
-import time
 from functools import partial
 
 import gymnasium as gym
@@ -17,7 +15,7 @@ from dqn_clusterenv import ReplayBuffer
 from . import scripts
 from .envs import CountingEnv
 from .nets import linear
-from .scripts import alive, scalars
+from .scripts import scalars
 
 SCRIPT = "dqn_clusterenv.py"
 TINY = ["--envs-per-worker", "2", "--num-steps", "4", "--learning-starts", "100", "--batch-size", "16"]
@@ -150,31 +148,19 @@ def test_max_seconds_ends_the_run_in_order(tmp_path):
 )
 def test_bad_input_is_one_line_before_anything_starts(tmp_path, flags, says):
     result = run(tmp_path, *flags.split())
-    assert result.returncode != 0
-    assert says in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    scripts.check_refusal(result, says)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_is_clean_and_quick(tmp_path):
     flags = [*TINY, "--total-timesteps", "1000000"]
     process, workers = scripts.start_and_await_training(SCRIPT, tmp_path, *flags)
-    assert len(workers) == 2
-    start = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert time.monotonic() - start < 10
-    assert process.returncode != 0
-    assert "Traceback" not in errors and "interrupted" in errors
-    assert not any(alive(pid) for pid in workers)
+    scripts.check_interruption(process, workers)
 
 
 def test_killed_worker_ends_the_run_with_its_name(tmp_path):
     process, workers = scripts.start_and_await_training(SCRIPT, tmp_path, *TINY, "--total-timesteps", "1000000")
-    os.kill(workers[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode != 0
-    assert "WorkerDiedError: worker 1" in errors and "SIGKILL" in errors and "worker-1.log" in errors
-    assert not any(alive(pid) for pid in workers)
+    scripts.check_loss_of_worker_1(process, workers)
 
 
 # The replay buffer.

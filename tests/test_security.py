@@ -22,9 +22,8 @@ from clusterenv_runtime.security import WorkerKeys, read_key_file
 
 from .envs import CountingEnv
 from .nets import linear
+from .scripts import ROOT, alive
 from .test_failures import GARBAGE
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -228,16 +227,9 @@ time.sleep(60)
     head.send_signal(signal.SIGSTOP)
     deadline = time.monotonic() + 10
     try:
-        while states := [state(pid) for pid in pids if state(pid) not in "ZX"]:
-            assert time.monotonic() < deadline, states
+        while survivors := [pid for pid in pids if alive(pid)]:
+            assert time.monotonic() < deadline, survivors
             time.sleep(0.05)
     finally:
         head.kill()
         head.communicate()
-
-
-def state(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "X"

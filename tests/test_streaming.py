@@ -14,10 +14,9 @@ from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, WorkerDiedError
-from clusterenv_runtime.rollout import Rollout
 
 from .envs import CountingEnv, FailingEnv, RandomEnv, assert_same
-from .nets import linear
+from .nets import change, linear
 from .test_rollout import Reference
 
 VECTOR = spaces.Box(-1, 1, (3,))
@@ -35,16 +34,6 @@ class LifeEnv(CountingEnv):
         _, _, terminated, truncated, info = super().step(action)
         self.life += 1
         return np.full(1, self.life, np.float32), float(self.life), terminated, truncated, info
-
-
-def change(policy, scale):
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.add_(scale * torch.randn_like(parameter))
-
-
-def fields(rollout):
-    return [getattr(rollout, name) for name in Rollout.__dataclass_fields__]
 
 
 def test_chunks_are_a_workers_rows_in_their_order():
@@ -247,7 +236,7 @@ def test_one_outstanding_chunk_in_a_fixed_order_is_the_same_in_every_run():
                 envs.send(3, worker)
                 change(policy, 0.1)
                 envs.publish(policy)
-                result.append(fields(chunk))
+                result.append(vars(chunk))
             return result, envs.pulls, envs.divergence
 
     first, second = run([0, 0.01]), run([0.01, 0])
@@ -292,7 +281,7 @@ def test_overlapped_rollouts_act_on_the_weights_of_their_version_and_are_the_sam
                 held.load_state_dict(policy.actor.state_dict())
                 time.sleep(0.02)
                 change(policy, 1.0)  # after the workers have been asked: they must not see it
-                result.append(fields(rollout))
+                result.append(vars(rollout))
             return result
 
     assert_same(run([0, 0.01]), run([0.01, 0]))

@@ -15,7 +15,7 @@ from clusterenv_runtime.protocol import Collect
 from clusterenv_runtime.sync import SyncRule
 
 from .envs import CountingEnv, RandomEnv, assert_same
-from .nets import linear
+from .nets import change, linear
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,6 @@ def test_a_worker_without_weights_always_pulls(rule, version):
 
 def num_bytes(policy):
     return sum(tensor.numel() * tensor.element_size() for tensor in (*policy.parameters(), *policy.buffers()))
-
-
-def change(policy, scale):
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.add_(scale * torch.randn_like(parameter))
 
 
 def make_agent():
