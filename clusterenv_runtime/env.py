@@ -14,7 +14,7 @@ from .launchers import LocalLauncher
 from .protocol import Structure
 from .rollout import Rollout
 from .spaces import is_batched
-from .sync import PolicyStore, SyncRule
+from .sync import SyncRule
 from .vector import WorkerVectorEnv
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ class ClusterEnv(WorkerVectorEnv):
         kl_threshold: in nats, for "kl".
         sync_interval: in policy versions, for "interval".
         max_policy_lag: pull, whatever the mode, when more than this many versions behind at the time of the request.
-        startup_timeout: seconds for the workers to start and to build their environments.
+        on_worker_loss: "restart" a worker that dies, or "raise" `WorkerDiedError`.
+        max_worker_restarts: that many of one worker's processes in a row may be replaced without an answer of them.
+        min_workers: return when so many workers are up; the others join when they come. ``None`` for all.
+        startup_timeout: seconds for a worker to start, and then to build its environments.
         worker_timeout: seconds of silence of a worker's process or link (not of a slow step) until it counts as dead.
         bind_address: an IP address or the name of a network interface, to listen there over tcp; ``None`` for ipc.
         port: to listen on; 0 for a random free one.
@@ -63,6 +66,9 @@ class ClusterEnv(WorkerVectorEnv):
         kl_threshold: float = 0.05,
         sync_interval: int | None = None,
         max_policy_lag: int | None = None,
+        on_worker_loss: str = "restart",
+        max_worker_restarts: int = 3,
+        min_workers: int | None = None,
         startup_timeout: float = 60.0,
         worker_timeout: float = 30.0,
         bind_address: str | None = None,
@@ -82,6 +88,9 @@ class ClusterEnv(WorkerVectorEnv):
             observation_mode=observation_mode,
             autoreset_mode=autoreset_mode,
             launcher=launcher,
+            on_worker_loss=on_worker_loss,
+            max_worker_restarts=max_worker_restarts,
+            min_workers=min_workers,
             startup_timeout=startup_timeout,
             worker_timeout=worker_timeout,
             bind_address=bind_address,
@@ -91,8 +100,6 @@ class ClusterEnv(WorkerVectorEnv):
             log_dir=log_dir,
             settings={"rule": self._rule},
         )
-        self._store = PolicyStore(self.num_workers)
-        self._head.on_pull = self._store.answer
         self._waiting_seconds = np.zeros(self.num_workers)
 
     # What APS has done so far.
@@ -192,11 +199,12 @@ class ClusterEnv(WorkerVectorEnv):
             if index not in self._granted.values() and self._rule.wants_pull(self._store.held[index], request):
                 pulling.append(index)
             self._granted[self._head.ask(index, request)] = index
+
+        def waits(index: int) -> bool:
+            return self._head.links[index].ready and self._store.held[index] != self._store.version
+
         # Answered now, so that they need not wait until you have learned, and get these weights and no later ones.
-        self._head.wait_until(
-            lambda: self._head.failed or all(self._store.held[index] == self._store.version for index in pulling),
-            self._granted,
-        )
+        self._head.wait_until(lambda: self._head.failed or not any(map(waits, pulling)), self._granted)
 
     def recv(self, worker: int | None = None) -> tuple[int, Rollout]:
         """Return the next answer to `send`, of this worker or of whichever is first: its number, and its rows' rollout.
@@ -219,6 +227,7 @@ class ClusterEnv(WorkerVectorEnv):
     def _acted(self, worker: int, part: dict[str, Any]) -> None:
         self._waiting_seconds[worker] += part["waited"]
         self._store.acted(worker, self.single_observation_space, part)
+        self._recovery.saw(worker, part["next_observations"], True)
 
     def _assert_can_act(self, method: str, num_steps: int) -> None:
         if num_steps < 1:

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from gymnasium.vector.utils import concatenate, create_empty_array
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
 from .spaces import map_space
 from .sync import SyncRule, sampled_states
@@ -76,6 +76,20 @@ class EnvSlice(SyncVectorEnv):
         self._returns += result[1]
         self._lengths += ~ended if self.autoreset_mode == AutoresetMode.NEXT_STEP else 1
         return result
+
+    def cut_off(self, observations: Any) -> Any:
+        """Return what `step` would, had these observations been the last before a truncation; see `protocol.Lost`."""
+        zeros, ended = np.zeros(self.num_envs), np.ones(self.num_envs, bool)
+        self._autoreset_envs = ended
+        self._returns[:] = self._lengths[:] = 0
+        for i, last in enumerate(iterate(batch_space(self.single_observation_space, self.num_envs), observations)):
+            info: dict[str, Any] = {"worker_lost": True}
+            if self.autoreset_mode == AutoresetMode.SAME_STEP:
+                info |= {"final_obs": last, "final_info": {}}
+            self._add_info({}, info, i)
+        if self.autoreset_mode == AutoresetMode.SAME_STEP:
+            observations = deepcopy(self._observations)  # of the reset that came before
+        return observations, zeros, ~ended, ended
 
     def collect(self, actor: Any, num_steps: int) -> dict[str, Any]:
         """Act and step ``num_steps`` times; return this worker's part of a `Rollout`, see `Rollout.join`."""

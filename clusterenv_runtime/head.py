@@ -7,7 +7,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ from . import protocol
 from .errors import DeadlineError, EnvError, StartupError, WorkerDiedError
 from .launchers import LocalLauncher
 from .protocol import Close, Error, Hello, Message, Ping, Pull, Reply
+from .recovery import Recovery
 from .security import Gate
 
 logger = logging.getLogger(__name__)
@@ -30,29 +31,46 @@ class Link:
 
     index: int
     rows: slice  # its environments
-    identity: bytes | None = None  # of its connection; None until it has said hello, and after it was shut down
+    identity: bytes | None = None  # of its connection; None until it has said hello, and after it was lost
     place: str = "no hello yet"  # host and pid
+    setup: int = 0  # the seq of the request that builds its environments
+    ready: bool = False  # whether they are built
+    ended: bool = False  # after its error: there will be no other
+    heard: float = field(default_factory=time.monotonic)  # of it last, or when it was started
+    losses: int = 0  # of its processes, since there was an answer
 
 
 class Head:
-    """Starts workers, asks them, hears their answers, notices their deaths, and closes them."""
+    """Starts workers, asks them, hears their answers, replaces those that die, and closes them.
+
+    What a worker has not answered when it dies is asked of the one that replaces it, in the same order and under the
+    same ``seq``, after what ``recovery`` says that it must be told first.
+    """
 
     def __init__(
         self,
         rows: Iterable[slice],
         launcher: LocalLauncher,
+        recovery: Recovery,
+        on_pull: Callable[[int], list[Any]],
+        min_workers: int,
+        max_restarts: int,
         startup_timeout: float,
         worker_timeout: float,
         bind_address: str | None,
         port: int,
         security: str,
     ) -> None:
-        self.on_pull: Callable[[int], list[Any]] | None = None  # worker -> frames of the answer
         self.links = [Link(index, row) for index, row in enumerate(rows)]
-        self._launcher, self._seq, self._worker_timeout = launcher, 0, worker_timeout
+        self._launcher, self._recovery, self._max_restarts, self._started = launcher, recovery, max_restarts, False
+        self._on_pull, self._seq = on_pull, 0  # worker -> frames of the answer
+        self._startup_timeout, self._worker_timeout = startup_timeout, worker_timeout
         # libzmq's own thread notices a silent link, whatever Python does at either end; a message to it then fails.
         self._ping, self._next_ping = protocol.frames(Ping()), 0.0
-        self._outstanding: dict[int, int] = {}  # seq -> worker, of requests that are not answered
+        self._known: dict[bytes, Link] = {}  # by identity
+        self._former: set[bytes] = set()  # identities of the lost: what still comes from them is of no use
+        # seq -> worker, request and its buffers, of what is not answered, oldest first
+        self._outstanding: dict[int, tuple[int, Message, tuple[Any, ...]]] = {}
         self._replies: dict[int, tuple[Reply, list[Any]]] = {}  # seq -> what nobody has taken yet, oldest first
         self._errors: list[tuple[Link, Error]] = []  # that are to be raised
         self._last_quiet = time.monotonic()  # when there was no message to read
@@ -79,18 +97,21 @@ class Head:
             flags += ["--head-directory", self._directory.name]
             flags += ["--startup-timeout", str(startup_timeout), "--head-timeout", str(worker_timeout)]
             launcher.start(len(self.links), flags if self._gate is None else [*flags, "--key-file", str(key_file)])
-            self._await_hellos(time.monotonic() + startup_timeout, startup_timeout)
+            self._await_workers(min_workers)
         except BaseException:
             self.close(timeout=0)
             raise
 
     def ask(self, worker: int, message: Message, *buffers: Any) -> int:
-        """Send a request with a fresh ``seq``, and return that."""
+        """Send a request with a fresh ``seq``, now or when the worker is there, and return that."""
+        link = self.links[worker]
+        if link.ended:
+            raise WorkerDiedError(f"{self.describe(link)} is gone")
         self._seq += 1
         message.seq = self._seq
-        self._send(self.links[worker], protocol.frames(message, *buffers))
-        self._outstanding[self._seq] = worker
-        return self._seq
+        self._outstanding[self._seq] = worker, message, buffers
+        self._send(link, protocol.frames(message, *buffers))
+        return message.seq
 
     def gather(self, seqs: list[int], timeout: float | None = None, copy: bool = True) -> list[Reply]:
         """Return the replies to all of these requests, once they are here.
@@ -128,11 +149,9 @@ class Head:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not done() and (awaited := self._awaited(seqs)):
             self._handle(*self._receive(deadline, awaited))
-        if self._errors:
-            errors, self._errors = self._errors, []
-            self._raise(errors)
+        self._raise_errors()
         if not done():
-            gone = ", ".join(self.describe(link) for link in self.links if link.identity is None)
+            gone = ", ".join(self.describe(link) for link in self.links if link.ended)
             raise WorkerDiedError(f"there will be no answer: {gone} is gone")
 
     @property
@@ -141,24 +160,29 @@ class Head:
         return bool(self._errors)
 
     def _awaited(self, seqs: Iterable[int]) -> list[Link]:
-        return [self.links[worker] for seq, worker in self._outstanding.items() if seq in seqs]
+        return [self.links[worker] for seq, (worker, *_) in self._outstanding.items() if seq in seqs]
 
     def _handle(self, link: Link | None, message: Any, buffers: list[Any]) -> None:
         if link is None:
             return  # of no worker we know
         if isinstance(message, Pull):  # also for a request given up since: that worker waits all the same
-            self._send(link, self.on_pull(link.index))
+            if link.identity is not None:  # else it is being lost
+                self._send(link, self._on_pull(link.index))
             return
         seq = getattr(message, "seq", None)
-        expected = self._outstanding.get(seq) == link.index
+        expected = seq in self._outstanding and self._outstanding[seq][0] == link.index
         if isinstance(message, Error) and (expected or message.fatal):
             self._errors.append((link, message))
             if message.fatal:  # even if it answers a request given up since: there will be no other answer
-                self._shut_down(link)
+                self._end(link)
+                link.place += ", shut down after its error"
             self._outstanding.pop(seq, None)
         elif isinstance(message, Reply) and expected:  # else late or duplicate
             del self._outstanding[seq]
             self._replies[seq] = (message, buffers)
+            link.losses = 0
+        elif isinstance(message, Reply) and seq == link.setup:
+            link.ready = True
 
     def _open(self, seq: int, copy: bool) -> Reply:
         reply, buffers = self._replies.pop(seq)
@@ -190,45 +214,53 @@ class Head:
 
     def _send(self, link: Link, frames: list[Any]) -> None:
         if link.identity is None:
-            raise WorkerDiedError(f"{self.describe(link)} is gone")
+            return  # what is outstanding will be sent when it joins
         try:
             self._socket.send_multipart([link.identity, *frames], copy=False)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._raise_death(link)
+            self._lose(link)
 
     def _receive(self, deadline: float | None, awaited: list[Link]) -> tuple[Link | None, Any, list[Any]]:
         while not self._socket.poll(POLL_MS if deadline is None else _milliseconds_to(deadline)):
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError("No answer from " + ", ".join(map(self.describe, awaited)))
-            for link in awaited:
-                # Once more after the process has ended: its last words may have come in between.
-                if self._launcher.exit_reason(link.index) is not None and not self._socket.poll(0):
-                    self._raise_death(link)
-            self._last_quiet = time.monotonic()
+            self._check(awaited)
             if self._last_quiet > self._next_ping:
                 self._next_ping = self._last_quiet + 1
                 for link in awaited:
-                    if link.identity is not None:
-                        self._send(link, self._ping)
+                    self._send(link, self._ping)
         if time.monotonic() > self._last_quiet + 1:  # the living must not hide the dead
-            self._last_quiet = time.monotonic()
-            for link in awaited:
-                if self._launcher.exit_reason(link.index) is not None:
-                    self._raise_death(link)
+            self._check(awaited)
         identity, *frames = self._socket.recv_multipart(copy=False)
+        if identity.bytes in self._former:
+            return None, None, []
         try:
             message = protocol.decode_answer(frames[0].buffer)
         except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: a stranger may send anything
             self._drop(identity.bytes, "a malformed message: %s", error)
             return None, None, []
-        link = next((link for link in self.links if link.identity == identity.bytes), None)
+        link = self._known.get(identity.bytes)
         if isinstance(message, Hello):
             self._greet(identity.bytes, message)
         elif link is None:
             self._drop(identity.bytes, "a %s of a stranger", type(message).__name__)
+        else:
+            link.heard = time.monotonic()
         return link, message, [frame.buffer for frame in frames[1:]]
+
+    def _check(self, awaited: list[Link]) -> None:
+        """Look whether these workers' processes live, and come up in time."""
+        self._last_quiet = time.monotonic()
+        for link in awaited:
+            if self._launcher.exit_reason(link.index) is not None:
+                self._lose(link)
+            elif not link.ready and time.monotonic() > link.heard + self._startup_timeout:
+                late = f"did not come up and build its environments within {self._startup_timeout:g} s"
+                if not self._started:
+                    raise StartupError(f"{', '.join(map(self.describe, awaited))} {late}")
+                self._lose(link, late)
 
     def _drop(self, identity: bytes, text: str, *arguments: Any) -> None:
         """Count a message that is not for us; say so once per peer, and of a hundred peers at most."""
@@ -237,15 +269,15 @@ class Head:
             self._complained_of.add(identity)
             logger.warning("dropped " + text, *arguments)
 
-    def _await_hellos(self, deadline: float, startup_timeout: float) -> None:
-        while absent := [link for link in self.links if link.identity is None]:
-            try:
-                self._receive(deadline, absent)
-            except DeadlineError as error:
-                raise StartupError(f"{error}, within {startup_timeout:g} s") from None
+    def _await_workers(self, number: int) -> None:
+        while sum(link.ready for link in self.links) < number and not self._errors:
+            self._handle(*self._receive(None, [link for link in self.links if not link.ready]))
+        self._raise_errors()
+        self._started = True
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
-        if not 0 <= hello.index < len(self.links) or self.links[hello.index].identity is not None:
+        known = 0 <= hello.index < len(self.links)
+        if not known or self.links[hello.index].identity is not None or self.links[hello.index].ended:
             text = "a hello from %s, pid %d: there is no worker %d to come"
             self._drop(identity, text, hello.host, hello.pid, hello.index)
             return
@@ -260,31 +292,57 @@ class Head:
         if differing := [name for name in ours if hello.versions.get(name, ours[name]) != ours[name]]:
             theirs = ", ".join(f"{name} {hello.versions[name]} (head: {ours[name]})" for name in differing)
             raise StartupError(f"{self.describe(link)} runs {theirs}: install the same versions on both")
-        link.identity = identity
+        link.identity, link.heard = identity, time.monotonic()
+        self._known[identity] = link
+        unanswered = [request for worker, *request in self._outstanding.values() if worker == link.index]
+        for number, (message, buffers) in enumerate(self._recovery.join(link.index, unanswered)):
+            if not message.seq:  # else it is outstanding
+                self._seq += 1
+                message.seq = self._seq
+            if number == 0:
+                link.setup = message.seq
+            self._send(link, protocol.frames(message, *buffers))
 
-    def _shut_down(self, link: Link) -> None:
-        self._part_with(link)
-        link.place += ", shut down after its error"
+    def _end(self, link: Link) -> None:
+        """There will be no answer of this worker, and no other in its place."""
+        link.identity, link.ended = None, True
+        self._outstanding = {seq: request for seq, request in self._outstanding.items() if request[0] != link.index}
 
-    def _part_with(self, link: Link) -> None:
-        link.identity = None
-        self._outstanding = {seq: worker for seq, worker in self._outstanding.items() if worker != link.index}
+    def _lose(self, link: Link, reason: str | None = None) -> None:
+        """Replace a worker that has died, unless its last words were an error.
 
-    def _raise_death(self, link: Link) -> NoReturn:
-        while self._socket.poll(0):  # its last words may say why
-            sender, message, buffers = self._receive(None, [])
-            if sender is link and isinstance(message, Error):
-                self._shut_down(link)
-                self._raise([(link, message)])
-            if sender is not link:
-                self._handle(sender, message, buffers)
+        Raises:
+            WorkerDiedError: it is not to be replaced, or not once more.
+        """
+        identity, link.identity, link.ready = link.identity, None, False
+        while self._socket.poll(0) and not link.ended:  # its last words may say why
+            self._handle(*self._receive(None, []))
+        if link.ended:
+            return
         deadline = time.monotonic() + 1  # the link may break a moment before the process ends
-        while (reason := self._launcher.exit_reason(link.index)) is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self._part_with(link)
-        silent = f"cut off, or silent for {self._worker_timeout:g} s; is it stopped, or its machine or network down?"
+        while reason is None and time.monotonic() < deadline:
+            reason = self._launcher.exit_reason(link.index) or time.sleep(0.01)
+        if reason is None:
+            reason = f"cut off, or silent for {self._worker_timeout:g} s (its last answer came "
+            reason += f"{time.monotonic() - link.heard:.0f} s ago); is it stopped, or its machine or network down?"
+        text = f"{self.describe(link)} died: {reason}"
+        if identity is not None:
+            del self._known[identity]
+            self._former.add(identity)
         self._launcher.kill(link.index)  # should it be only stopped, or cut off: it is not to come back
-        raise WorkerDiedError(f"{self.describe(link)} died: {reason or silent}")
+        link.losses += 1
+        if link.losses > self._max_restarts or not self._started:
+            self._end(link)
+            again = f" (and so did {link.losses - 1} before it, one after the other)" * (link.losses > 1)
+            raise WorkerDiedError(text + again)
+        self._recovery.lost(link.index, text)
+        link.place, link.setup, link.heard = "no hello yet", 0, time.monotonic()
+        self._launcher.restart(link.index)
+
+    def _raise_errors(self) -> None:
+        if self._errors:
+            errors, self._errors = self._errors, []
+            self._raise(errors)
 
     def _raise(self, errors: list[tuple[Link, Error]]) -> NoReturn:
         """Raise the last of ``errors``, logging them as Gymnasium's AsyncVectorEnv does, where a worker is one env."""

@@ -15,7 +15,8 @@ class LocalLauncher:
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
         self._log_dir = None if log_dir is None else Path(log_dir)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._flags: list[str] = []
 
     @property
     def started(self) -> bool:
@@ -24,25 +25,33 @@ class LocalLauncher:
 
     def start(self, num_workers: int, flags: list[str]) -> None:
         """Start workers 0 to ``num_workers - 1`` with these flags of `clusterenv_runtime.worker`."""
+        self._flags = [*flags, "--head-pid", str(os.getpid())]
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
+        for index in range(num_workers):
+            self.restart(index)
+
+    def command(self, index: int) -> list[str]:
+        """Return the command of a worker."""
+        return [sys.executable, "-m", "clusterenv_runtime.worker", "--index", str(index), *self._flags]
+
+    def restart(self, index: int) -> None:
+        """Start a worker, in place of one that is killed if it still runs."""
+        if index in self._processes:
+            self.kill(index)
         package_parent = str(Path(__file__).resolve().parent.parent)
         paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
         # One BLAS thread each: a worker's cores are its environments'.
         env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        for index in range(num_workers):
-            command = [sys.executable, "-m", "clusterenv_runtime.worker", "--index", str(index), *flags]
-            command += ["--head-pid", str(os.getpid())]
-            log = None if self._log_dir is None else open(self.log(index), "ab")  # noqa: SIM115
-            try:
-                # A session of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.
-                process = subprocess.Popen(
-                    command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-                )
-            finally:
-                if log is not None:
-                    log.close()
-            self._processes.append(process)
+        log = None if self._log_dir is None else open(self.log(index), "ab")  # noqa: SIM115
+        try:
+            # A session of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.
+            self._processes[index] = subprocess.Popen(
+                self.command(index), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        finally:
+            if log is not None:
+                log.close()
 
     def log(self, index: int) -> str | None:
         """Return the path of a worker's log, or None if its output goes to this process's."""
@@ -59,15 +68,16 @@ class LocalLauncher:
     def kill(self, index: int) -> None:
         """End a worker's process at once."""
         self._processes[index].kill()
+        self._processes[index].wait()
 
     def stop(self, timeout: float) -> None:
         """Give the workers ``timeout`` seconds to exit by themselves, then terminate them, then kill them."""
         deadline = time.monotonic() + timeout
         for end, stop in ((deadline, None), (deadline + 1, "terminate"), (deadline + 6, "kill")):
-            for process in self._processes:
+            for process in self._processes.values():
                 if stop is not None and process.poll() is None:
                     getattr(process, stop)()
-            for process in self._processes:
+            for process in self._processes.values():
                 try:
                     process.wait(max(end - time.monotonic(), 0))
                 except subprocess.TimeoutExpired:

@@ -38,10 +38,17 @@ class Setup(Message):  # cloudpickle of EnvSlice's arguments
 
 class Reset(Message):  # pickle of (seeds, options, reset_mask or None)
     seq: int
+    partial: bool = False  # whether there is a mask
 
 
 class Step(Message):  # pickle of one action per environment
     seq: int
+
+
+class Lost(Message):
+    """Answer a `Step` that an earlier process has left: the episodes are cut off, after these observations."""
+
+    seq: int  # followed by a pickle of the observations
 
 
 class Call(Message):  # pickle of (args, kwargs)
@@ -111,7 +118,8 @@ class Error(Message):
     fatal: bool
 
 
-Request = Setup | Reset | Step | Call | SetAttr | Structure | Collect | Weights | Ping | Close
+Requests = list[Any]  # of pairs: a message and its buffers
+Request = Setup | Reset | Step | Lost | Call | SetAttr | Structure | Collect | Weights | Ping | Close
 Answer = Hello | Reply | Pull | Error
 _encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

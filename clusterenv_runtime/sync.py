@@ -101,6 +101,11 @@ class PolicyStore:
             self.divergence[known] = policy.divergence(*zip(*(self._recent[worker] for worker in known), strict=True))
         return changed
 
+    def lost(self, worker: int) -> None:
+        """Forget what a worker held: another process comes in its place."""
+        self.held[worker] = self.behavior[worker] = 0
+        self.divergence[worker] = math.inf
+
     def acted(self, worker: int, space: Space, part: dict[str, Any]) -> None:
         """Keep some of what ``worker`` saw in its part of a rollout, and its policy's distribution parameters there."""
         if part["version"] < self._since:

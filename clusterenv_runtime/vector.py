@@ -15,14 +15,16 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.spaces import Box, MultiDiscrete
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
-from gymnasium.vector.utils import batch_space, iterate
+from gymnasium.vector.utils import batch_space, create_empty_array, iterate
 
-from .errors import DeadlineError, StartupError
-from .head import Head
+from .errors import DeadlineError
+from .head import Head, Link
 from .launchers import LocalLauncher
-from .protocol import Call, Message, Reply, Reset, SetAttr, Setup, Step
+from .protocol import Call, Message, Reply, Reset, SetAttr
+from .recovery import Recovery
 from .security import check_security
 from .spaces import check_reset_mask, map_space, observation_spaces
+from .sync import PolicyStore
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,6 +42,9 @@ class WorkerVectorEnv(VectorEnv):
         observation_mode: str | tuple[gym.Space, gym.Space],
         autoreset_mode: str | AutoresetMode,
         launcher: str | LocalLauncher | None,
+        on_worker_loss: str,
+        max_worker_restarts: int,
+        min_workers: int | None,
         startup_timeout: float,
         worker_timeout: float,
         bind_address: str | None,
@@ -65,7 +70,14 @@ class WorkerVectorEnv(VectorEnv):
         check_security(bind_address, security, allow_insecure)
         if not worker_timeout > 0:  # also NaN
             raise ValueError(f"worker_timeout must be a number of seconds > 0, got {worker_timeout}")
+        if on_worker_loss not in ("restart", "raise"):
+            raise ValueError(f"on_worker_loss must be 'restart' or 'raise', got {on_worker_loss!r}")
+        if max_worker_restarts < 0:
+            raise ValueError(f"max_worker_restarts must be at least 0, got {max_worker_restarts}")
         self.num_workers = min(num_workers, self.num_envs)
+        self._min_workers = self.num_workers if min_workers is None else min_workers
+        if not 1 <= self._min_workers <= self.num_workers:
+            raise ValueError(f"min_workers must be 1 to {self.num_workers}, got {min_workers}")
         self.copy, self.observation_mode, self.autoreset_mode = copy, observation_mode, AutoresetMode(autoreset_mode)
         env = self.env_fns[0]()
         self.metadata, self.render_mode = {**env.metadata, "autoreset_mode": self.autoreset_mode}, env.render_mode
@@ -89,24 +101,24 @@ class WorkerVectorEnv(VectorEnv):
         setups = [cloudpickle.dumps({"env_fns": self.env_fns[part], **settings}) for part in rows]
         if not isinstance(launcher, LocalLauncher):
             launcher = LocalLauncher(log_dir)
-        self._head = Head(rows, launcher, startup_timeout, worker_timeout, bind_address, port, security)
+        self._store = PolicyStore(self.num_workers)
+        self._recovery = Recovery(rows, setups, [path for path in sys.path if path], self._store)
+        self._observations: Any = None
+        self._state = AsyncState.DEFAULT
+        self._pending: list[int | None] = []  # what each worker is to answer; None for one that is not asked
+        self._was_reset, self._warned = False, set()
+        self._head = Head(
+            rows, launcher, self._recovery, self._store.answer, self._min_workers,
+            max_worker_restarts if on_worker_loss == "restart" else 0,
+            startup_timeout, worker_timeout, bind_address, port, security,
+        )  # fmt: skip
         self._finalizer = weakref.finalize(self, self._head.close, timeout=2)
         self.closed = False
-        self._observations: Any = None
-        self._state, self._pending = AsyncState.DEFAULT, []
-        self._was_reset, self._warned = False, set()
-        try:
-            seqs = [
-                self._head.ask(worker, Setup(0, [p for p in sys.path if p], part.start), setup)
-                for worker, (part, setup) in enumerate(zip(rows, setups, strict=True))
-            ]
-            self._head.gather(seqs, startup_timeout)
-        except DeadlineError as error:
-            self.close(terminate=True)
-            raise StartupError(f"The environments were not built within {startup_timeout:g} s. {error}") from None
-        except BaseException:
-            self.close(terminate=True)
-            raise
+
+    @property
+    def restarts(self) -> list[dict[str, Any]]:
+        """One dict for each worker process that was replaced: worker, time (Unix), reason, its environments' seeds."""
+        return list(self._recovery.restarts)
 
     def reset(self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> Any:
         """Reset all environments, or those where ``options["reset_mask"]`` is True; return observations and infos."""
@@ -128,15 +140,19 @@ class WorkerVectorEnv(VectorEnv):
         if options is not None and "reset_mask" in options:
             mask = options.pop("reset_mask")
             check_reset_mask(mask, self.num_envs)
-        self._was_reset = True
-        self._start(
-            AsyncState.WAITING_RESET,
-            lambda rows: (Reset(0), (seed[rows], options, None if mask is None else mask[rows])),
-        )
+        self._was_reset, self._partial = True, mask is not None
+        if not self._partial:
+            self._recovery.reset(seed, options)
+
+        def request(link: Link) -> tuple[Message, tuple[bytes]]:
+            part = None if mask is None else mask[link.rows]
+            return Reset(0, self._partial), (cloudpickle.dumps((seed[link.rows], options, part)),)
+
+        self._start(AsyncState.WAITING_RESET, request)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         replies = self._finish(AsyncState.WAITING_RESET, timeout)
-        return self._join_observations([reply.value for reply in replies]), self._join_infos(replies)
+        return self._join_observations([reply.value for reply in replies], not self._partial), self._join_infos(replies)
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Step every environment; return observations, rewards, terminations, truncations and infos."""
@@ -151,13 +167,13 @@ class WorkerVectorEnv(VectorEnv):
             actions = list(iterate(self.action_space, actions))
         if len(actions) != self.num_envs:
             raise ValueError(f"Expected {self.num_envs} actions, one for each environment, got {len(actions)}")
-        self._start(AsyncState.WAITING_STEP, lambda rows: (Step(0), actions[rows]))
+        self._start(AsyncState.WAITING_STEP, lambda link: self._recovery.step(link.index, actions[link.rows]))
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         replies = self._finish(AsyncState.WAITING_STEP, timeout)
         observations, rewards, terminations, truncations = zip(*(reply.value for reply in replies), strict=True)
         return (
-            self._join_observations(observations),
+            self._join_observations(observations, False),
             np.concatenate(rewards),
             np.concatenate(terminations),
             np.concatenate(truncations),
@@ -171,7 +187,8 @@ class WorkerVectorEnv(VectorEnv):
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         self._assert_idle("call_async")
-        self._start(AsyncState.WAITING_CALL, lambda rows: (Call(0, name), (args, kwargs)))
+        argument = cloudpickle.dumps((args, kwargs))
+        self._start(AsyncState.WAITING_CALL, lambda _: (Call(0, name), (argument,)))
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         replies = self._finish(AsyncState.WAITING_CALL, timeout)
@@ -191,8 +208,9 @@ class WorkerVectorEnv(VectorEnv):
                 f"Got `{len(values)}` values for {self.num_envs} environments."
             )
         self._assert_idle("set_attr")
-        self._start(AsyncState.WAITING_CALL, lambda rows: (SetAttr(0, name), values[rows]))
+        self._start(AsyncState.WAITING_CALL, lambda link: (SetAttr(0, name), (cloudpickle.dumps(values[link.rows]),)))
         self._finish(AsyncState.WAITING_CALL, None)
+        self._recovery.attributes[name] = list(values)
 
     def render(self) -> tuple[Any, ...]:
         """Return the environments' frames."""
@@ -233,21 +251,26 @@ class WorkerVectorEnv(VectorEnv):
                 str(self._state.value),
             )
 
-    def _start(self, state: AsyncState, request: Callable[[slice], tuple[Message, Any]]) -> None:
+    def _start(self, state: AsyncState, request: Callable[[Link], tuple[Message, tuple[bytes]]]) -> None:
         self._pending = []
         for link in self._head.links:
-            message, argument = request(link.rows)
-            self._pending.append(self._head.ask(link.index, message, cloudpickle.dumps(argument)))
+            # With fewer workers than there may be, those that have not come yet are reset when they do.
+            if state == AsyncState.WAITING_RESET and not link.ready and self._min_workers < self.num_workers:
+                self._pending.append(None)
+                continue
+            message, buffers = request(link)
+            self._pending.append(self._head.ask(link.index, message, *buffers))
         self._state = state
 
     def _finish(self, state: AsyncState, timeout: float | None) -> list[Reply]:
+        """Return the replies, one for each link."""
         self._assert_is_running()
         if self._state != state:
             raise NoAsyncCallError(
                 f"Calling `{state.value}_wait` without any prior call to `{state.value}_async`.", state.value
             )
         try:
-            replies = self._head.gather(self._pending, timeout)
+            replies = self._head.gather([seq for seq in self._pending if seq is not None], timeout)
         except DeadlineError as error:
             raise multiprocessing.TimeoutError(
                 f"The call to `{state.value}_wait` has timed out after {timeout} second(s). {error}"
@@ -259,9 +282,16 @@ class WorkerVectorEnv(VectorEnv):
             gym.logger.warn(
                 f"Info {key} is left out: only arrays, numbers, strings and their containers leave a worker."
             )
+        for link, seq in zip(self._head.links, self._pending, strict=True):
+            if seq is None:
+                nothing = create_empty_array(self.single_observation_space, link.rows.stop - link.rows.start)
+                replies.insert(link.index, Reply(0, nothing, []))
         return replies
 
-    def _join_observations(self, parts: Sequence[Any]) -> Any:
+    def _join_observations(self, parts: Sequence[Any], begun_anew: bool) -> Any:
+        for worker, part in enumerate(parts):
+            self._recovery.saw(worker, part, begun_anew)
+
         def join(*leaves: Any) -> Any:
             if isinstance(leaves[0], np.ndarray):
                 return np.concatenate(leaves)

@@ -44,10 +44,11 @@ class Worker:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 5000  # the last message may be why we die
+        self._socket.connect_timeout = 2000  # ms, and then once more
         protocol.set_limits(self._socket, args.head_timeout)
         if keys is not None:
             keys.secure(self._socket)
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         threading.Thread(target=_exit_with_head, args=(monitor, args), daemon=True).start()
         self._socket.connect(args.connect)
         hello = Hello(
@@ -134,6 +135,8 @@ class Worker:
                 return observations
             case protocol.Step():
                 return self._envs.step(pickle.loads(buffers[0]))[:4]
+            case protocol.Lost():
+                return self._envs.cut_off(pickle.loads(buffers[0]))
             case protocol.Call():
                 args, kwargs = pickle.loads(buffers[0])
                 return self._envs.call(request.name, *args, **kwargs)
@@ -177,20 +180,25 @@ class Worker:
 
 
 def _exit_with_head(monitor: zmq.Socket[bytes], args: argparse.Namespace) -> None:
-    """End this process, whatever its environments are doing, if there is no head at the other end, or no longer."""
-    connected = False
+    """End this process, whatever its environments are doing, when the head at the other end is gone."""
+
+    def orphaned() -> bool:
+        return args.head_pid is not None and os.getppid() != args.head_pid
+
+    event = connected = None
     with contextlib.suppress(zmq.ContextTerminated):
-        while True:
-            event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
-            if event == zmq.EVENT_DISCONNECTED or not (connected or event == zmq.EVENT_CONNECTED):
-                logger.error("there is no head at the other end: exiting")
-                deadline = time.monotonic() + 1  # a process's links close a moment before it has ended
-                while os.getppid() == args.head_pid and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                if args.head_pid is not None and os.getppid() != args.head_pid:  # killed, perhaps: it left this
-                    shutil.rmtree(args.head_directory, ignore_errors=True)
-                os._exit(1)
-            connected = True
+        # What is not connected yet is tried again and again: the network may be down for a moment.
+        while event != zmq.EVENT_DISCONNECTED and (connected or not orphaned()):
+            if monitor.poll(1000):
+                event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
+                connected = True
+        logger.error("there is no head at the other end: exiting")
+        deadline = time.monotonic() + 1  # a process's links close a moment before it has ended
+        while args.head_pid is not None and not orphaned() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if orphaned():  # the head was killed, perhaps: it left this
+            shutil.rmtree(args.head_directory, ignore_errors=True)
+        os._exit(1)
     monitor.close()
 
 

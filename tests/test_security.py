@@ -192,7 +192,7 @@ def test_a_port_of_ones_own_and_no_security_on_loopback(security):
 
 @pytest.mark.parametrize("address", [None, "127.0.0.1"])
 def test_a_stopped_worker_is_noticed_and_ended(workers, address):
-    envs = ClusterEnv([CountingEnv] * 4, 2, worker_timeout=1, bind_address=address)
+    envs = ClusterEnv([CountingEnv] * 4, 2, worker_timeout=1, bind_address=address, on_worker_loss="raise")
     envs.reset()
     *_, pid = envs.call("pid")
     os.kill(pid, signal.SIGSTOP)

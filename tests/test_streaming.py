@@ -351,7 +351,7 @@ def test_misuse():
 
 @pytest.mark.parametrize("seconds", [0, 0.02], ids=["an idle learner", "a busy learner"])
 def test_a_worker_that_dies_while_others_keep_streaming(seconds):
-    with ClusterEnv([CountingEnv] * 4, 2) as envs:
+    with ClusterEnv([CountingEnv] * 4, 2, on_worker_loss="raise") as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         envs.reset()
         pids = envs.call("pid")

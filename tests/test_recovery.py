@@ -1,0 +1,369 @@
+"""A worker that dies is replaced: batches are whole, nothing comes twice or half, and the user is told."""
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, LocalLauncher, WorkerDiedError
+
+from .envs import BlockingEnv, CountingEnv, RandomEnv, Words, assert_same
+from .nets import change, linear
+from .test_failures import Pipe, at_most, kill
+
+VECTOR = spaces.Box(-1, 1, (3,))
+RANDOM = partial(RandomEnv, VECTOR, end=0.1)
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    return Pipe(tmp_path / "pipe")
+
+
+class OnceEnv(BlockingEnv):
+    """Blocks like `BlockingEnv`, also in "reset" and "pid", but only the first that is built."""
+
+    def __init__(self, pipe, where="step"):
+        self.first = not os.path.exists(f"{pipe}.born")
+        Path(f"{pipe}.born").touch()
+        super().__init__(pipe, where)
+
+    def reset(self, *, seed=None, options=None):
+        self._block_in("reset")
+        return super().reset(seed=seed, options=options)
+
+    def pid(self):
+        self._block_in("pid")
+        return super().pid()
+
+    def _block_in(self, place):
+        if self.first:
+            super()._block_in(place)
+
+
+def pid_of(envs, worker):
+    return int(envs._head.links[worker].place.rpartition(" ")[2])
+
+
+@contextlib.contextmanager
+def killing(pipe, number=signal.SIGKILL):
+    """Kill, or stop, the process that says where it blocks, while the body runs."""
+    thread = threading.Thread(target=lambda: os.kill(*pipe.pids(1), number))
+    thread.start()
+    yield
+    thread.join()
+
+
+# Environments that the head steps.
+
+
+@pytest.mark.parametrize(
+    "space", [VECTOR, spaces.Dict(a=spaces.Discrete(3), b=spaces.Box(0, 1)), Words()], ids=["Box", "Dict", "Words"]
+)
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_the_step_after_a_loss_says_that_the_episodes_are_truncated(mode, space):
+    env_fns = [partial(RandomEnv, space, end=0.0)] * 5
+    with ClusterEnv(env_fns, 2, autoreset_mode=mode) as envs:
+        reference = SyncVectorEnv(env_fns, autoreset_mode=mode)
+        envs.reset(seed=3)
+        reference.reset(seed=3)
+        last = reference.step([1] * 5)[0]
+        assert_same(envs.step([1] * 5)[0], last)
+        kill(pid_of(envs, 1))
+        observations, rewards, terminations, truncations, infos = envs.step([2] * 5)
+        expected, expected_rewards, *_ = reference.step([2] * 5)
+        (restart,) = envs.restarts
+        assert restart["worker"] == 1 and "died: killed by SIGKILL" in restart["reason"]
+        fresh = SyncVectorEnv(env_fns[3:], autoreset_mode=mode)
+        begun, _ = fresh.reset(seed=restart["seeds"])
+        assert rewards.tolist() == [*expected_rewards[:3], 0, 0]
+        assert not terminations.any() and truncations.tolist() == [False] * 3 + [True] * 2
+        assert infos["worker_lost"].tolist() == infos["_worker_lost"].tolist() == truncations.tolist()
+
+        def rows(part, start, stop):
+            """Some rows of a batch, as a list."""
+            if isinstance(part, dict):
+                return {key: rows(value, start, stop) for key, value in part.items()}
+            return np.asarray(part, object)[start:stop].tolist()
+
+        assert rows(observations, 0, 3) == rows(expected, 0, 3)
+        if mode == "SameStep":
+            assert rows(observations, 3, 5) == rows(begun, 0, 2)
+            single = [infos["final_obs"][i] for i in (3, 4)]
+            batched = concatenate(space, single, create_empty_array(space, 2)) if space != Words() else single
+            assert rows(batched, 0, 2) == rows(last, 3, 5)
+        else:
+            assert rows(observations, 3, 5) == rows(last, 3, 5)
+        if mode == "Disabled":
+            observations, _ = envs.reset(options={"reset_mask": truncations})
+            begun, _ = fresh.reset()
+            assert rows(observations, 3, 5) == rows(begun, 0, 2)
+        elif mode == "NextStep":
+            observations, rewards, _, truncations, _ = envs.step([0] * 5)
+            begun, _ = fresh.reset()
+            assert rows(observations, 3, 5) == rows(begun, 0, 2)
+            assert rewards[3:].tolist() == [0, 0] and not truncations.any()
+        observations, rewards, *_ = envs.step([1] * 5)
+        begun, expected_rewards, *_ = fresh.step([1] * 2)
+        assert rows(observations, 3, 5) == rows(begun, 0, 2)
+        assert rewards[3:].tolist() == expected_rewards.tolist()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_lost_while_it_steps(pipe, workers, number):
+    with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path)], 2, worker_timeout=1) as envs:
+        envs.reset()
+        before = pid_of(envs, 1)
+        with killing(pipe, number), at_most(15):
+            observations, rewards, terminations, truncations, _ = envs.step([0, 0])
+        assert observations.tolist() == [[1], [0]] and rewards.tolist() == [1, 0]
+        assert truncations.tolist() == [False, True] and not terminations.any()
+        assert envs.step([0, 0])[0].tolist() == [[2], [0]]  # the reset
+        assert envs.step([0, 0])[0].tolist() == [[3], [1]]
+        assert before not in workers() and len(workers()) == 2
+        assert len(envs.restarts) == 1
+
+
+def test_a_worker_lost_in_a_reset(pipe):
+    with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path, "reset")], 2) as envs:
+        with killing(pipe), at_most(15):
+            assert envs.reset()[0].tolist() == [[0], [0]]
+        assert envs.step([0, 0])[0].tolist() == [[1], [1]]  # nothing was begun that could be lost
+
+
+def test_a_worker_lost_in_a_call_and_what_was_set_before(pipe):
+    with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path, "pid")], 1) as envs:
+        envs.reset()
+        envs.set_attr("length", [7, 8])
+        envs.step([0, 0])
+        with killing(pipe), at_most(15):
+            assert envs.call("pid") == (pid_of(envs, 0),) * 2
+        assert envs.get_attr("length") == (7, 8)
+        assert envs.step([0, 0])[3].tolist() == [True, True]
+
+
+def test_a_lost_worker_that_is_reset_is_not_truncated():
+    with ClusterEnv([CountingEnv] * 2, 2) as envs:
+        envs.reset()
+        envs.step([0, 0])
+        kill(pid_of(envs, 0))
+        envs.call("pid")
+        envs.reset()
+        assert envs.step([0, 0])[3].tolist() == [False, False]
+        assert len(envs.restarts) == 1
+
+
+def test_seeds_are_fresh_and_those_of_the_next_loss_fresh_again():
+    seeds = []
+    for seed in (5, 5, 6):
+        with ClusterEnv([RANDOM] * 3, 2) as envs:
+            envs.reset(seed=seed)
+            for _ in range(2):
+                kill(pid_of(envs, 1))
+                envs.step([0] * 3)
+                assert envs.get_attr("np_random_seed")[2:] == tuple(envs.restarts[-1]["seeds"])
+            seeds.append([seed for restart in envs.restarts for seed in restart["seeds"]])
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert len({seed for part in seeds[1:] for seed in part} - {5, 6, 7, 8}) == 4
+
+
+# Environments in which workers act.
+
+
+class LifeEnv(CountingEnv):
+    """Is rewarded with its number of steps in its whole life, and observes that and a number that no other has."""
+
+    observation_space = spaces.Box(0, np.inf, (2,), np.float64)
+
+    def __init__(self, length=7):
+        super().__init__(length)
+        self.life, self.name = 0, time.time_ns()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.array([self.life, self.name], np.float64), {}
+
+    def step(self, action):
+        self.life += 1
+        self.count += 1
+        return np.array([self.life, self.name], np.float64), float(self.life), False, self.count >= self.length, {}
+
+
+def lives(chunks):
+    """Check one environment's transitions, in their order: each life is lived step by step; return how many."""
+    observations = np.concatenate([observations for observations, _ in chunks])
+    rewards = np.concatenate([rewards for _, rewards in chunks])
+    names, starts = np.unique(observations[:, 1], return_index=True)
+    for life in np.split(np.arange(len(rewards)), np.sort(starts)[1:]):
+        assert rewards[life].tolist() == list(range(1, len(life) + 1))  # none twice, none left out
+        assert len(set(observations[life, 1])) == 1
+    return len(names)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rollouts_are_whole_whoever_dies(overlap, workers):
+    with ClusterEnv([LifeEnv] * 5, 2, kl_threshold=0.0) as envs:
+        policy = CategoricalPolicy(linear(2, 2))
+        envs.reset(seed=1)
+        chunks = [[] for _ in range(5)]
+        for number in range(12):
+            if number % 3 == 1:
+                kill(pid_of(envs, number % 2))
+            rollout = envs.rollout(policy, 20, overlap=overlap and number < 11)
+            assert rollout.rewards.shape == (20, 5)
+            assert rollout.policy_versions.min() >= number + (not overlap or number == 0)
+            for row in range(5):
+                chunks[row].append((rollout.observations[:, row], rollout.rewards[:, row]))
+            change(policy, 0.01)
+        assert sum(map(lives, chunks)) == 5 + sum(len(restart["seeds"]) for restart in envs.restarts)
+        assert 3 <= len(envs.restarts) <= 4  # one may die when it has answered, and for the last time
+        assert len(workers()) == 2
+
+
+def test_streaming_goes_on_whoever_dies():
+    with ClusterEnv([LifeEnv] * 5, 3) as envs:
+        envs.publish(CategoricalPolicy(linear(2, 2)))
+        envs.reset(seed=1)
+        chunks, asked, received = {row: [] for row in range(5)}, [2] * 3, [0] * 3
+        for _ in range(2):
+            envs.send(8)
+        for number in range(150):
+            if number % 40 == 20:
+                with contextlib.suppress(ProcessLookupError):  # it is being replaced already
+                    kill(pid_of(envs, number // 40 % 3))
+            worker, chunk = envs.recv()
+            received[worker] += 1
+            for i, row in enumerate(chunk.rows):
+                chunks[row].append((chunk.observations[:, i], chunk.rewards[:, i]))
+            if number < 144:
+                asked[worker] += 1
+                envs.send(8, worker)
+        assert received == asked  # each request was answered, once
+        assert envs.restarts
+        assert sum(map(lives, chunks.values())) <= 5 + sum(len(restart["seeds"]) for restart in envs.restarts)
+
+
+def test_a_replacement_pulls_and_acts_as_the_policy_does(pipe):
+    with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path)], 1, sync_mode="never") as envs:
+        policy = CategoricalPolicy(linear(1, 2))
+        envs.reset(seed=1)
+        with killing(pipe), at_most(15):
+            rollout = envs.rollout(policy, 6)
+        assert rollout.policy_versions.tolist() == [1, 1]
+        assert rollout.observations[:, :, 0].tolist() == [[i % 5] * 2 for i in range(6)]
+        assert envs.pulls.tolist() == [2]
+        change(policy, 1.0)
+        assert envs.rollout(policy, 6).policy_versions.tolist() == [1, 1]
+        assert envs.divergence > 0
+
+
+# Enough is enough.
+
+
+class DyingEnv(CountingEnv):
+    """Takes its process along in the ``last``-th step."""
+
+    def __init__(self, last=1):
+        super().__init__()
+        self.last = last
+
+    def step(self, action):
+        if self.count + 1 == self.last:
+            os._exit(9)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_replacements_that_die_in_a_row_end_the_run(times, workers, tmp_path):
+    env_fns = [partial(CountingEnv, length=99), DyingEnv]
+    with ClusterEnv(env_fns, 2, max_worker_restarts=times, log_dir=str(tmp_path)) as envs:
+        envs.reset()
+        text = r"worker 1 \(.*worker-1\.log\) died: exit code 9"
+        text += f" \\(and so did {times} before it, one after the other\\)" * (times > 0)
+        with at_most(20), pytest.raises(WorkerDiedError, match=text + "$"):
+            envs.rollout(CategoricalPolicy(linear(1, 2)), 3)
+        assert len(envs.restarts) == times
+    assert not workers()
+
+
+def test_deaths_with_answers_in_between_do_not_end_the_run():
+    with ClusterEnv([partial(DyingEnv, 3)], 1, max_worker_restarts=1) as envs:
+        envs.reset()
+        policy = CategoricalPolicy(linear(1, 2))
+        for number in range(1, 8):
+            envs.rollout(policy, 1)
+            assert len(envs.restarts) == (number - 1) // 2
+
+
+def test_close_does_not_wait_for_a_replacement(workers):
+    with ClusterEnv([CountingEnv] * 2, 2) as envs:
+        envs.reset()
+        envs.step_async([0, 0])
+        envs.step_wait()
+        kill(pid_of(envs, 1))
+        envs.step_async([0, 0])
+        with pytest.raises(multiprocessing.TimeoutError, match="timed out"):
+            envs.step_wait(timeout=0.1)
+        with at_most(5):
+            envs.close()
+    assert not workers()
+
+
+# More workers as they come.
+
+
+class LateLauncher(LocalLauncher):
+    """Worker 1 waits in a queue until it is started once more."""
+
+    def command(self, index):
+        queued = index == 1 and index not in self._processes
+        return ["sleep", "60"] if queued else super().command(index)
+
+
+def test_training_starts_with_few_workers_and_grows():
+    launcher = LateLauncher()
+    with ClusterEnv([RANDOM] * 5, 2, min_workers=1, launcher=launcher) as envs:
+        envs.publish(CategoricalPolicy(linear()))
+        observations, _ = envs.reset(seed=4)
+        reference = SyncVectorEnv([RANDOM] * 5)
+        expected, _ = reference.reset(seed=4)
+        assert observations.tolist() == [*expected[:3].tolist(), [0] * 3, [0] * 3]
+        envs.send(2)
+        for _ in range(3):
+            worker, chunk = envs.recv()
+            assert worker == 0 and chunk.rows.tolist() == [0, 1, 2]
+            envs.send(2, 0)
+        launcher.restart(1)
+        deadline = time.monotonic() + 20
+        while worker == 0:
+            assert time.monotonic() < deadline
+            worker, chunk = envs.recv()
+            envs.send(2, worker)
+        assert chunk.rows.tolist() == [3, 4]
+        assert chunk.observations[0].tolist() == expected[3:].tolist()  # the seeds of its rows
+        assert envs.restarts == []
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ({"min_workers": 0}, "min_workers must be 1 to 2, got 0"),
+        ({"min_workers": 3}, "min_workers must be 1 to 2, got 3"),
+        ({"max_worker_restarts": -1}, "max_worker_restarts must be at least 0, got -1"),
+        ({"on_worker_loss": "cry"}, "on_worker_loss must be 'restart' or 'raise', got 'cry'"),
+    ],
+)
+def test_arguments_out_of_range(arguments, text):
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        ClusterEnv([CountingEnv] * 2, 2, **arguments)
