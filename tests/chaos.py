@@ -1,0 +1,227 @@
+"""Train while workers are killed, stopped and cut off, and check every transition that arrives.
+
+    python -m tests.chaos --script ppo_clusterenv.py --faults 100      # about 6 minutes; as root also cuts links
+
+runs the script on CartPole-v1 with 4 workers and hits a random one every 3 seconds, in turn by ``kill -9``, by SIGSTOP,
+and, where each worker can have a network namespace of its own, by taking its link down. In the head's process each
+transition is computed once more from CartPole's equations, and each chunk must begin where its rows' last one ended, or
+in a new episode if their worker was replaced in between: nothing comes twice, half, or not at all.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from clusterenv_runtime import ClusterEnv, LocalLauncher
+
+from .scripts import ROOT, environment, workers_of
+
+ADDRESS = "10.79.0.{}"  # of the head, 1, and the workers, from 2
+FLAGS = {
+    "ppo_clusterenv.py": "--envs-per-worker 16 --num-steps 32 --update-epochs 8 --learning-rate 1e-3",
+    "dqn_clusterenv.py": "--envs-per-worker 4",
+}
+CUT_SECONDS = 6.0  # longer than the worker timeout
+
+
+def why_no_namespaces():
+    """Say why a worker cannot have a network namespace here, or nothing if it can."""
+    if os.getuid() != 0:
+        return "only root may make network namespaces"
+    if shutil.which("ip") is None or shutil.which("nsenter") is None:
+        return "the commands ip (package iproute2) and nsenter are not there"
+    result = ip("netns", "add", "ce-probe", check=False)
+    ip("netns", "delete", "ce-probe", check=False)
+    return result.stderr.strip() and f"network namespaces are not permitted: {result.stderr.strip()}"
+
+
+def ip(*words, check=True):
+    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True)
+
+
+class Network:
+    """A namespace for each worker, all on one bridge with the head."""
+
+    def __init__(self, num_workers):
+        self.num_workers = num_workers
+
+    def __enter__(self):
+        self.__exit__()
+        ip("link", "add", "ce-bridge", "type", "bridge")
+        ip("address", "add", ADDRESS.format(1) + "/24", "dev", "ce-bridge")
+        ip("link", "set", "ce-bridge", "up")
+        for index in range(self.num_workers):
+            ip("netns", "add", f"ce-{index}")
+            ip("link", "add", f"ce-veth{index}", "type", "veth", "peer", "name", "eth0", "netns", f"ce-{index}")
+            ip("link", "set", f"ce-veth{index}", "master", "ce-bridge", "up")
+            inside = ("-n", f"ce-{index}")
+            ip(*inside, "address", "add", ADDRESS.format(index + 2) + "/24", "dev", "eth0")
+            ip(*inside, "link", "set", "eth0", "up")
+        return self
+
+    def __exit__(self, *_):
+        for index in range(self.num_workers):
+            ip("netns", "delete", f"ce-{index}", check=False)
+        ip("link", "delete", "ce-bridge", check=False)
+
+    def cut(self, index):
+        ip("link", "set", f"ce-veth{index}", "down")
+
+    def heal(self, index):
+        ip("link", "set", f"ce-veth{index}", "up")
+
+
+# In the head's process.
+
+
+def cartpole(observations, actions):
+    """Return what CartPole-v1's equations make of float32 observations ``(..., 4)`` and actions ``(...)``."""
+    x, x_dot, theta, theta_dot = np.moveaxis(observations.astype(np.float64), -1, 0)
+    force, cos, sin = np.where(actions == 1, 10.0, -10.0), np.cos(theta), np.sin(theta)
+    temp = (force + 0.05 * theta_dot**2 * sin) / 1.1
+    theta_acc = (9.8 * sin - cos * temp) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
+    x_acc = temp - 0.05 * theta_acc * cos / 1.1
+    return np.stack(
+        [x + 0.02 * x_dot, x_dot + 0.02 * x_acc, theta + 0.02 * theta_dot, theta_dot + 0.02 * theta_acc], -1
+    )
+
+
+class Checker:
+    """Checks what `ClusterEnv` delivers, rollout by rollout."""
+
+    def __init__(self):
+        self.ends = {}  # row -> the observation after its last step
+        self.transitions, self.jumps, self.longest = 0, 0, 0.0
+
+    def check(self, rollout):
+        ended = rollout.terminations | rollout.truncations
+        led_to = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
+        assert np.abs(led_to[ended]).max(initial=0) <= 0.05  # the next episode's first
+        led_to[ended] = rollout.final_observations
+        np.testing.assert_allclose(led_to, cartpole(rollout.observations, rollout.actions), atol=1e-5)
+        for row, first, last in zip(rollout.rows, rollout.observations[0], rollout.next_observations, strict=True):
+            if not np.array_equal(first, self.ends.get(int(row), first)):
+                self.jumps += 1
+                assert np.abs(first).max() <= 0.05
+            self.ends[int(row)] = last
+        self.transitions += rollout.rewards.size
+
+    def wrap(self, method):
+        def wrapped(*args, **kwargs):
+            start = time.monotonic()
+            result = method(*args, **kwargs)
+            self.longest = max(self.longest, time.monotonic() - start)
+            self.check(result[1] if isinstance(result, tuple) else result)
+            return result
+
+        return wrapped
+
+
+def head(script, namespaces):
+    """Run the script in this process, its workers in namespaces if these are there, and report to a file."""
+    checker, command, close = Checker(), LocalLauncher.command, ClusterEnv.close
+    if namespaces:
+        LocalLauncher.command = lambda self, index: [
+            "nsenter", f"--net=/run/netns/ce-{index}", *command(self, index)
+        ]  # fmt: skip
+
+    def report(envs, **kwargs):
+        lost_rows = sum(len(restart["seeds"]) for restart in envs.restarts)
+        assert checker.jumps <= lost_rows, (checker.jumps, lost_rows)
+        Path("report.json").write_text(json.dumps({**vars(checker), "ends": None, "restarts": envs.restarts}))
+        close(envs, **kwargs)
+
+    ClusterEnv.rollout, ClusterEnv.recv = checker.wrap(ClusterEnv.rollout), checker.wrap(ClusterEnv.recv)
+    ClusterEnv.close = report
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+# Beside it.
+
+
+def train(script, flags, faults, directory, network=None, interval=3.0, seed=1, say=print, timeout=1800):
+    """Train with this many faults; return the summary, the checker's report and a list of the faults."""
+    command = [sys.executable, "-m", "tests.chaos", "--head", script]
+    command += ["--namespaces"] * (network is not None)
+    flags = f"{FLAGS[script]} --env-id CartPole-v1 --num-workers 4 --seed {seed} --worker-timeout 3 {flags}".split()
+    if network is not None:
+        flags += ["--bind-address", ADDRESS.format(1)]
+    rng, done, kinds = random.Random(seed), [], itertools.cycle(["kill", "stop"] + ["cut"] * (network is not None))
+    with open(f"{directory}/output", "w") as output:
+        process = subprocess.Popen([*command, *flags], cwd=directory, env=environment(), stdout=output, stderr=output)
+    start = heal_at = next_at = time.monotonic()
+    cut = None
+    while process.poll() is None:
+        now = time.monotonic()
+        if now > start + timeout:
+            process.kill()
+        if cut is not None and now > heal_at:
+            network.heal(cut)
+            cut = None
+        if len(done) < faults and now > next_at and "step " in Path(directory, "output").read_text():
+            index, kind = rng.randrange(4), next(kinds)
+            pids = {index_of(pid): pid for pid in workers_of(process.pid)}
+            if kind == "cut" and cut is None:
+                network.cut(index)
+                cut, heal_at = index, now + CUT_SECONDS
+            elif kind != "cut" and index in pids:
+                os.kill(pids[index], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            else:
+                continue  # that one is being replaced, or is cut off
+            done.append((kind, index))
+            next_at = now + interval
+            if len(done) % 10 == 0:
+                say(f"{now - start:.0f} s: {len(done)} faults")
+        time.sleep(0.05)
+    text = Path(directory, "output").read_text()
+    assert process.returncode == 0, text[-3000:]
+    (summary,) = Path(directory, "runs").glob("*/summary.json")
+    return json.loads(summary.read_text()), json.loads(Path(directory, "report.json").read_text()), done
+
+
+def index_of(pid):
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return int(words[words.index(b"--index") + 1]) if b"--index" in words else None
+
+
+def main():
+    if "--head" in sys.argv:
+        _, _, script, *rest = sys.argv
+        namespaces = "--namespaces" in rest
+        sys.argv = [script, *(word for word in rest if word != "--namespaces")]
+        head(script, namespaces)
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--script", choices=FLAGS, default="ppo_clusterenv.py")
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--flags", default="", help="further flags of the script")
+    args = parser.parse_args()
+    reason = why_no_namespaces()
+    print(f"links are not cut: {reason}" if reason else "workers are killed, stopped and cut off")
+    results = {}
+    for faults in (0, args.faults):
+        network = None if reason else Network(4)
+        with tempfile.TemporaryDirectory() as directory, network or tempfile.TemporaryDirectory():
+            results[faults] = train(args.script, args.flags, faults, directory, network)
+        summary, report, done = results[faults]
+        print(
+            f"{len(done)} faults: {len(report['restarts'])} restarts, {report['transitions']:,} transitions checked, "
+            f"longest wait {report['longest']:.1f} s, {summary['wall_seconds']:.0f} s; mean return of the last 100 "
+            f"episodes {summary['mean_return_100']:.1f}, in the evaluation {summary['eval_return_mean']:.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

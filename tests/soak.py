@@ -1,0 +1,93 @@
+"""Nothing grows: many workers for a long time, rollouts, chunks and pulls, while memory and descriptors are watched.
+
+    python -m tests.soak --minutes 30 --workers 16
+
+prints how it goes, and at the end each process's slope of resident memory (Theil-Sen, with its 95% interval, over
+the last three quarters of the time); it fails if descriptors were gained, or memory at a pace that is no noise.
+"""
+
+import argparse
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.stats import theilslopes
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+
+from .conftest import worker_commands
+from .envs import CountingEnv
+from .nets import change, linear
+
+
+def resident_mib(pid):
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def descriptors(pid):
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def soak(seconds, num_workers, say=print, samples=500):
+    """Return elapsed seconds, and for each sample and process (head, workers) its MiB and descriptors."""
+    torch.set_num_threads(1)
+    env_fns = [partial(CountingEnv, length=50)] * (2 * num_workers)
+    # Made before the start, and written to: what watches must not grow.
+    times, sizes = np.full(samples, -1.0), np.full((samples, 1 + num_workers, 2), -1.0)
+    start, steps = time.monotonic(), 0
+    with ClusterEnv(env_fns, num_workers, kl_threshold=0.0, bind_address="127.0.0.1") as envs:
+        policy = CategoricalPolicy(linear(1, 2))
+        envs.reset(seed=1)
+        pids = [os.getpid(), *worker_commands()]
+        for number in range(samples):
+            while (elapsed := time.monotonic() - start) < (number + 1) * seconds / samples:
+                for _ in range(5):
+                    steps += envs.rollout(policy, 16).rewards.size
+                    change(policy, 0.01)
+                for _ in range(2):
+                    envs.send(16)
+                for _ in range(2 * num_workers):
+                    steps += envs.recv()[1].rewards.size
+                for _ in range(5):
+                    steps += len(envs.step([0] * envs.num_envs)[1])
+                envs.reset(seed=1)
+            times[number], sizes[number] = elapsed, [(resident_mib(pid), descriptors(pid)) for pid in pids]
+            if number % max(samples // 30, 1) == 0:
+                head, workers = sizes[number, 0], sizes[number, 1:].max(0)
+                say(
+                    f"{elapsed:5.0f} s, {steps:,} steps, {envs.pulls.sum():,} pulls: head {head[0]:.1f} MiB, "
+                    f"{head[1]:.0f} descriptors; workers at most {workers[0]:.1f} MiB, {workers[1]:.0f} descriptors"
+                )
+        assert not envs.restarts
+    return times, sizes
+
+
+def growth(times, sizes):
+    """Return for each process its name, MiB an hour with a 95% interval, and descriptors gained, after a warm-up."""
+    warm = len(times) // 4
+    for number in range(sizes.shape[1]):
+        slope, _, low, high = theilslopes(sizes[warm:, number, 0], times[warm:] / 3600)
+        gained = int(sizes[-1, number, 1] - sizes[warm, number, 1])
+        yield "head" if number == 0 else f"worker {number - 1}", slope, low, high, gained
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--workers", type=int, default=16)
+    args = parser.parse_args()
+    bad = False
+    for name, slope, low, high, gained in growth(*soak(args.minutes * 60, args.workers, partial(print, flush=True))):
+        # Steadily more than this would be a leak: two MiB in an hour of some million messages.
+        leak = bool(low > 2 or gained > 0)
+        bad = bad or leak
+        print(f"{name}: {slope:+.2f} MiB an hour [{low:+.2f}, {high:+.2f}], {gained:+d} descriptors{' LEAK' * leak}")
+    sys.exit(bad)
+
+
+if __name__ == "__main__":
+    main()
