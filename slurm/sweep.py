@@ -69,48 +69,47 @@ def is_number(value):
 
 def check_parameter(name, keys):
     """Check the description of one parameter; return its distribution and all keys of that."""
-    check(isinstance(keys, dict), f"parameter {name}: expected value, values or a distribution, got {keys!r}")
+
+    def need(fine, message):
+        check(fine, f"parameter {name}: {message}")
+
+    need(isinstance(keys, dict), f"expected value, values or a distribution, got {keys!r}")
     keys = dict(keys)
-    whole = isinstance(keys.get("min"), int) and isinstance(keys.get("max"), int)
-    guess = (
-        "constant" if "value" in keys else "categorical" if "values" in keys else "int_uniform" if whole else "uniform"
-    )
-    distribution = keys.pop("distribution", guess)
-    known = f"supported: {', '.join(DISTRIBUTIONS)}"
-    check(distribution in DISTRIBUTIONS, f"parameter {name}: distribution {distribution} is not supported; {known}")
-    allowed, _ = DISTRIBUTIONS[distribution]
+    whole = type(keys.get("min")) is type(keys.get("max")) is int
+    kinds = {"value": "constant", "values": "categorical", "min": "int_uniform" if whole else "uniform"}
+    kind = str(keys.pop("distribution", next((kinds[key] for key in kinds if key in keys), "uniform")))
+    need(kind in DISTRIBUTIONS, f"distribution {kind} is not supported; supported: {', '.join(DISTRIBUTIONS)}")
+    allowed, _ = DISTRIBUTIONS[kind]
     for key in keys:
-        check(key in allowed, f"parameter {name}: {distribution} has no key {key}; it has: {', '.join(allowed)}")
+        need(key in allowed, f"{kind} has no key {key}; it has: {', '.join(allowed)}")
     for key, default in allowed.items():
-        check(key in keys or default is not None, f"parameter {name}: {distribution} needs {key}")
+        need(key in keys or default is not None, f"{kind} needs {key}")
     keys = {**allowed, **keys}
-    if distribution == "categorical":
-        values, odds = keys["values"], keys["probabilities"]
-        check(isinstance(values, list) and values, f"parameter {name}: values must be a list, not {values!r}")
-        fine = not odds or len(odds) == len(values) and all(map(is_number, odds)) and math.isclose(sum(odds), 1)
-        check(fine, f"parameter {name}: probabilities must be one for each of the {len(values)} values and sum to 1")
-    elif distribution != "constant":
+    if kind == "categorical":
+        values, odds = keys["values"], list(keys["probabilities"])
+        need(isinstance(values, list) and values, f"values must be a list, not {values!r}")
+        fine = len(odds) == len(values) and all(map(is_number, odds)) and math.isclose(sum(odds), 1)
+        need(fine or not odds, f"probabilities must be one for each of the {len(values)} values and sum to 1")
+    elif kind != "constant":
         for key, value in keys.items():
             hint = "; YAML takes 1e-3 for a word, write 1.0e-3" if isinstance(value, str) else ""
-            check(is_number(value), f"parameter {name}: {key} must be a number, got {value!r}{hint}")
-            floor = key in ("q", "a", "b") or key == "min" and distribution.endswith("values")
-            check(value > 0 or not floor, f"parameter {name}: {key} must be > 0, got {value}")
-        check(keys.get("sigma", 0) >= 0, f"parameter {name}: sigma must be >= 0, got {keys.get('sigma')}")
+            need(is_number(value), f"{key} must be a number, got {value!r}{hint}")
+            positive = key in ("q", "a", "b", "sigma") or key == "min" and kind.endswith("values")
+            need(value > 0 or not positive, f"{key} must be > 0, got {value}")
         low, high = keys.get("min", 0), keys.get("max", 1)
-        check(low < high, f"parameter {name}: min {low} must be less than max {high}")
-        whole = isinstance(low, int) and isinstance(high, int)
-        check(whole or distribution != "int_uniform", f"parameter {name}: min and max of int_uniform must be integers")
-    return distribution, keys
+        need(low < high, f"min {low} must be less than max {high}")
+        need(whole or kind != "int_uniform", "min and max of int_uniform must be integers")
+    return kind, keys
 
 
 def flatten(parameters, path=()):
     """Turn nested parameters into {(outer name, inner name): (distribution, keys)}."""
     flat = {}
+    check(isinstance(parameters, dict) and parameters, f"parameters must be names with values, not {parameters!r}")
     for name, keys in parameters.items():
-        if isinstance(keys, dict) and set(keys) == {"parameters"}:
-            flat.update(flatten(keys["parameters"], (*path, name)))
-        else:
-            flat[(*path, name)] = check_parameter(".".join(map(str, (*path, name))), keys)
+        here = (*path, str(name))
+        inner = isinstance(keys, dict) and set(keys) == {"parameters"}
+        flat.update(flatten(keys["parameters"], here) if inner else {here: check_parameter(".".join(here), keys)})
     return flat
 
 
@@ -136,33 +135,28 @@ def load(path):
         check(key in KEYS + IGNORED, f"{path}: key {key} is not supported; {supported}")
     for key in ("program", "method", "parameters"):
         check(key in sweep, f"{path}: key {key} is missing")
-    method, metric = sweep["method"], sweep.setdefault("metric", {"name": "eval_return_mean", "goal": "maximize"})
+    method, program, cap = sweep["method"], sweep["program"], sweep.get("run_cap")
     supported = "supported: grid, random; bayes needs W&B, see slurm/sweep.sbatch"
     check(method in ("grid", "random"), f"{path}: method {method} is not supported; {supported}")
+    check(Path(str(program)).is_file(), f"{path}: no program {program} in {Path.cwd()}; start from where it is")
+    check(cap is not None or method == "grid", f"{path}: method random needs run_cap, the number of configurations")
+    check(cap is None or type(cap) is int and cap > 0, f"{path}: run_cap must be an integer > 0, got {cap!r}")
+    metric = sweep.setdefault("metric", {"name": "eval_return_mean", "goal": "maximize"})
     check(isinstance(metric, dict) and "name" in metric, f"{path}: metric must have a name, and may have a goal")
     for key in metric:
         check(key in ("name", "goal"), f"{path}: key metric.{key} is not supported; supported: name, goal")
-    check(
-        metric.setdefault("goal", "minimize") in ("minimize", "maximize"), f"{path}: goal must be minimize or maximize"
-    )
-    check(Path(sweep["program"]).is_file(), f"{path}: no program {sweep['program']} in {Path.cwd()}; start from there")
-    cap = sweep.get("run_cap")
-    check(cap is not None or method == "grid", f"{path}: method random needs run_cap, the number of configurations")
-    check(cap is None or type(cap) is int and cap > 0, f"{path}: run_cap must be an integer > 0, got {cap!r}")
-    check(isinstance(sweep["parameters"], dict), f"{path}: parameters must be names with values")
+    goal = metric.setdefault("goal", "minimize")
+    check(goal in ("minimize", "maximize"), f"{path}: goal must be minimize or maximize, got {goal}")
     sweep["flat"] = flatten(sweep["parameters"])
-    for path_to, (distribution, keys) in sweep["flat"].items():
-        gridded = distribution in ("constant", "categorical", "int_uniform", "q_uniform") and not keys.get(
-            "probabilities"
-        )
+    for where, (kind, keys) in sweep["flat"].items():
+        fine = kind in ("constant", "categorical", "int_uniform", "q_uniform") and not keys.get("probabilities")
         wanted = "a grid takes value, values without probabilities, int_uniform and q_uniform"
-        check(method != "grid" or gridded, f"parameter {'.'.join(path_to)}: method grid cannot use this; {wanted}")
-    command = sweep.setdefault("command", COMMAND)
+        check(method != "grid" or fine, f"parameter {'.'.join(where)}: method grid cannot use this; {wanted}")
+    command, macros = sweep.setdefault("command", COMMAND), fill_macros(sweep, {})
     check(isinstance(command, list) and command, f"{path}: command must be a list of words, got {command!r}")
-    macros = fill_macros(sweep, {})
     for word in map(str, command):
-        wrong = "${" in word and word not in macros
-        check(not wrong, f"{path}: macro {word} is not supported; supported, each as a word: {', '.join(macros)}")
+        fine = word in macros or "${" not in word
+        check(fine, f"{path}: macro {word} is not supported; supported, each as a word: {', '.join(macros)}")
     return sweep
 
 
@@ -177,30 +171,24 @@ def grid(distribution, keys):
 
 def configurations(sweep, seed):
     """List the parameters of each configuration; those of a random one depend on the seed and its index alone."""
+    flat, cap = sweep["flat"], sweep.get("run_cap")
     if sweep["method"] == "grid":
-        # W&B's order: by name, the last varies fastest
-        ordered = sorted(sweep["flat"])
-        rows = itertools.product(*(grid(*sweep["flat"][path]) for path in ordered))
-        flats = [dict(zip(ordered, row, strict=True)) for row in rows]
-    else:
-        flats = [
-            {
-                path: DISTRIBUTIONS[distribution][1](np.random.default_rng([seed, i, *".".join(path).encode()]), **keys)
-                for path, (distribution, keys) in sweep["flat"].items()
-            }
-            for i in range(sweep["run_cap"])
-        ]
-    return [{path: flat[path] for path in sweep["flat"]} for flat in flats][: sweep.get("run_cap")]
+        names = sorted(flat)  # W&B's order: by name, the last varies fastest
+        rows = itertools.product(*(grid(*flat[name]) for name in names))
+        found = [dict(zip(names, row, strict=True)) for row in itertools.islice(rows, cap)]
+        return [{name: row[name] for name in flat} for row in found]
+
+    def draw(index, name, kind, keys):
+        return DISTRIBUTIONS[kind][1](np.random.default_rng([seed, index, *".".join(name).encode()]), **keys)
+
+    return [{name: draw(i, name, *parameter) for name, parameter in flat.items()} for i in range(cap)]
 
 
 def fill_macros(sweep, parameters):
     """Say what each macro of `command` stands for; the spellings are W&B's."""
     words = [f"{name}={value}" for name, value in parameters.items()]
-    switches = [
-        f"--{name}" if value is True else f"--{name}={value}"
-        for name, value in parameters.items()
-        if value is not False
-    ]
+    named = [(f"--{name}", value) for name, value in parameters.items() if value is not False]
+    switches = [flag if value is True else f"{flag}={value}" for flag, value in named]
     return {
         "${env}": ["/usr/bin/env"],
         "${interpreter}": [sys.executable],
