@@ -97,7 +97,7 @@ def test_a_networked_node_is_reached_under_its_own_address_until_its_link_is_cut
     assert len({slurm.head, *slurm.address.values()}) == 4
     job = slurm.submit("--nodelist=node2", "--output=port", f"--wrap={sys.executable} -c '{LISTEN}'", cwd=tmp_path)
     slurm.wait(job, "RUNNING")
-    port = lab.wait_for("the port", 20, (tmp_path / "port").read_text if (tmp_path / "port").exists() else lambda: "")
+    port = lab.wait_for("the port", 20, lambda: (tmp_path / "port").exists() and (tmp_path / "port").read_text())
 
     def ask(*place):
         return slurm.run(*place, sys.executable, "-c", ASK, slurm.address["node2"], port.strip(), check=False)
