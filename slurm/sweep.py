@@ -79,17 +79,18 @@ def check_parameter(name, keys):
     kinds = {"value": "constant", "values": "categorical", "min": "int_uniform" if whole else "uniform"}
     kind = str(keys.pop("distribution", next((kinds[key] for key in kinds if key in keys), "uniform")))
     need(kind in DISTRIBUTIONS, f"distribution {kind} is not supported; supported: {', '.join(DISTRIBUTIONS)}")
-    allowed, _ = DISTRIBUTIONS[kind]
+    allowed, draw = DISTRIBUTIONS[kind]
     for key in keys:
         need(key in allowed, f"{kind} has no key {key}; it has: {', '.join(allowed)}")
     for key, default in allowed.items():
         need(key in keys or default is not None, f"{kind} needs {key}")
     keys = {**allowed, **keys}
     if kind == "categorical":
-        values, odds = keys["values"], list(keys["probabilities"])
+        values, odds = keys["values"], keys["probabilities"]
         need(isinstance(values, list) and values, f"values must be a list, not {values!r}")
-        fine = len(odds) == len(values) and all(map(is_number, odds)) and math.isclose(sum(odds), 1)
-        need(fine or not odds, f"probabilities must be one for each of the {len(values)} values and sum to 1")
+        fine = isinstance(odds, list) and len(odds) == len(values) and all(map(is_number, odds))
+        wanted = f"probabilities must be one for each of the {len(values)} values and sum to 1"
+        need(odds == () or fine and math.isclose(sum(odds), 1), wanted)
     elif kind != "constant":
         for key, value in keys.items():
             hint = "; YAML takes 1e-3 for a word, write 1.0e-3" if isinstance(value, str) else ""
@@ -99,6 +100,12 @@ def check_parameter(name, keys):
         low, high = keys.get("min", 0), keys.get("max", 1)
         need(low < high, f"min {low} must be less than max {high}")
         need(whole or kind != "int_uniform", "min and max of int_uniform must be integers")
+        fine = not kind.endswith("log_uniform") or max(abs(low), abs(high)) < 700
+        need(fine, f"min and max of {kind} are exponents of e, at most 700; limits themselves: {kind}_values")
+    try:
+        draw(np.random.default_rng(0), **keys)
+    except (ValueError, OverflowError) as error:
+        need(False, f"{kind} cannot draw from this: {error}")
     return kind, keys
 
 
@@ -196,7 +203,7 @@ def fill_macros(sweep, parameters):
         "${args}": [f"--{word}" for word in words],
         "${args_no_hyphens}": words,
         "${args_no_boolean_flags}": switches,
-        "${args_json}": [json.dumps(parameters)],
+        "${args_json}": [json.dumps(parameters, default=str)],
     }
 
 

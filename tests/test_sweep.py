@@ -20,7 +20,7 @@ from slurm import sweep
 
 from .scripts import ROOT, alive, environment
 
-# A program whose return is ten times x. It fails at x = 13, and at x = 99 it waits for a file `go`, though not for ever.
+# A program whose return is ten times x. It fails at x = 13, and at x = 99 it waits for a file `go`, but not for ever.
 PROGRAM = """
 import json, os, sys, time
 flags = dict(word.lstrip("-").split("=") for word in sys.argv[1:])
@@ -180,6 +180,10 @@ REFUSED = {
     "parameter x: min and max of int_uniform must": ({"x": {"distribution": "int_uniform", "min": 0.5, "max": 2}}, {}),
     "parameter x: probabilities must be one for each": ({"x": {"values": [1, 2], "probabilities": [0.5, 0.4]}}, {}),
     "parameter x: sigma must be > 0": ({"x": {"distribution": "normal", "sigma": -1}}, {}),
+    "parameter x: probabilities must be one for each of": ({"x": {"values": [1], "probabilities": 3}}, {}),
+    "parameter x: categorical cannot draw from this": ({"x": {"values": [1, 2], "probabilities": [-1, 2]}}, {}),
+    "parameter x: uniform cannot draw from this": ({"x": {"min": 1, "max": float("inf")}}, {}),
+    "; limits themselves: log_uniform_values": ({"x": {"distribution": "log_uniform", "min": 1, "max": 1000}}, {}),
     "parameter x: q must be > 0": ({"x": {"distribution": "q_normal", "q": 0}}, {}),
     "parameter a.x: method grid cannot use this; a grid takes": (
         {"a": {"parameters": {"x": {"min": 0.5, "max": 1}}}},
