@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -242,9 +243,15 @@ def run(sweep, flat, directory):
     print(f"{attempt}: {label(sweep, flat)}", flush=True)
     with open(attempt / "log.txt", "wb") as log:
         env = {"WANDB_MODE": "offline", **os.environ}  # so that --track, if it is in the command, needs no account
-        status = subprocess.run(
+        process = subprocess.Popen(
             command, cwd=attempt, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-        ).returncode
+        )
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()  # Slurm kills what its job's first process leaves
+        raise
     if status != 0:
         return f"ended with status {status}; see {attempt}/log.txt"
     try:
@@ -351,6 +358,7 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
     except KeyboardInterrupt:

@@ -274,23 +274,28 @@ def test_a_metric_that_runs_do_not_have_is_named(write):
     assert "has no metric eval/return_mean; its summary has: eval_return_mean, seed" in result.stderr
 
 
-@pytest.mark.parametrize("victim", ["sweep", "run"])
-def test_a_killed_sweep_goes_on_where_it_was(victim, write):
-    path = write({"x": {"values": [1, 99, 2]}})
+def start_and_await_99(path):
+    """Start a sweep; return its process and its run's pid once that waits."""
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "slurm" / "sweep.py"), path],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    while "x=99" not in process.stdout.readline():
-        pass
-    while not (children := Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()):
+    while not any("x is 99" in log.read_text() for log in Path("runs").glob("sweep/*/*/log.txt")):
         time.sleep(0.01)
-    run = int(children[0])
+    (run,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    return process, run
+
+
+@pytest.mark.parametrize("victim", ["sweep", "run"])
+def test_a_killed_sweep_goes_on_where_it_was(victim, write):
+    path = write({"x": {"values": [1, 99, 2]}})
+    process, run = start_and_await_99(path)
     if victim == "sweep":
         process.kill()
     os.kill(run, signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
-    assert not alive(run)
+    while alive(run):  # it is as good as dead
+        time.sleep(0.01)
     assert victim == "sweep" or "configuration 1 ended with status -9" in errors
     finished = [line.split()[1] for line in command(path, "--list").stdout.splitlines()]
     assert finished == ["finished", "open", "open" if victim == "sweep" else "finished"]
@@ -298,6 +303,20 @@ def test_a_killed_sweep_goes_on_where_it_was(victim, write):
     assert command(path).returncode == 0
     assert [float(row["eval_return_mean"]) for row in results()] == [10, 990, 20]
     assert sorted(Counter(path.parent for path in Path("runs/sweep").glob("*/attempt-*")).values()) == [1, 1, 2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_sweep_that_is_asked_to_stop_stops_its_run_first(number, write):
+    process, run = start_and_await_99(write({"x": {"values": [1, 99, 2]}}))
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1 and not alive(run)
+    assert errors == "error: interrupted; what has finished is kept, start again to go on\n"
+    assert [line.split()[1] for line in command("sweep.yaml", "--list").stdout.splitlines()] == [
+        "finished",
+        "open",
+        "open",
+    ]
 
 
 def test_a_result_that_was_cut_off_is_no_result(write):
