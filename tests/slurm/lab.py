@@ -1,0 +1,367 @@
+"""A real Slurm cluster on this machine, for tests: nodes that share its loopback, or have a network each.
+
+    python3 -m tests.slurm.lab install                # Debian's packages; as root, once
+    python3 -m tests.slurm.lab srun -N3 hostname      # a cluster for as long as this command runs
+    python3 -m tests.slurm.lab --networked bash       # each node in its own network namespace; as root
+
+Nothing here needs more than the standard library, systemd, or cgroups. Everything is in a temporary directory, on ports
+that were free, and is gone when the command ends. There is no accounting (`sacct`) and no limit on memory or cores.
+"""
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "setpriv", "nsenter")
+PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+# cred_expire is how long a requeued job must wait. KillWait and SlurmdTimeout (a lost node is noticed after up to four
+# times as long) are as short as they work. Cores are declared, not there. Partition urgent preempts partition lab.
+CONF = """\
+ClusterName=lab
+SlurmctldHost={controller}
+SlurmctldPort={port}
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge/socket,cred_expire=5
+CredType=cred/munge
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool.%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd.%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+MpiDefault=none
+MailProg=/bin/true
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+EnforcePartLimits=ALL
+ReturnToService=2
+SlurmdTimeout=8
+KillWait=5
+TreeWidth=65533
+{nodes} CPUs={cpus} RealMemory=2000 State=UNKNOWN
+PartitionName=lab Nodes=ALL Default=YES PriorityTier=1 GraceTime=6
+PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
+"""
+
+
+class LabError(RuntimeError):
+    """The cluster, or a job in it, did not come to where it should be."""
+
+
+def obstacle(networked: bool = False) -> str | None:
+    """Say why no cluster can be started here, and what to do about it; None if it can."""
+    if missing := [program for program in PROGRAMS if not shutil.which(program, path=PATH)]:
+        return f"no {', '.join(missing)} here; on Debian or Ubuntu, as root: python3 -m tests.slurm.lab install"
+    if networked and os.geteuid() != 0:
+        return "network namespaces need root"
+    if networked and run("unshare", "--net", "--uts", "--mount", "true", check=False).returncode != 0:
+        return "this machine does not let root make namespaces"
+    return None
+
+
+def install() -> None:
+    """Install what is needed with apt, if it is missing.
+
+    Raises:
+        LabError: It is missing, and we are not root or there is no apt.
+    """
+    if obstacle() is None:
+        return
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        raise LabError(f"{obstacle()} (this is {'not root' if os.geteuid() else 'a machine without apt-get'})")
+    for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
+        run("apt-get", "-q", *command, timeout=300, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
+    if obstacle():
+        raise LabError(f"apt-get installed {', '.join(PACKAGES)}, but there is {obstacle()}")
+
+
+def run(*command: str, check: bool = True, **options) -> subprocess.CompletedProcess:
+    """Run a command, capturing its text; raise a LabError with its words if it fails."""
+    options = {"env": {**os.environ, "PATH": PATH}, "timeout": 30, **options}
+    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options)
+    if check and result.returncode != 0:
+        words = (result.stderr or result.stdout)[-2000:]
+        raise LabError(f"{' '.join(command)}: exit status {result.returncode}: {words}")
+    return result
+
+
+def wait_for(what: str, seconds: float, condition: Callable):
+    """Poll until the condition is true, and return its value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise LabError(f"waited {seconds:g} s in vain for {what}")
+        time.sleep(0.05)
+    return value
+
+
+class Slurm:
+    """A running cluster; see `start`.
+
+    Attributes:
+        nodes: The names of the nodes.
+        address: The IPv4 address of each node, by name.
+        head: The IPv4 address of this machine as the nodes see it.
+        env: The environment in which Slurm's commands talk to this cluster.
+    """
+
+    def __init__(self, nodes: int, cpus: int, network: int | None, directory: Path):
+        self.nodes = [f"node{i}" for i in range(1, nodes + 1)]
+        self.directory, self.network = directory, network
+        self.env = {**os.environ, "PATH": PATH, "SLURM_CONF": str(directory / "slurm.conf")}
+        self.daemons: dict[str, subprocess.Popen] = {}
+        ports = free_ports(nodes + 1)
+        if network is None:
+            self.head, self.address = "127.0.0.1", dict.fromkeys(self.nodes, "127.0.0.1")
+            controller, where = "localhost(127.0.0.1)", "NodeHostname=localhost NodeAddr=127.0.0.1"
+            where += f" Port={','.join(map(str, ports[1:]))}"
+        else:
+            # 198.18.0.0/15 is reserved for tests of networks, so nothing real lies there
+            subnet = f"198.{18 + network // 256}.{network % 256}"
+            self.head = f"{subnet}.1"
+            self.address = {node: f"{subnet}.{10 + i}" for i, node in enumerate(self.nodes, 1)}
+            controller = f"{socket.gethostname().split('.')[0]}({self.head})"
+            where = f"NodeHostname=node[1-{nodes}] NodeAddr={subnet}.[11-{10 + nodes}] Port={ports[1]}"
+        user = run("id", "-un").stdout.strip()
+        names = f"NodeName=node[1-{nodes}] {where}"
+        text = CONF.format(controller=controller, port=ports[0], directory=directory, user=user, nodes=names, cpus=cpus)
+        (directory / "slurm.conf").write_text(text)
+        (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # left to find out for itself, slurmd fails
+        (directory / "state").mkdir(mode=0o700)
+        (directory / "munge").mkdir(mode=0o755)
+        hosts = [f"127.0.0.1 localhost\n{self.head} {socket.gethostname()}\n"]
+        hosts += [f"{address} {node}\n" for node, address in self.address.items()]
+        (directory / "hosts").write_text("".join(hosts))
+        for node in self.nodes:
+            (directory / f"spool.{node}").mkdir()
+
+    def link(self, node: str) -> str:
+        """Name the namespace of a node, and its network interface on this machine."""
+        return f"lab{self.network}{node}"
+
+    def processes(self, node: str | None = None) -> set[int]:
+        """Find every process of this cluster, or of one node: daemons, steps, tasks, and what these started."""
+        marks, parents, found = {f"SLURM_CONF={self.env['SLURM_CONF']}".encode()}, {}, set()
+        node_marks = {f"LAB_NODE={node}".encode(), f"SLURMD_NODENAME={node}".encode()}
+        for directory in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it ended meanwhile, or is someone else's
+                state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
+                environ = set((directory / "environ").read_bytes().split(b"\0"))
+                if state != "Z":
+                    parents[int(directory.name)] = int(parent)
+                    if marks <= environ and (node is None or node_marks & environ):
+                        found.add(int(directory.name))
+        while new := {pid for pid, parent in parents.items() if parent in found} - found:
+            found |= new
+        if self.network is not None:
+            for name in [node] if node else self.nodes:
+                found |= set(map(int, run("ip", "netns", "pids", self.link(name), check=False).stdout.split()))
+        return found
+
+    def kill(self, node: str | None = None) -> None:
+        """Kill every process of this cluster, or of one node, and see that they are gone."""
+
+        def all_gone():
+            pids = self.processes(node)
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for daemon in self.daemons.values():
+                daemon.poll()  # so that it is no zombie
+            return not pids
+
+        wait_for(f"the processes of {node or 'the cluster'} to end", 20, all_gone)
+
+    def spawn(self, name: str, *command: str, **env: str) -> None:
+        with open(self.directory / "daemons.log", "ab") as log:
+            self.daemons[name] = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *command],  # a killed pytest leaves no daemon behind
+                cwd="/", env={**self.env, **env}, start_new_session=True, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log,
+            )  # fmt: skip
+
+    def spawn_node(self, node: str) -> None:
+        slurmd = f"slurmd -D -N {node} -f {self.env['SLURM_CONF']}"
+        if self.network is None:
+            return self.spawn(node, *slurmd.split(), LAB_NODE=node)
+        # nsenter, because `ip netns exec` hides /sys/fs/cgroup, without which slurmd does not start
+        script = f"mount --bind {self.directory}/hosts /etc/hosts; hostname {node}; exec {slurmd}"
+        enter = ["nsenter", f"--net=/run/netns/{self.link(node)}", "unshare", "--uts", "--mount", "sh", "-c", script]
+        return self.spawn(node, *enter, LAB_NODE=node)
+
+    def start(self) -> None:
+        munge = self.directory / "munge"
+        (munge / "key").touch(mode=0o600)
+        (munge / "key").write_bytes(os.urandom(1024))
+        files = [f"--{name}-file={munge}/{name}" for name in ("key", "pid", "seed", "log")]
+        self.spawn("munged", "munged", "--foreground", f"--socket={munge}/socket", *files)
+        self.await_daemons("munged", (munge / "socket").exists)
+        self.spawn("slurmctld", "slurmctld", "-D", "-f", self.env["SLURM_CONF"])
+        self.await_daemons("slurmctld", lambda: "is UP" in self.run("scontrol", "ping", check=False).stdout)
+        for node in self.nodes:
+            self.spawn_node(node)
+        self.await_daemons("all nodes to be idle", lambda: set(self.states().values()) == {"idle"})
+
+    def await_daemons(self, what: str, condition: Callable) -> None:
+        def check():
+            for name, daemon in self.daemons.items():
+                if daemon.poll() is not None:
+                    logs = (self.directory / "daemons.log").read_text(errors="replace")
+                    raise LabError(f"{name} ended with status {daemon.returncode}: {logs[-2000:]}")
+            return condition()
+
+        wait_for(what, 30, check)
+
+    def run(self, *command: str, **options) -> subprocess.CompletedProcess:
+        """Run a command that talks to this cluster; see `run` above."""
+        return run(*command, **{"env": self.env, **options})
+
+    def states(self) -> dict[str, str]:
+        """Tell the state of each node: idle, mix, alloc, down, ..."""
+        return dict(line.split() for line in self.run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines())
+
+    def submit(self, *arguments: str, **options) -> str:
+        """Run sbatch with these arguments; return the job's id."""
+        return self.run("sbatch", "--parsable", *arguments, **options).stdout.split(";")[0].strip()
+
+    def jobs(self, job: str) -> list[dict[str, str]]:
+        """Tell what Slurm knows of a job: one dictionary for each task of an array or part of a heterogeneous job."""
+        lines = self.run("scontrol", "-o", "show", "job", job).stdout.splitlines()
+        return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines if line]
+
+    def wait(self, job: str, *states: str, seconds: float = 60) -> list[dict[str, str]]:
+        """Wait until all parts of a job are in one of these states, by default COMPLETED.
+
+        Raises:
+            LabError: The time is up, or the job came to an end that was not asked for.
+        """
+        wanted, ends = set(states or ["COMPLETED"]), {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
+        def reached():
+            parts = self.jobs(job)
+            now = {part["JobState"] for part in parts}
+            if now & ends - wanted:
+                raise LabError(f"job {job} is {', '.join(sorted(now))}, not {', '.join(sorted(wanted))}: {parts}")
+            return now <= wanted and parts
+
+        return wait_for(f"job {job} to be {', '.join(sorted(wanted))}", seconds, reached)
+
+    def crash(self, node: str) -> None:
+        """Kill everything on a node at once. Slurm itself takes up to half a minute to notice."""
+        self.kill(node)
+
+    def restore(self, node: str) -> None:
+        """Start a crashed node again."""
+        self.spawn_node(node)
+        self.await_daemons(f"{node} to be up", lambda: self.states()[node] in ("idle", "mix", "alloc"))
+
+    def cut(self, node: str) -> None:
+        """Cut a node's network, if it has one of its own: packets vanish, connections stay open."""
+        run("ip", "link", "set", self.link(node), "down")
+
+    def heal(self, node: str) -> None:
+        """Undo `cut`."""
+        run("ip", "link", "set", self.link(node), "up")
+
+
+def free_ports(number: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextmanager
+def namespaces(nodes: int):
+    """Give each node a network namespace behind one bridge; yield the number that their names and addresses hold."""
+    for network in random.sample(range(512), 20):  # the first whose name is free
+        if run("ip", "link", "add", f"lab{network}", "type", "bridge", check=False).returncode == 0:
+            break
+    else:
+        raise LabError("cannot make a network bridge: ip link add lab0 type bridge says why")
+    bridge, subnet = f"lab{network}", f"198.{18 + network // 256}.{network % 256}"
+    names = [f"{bridge}node{i}" for i in range(1, nodes + 1)]
+    try:
+        run("ip", "addr", "add", f"{subnet}.1/24", "dev", bridge)
+        run("ip", "link", "set", bridge, "up")
+        for i, name in enumerate(names, 1):
+            run("ip", "netns", "add", name)
+            run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+            run("ip", "link", "set", name, "master", bridge, "up")
+            run("ip", "-n", name, "addr", "add", f"{subnet}.{10 + i}/24", "dev", "eth0")
+            run("ip", "-n", name, "link", "set", "lo", "up")
+            run("ip", "-n", name, "link", "set", "eth0", "up")
+        yield network
+    finally:
+        for name in names:
+            run("ip", "link", "del", name, check=False)
+            run("ip", "netns", "del", name, check=False)
+        run("ip", "link", "del", bridge, check=False)
+
+
+@contextmanager
+def start(nodes: int = 3, cpus: int = 4, networked: bool = False):
+    """Start a cluster, yield it (a `Slurm`) when all its nodes are idle, and leave nothing of it behind.
+
+    Args:
+        nodes: Their number; they are called node1, node2, ...
+        cpus: The cores that each pretends to have.
+        networked: Each node has its own network namespace and address, and its link can be cut. Needs root.
+
+    Raises:
+        LabError: It cannot be started, with the reason.
+    """
+    if reason := obstacle(networked):
+        raise LabError(reason)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lab-", ignore_cleanup_errors=True)))
+        directory.chmod(0o755)  # munged insists that everyone can reach its socket
+        network = stack.enter_context(namespaces(nodes)) if networked else None
+        slurm = Slurm(nodes, cpus, network, directory)
+        stack.callback(slurm.kill)
+        slurm.start()
+        yield slurm
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A Slurm cluster on this machine for as long as a command runs.")
+    parser.add_argument("--networked", action="store_true", help="each node in its own network namespace; as root")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run, or `install` to install Slurm")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so through every `finally`
+    try:
+        if args.command == ["install"]:
+            return install()
+        with start(networked=args.networked) as slurm:
+            status = subprocess.run(args.command or ["bash"], env=slurm.env).returncode
+    except (LabError, OSError, subprocess.SubprocessError) as error:
+        sys.exit(f"error: {error}")
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

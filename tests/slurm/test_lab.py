@@ -1,0 +1,164 @@
+"""The cluster that the other tests of this folder run on does what a cluster does, and leaves nothing behind."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from . import conftest, lab
+
+ROOT = Path(__file__).resolve().parents[2]
+SAY = 'echo "$SLURMD_NODENAME:$SLURM_PROCID"'
+
+
+def test_a_step_runs_on_three_nodes(slurm):
+    output = slurm.run("srun", "--nodes=3", "--ntasks=3", "bash", "-c", SAY).stdout
+    assert {line.split(":")[0] for line in output.split()} == set(slurm.nodes)
+    assert {line.split(":")[1] for line in output.split()} == {"0", "1", "2"}
+
+
+def test_a_heterogeneous_job_runs_a_step_on_each_group_and_one_on_both(slurm, tmp_path):
+    script = tmp_path / "het.sbatch"
+    script.write_text(f"""#!/bin/bash
+#SBATCH --nodes=1 --ntasks=1 --cpus-per-task=2
+#SBATCH hetjob
+#SBATCH --nodes=2 --ntasks=2 --cpus-per-task=4
+srun --het-group=0 --output=group0 bash -c '{SAY}'
+srun --het-group=1 --output=group1 bash -c '{SAY}'
+srun --het-group=0,1 --output=both bash -c '{SAY}'
+""")
+    job = slurm.submit("--output=log", str(script), cwd=tmp_path)
+    assert len(slurm.wait(job)) == 2
+    group0, group1, both = ((tmp_path / name).read_text().split() for name in ("group0", "group1", "both"))
+    assert (len(group0), len(group1), len(both)) == (1, 2, 3)
+    assert {line.split(":")[0] for line in group0 + group1} == set(slurm.nodes)
+    assert {line.split(":")[1] for line in both} == {"0", "1", "2"}
+
+
+def test_a_requeued_job_runs_again(slurm, tmp_path):
+    script = tmp_path / "again.sbatch"
+    script.write_text("""#!/bin/bash
+echo "restart ${SLURM_RESTART_COUNT:-0}"
+[[ -n "${SLURM_RESTART_COUNT:-}" ]] || { scontrol requeue "$SLURM_JOB_ID"; sleep 60; }
+""")
+    job = slurm.submit("--requeue", "--open-mode=append", "--output=log", str(script), cwd=tmp_path)
+    (part,) = slurm.wait(job)
+    assert part["Restarts"] == "1"
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in lines if line.startswith("restart")] == ["restart 0", "restart 1"]
+
+
+def test_a_job_that_fails_is_told_and_not_waited_for(slurm, tmp_path):
+    job = slurm.submit("--output=/dev/null", "--wrap=exit 3")
+    start = time.monotonic()
+    with pytest.raises(lab.LabError, match=f"job {job} is FAILED, not COMPLETED.*'ExitCode': '3:0'"):
+        slurm.wait(job)
+    assert time.monotonic() - start < 30
+
+
+def test_a_crashed_node_loses_its_tasks_and_comes_back(slurm, tmp_path):
+    job = slurm.submit("--nodes=2", "--nodelist=node2,node3", "--output=/dev/null", "--wrap=srun sleep 1000")
+    slurm.wait(job, "RUNNING")
+    sleeps = lab.wait_for("the task on node3", 20, lambda: sleeping(slurm, "node3"))
+    others = slurm.processes("node2")
+    slurm.crash("node3")
+    assert not slurm.processes("node3") and not any(Path(f"/proc/{pid}/exe").exists() for pid in sleeps)
+    assert others <= slurm.processes("node2")
+    slurm.run("scancel", job)
+    slurm.restore("node3")
+    lab.wait_for("all nodes to be idle", 60, lambda: set(slurm.states().values()) == {"idle"})
+    assert slurm.run("srun", "--nodelist=node3", "bash", "-c", SAY).stdout == "node3:0\n"
+
+
+def sleeping(slurm, node=None):
+    found = []
+    for pid in slurm.processes(node):
+        with suppress(OSError):  # it ended meanwhile
+            found += [pid] * (Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
+    return found
+
+
+LISTEN = """
+import socket, sys
+with socket.create_server(("0.0.0.0", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    while True:
+        server.accept()[0].sendall(b"hello")
+"""
+ASK = "import socket, sys; print(socket.create_connection((sys.argv[1], int(sys.argv[2])), 2).recv(5).decode())"
+
+
+def test_a_networked_node_is_reached_under_its_own_address_until_its_link_is_cut(slurm_networked, tmp_path):
+    slurm = slurm_networked
+    assert len({slurm.head, *slurm.address.values()}) == 4
+    job = slurm.submit("--nodelist=node2", "--output=port", f"--wrap={sys.executable} -c '{LISTEN}'", cwd=tmp_path)
+    slurm.wait(job, "RUNNING")
+    port = lab.wait_for("the port", 20, lambda: (tmp_path / "port").exists() and (tmp_path / "port").read_text())
+
+    def ask(*place):
+        return slurm.run(*place, sys.executable, "-c", ASK, slurm.address["node2"], port.strip(), check=False)
+
+    assert ask().stdout == "hello\n"  # from this machine
+    assert ask("srun", "--nodelist=node1").stdout == "hello\n"
+    assert "refused" in slurm.run(sys.executable, "-c", ASK, slurm.address["node3"], port.strip(), check=False).stderr
+    slurm.cut("node2")
+    assert "timed out" in ask().stderr or "No route" in ask().stderr
+    slurm.heal("node2")
+    assert lab.wait_for("node2 to be reached again", 20, lambda: ask().stdout) == "hello\n"
+    slurm.run("scancel", job)
+
+
+@pytest.mark.parametrize("networked", [False, True])
+def test_nothing_is_left_behind(networked, request):
+    request.getfixturevalue("slurm_networked" if networked else "slurm")  # skips where there can be no cluster
+    before = traces()
+    with lab.start(networked=networked) as slurm:
+        # One task has left its session and its parent, one has forgotten its environment. Only in a namespace is one
+        # found that has done both.
+        for escape in ["setsid --fork", "env -i", *["env -i setsid --fork"] * networked]:
+            slurm.submit("--output=/dev/null", f"--wrap=srun {escape} sleep 1000")
+        sleeps = 3 if networked else 2
+        lab.wait_for("the tasks", 20, lambda: len(sleeping(slurm)) == sleeps)
+        pids, directory = slurm.processes(), slurm.directory
+        assert len(pids) > 12 and directory.exists()
+        assert traces() != before if networked else traces()[0] == before[0]
+    assert not directory.exists() and traces() == before
+    assert not any(Path(f"/proc/{pid}/exe").exists() for pid in pids)
+
+
+def traces():
+    """Network interfaces, network namespaces, and what the cluster may have put into the temporary directory."""
+    names = {path.name for path in Path("/run/netns").glob("lab*")}
+    return {path.name for path in Path("/sys/class/net").iterdir()}, names
+
+
+def test_a_failing_start_says_why_and_leaves_nothing(slurm, monkeypatch):
+    monkeypatch.setattr(lab, "CONF", lab.CONF.replace("select/cons_tres", "select/none_such"))
+    before = traces()
+    with pytest.raises(lab.LabError, match="(?s)slurmctld ended with status 1: .*none_such"), lab.start():
+        pass
+    assert traces() == before
+
+
+def test_without_slurm_tests_are_skipped_or_fail_as_asked(monkeypatch):
+    monkeypatch.setattr(lab, "PROGRAMS", ("no-such-slurmctld",))
+    reason = "no no-such-slurmctld here; on Debian or Ubuntu, as root: python3 -m tests.slurm.lab install"
+    monkeypatch.delenv("REQUIRE_SLURM", raising=False)
+    with pytest.raises(pytest.skip.Exception, match=reason):
+        next(conftest.cluster(networked=False))
+    monkeypatch.setenv("REQUIRE_SLURM", "1")
+    with pytest.raises(pytest.fail.Exception, match=reason):
+        next(conftest.cluster(networked=False))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(lab.LabError, match="not root"):
+        lab.install()
+
+
+def test_the_command_line_gives_a_cluster_for_one_command(slurm):
+    command = [sys.executable, "-m", "tests.slurm.lab", "srun", "-N3", "bash", "-c", "echo here; exit 4"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 4 and result.stdout == "here\n" * 3

@@ -1,0 +1,46 @@
+"""W&B's own `wandb sweep` and `wandb agent`, against a stand-in for its server, run the scripts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from . import wandb_server
+from .scripts import ROOT, environment
+
+WANDB = str(Path(sys.executable).parent / "wandb")
+TINY = {"env_id": "CartPole-v1", "envs_per_worker": 2, "num_steps": 16, "num_minibatches": 2, "eval_episodes": 2}
+
+
+def wandb(server, directory, *arguments):
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"  # W&B's interpreter is the first python there
+    env = environment(PATH=path, **server.environment(directory))
+    env.pop("WANDB_SILENT")
+    result = subprocess.run([WANDB, *arguments], cwd=directory, env=env, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.mark.parametrize("name", ["sweep", "sweep_bayes"])
+def test_wandb_takes_the_projects_sweeps(name, tmp_path):
+    with wandb_server.serve() as server:
+        result = wandb(server, tmp_path, "sweep", str(ROOT / "slurm" / f"{name}.yaml"))
+        assert f"wandb agent {wandb_server.SWEEP}" in result.stderr
+        assert server.config == yaml.safe_load((ROOT / "slurm" / f"{name}.yaml").read_text())
+
+
+def test_an_agent_runs_the_script_and_its_flags_arrive(tmp_path):
+    flags = {**TINY, "total_timesteps": 320, "kl_threshold": 0.02, "anneal_lr": False, "overlap": True}
+    config = yaml.safe_load((ROOT / "slurm" / "sweep.yaml").read_text())
+    config |= {"program": str(ROOT / "ppo_clusterenv.py")}
+    config |= {"parameters": {name: {"value": value} for name, value in flags.items()}}
+    with wandb_server.serve(config) as server:
+        wandb(server, tmp_path, "agent", "--count", "2", wandb_server.SWEEP)  # ends, too, when there is nothing left
+        assert (server.given, server.agents) == (1, 1)
+        assert set(server.operations) == {"Viewer", "SweepWithRuns", "CreateAgent", "Heartbeat"}
+    (summary,) = tmp_path.glob("runs/*/summary.json")
+    assert json.loads(summary.read_text())["args"].items() >= {**flags, "track": True}.items()
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1

@@ -1,0 +1,110 @@
+"""A stand-in for the W&B server on loopback: as much of it as `wandb sweep` and `wandb agent` talk to."""
+
+import json
+import re
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import yaml
+
+from slurm import sweep
+
+SWEEP = "me/clusterenv/standin1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers GraphQL, one method for each operation; whatever else is sent (metrics of the client) is accepted."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body, answer = self.read(), {}
+        if self.path == "/graphql":
+            request = json.loads(body)
+            operation = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])[1]
+            with self.server.lock:
+                self.server.operations.append(operation)
+                answer = {"data": getattr(self, operation, dict)(**(request.get("variables") or {}))}
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def read(self):
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size + 2)[:-2]
+        self.rfile.readline()
+        return body
+
+    def log_message(self, *_):
+        pass
+
+    def Viewer(self, **_):
+        return {"viewer": {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
+
+    def UpsertSweep(self, config, **_):
+        self.server.config = yaml.safe_load(config)
+        project = {"name": "clusterenv", "entity": {"name": "me"}}
+        return {"upsertSweep": {"sweep": {"name": "standin1", "project": project}, "configValidationWarnings": []}}
+
+    def SweepWithRuns(self, **_):
+        keys = {"id": "1", "name": "standin1", "config": yaml.safe_dump(self.server.config), "runs": {"edges": []}}
+        return {"project": {"sweep": {**keys, "state": "RUNNING"}}}
+
+    def CreateAgent(self, **_):
+        self.server.agents += 1
+        return {"createAgent": {"agent": {"id": str(self.server.agents)}}}
+
+    def Heartbeat(self, id, runState, **_):  # noqa: N803
+        commands = []
+        if not json.loads(runState):  # this agent is idle: give it the next configuration
+            server, commands = self.server, [{"type": "exit"}]
+            if server.given < len(flats := sweep.configurations({**server.config, "flat": server.flat()}, 1)):
+                args = {name: {"value": value} for name, value in sweep.nest(flats[server.given]).items()}
+                program = server.config["program"]
+                commands = [{"type": "run", "run_id": f"run{server.given}", "program": program, "args": args}]
+                server.given += 1
+        return {"agentHeartbeat": {"agent": {"id": id}, "commands": json.dumps(commands)}}
+
+
+class Server(ThreadingHTTPServer):
+    """Knows one sweep and gives out its configurations, each once.
+
+    Attributes:
+        config: The sweep.
+        operations: The names of the GraphQL operations that were asked for.
+        given: How many configurations were given out.
+        agents: How many agents there were.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, config=None):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.config, self.operations, self.given, self.agents, self.lock = config, [], 0, 0, threading.Lock()
+
+    def flat(self):
+        return sweep.flatten(self.config["parameters"])
+
+    def environment(self, home):
+        """Say what makes W&B's client talk to this server, and to it alone."""
+        url = f"http://127.0.0.1:{self.server_port}"
+        return {"WANDB_BASE_URL": url, "WANDB_API_KEY": 40 * "0", "HOME": str(home), "WANDB_ERROR_REPORTING": "false"}
+
+
+@contextmanager
+def serve(config=None):
+    with Server(config) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
