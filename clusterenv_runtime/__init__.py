@@ -17,7 +17,7 @@ A `ClusterEnv` is also a plain ``gymnasium.vector.VectorEnv``: ``envs.step(actio
 from typing import TYPE_CHECKING, Any
 
 from .env import ClusterEnv
-from .errors import ClusterEnvError, DeadlineError, EnvError, ProtocolError, StartupError, WorkerDiedError
+from .errors import ClusterEnvError, DeadlineError, EnvError, Interrupted, ProtocolError, StartupError, WorkerDiedError
 from .launchers import LocalLauncher
 from .rollout import Rollout
 
@@ -33,6 +33,7 @@ __all__ = [
     "EnvError",
     "EpsilonGreedyPolicy",
     "GaussianPolicy",
+    "Interrupted",
     "LocalLauncher",
     "Policy",
     "ProtocolError",

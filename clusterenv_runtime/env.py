@@ -219,6 +219,15 @@ class ClusterEnv(WorkerVectorEnv):
         rows = self._head.links[index].rows
         return index, Rollout.join(self.single_observation_space, [reply.value], np.arange(rows.start, rows.stop))
 
+    def interrupt(self) -> None:
+        """Make the wait for workers that is under way, or else the next one, raise `Interrupted` within 0.3 seconds.
+
+        Signal handlers and other threads may call it. What the learner holds is whole when it is raised, for only
+        `rollout`, `recv`, `send`, `step` and the like wait. A request that was interrupted is given up; those of `send`
+        remain outstanding.
+        """
+        self._head.interrupted = True
+
     def _acted(self, worker: int, part: dict[str, Any]) -> None:
         self._waiting_seconds[worker] += part["waited"]
         self._store.acted(worker, self.single_observation_space, part)

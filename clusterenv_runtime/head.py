@@ -15,7 +15,7 @@ import gymnasium as gym
 import zmq
 
 from . import protocol
-from .errors import DeadlineError, EnvError, StartupError, WorkerDiedError
+from .errors import DeadlineError, EnvError, Interrupted, StartupError, WorkerDiedError
 from .launchers import LocalLauncher
 from .protocol import Close, Error, Hello, Message, Ping, Pull, Reply
 from .security import Gate
@@ -56,6 +56,7 @@ class Head:
         self._replies: dict[int, tuple[Reply, list[Any]]] = {}  # seq -> what nobody has taken yet, oldest first
         self._errors: list[tuple[Link, Error]] = []  # that are to be raised
         self._last_quiet = time.monotonic()  # when there was no message to read
+        self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
         self.dropped = 0  # messages so far that were malformed or of strangers
         self._complained_of: set[bytes] = set()
         self._directory = tempfile.TemporaryDirectory(prefix="clusterenv-")  # 0700: nobody else can dial in
@@ -99,6 +100,7 @@ class Head:
 
         Raises:
             DeadlineError: not all have answered within ``timeout`` seconds; they are given up.
+            Interrupted: ``interrupted`` was set; they are given up.
             WorkerDiedError: a worker that has not answered is gone.
             EnvError: an environment raised; or the exception itself, if it is Python's or Gymnasium's, caused by this.
         """
@@ -125,6 +127,7 @@ class Head:
 
     def wait_until(self, done: Callable[[], bool], seqs: Iterable[int], timeout: float | None = None) -> None:
         """Answer pulls and keep replies until ``done``, as long as the workers of ``seqs`` live; see `gather`."""
+        self._check_interrupted()
         deadline = None if timeout is None else time.monotonic() + timeout
         while not done() and (awaited := self._awaited(seqs)):
             self._handle(*self._receive(deadline, awaited))
@@ -139,6 +142,11 @@ class Head:
     def failed(self) -> bool:
         """Whether there is an error that the next wait will raise."""
         return bool(self._errors)
+
+    def _check_interrupted(self) -> None:
+        if self.interrupted:
+            self.interrupted = False
+            raise Interrupted("interrupted while waiting for workers")
 
     def _awaited(self, seqs: Iterable[int]) -> list[Link]:
         return [self.links[worker] for seq, worker in self._outstanding.items() if seq in seqs]
@@ -200,6 +208,7 @@ class Head:
 
     def _receive(self, deadline: float | None, awaited: list[Link]) -> tuple[Link | None, Any, list[Any]]:
         while not self._socket.poll(POLL_MS if deadline is None else _milliseconds_to(deadline)):
+            self._check_interrupted()
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError("No answer from " + ", ".join(map(self.describe, awaited)))
             for link in awaited:
@@ -271,6 +280,7 @@ class Head:
         self._outstanding = {seq: worker for seq, worker in self._outstanding.items() if worker != link.index}
 
     def _raise_death(self, link: Link) -> NoReturn:
+        self._check_interrupted()  # a scheduler that ends a job may tell the head and its workers at once
         while self._socket.poll(0):  # its last words may say why
             sender, message, buffers = self._receive(None, [])
             if sender is link and isinstance(message, Error):
