@@ -97,6 +97,8 @@ class ClusterEnv(WorkerVectorEnv):
         self._store = PolicyStore(self.num_workers)
         self._head.on_pull = self._store.answer
         self._waiting_seconds = np.zeros(self.num_workers)
+        self._generators: list[bytes | None] = [None] * self.num_workers  # of the policy's noise, as last delivered
+        self._must_restore: set[int] = set()  # workers that get theirs back with their next request
 
     # What APS has done so far.
     @property
@@ -194,7 +196,9 @@ class ClusterEnv(WorkerVectorEnv):
             request = self._store.request(index, num_steps)
             if index not in self._granted.values() and self._rule.wants_pull(self._store.held[index], request):
                 pulling.append(index)
-            self._granted[self._head.ask(index, request)] = index
+            generator = [self._generators[index]] if index in self._must_restore else []
+            self._must_restore.discard(index)
+            self._granted[self._head.ask(index, request, *generator)] = index
         # Answered now, so that they need not wait until you have learned, and get these weights and no later ones.
         self._head.wait_until(
             lambda: self._head.failed or all(self._store.held[index] == self._store.version for index in pulling),
@@ -219,6 +223,38 @@ class ClusterEnv(WorkerVectorEnv):
         rows = self._head.links[index].rows
         return index, Rollout.join(self.single_observation_space, [reply.value], np.arange(rows.start, rows.stop))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs of this: the counters, and the state of each worker's random numbers.
+
+        The latter is the one after the last rollout or chunk that was delivered. Environments are not in it. It holds
+        nothing but dicts, lists, numbers, bytes and None.
+        """
+        return {
+            "policy_version": self.policy_version,
+            "pulls": self._store.pulls.tolist(),
+            "sync_bytes": self.sync_bytes,
+            "waiting_seconds": self._waiting_seconds.tolist(),
+            "generators": list(self._generators),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of as many workers. They pull the policy that is published next.
+
+        Raises:
+            AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
+            ValueError: it is of another number of workers.
+        """
+        self._assert_idle("load_state_dict")
+        if len(state["generators"]) != self.num_workers:
+            raise ValueError(f"the state is of {len(state['generators'])} workers, these are {self.num_workers}")
+        self._store = PolicyStore(self.num_workers)
+        self._head.on_pull = self._store.answer
+        self._store.version, self._store.bytes_sent = state["policy_version"], state["sync_bytes"]
+        self._store.pulls[:] = state["pulls"]
+        self._waiting_seconds[:] = state["waiting_seconds"]
+        self._generators = list(state["generators"])
+        self._must_restore = {index for index, state in enumerate(self._generators) if state is not None}
+
     def interrupt(self) -> None:
         """Make the wait for workers that is under way, or else the next one, raise `Interrupted` within 0.3 seconds.
 
@@ -230,6 +266,7 @@ class ClusterEnv(WorkerVectorEnv):
 
     def _acted(self, worker: int, part: dict[str, Any]) -> None:
         self._waiting_seconds[worker] += part["waited"]
+        self._generators[worker] = part["generator"].tobytes()
         self._store.acted(worker, self.single_observation_space, part)
 
     def _assert_can_act(self, method: str, num_steps: int) -> None:
