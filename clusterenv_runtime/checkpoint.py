@@ -13,6 +13,7 @@ import random
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -140,12 +141,23 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def interruptible(envs: ClusterEnv, save: Callable[[], None], command: str) -> Iterator[None]:
-    """On SIGTERM, SIGUSR1 or Ctrl-C: `ClusterEnv.interrupt`, ``save``, say that ``command`` goes on, and exit.
+def checkpoints(
+    envs: ClusterEnv, save: Callable[[], None], directory: str, interval: float
+) -> Iterator[Callable[[], None]]:
+    """Give a function that calls ``save`` if ``interval`` seconds have passed, and save when a signal ends the run.
 
-    The exit code is 75, for which schedulers may requeue (EX_TEMPFAIL), or 130 after Ctrl-C. A second Ctrl-C does what
-    it usually does. Once ``envs`` is closed, nothing waits for workers, and a signal is heeded wherever it finds you.
+    On SIGTERM, SIGUSR1 or Ctrl-C: `ClusterEnv.interrupt`, ``save``, say how to resume ``directory``, and exit. The exit
+    code is 75, for which schedulers may requeue (EX_TEMPFAIL), or 130 after Ctrl-C. A second Ctrl-C does what it does
+    elsewhere. Once ``envs`` is closed, nothing waits for workers, and a signal is heeded wherever it finds you.
     """
+    last = time.monotonic()
+
+    def save_if_due() -> None:
+        nonlocal last
+        if time.monotonic() - last > interval:
+            save()
+            last = time.monotonic()
+
     received: list[int] = []
 
     def handle(number: int, _: Any) -> None:
@@ -157,12 +169,12 @@ def interruptible(envs: ClusterEnv, save: Callable[[], None], command: str) -> I
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:
-        yield
+        yield save_if_due
     except Interrupted:
         for number in (signal.SIGTERM, signal.SIGUSR1):  # heeded already
             signal.signal(number, signal.SIG_IGN)
         save()
-        print(f"interrupted; to go on: {command}", file=sys.stderr)
+        print(f"interrupted; to go on: python {sys.argv[0]} --resume {directory}", file=sys.stderr)
         sys.exit(130 if received[:1] == [signal.SIGINT] else 75)
     finally:
         for number, handler in before.items():
