@@ -3,13 +3,9 @@ import itertools
 import json
 import os
 import random
-import re
-import sys
 import time
 from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import asdict, dataclass
 
 import gymnasium as gym
 import numpy as np
@@ -17,16 +13,17 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.optim as optim
-import tyro
 from matplotlib.figure import Figure
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
+from clusterenv_runtime.arguments import ClusterArgs, check, make_directory, parse
+from clusterenv_runtime.checkpoint import checkpoints, rng_state, save_checkpoint, set_rng_state
 
 
 @dataclass
-class Args:
+class Args(ClusterArgs):  # what is the runtime's, such as num_workers and sync_mode, it inherits
     exp_name: str = os.path.basename(__file__)[: -len(".py")]
     """the name of this experiment"""
     seed: int = 1
@@ -79,33 +76,22 @@ class Args:
     """one gradient step per so many environment steps, however many workers there are and however fast"""
 
     # Distribution specific arguments
-    num_workers: int = 2
-    """the number of environment worker processes"""
     envs_per_worker: int = 8
-    """the number of parallel game environments on each worker"""
     num_steps: int = 16
     """the number of steps in each environment per chunk that a worker sends"""
     outstanding: int = 2
     """chunks each worker may be ahead of the learner; with one it waits while its last one travels"""
     deterministic: bool = False
     """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same to the last bit"""
-    launcher: Literal["local"] = "local"
-    """where workers run: `local` starts them on this machine"""
-    sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
-    """when workers pull weights: by divergence (APS), every `--sync-interval` checks, every check, or once"""
+    min_workers: int | None = None
+    """begin when so many workers are up, the others come in later; by default when all are"""
     sync_check_frequency: int = 20
     """gradient steps between publishing the policy, which measures the workers' divergence from it"""
     kl_threshold: float = 0.8
-    """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats"""
-    sync_interval: int | None = None
-    """with `--sync-mode interval`: pull every so many checks"""
     max_policy_lag: int | None = 40
-    """pull anyway when more than this many checks behind"""
-
-
-def check(fine, message):
-    if not fine:
-        sys.exit(f"error: {message}")
+    save_replay: bool = True
+    """whether checkpoints hold the replay buffer; without it, a resumed run collects another `--learning-starts` steps
+    before it goes on learning, at the same rate as before"""
 
 
 def make_env(env_id, idx, capture_video, run_name):
@@ -135,8 +121,8 @@ class QNetwork(nn.Module):
 class ReplayBuffer:
     """The last `size` transitions, in preallocated tensors; observations keep the dtype of their space."""
 
-    def __init__(self, size, observation_space, device):
-        self.size, self.pos, self.inserted, self.device = size, 0, 0, device
+    def __init__(self, size, observation_space):
+        self.size, self.pos, self.inserted = size, 0, 0
         dtype = torch.from_numpy(np.empty(0, observation_space.dtype)).dtype
         self.observations = torch.zeros(size, *observation_space.shape, dtype=dtype)
         self.next_observations = torch.zeros(size, *observation_space.shape, dtype=dtype)
@@ -164,12 +150,12 @@ class ReplayBuffer:
             column[self.pos : self.pos + fit], column[: num - fit] = values[:fit], values[fit:]
         self.pos, self.inserted = (self.pos + num) % self.size, self.inserted + num
 
-    def sample(self, num_batches, batch_size):
+    def sample(self, num_batches, batch_size, device):
         """Return observations, actions, next observations, rewards and dones, `(num_batches, batch_size, ...)`."""
         inds = torch.randint(min(self.inserted, self.size), (num_batches * batch_size,))
         columns = self.observations, self.actions, self.next_observations, self.rewards, self.dones
         shape = num_batches, batch_size
-        drawn = (column.index_select(0, inds).view(*shape, *column.shape[1:]).to(self.device) for column in columns)
+        drawn = (column.index_select(0, inds).view(*shape, *column.shape[1:]).to(device) for column in columns)
         obs, actions, next_obs, rewards, dones = drawn
         return obs.float(), actions, next_obs.float(), rewards, dones
 
@@ -210,23 +196,12 @@ def plot_learning_curve(history, title, path):
 
 
 if __name__ == "__main__":
-    # W&B agents write booleans as --flag=True; tyro's spelling is --flag and --no-flag
-    booleans = "|".join(field.name.replace("_", "[-_]") for field in fields(Args) if field.type is bool)
-    argv = [re.sub(rf"^--({booleans})=[Tt]rue$", r"--\1", arg) for arg in sys.argv[1:]]
-    args = tyro.cli(Args, args=[re.sub(rf"^--({booleans})=[Ff]alse$", r"--no-\1", arg) for arg in argv])
-    positive = "num_workers envs_per_worker num_steps outstanding batch_size train_frequency target_network_frequency "
-    for flag in (positive + "sync_check_frequency eval_episodes").split():
-        check(getattr(args, flag) >= 1, f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
-    for flag in ("learning_rate", "exploration_fraction", "max_seconds"):
-        value = getattr(args, flag)
-        check(value is None or value > 0, f"--{flag.replace('_', '-')} must be a number > 0, got {value}")
-    for flag in ("start_e", "end_e", "tau"):
-        check(0 <= getattr(args, flag) <= 1, f"--{flag.replace('_', '-')} must be in [0, 1], got {getattr(args, flag)}")
-    check(args.learning_starts >= 0, f"--learning-starts must be at least 0, got {args.learning_starts}")
-    check(args.kl_threshold >= 0, f"--kl-threshold must be a number of nats >= 0, got {args.kl_threshold}")
-    check(args.sync_mode != "interval" or args.sync_interval, "--sync-mode interval needs --sync-interval, in checks")
-    check(args.sync_interval is None or args.sync_interval >= 1, "--sync-interval must be at least 1 check")
-    check(args.max_policy_lag is None or args.max_policy_lag >= 0, "--max-policy-lag must be at least 0 checks")
+    args, saved = parse(Args, fixed=("env_id", "num_steps", "buffer_size"))  # the checkpoint to resume from, or empty
+    positive = "num_steps outstanding batch_size train_frequency target_network_frequency sync_check_frequency "
+    args.require(positive + "eval_episodes", lambda value: value >= 1, "at least 1")
+    args.require("learning_rate exploration_fraction max_seconds", lambda value: value > 0, "a number > 0")
+    args.require("start_e end_e tau", lambda value: 0 <= value <= 1, "in [0, 1]")
+    args.require("learning_starts", lambda value: value >= 0, "at least 0")
     args.chunk_size = int(args.envs_per_worker * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
     chunk = f"a chunk of {args.envs_per_worker} environments x {args.num_steps} steps = {args.chunk_size}"
@@ -234,7 +209,10 @@ if __name__ == "__main__":
     check(args.buffer_size >= args.chunk_size, f"--buffer-size {args.buffer_size} must be at least {chunk}")
     target_every, rest = divmod(args.target_network_frequency, args.train_frequency)  # in gradient steps
     check(rest == 0, "--target-network-frequency must be a multiple of --train-frequency: it counts environment steps")
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
+    global_step, gradient_steps = saved.get("global_step", 0), saved.get("gradient_steps", 0)
+    done = f"the {global_step} steps that {args.resume} has done"
+    check(args.total_timesteps >= global_step, f"--total-timesteps {args.total_timesteps} must be at least {done}")
+    run_name = args.resumed or f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
     try:
         env = make_env(args.env_id, 0, args.capture_video, run_name)()
     except (ModuleNotFoundError, gym.error.Error) as error:
@@ -246,22 +224,21 @@ if __name__ == "__main__":
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     check(needed < memory, f"--buffer-size {args.buffer_size} takes {needed:.1f} GiB, this machine has {memory:.1f}")
     env.close()
-    try:
-        os.makedirs(f"runs/{run_name}")
-    except OSError as error:
-        check(False, f"cannot write to runs/{run_name}: {error.strerror}")
-    print(f"replay buffer: {args.buffer_size:,} transitions, {needed * 1024:,.1f} MiB")
+    make_directory(f"runs/{run_name}", exist_ok=bool(saved))
+    where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
+    print(f"replay buffer: {args.buffer_size:,} transitions, {needed * 1024:,.1f} MiB, {where}")
     if args.track:
         import wandb
 
         wandb.init(
             project=args.wandb_project_name, entity=args.wandb_entity, name=run_name, config=vars(args),
             sync_tensorboard=True, monitor_gym=args.capture_video, save_code=True,
+            id=saved.get("wandb_id"), resume="allow",
         )  # fmt: skip
         wandb.define_metric("*", step_metric="global_step")
-    writer = SummaryWriter(f"runs/{run_name}")
+    writer = SummaryWriter(f"runs/{run_name}", purge_step=global_step + 1 if saved else None)
     table = "\n".join([f"|{key}|{value}|" for key, value in vars(args).items()])
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", global_step)
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -271,55 +248,77 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     # env setup
     num_envs = args.num_workers * args.envs_per_worker
-    envs = ClusterEnv(
-        [make_env(args.env_id, i, args.capture_video, run_name) for i in range(num_envs)],
-        num_workers=args.num_workers, launcher=args.launcher, log_dir=f"runs/{run_name}/workers",
-        sync_mode=args.sync_mode, kl_threshold=args.kl_threshold,
-        sync_interval=args.sync_interval, max_policy_lag=args.max_policy_lag,
-    )  # fmt: skip
+    env_fns = [make_env(args.env_id, i, args.capture_video, run_name) for i in range(num_envs)]
+    envs = ClusterEnv(env_fns, log_dir=f"runs/{run_name}/workers", **args.cluster())
     q_network = QNetwork(envs).to(device)
     policy = EpsilonGreedyPolicy(q_network, args.start_e)  # what travels to the workers
     optimizer = optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
     target_network = QNetwork(envs).to(device)
     target_network.load_state_dict(q_network.state_dict())
-    rb = ReplayBuffer(args.buffer_size, envs.single_observation_space, device)
+    rb = ReplayBuffer(args.buffer_size, envs.single_observation_space)
+    # warm_up: environment steps without learning
+    warm_up, waiting, loss = saved.get("warm_up", args.learning_starts), saved.get("waiting", 0.0), None
+    recent_returns, episodes = deque(saved.get("recent_returns", []), maxlen=100), saved.get("episodes", [])
+    history = saved.get("history", [])  # (global_step, mean return, pulls per worker, policy version)
+    stateful = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "envs": envs}
 
+    def save():
+        writer.flush()  # up to here the logs belong to this checkpoint, what comes later is dropped on resume
+        state = {
+            **{name: part.state_dict() for name, part in stateful.items()}, "rng": rng_state(), "args": asdict(args),
+            "replay": vars(rb) if args.save_replay else {}, "epsilon": policy.epsilon, "warm_up": warm_up,
+            "global_step": global_step, "gradient_steps": gradient_steps, "waiting": waiting, "history": history,
+            "seconds": time.time() - start_time, "recent_returns": list(recent_returns), "episodes": episodes,
+            "wandb_id": wandb.run.id if args.track else None,
+        }  # fmt: skip
+        save_checkpoint(f"runs/{run_name}", state, global_step)
+        if args.save_model:
+            torch.save(q_network.state_dict(), f"runs/{run_name}/{args.exp_name}.cleanrl_model")
+
+    if saved:
+        for name, part in stateful.items():
+            part.load_state_dict(saved[name])
+        optimizer.param_groups[0]["lr"], policy.epsilon = args.learning_rate, saved["epsilon"]
+        set_rng_state(saved["rng"])
+        vars(rb).update(saved["replay"])
+        if not saved["replay"]:  # after another `learning_starts` steps, gradient steps go on from where they were
+            warm_up = global_step + args.learning_starts - gradient_steps * args.train_frequency
+            print(f"no replay buffer in the checkpoint: collecting {args.learning_starts:,} steps before learning")
     envs.publish(policy)  # while the environments reset, the workers load it
-    envs.reset(seed=args.seed)
-    global_step, gradient_steps, start_time, waiting = 0, 0, time.time(), 0.0
-    recent_returns, episodes, eval_returns = deque(maxlen=100), [], None
-    history = []  # (global_step, mean return, pulls per worker, policy version)
+    envs.reset(seed=args.seed + global_step)
+    done, start_time = global_step // args.chunk_size, time.time() - saved.get("seconds", 0)
     progress = Progress(TextColumn("{task.fields[status]}"), TimeRemainingColumn(), TextColumn("left"))
-    task = progress.add_task("train", total=args.num_iterations, status="starting")
+    task = progress.add_task("train", total=args.num_iterations, completed=done, status="starting")
 
-    with envs, writer, progress, suppress(KeyboardInterrupt):
+    with envs, writer, progress, checkpoints(envs, save, f"runs/{run_name}", args.checkpoint_interval) as save_if_due:
         # Who may send the next chunk, and whose to take next (None: whichever is ready). Nothing sent is left unused.
         turns = itertools.cycle(range(args.num_workers) if args.deterministic else [None])
         ahead = list(range(args.num_workers)) * (1 if args.deterministic else args.outstanding)
-        for worker in ahead[: args.num_iterations]:
+        for worker in ahead[: max(args.num_iterations - done, 0)]:
             envs.send(args.num_steps, worker)
-        for iteration in range(1, args.num_iterations + 1):
+        for iteration in range(done + 1, args.num_iterations + 1):
+            save_if_due()
             # Collect: take a chunk, and let its worker go on, with the exploration of now.
             collect_start = time.time()
             worker, chunk = envs.recv(next(turns))
-            learn_start = time.time()
-            waiting += learn_start - collect_start
-            global_step += args.chunk_size
+            waiting += time.time() - collect_start
             duration = args.exploration_fraction * args.total_timesteps
-            policy.epsilon = linear_schedule(args.start_e, args.end_e, duration, global_step)
+            policy.epsilon = linear_schedule(args.start_e, args.end_e, duration, iteration * args.chunk_size)
             if iteration + len(ahead) <= args.num_iterations:
                 envs.send(args.num_steps, worker)
+            # From here to the next chunk nothing waits for workers, so a checkpoint holds all of this one or nothing.
+            global_step += args.chunk_size
             rb.add(chunk)
             recent_returns.extend(chunk.episodic_returns.tolist())
-            episodes.append((chunk.episodic_returns, chunk.episodic_lengths))
+            episodes += zip(chunk.episodic_returns.tolist(), chunk.episodic_lengths.tolist(), strict=True)
 
             # ALGO LOGIC: training. One gradient step per `train_frequency` environment steps after `learning_starts`.
-            due = max(global_step - args.learning_starts, 0) // args.train_frequency
+            due = max(global_step - warm_up, 0) // args.train_frequency
             while gradient_steps < due:
                 # As many as the target network stays the same for: their batches and targets come in one go.
                 until_target, until_check = (n - gradient_steps % n for n in (target_every, args.sync_check_frequency))
                 burst = min(due - gradient_steps, until_target, until_check)
-                b_obs, b_actions, b_next_obs, b_rewards, b_dones = rb.sample(burst, args.batch_size)
+                b_obs, b_actions, b_next_obs, b_rewards, b_dones = rb.sample(burst, args.batch_size, device)
                 with torch.no_grad():
                     target_max, _ = target_network(b_next_obs).max(dim=-1)
                     b_td_target = b_rewards + args.gamma * target_max * (1 - b_dones)
@@ -344,16 +343,16 @@ if __name__ == "__main__":
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             seconds = time.time() - start_time
             mean_return = float(np.mean(recent_returns)) if recent_returns else float("nan")
-            pulls = float(envs.pulls.mean())  # per worker
+            pulls, versions = float(envs.pulls.mean()), envs.policy_version  # per worker
             kl = float(envs.divergence.mean())  # inf until every worker has acted
-            history.append((global_step, mean_return, pulls, envs.policy_version))
-            returns, lengths = (np.concatenate(column) for column in zip(*episodes, strict=True))
+            history.append((global_step, mean_return, pulls, versions))
+            if episodes:  # since the last time
+                returns, lengths = np.mean(episodes, axis=0)
+                writer.add_scalar("charts/episodic_return", returns, global_step)
+                writer.add_scalar("charts/episodic_length", lengths, global_step)
             episodes = []
-            if len(returns):
-                writer.add_scalar("charts/episodic_return", returns.mean(), global_step)
-                writer.add_scalar("charts/episodic_length", lengths.mean(), global_step)
             writer.add_scalar("charts/epsilon", policy.epsilon, global_step)
-            if gradient_steps:
+            if loss is not None:
                 writer.add_scalar("losses/td_loss", loss.item(), global_step)
                 writer.add_scalar("losses/q_values", old_val.mean().item(), global_step)
             if np.isfinite(kl):
@@ -367,7 +366,6 @@ if __name__ == "__main__":
             writer.add_scalar("throughput/consumed_sps", gradient_steps * args.batch_size / seconds, global_step)
             writer.add_scalar("throughput/replay_ratio", gradient_steps * args.batch_size / global_step, global_step)
             writer.add_scalar("charts/SPS", sps := int(global_step / seconds), global_step)
-            versions = envs.policy_version
             status = f"step {global_step:,} SPS {sps} return {mean_return:.1f} KL {kl:.3f} pulls {pulls:g}/{versions}"
             progress.update(task, completed=iteration, status=status)
             if not progress.console.is_terminal and iteration % max(args.num_iterations // 20, 1) == 0:
@@ -375,12 +373,12 @@ if __name__ == "__main__":
             if stop:
                 break
         wall_seconds = time.time() - start_time
+        save()
+        envs.close()
         eval_returns = evaluate(q_network, args, device)
         writer.add_scalar("eval/return_mean", eval_returns.mean(), global_step)
 
-    if args.save_model:
-        torch.save(q_network.state_dict(), f"runs/{run_name}/{args.exp_name}.cleanrl_model")
-    check(eval_returns is not None, f"interrupted; what there is lies in runs/{run_name}")
+    _, mean_return, pulls, _ = history[-1]
     plot_learning_curve(history, f"DQN on {args.env_id}, seed {args.seed}", f"runs/{run_name}/learning_curve.png")
     summary = {
         "global_step": global_step, "wall_seconds": wall_seconds, "sps": global_step / wall_seconds,

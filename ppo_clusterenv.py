@@ -2,30 +2,27 @@
 import json
 import os
 import random
-import re
-import sys
 import time
 from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import asdict, dataclass
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.optim as optim
-import tyro
 from matplotlib.figure import Figure
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from torch.distributions.categorical import Categorical
 from torch.utils.tensorboard import SummaryWriter
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime.arguments import ClusterArgs, check, make_directory, parse
+from clusterenv_runtime.checkpoint import checkpoints, rng_state, save_checkpoint, set_rng_state
 
 
 @dataclass
-class Args:
+class Args(ClusterArgs):  # what is the runtime's, such as num_workers and kl_threshold, it inherits
     exp_name: str = os.path.basename(__file__)[: -len(".py")]
     """the name of this experiment"""
     seed: int = 1
@@ -86,31 +83,12 @@ class Args:
     """the target KL divergence threshold"""
 
     # Distribution specific arguments
-    num_workers: int = 2
-    """the number of environment worker processes"""
-    envs_per_worker: int = 32
-    """the number of parallel game environments on each worker"""
-    launcher: Literal["local"] = "local"
-    """where workers run: `local` starts them on this machine"""
-    sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
-    """when workers pull weights: by divergence (APS), every `--sync-interval` updates, every update, or once"""
-    kl_threshold: float = 0.05
-    """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats"""
-    sync_interval: int | None = None
-    """with `--sync-mode interval`: pull every so many updates"""
-    max_policy_lag: int | None = None
-    """pull anyway when more than this many updates behind"""
     decoupled: bool = True
     """clip against the policy at the start of the update, not against the (perhaps stale) one that acted"""
     clip_rho: float = 2.0
     """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
     overlap: bool = False
     """collect the next rollout while learning from this one; it acts one update behind"""
-
-
-def check(fine, message):
-    if not fine:
-        sys.exit(f"error: {message}")
 
 
 def make_env(env_id, idx, capture_video, run_name):
@@ -184,18 +162,9 @@ def plot_learning_curve(history, title, path):
 
 
 if __name__ == "__main__":
-    # W&B agents write booleans as --flag=True; tyro's spelling is --flag and --no-flag
-    booleans = "|".join(field.name.replace("_", "[-_]") for field in fields(Args) if field.type is bool)
-    argv = [re.sub(rf"^--({booleans})=[Tt]rue$", r"--\1", arg) for arg in sys.argv[1:]]
-    args = tyro.cli(Args, args=[re.sub(rf"^--({booleans})=[Ff]alse$", r"--no-\1", arg) for arg in argv])
-    for flag in ("num_workers", "envs_per_worker", "num_steps", "num_minibatches", "update_epochs", "eval_episodes"):
-        check(getattr(args, flag) >= 1, f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
-    for flag, value in [(flag, getattr(args, flag)) for flag in ("learning_rate", "clip_rho", "max_seconds")]:
-        check(value is None or value > 0, f"--{flag.replace('_', '-')} must be a number > 0, got {value}")
-    check(args.kl_threshold >= 0, f"--kl-threshold must be a number of nats >= 0, got {args.kl_threshold}")
-    check(args.sync_mode != "interval" or args.sync_interval, "--sync-mode interval needs --sync-interval, in updates")
-    check(args.sync_interval is None or args.sync_interval >= 1, "--sync-interval must be at least 1 update")
-    check(args.max_policy_lag is None or args.max_policy_lag >= 0, "--max-policy-lag must be at least 0 updates")
+    args, saved = parse(Args, fixed=("env_id", "num_steps"))  # saved: the checkpoint to resume from, or empty
+    args.require("num_steps num_minibatches update_epochs eval_episodes", lambda value: value >= 1, "at least 1")
+    args.require("learning_rate clip_rho max_seconds", lambda value: value > 0, "a number > 0")
     args.num_envs = int(args.num_workers * args.envs_per_worker)
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
@@ -203,7 +172,10 @@ if __name__ == "__main__":
     batch = f"the batch of {args.num_envs} environments x {args.num_steps} steps = {args.batch_size}"
     check(args.batch_size % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches} must divide {batch}")
     check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {batch}")
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
+    global_step = saved.get("global_step", 0)
+    done = f"the {global_step} steps that {args.resume} has done"
+    check(args.total_timesteps >= global_step, f"--total-timesteps {args.total_timesteps} must be at least {done}")
+    run_name = args.resumed or f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
     try:
         env = make_env(args.env_id, 0, args.capture_video, run_name)()
     except (ModuleNotFoundError, gym.error.Error) as error:
@@ -212,21 +184,19 @@ if __name__ == "__main__":
     check(discrete, f"actions must be discrete, from 0, not {env.action_space}: {args.env_id}")
     check(len(env.observation_space.shape or ()) == 1, f"observations must be vectors, not {env.observation_space}")
     env.close()
-    try:
-        os.makedirs(f"runs/{run_name}")
-    except OSError as error:
-        check(False, f"cannot write to runs/{run_name}: {error.strerror}")
+    make_directory(f"runs/{run_name}", exist_ok=bool(saved))
     if args.track:
         import wandb
 
         wandb.init(
             project=args.wandb_project_name, entity=args.wandb_entity, name=run_name, config=vars(args),
             sync_tensorboard=True, monitor_gym=args.capture_video, save_code=True,
+            id=saved.get("wandb_id"), resume="allow",
         )  # fmt: skip
         wandb.define_metric("*", step_metric="global_step")
-    writer = SummaryWriter(f"runs/{run_name}")
+    writer = SummaryWriter(f"runs/{run_name}", purge_step=global_step + 1 if saved else None)
     table = "\n".join([f"|{key}|{value}|" for key, value in vars(args).items()])
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", global_step)
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -235,30 +205,42 @@ if __name__ == "__main__":
 
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     # env setup
-    envs = ClusterEnv(
-        [make_env(args.env_id, i, args.capture_video, run_name) for i in range(args.num_envs)],
-        num_workers=args.num_workers, launcher=args.launcher, log_dir=f"runs/{run_name}/workers",
-        sync_mode=args.sync_mode, kl_threshold=args.kl_threshold,
-        sync_interval=args.sync_interval, max_policy_lag=args.max_policy_lag,
-    )  # fmt: skip
+    env_fns = [make_env(args.env_id, i, args.capture_video, run_name) for i in range(args.num_envs)]
+    envs = ClusterEnv(env_fns, log_dir=f"runs/{run_name}/workers", **args.cluster())
     agent = Agent(envs).to(device)
     policy = CategoricalPolicy(agent.actor)  # what travels to the workers
     optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    recent_returns = deque(saved.get("recent_returns", []), maxlen=100)
+    history = saved.get("history", [])  # (global_step, mean return, pulls per worker)
+    stateful = {"agent": agent, "optimizer": optimizer, "envs": envs}
 
+    def save():
+        writer.flush()  # up to here the logs belong to this checkpoint, what comes later is dropped on resume
+        state = {
+            **{name: part.state_dict() for name, part in stateful.items()}, "rng": rng_state(), "args": asdict(args),
+            "global_step": global_step, "seconds": time.time() - start_time, "recent_returns": list(recent_returns),
+            "history": history, "wandb_id": wandb.run.id if args.track else None,
+        }  # fmt: skip
+        save_checkpoint(f"runs/{run_name}", state, global_step)
+        if args.save_model:
+            torch.save(agent.state_dict(), f"runs/{run_name}/{args.exp_name}.cleanrl_model")
+
+    if saved:
+        for name, part in stateful.items():
+            part.load_state_dict(saved[name])
+        set_rng_state(saved["rng"])
     envs.publish(policy)  # while the environments reset, the workers load it
-    envs.reset(seed=args.seed)
-    global_step, start_time = 0, time.time()
-    recent_returns, eval_returns = deque(maxlen=100), None
-    history = []  # (global_step, mean return, pulls per worker)
+    envs.reset(seed=args.seed + global_step)
+    done, start_time = global_step // args.batch_size, time.time() - saved.get("seconds", 0)
     progress = Progress(TextColumn("{task.fields[status]}"), TimeRemainingColumn(), TextColumn("left"))
-    task = progress.add_task("train", total=args.num_iterations, status="starting")
+    task = progress.add_task("train", total=args.num_iterations, completed=done, status="starting")
 
-    with envs, writer, progress, suppress(KeyboardInterrupt):
-        for iteration in range(1, args.num_iterations + 1):
+    with envs, writer, progress, checkpoints(envs, save, f"runs/{run_name}", args.checkpoint_interval) as save_if_due:
+        for iteration in range(done + 1, args.num_iterations + 1):
+            save_if_due()
             # Annealing the rate if instructed to do so.
-            if args.anneal_lr:
-                frac = 1.0 - (iteration - 1.0) / args.num_iterations
-                optimizer.param_groups[0]["lr"] = frac * args.learning_rate
+            frac = 1.0 - (iteration - 1.0) / args.num_iterations if args.anneal_lr else 1.0
+            optimizer.param_groups[0]["lr"] = frac * args.learning_rate
             # Collect: the workers act and step; those whose policy has diverged pull this one first.
             collect_start = time.time()
             rollout = envs.rollout(policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations)
@@ -377,16 +359,16 @@ if __name__ == "__main__":
             if args.max_seconds is not None and time.time() - start_time > args.max_seconds:
                 break
         wall_seconds = time.time() - start_time
+        save()
+        envs.close()
         eval_returns = evaluate(agent, args, device)
         writer.add_scalar("eval/return_mean", eval_returns.mean(), global_step)
 
-    if args.save_model:
-        torch.save(agent.state_dict(), f"runs/{run_name}/{args.exp_name}.cleanrl_model")
-    check(eval_returns is not None, f"interrupted; what there is lies in runs/{run_name}")
+    updates, (_, mean_return, pulls) = global_step // args.batch_size, history[-1]
     plot_learning_curve(history, f"PPO on {args.env_id}, seed {args.seed}", f"runs/{run_name}/learning_curve.png")
     summary = {
         "global_step": global_step, "wall_seconds": wall_seconds, "sps": global_step / wall_seconds,
-        "updates": iteration, "pulls_per_worker": pulls, "sync_bytes": envs.sync_bytes,
+        "updates": updates, "pulls_per_worker": pulls, "sync_bytes": envs.sync_bytes,
         "mean_return_100": mean_return if recent_returns else None, "eval_return_mean": float(np.mean(eval_returns)),
         "eval_return_std": float(np.std(eval_returns)), "kl_threshold": args.kl_threshold, "seed": args.seed,
         "env_id": args.env_id, "args": vars(args),
@@ -395,5 +377,5 @@ if __name__ == "__main__":
         json.dump(summary, file, indent=2)
     if args.track:
         wandb.run.summary.update(summary)
-    print(f"{global_step:,} steps in {wall_seconds:.0f} s; {pulls:g} pulls a worker in {iteration} updates")
+    print(f"{global_step:,} steps in {wall_seconds:.0f} s; {pulls:g} pulls a worker in {updates} updates")
     print(f"mean return {mean_return:.1f}, in the evaluation {np.mean(eval_returns):.1f}; see runs/{run_name}")

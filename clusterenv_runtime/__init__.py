@@ -17,7 +17,16 @@ A `ClusterEnv` is also a plain ``gymnasium.vector.VectorEnv``: ``envs.step(actio
 from typing import TYPE_CHECKING, Any
 
 from .env import ClusterEnv
-from .errors import ClusterEnvError, DeadlineError, EnvError, ProtocolError, StartupError, WorkerDiedError
+from .errors import (
+    CheckpointError,
+    ClusterEnvError,
+    DeadlineError,
+    EnvError,
+    Interrupted,
+    ProtocolError,
+    StartupError,
+    WorkerDiedError,
+)
 from .launchers import LocalLauncher
 from .rollout import Rollout
 
@@ -27,12 +36,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CategoricalPolicy",
+    "CheckpointError",
     "ClusterEnv",
     "ClusterEnvError",
     "DeadlineError",
     "EnvError",
     "EpsilonGreedyPolicy",
     "GaussianPolicy",
+    "Interrupted",
     "LocalLauncher",
     "Policy",
     "ProtocolError",

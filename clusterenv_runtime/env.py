@@ -76,6 +76,9 @@ class ClusterEnv(WorkerVectorEnv):
         security: str = "curve",
         allow_insecure: bool = False,
         log_dir: str | None = None,
+        on_worker_loss: str = "restart",
+        max_worker_restarts: int = 3,
+        min_workers: int | None = None,
     ) -> None:
         self.closed = True  # until there is something to close
         self._granted: dict[int, int] = {}  # seq -> worker, of `send`'s requests that are outstanding, oldest first
@@ -198,7 +201,7 @@ class ClusterEnv(WorkerVectorEnv):
             request = self._store.request(index, num_steps)
             if index not in self._granted.values() and self._rule.wants_pull(self._store.held[index], request):
                 pulling.append(index)
-            self._granted[self._head.ask(index, request)] = index
+            self._granted[self._head.ask(index, request, *self._store.generator(index))] = index
 
         def waits(index: int) -> bool:
             return self._head.links[index].ready and self._store.held[index] != self._store.version
@@ -223,6 +226,34 @@ class ClusterEnv(WorkerVectorEnv):
         self._acted(index, reply.value)
         rows = self._head.links[index].rows
         return index, Rollout.join(self.single_observation_space, [reply.value], np.arange(rows.start, rows.stop))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs of this: the counters, and the state of each worker's random numbers.
+
+        The latter is the one after the last rollout or chunk that was delivered. Environments are not in it. It holds
+        nothing but dicts, lists, numbers, bytes and None.
+        """
+        return {**self._store.state_dict(), "waiting_seconds": self._waiting_seconds.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of as many workers. They pull the policy that is published next.
+
+        Raises:
+            AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
+            ValueError: it is of another number of workers.
+        """
+        self._assert_idle("load_state_dict")
+        self._store.load_state_dict(state)
+        self._waiting_seconds[:] = state["waiting_seconds"]
+
+    def interrupt(self) -> None:
+        """Make the wait for workers that is under way, or else the next one, raise `Interrupted` within 0.3 seconds.
+
+        Signal handlers and other threads may call it. What the learner holds is whole when it is raised, for only
+        `rollout`, `recv`, `send`, `step` and the like wait. A request that was interrupted is given up; those of `send`
+        remain outstanding.
+        """
+        self._head.interrupted = True
 
     def _acted(self, worker: int, part: dict[str, Any]) -> None:
         self._waiting_seconds[worker] += part["waited"]

@@ -21,6 +21,14 @@ class ProtocolError(ClusterEnvError):
     """A message is not of the form :mod:`clusterenv_runtime.protocol` describes."""
 
 
+class Interrupted(ClusterEnvError):
+    """`ClusterEnv.interrupt` was called: raised where the head waits for workers, and nowhere else."""
+
+
+class CheckpointError(ClusterEnvError):
+    """There is no run, no checkpoint, or none that is whole; the text says which."""
+
+
 class EnvError(ClusterEnvError):
     """An environment raised on a worker; the text names env, worker and log and holds the remote traceback.
 

@@ -15,7 +15,7 @@ import gymnasium as gym
 import zmq
 
 from . import protocol
-from .errors import DeadlineError, EnvError, StartupError, WorkerDiedError
+from .errors import DeadlineError, EnvError, Interrupted, StartupError, WorkerDiedError
 from .launchers import LocalLauncher
 from .protocol import Close, Error, Hello, Message, Ping, Pull, Reply
 from .recovery import Recovery
@@ -74,6 +74,7 @@ class Head:
         self._replies: dict[int, tuple[Reply, list[Any]]] = {}  # seq -> what nobody has taken yet, oldest first
         self._errors: list[tuple[Link, Error]] = []  # that are to be raised
         self._last_quiet = time.monotonic()  # when there was no message to read
+        self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
         self.dropped = 0  # messages so far that were malformed or of strangers
         self._complained_of: set[bytes] = set()
         self._directory = tempfile.TemporaryDirectory(prefix="clusterenv-")  # 0700: nobody else can dial in
@@ -120,6 +121,7 @@ class Head:
 
         Raises:
             DeadlineError: not all have answered within ``timeout`` seconds; they are given up.
+            Interrupted: ``interrupted`` was set; they are given up.
             WorkerDiedError: a worker that has not answered is gone.
             EnvError: an environment raised; or the exception itself, if it is Python's or Gymnasium's, caused by this.
         """
@@ -146,6 +148,7 @@ class Head:
 
     def wait_until(self, done: Callable[[], bool], seqs: Iterable[int], timeout: float | None = None) -> None:
         """Answer pulls and keep replies until ``done``, as long as the workers of ``seqs`` live; see `gather`."""
+        self._check_interrupted()
         deadline = None if timeout is None else time.monotonic() + timeout
         while not done() and (awaited := self._awaited(seqs)):
             self._handle(*self._receive(deadline, awaited))
@@ -158,6 +161,11 @@ class Head:
     def failed(self) -> bool:
         """Whether there is an error that the next wait will raise."""
         return bool(self._errors)
+
+    def _check_interrupted(self) -> None:
+        if self.interrupted:
+            self.interrupted = False
+            raise Interrupted("interrupted while waiting for workers")
 
     def _awaited(self, seqs: Iterable[int]) -> list[Link]:
         return [self.links[worker] for seq, (worker, *_) in self._outstanding.items() if seq in seqs]
@@ -224,6 +232,7 @@ class Head:
 
     def _receive(self, deadline: float | None, awaited: list[Link]) -> tuple[Link | None, Any, list[Any]]:
         while not self._socket.poll(POLL_MS if deadline is None else _milliseconds_to(deadline)):
+            self._check_interrupted()
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError("No answer from " + ", ".join(map(self.describe, awaited)))
             self._check(awaited)
@@ -313,7 +322,9 @@ class Head:
 
         Raises:
             WorkerDiedError: it is not to be replaced, or not once more.
+            Interrupted: the head was, too: a scheduler that ends a job may tell it and its workers at once.
         """
+        self._check_interrupted()
         identity, link.identity, link.ready = link.identity, None, False
         while self._socket.poll(0) and not link.ended:  # its last words may say why
             self._handle(*self._receive(None, []))

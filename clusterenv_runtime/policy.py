@@ -205,6 +205,10 @@ class Actor:
         self.policy = structure._with_empty_tensors("cpu").eval()
         self._generator = generator
 
+    def load_generator_state(self, state: Any) -> None:
+        """Go on from the state of a `torch.Generator`, of any readable buffer."""
+        self._generator.set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
+
     def start(self, num_steps: int, num_envs: int) -> None:
         self._num_steps, self._num_envs, self._noise = num_steps, num_envs, None
         self._step_params: list[torch.Tensor] = []

@@ -61,7 +61,7 @@ class SetAttr(Message):  # pickle of one value per environment
     name: str
 
 
-class Collect(Message):
+class Collect(Message):  # nothing, or the state of a torch.Generator to go on from
     """Act and step for ``num_steps``; ``divergence`` is mean KL(version ``behavior`` || ``version``), in nats."""
 
     seq: int

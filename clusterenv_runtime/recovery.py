@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from .protocol import Lost, Requests, Reset, SetAttr, Setup, Step, Structure
+from .protocol import Collect, Lost, Requests, Reset, SetAttr, Setup, Step, Structure
 from .sync import PolicyStore
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ class Recovery:
             if isinstance(request, Step | Lost) and worker in self._begun_anew:
                 seq, (request, buffers) = request.seq, self.step(worker, None)
                 request.seq = seq
+            elif isinstance(request, Collect):
+                buffers = self._store.generator(worker)  # the first draws its noise as the lost one did
             requests.append((request, buffers))
         return requests
 

@@ -152,13 +152,16 @@ class Worker:
                     self._seed_generator()
                 self._actor, self._version = Actor(pickle.loads(buffers[0]), self._generator), 0
             case protocol.Collect():
+                if buffers:
+                    self._actor.load_generator_state(buffers[0])
                 if self._envs.rule.wants_pull(self._version, request):
                     self._pull(request.seq)
                 if hasattr(self._actor.policy, "epsilon"):
                     self._actor.policy.epsilon = request.epsilon
                 waited, self._waited = self._waited, 0.0
                 part = self._envs.collect(self._actor, request.num_steps)
-                return {"version": self._version, "waited": waited, **part}
+                generator = self._generator.get_state().numpy()
+                return {"version": self._version, "waited": waited, "generator": generator, **part}
         return None
 
     def _pull(self, seq: int) -> None:

@@ -71,16 +71,18 @@ def check_refusal(result, says):
     assert says in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
-def check_interruption(process, workers):
-    """Ctrl-C ends a run clean and quick."""
+def check_interruption(process, workers, number=signal.SIGINT, code=130):
+    """A signal ends a run clean and quick, with a line that says how to resume; return the run's folder in it."""
     assert len(workers) == 2
     start = time.monotonic()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=30)
     assert time.monotonic() - start < 10
-    assert process.returncode != 0
-    assert "Traceback" not in errors and "interrupted" in errors
+    assert process.returncode == code
+    (line,) = errors.splitlines()
+    assert line.startswith(f"interrupted; to go on: python {process.args[1]} --resume runs/")
     assert not any(alive(pid) for pid in workers)
+    return line.rpartition(" ")[2]
 
 
 def check_loss_of_worker_1(process, workers):

@@ -182,7 +182,7 @@ class PixelEnv(CountingEnv):
 
 
 def test_transitions_are_exact_at_the_ends_of_episodes_and_the_oldest_give_way():
-    rb = ReplayBuffer(25, PixelEnv.observation_space, torch.device("cpu"))
+    rb = ReplayBuffer(25, PixelEnv.observation_space)
     assert sum(column.nbytes for column in vars(rb).values() if isinstance(column, torch.Tensor)) == (
         ReplayBuffer.num_bytes(25, PixelEnv.observation_space)
     )
@@ -200,7 +200,7 @@ def test_transitions_are_exact_at_the_ends_of_episodes_and_the_oldest_give_way()
     assert set(transitions) == expected
     assert transitions.count((2, 3, 1)) in (4, 5)
     assert torch.equal(rb.rewards, rb.next_observations[:, 0].float())
-    obs, actions, next_obs, rewards, dones = rb.sample(3, 7)
+    obs, actions, next_obs, rewards, dones = rb.sample(3, 7, torch.device("cpu"))
     assert obs.shape == next_obs.shape == (3, 7, 2) and obs.dtype == torch.float32
     assert actions.shape == (3, 7, 1) and rewards.shape == dones.shape == (3, 7)
     assert torch.equal(obs[..., 0] + 1, next_obs[..., 0]) and torch.equal(rewards, next_obs[..., 0])

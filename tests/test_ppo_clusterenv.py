@@ -181,7 +181,7 @@ def test_env_that_cannot_be_built_shows_its_own_traceback_once(tmp_path):
 def test_ctrl_c_is_clean_and_quick(tmp_path):
     process, workers = start_and_await_training(tmp_path)
     scripts.check_interruption(process, workers)
-    assert list(tmp_path.glob("runs/*/*.cleanrl_model"))
+    assert list(tmp_path.glob("runs/*/*.cleanrl_model")) and list(tmp_path.glob("runs/*/checkpoint-*.pt"))
 
 
 def test_killed_worker_ends_the_run_with_its_name(tmp_path):

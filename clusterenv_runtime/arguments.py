@@ -1,0 +1,158 @@
+"""The command line of a training script: the runtime's flags, W&B's spellings of booleans, and --resume."""
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from .errors import CheckpointError
+from .security import check_security
+
+T = TypeVar("T", bound="ClusterArgs")
+
+
+def check(fine: Any, message: Any) -> None:
+    """Exit with one line if something is not ``fine``."""
+    if not fine:
+        sys.exit(f"error: {message}")
+
+
+@dataclass
+class ClusterArgs:
+    """Flags for where environments run, how policies are synchronized, and how a run goes on after an interruption."""
+
+    num_workers: int = 2
+    """the number of environment worker processes"""
+    envs_per_worker: int = 32
+    """the number of parallel game environments on each worker"""
+    launcher: Literal["local"] = "local"
+    """where workers run: `local` starts them on this machine"""
+    sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
+    """when workers pull weights: by divergence (APS), every `--sync-interval` versions, every version, or once"""
+    kl_threshold: float = 0.05
+    """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats"""
+    sync_interval: int | None = None
+    """with `--sync-mode interval`: pull every so many versions"""
+    max_policy_lag: int | None = None
+    """pull anyway when more than this many versions behind"""
+    on_worker_loss: Literal["restart", "raise"] = "restart"
+    """what happens when a worker dies or falls silent: another takes its place, or the run ends with an error"""
+    max_worker_restarts: int = 3
+    """the run ends when so many replacements of one worker in a row have died without an answer"""
+    worker_timeout: float = 30.0
+    """seconds of silence of a worker's process or link (not of a slow step) until it counts as dead"""
+    startup_timeout: float = 60.0
+    """seconds for the workers to start and to build their environments"""
+    bind_address: str | None = None
+    """listen for workers on this IP address over tcp; by default on a socket that only you can open"""
+    interface: str | None = None
+    """instead of `--bind-address`: the network interface whose address to listen on"""
+    port: int = 0
+    """the tcp port to listen on; 0 for a random free one"""
+    security: Literal["curve", "none"] = "curve"
+    """over tcp: `curve` encrypts and admits only this run's workers, `none` does neither"""
+    allow_insecure: bool = False
+    """permit `--security none` on an address that other machines can reach"""
+    checkpoint_interval: float = 300.0
+    """seconds between checkpoints; there is also one at the end, and at SIGTERM, SIGUSR1 and Ctrl-C"""
+    resume: str | None = None
+    """go on with this run (`runs/NAME`): its flags are the defaults, and those given here override them"""
+
+    @property
+    def resumed(self) -> str | None:
+        """The name of the run to go on with, in ``runs``; None for a new one."""
+        return None if self.resume is None else os.path.relpath(self.resume, "runs")
+
+    def cluster(self) -> dict[str, Any]:
+        """Return the arguments of `ClusterEnv` that these flags are."""
+        names = "num_workers launcher sync_mode kl_threshold sync_interval max_policy_lag on_worker_loss port security "
+        names += "max_worker_restarts worker_timeout startup_timeout allow_insecure"
+        names += " min_workers" * hasattr(self, "min_workers")  # a flag of scripts that can begin with some of them
+        return {name: getattr(self, name) for name in names.split()} | {
+            "bind_address": self.bind_address or self.interface
+        }
+
+    def require(self, flags: str, fine: Callable[[Any], bool], text: str) -> None:
+        """Exit with one line if one of these, separated by blanks, must be ``text`` and is not ``fine``; None is."""
+        for flag in flags.split():
+            value = getattr(self, flag)
+            check(value is None or fine(value), f"{_flag(flag)} must be {text}, got {value}")
+
+    def validate(self) -> None:
+        """Exit with one line if a value is out of range."""
+        self.require("num_workers envs_per_worker sync_interval", lambda value: value >= 1, "at least 1")
+        self.require("max_policy_lag max_worker_restarts", lambda value: value >= 0, "at least 0")
+        self.require("kl_threshold", lambda value: value >= 0, "a number of nats >= 0")
+        self.require("worker_timeout startup_timeout", lambda value: value > 0, "a number of seconds > 0")
+        self.require("checkpoint_interval", lambda value: value >= 0, "a number of seconds >= 0")
+        self.require("port", lambda value: 0 <= value < 2**16, "from 0 to 65535")
+        if hasattr(self, "min_workers"):
+            up_to = f"from 1 to --num-workers, {self.num_workers}"
+            self.require("min_workers", lambda value: 1 <= value <= self.num_workers, up_to)
+        interval = self.sync_mode != "interval" or self.sync_interval is not None
+        check(interval, "--sync-mode interval needs --sync-interval, in versions")
+        check(not (self.bind_address and self.interface), "give either --bind-address or --interface, not both")
+        address = self.bind_address or self.interface
+        check(self.port == 0 or address, "--port needs --bind-address or --interface")
+        if self.interface:
+            there = [name for _, name in socket.if_nameindex()]
+            check(self.interface in there, f"--interface must be one of {', '.join(there)}, got {self.interface}")
+        try:
+            check_security(address, self.security, self.allow_insecure)
+            if self.bind_address:
+                socket.create_server((self.bind_address, self.port)).close()
+        except ValueError as error:
+            check(False, re.sub(r"\b(bind_address|security|allow_insecure)\b", lambda name: _flag(name[0]), str(error)))
+        except OSError as error:
+            check(False, f"cannot listen on --bind-address {self.bind_address}, port {self.port}: {error.strerror}")
+
+
+def make_directory(path: str, exist_ok: bool) -> None:
+    """Make a directory, or exit with one line."""
+    try:
+        os.makedirs(path, exist_ok=exist_ok)
+    except OSError as error:
+        check(False, f"cannot write to {path}: {error.strerror}")
+
+
+def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str, Any]]:
+    """Read the command line; with --resume also the checkpoint to go on from, else an empty one.
+
+    That is a state of `save_checkpoint` with the run's arguments under "args". ``fixed`` are those that must stay as
+    they were, besides the number of workers and of their environments. Mistakes end the process with one line.
+    """
+    import tyro
+
+    # W&B agents write booleans as --flag=True; tyro's spelling is --flag and --no-flag
+    booleans = "|".join(field.name.replace("_", "[-_]") for field in fields(script_args) if field.type is bool)
+    argv = [re.sub(rf"^--({booleans})=[Tt]rue$", r"--\1", arg) for arg in sys.argv[1:]]
+    argv = [re.sub(rf"^--({booleans})=[Ff]alse$", r"--no-\1", arg) for arg in argv]
+    args, saved = tyro.cli(script_args, args=argv), {}
+    if args.resume is not None:
+        from .checkpoint import load_checkpoint
+
+        check(
+            not args.resumed.startswith("."), f"--resume must be runs/NAME, of the working directory, got {args.resume}"
+        )
+        try:
+            saved = load_checkpoint(args.resume)
+        except CheckpointError as error:
+            check(False, error)
+        unknown = set(saved["args"]) - {field.name for field in fields(script_args)}
+        check(
+            not unknown,
+            f"{args.resume} is of another script, or version of it: it has {', '.join(map(_flag, unknown))}",
+        )
+        args = tyro.cli(script_args, args=argv, default=script_args(**saved["args"]))
+        for name in ("num_workers", "envs_per_worker", *fixed):
+            before, now = saved["args"].get(name), getattr(args, name)
+            check(before == now, f"{_flag(name)} cannot change on the way: {args.resume} has {before}, got {now}")
+    args.validate()
+    return args, saved
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,181 @@
+"""Checkpoints of a training script: written whole or not at all, never unpickled freely; and signals that ask for one.
+
+A checkpoint is a file of `torch.save` whose name holds its step and its SHA-256: ``checkpoint-STEP-DIGEST.pt``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .env import ClusterEnv
+from .errors import CheckpointError, Interrupted
+
+logger = logging.getLogger(__name__)
+_NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{64})\.pt")
+KEEP = 2  # checkpoints in a directory
+
+
+class _Hashed:
+    """A file to write to, and the digest of what was written."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.flush, self.digest = file, file.flush, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
+
+
+def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], step: int) -> None:
+    """Write ``state``, of tensors, numbers, strings, bytes, None and containers of these, and keep the last two.
+
+    Whenever this process or its machine dies, the directory holds the checkpoint before this one, or this one. Any of
+    this ``step`` or of later ones gives way to it.
+
+    Raises:
+        TypeError: there is something else in ``state``, which `load_checkpoint` would refuse.
+        OSError: it cannot be written.
+    """
+    _check(state, "state")
+    directory = Path(directory)
+    temporary = directory / "checkpoint.tmp"  # of a process killed while it saved, too: the next one overwrites it
+    try:
+        with open(temporary, "wb") as file:
+            hashed = _Hashed(file)
+            torch.save(state, hashed)
+            hashed.flush()
+            os.fsync(file.fileno())
+        path = directory / f"checkpoint-{step:012d}-{hashed.digest.hexdigest()}.pt"
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # the disk may be full
+        raise
+    _fsync(directory)
+    earlier = [(at, other) for at, _, other in _checkpoints(directory) if other != path]
+    for other in [other for at, other in earlier if at >= step] + [other for at, other in earlier if at < step][1:]:
+        other.unlink()
+
+
+def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the newest state in ``directory`` that is not damaged, with tensors on the CPU.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not os.path.isdir(directory):
+        raise CheckpointError(f"there is no run {directory}")
+    checkpoints = _checkpoints(Path(directory))
+    for _, digest, path in checkpoints:
+        try:
+            found = hashlib.sha256()
+            with open(path, "rb") as file:
+                while block := file.read(2**20):
+                    found.update(block)
+            if found.hexdigest() == digest:
+                return torch.load(path, map_location="cpu", weights_only=True)
+            problem = "it is not as it was written"
+        except OSError as error:
+            problem = error.strerror
+        logger.warning("skipped the checkpoint %s: %s", path, problem)
+    damaged = f"all {len(checkpoints)} checkpoints in {directory} are damaged"
+    raise CheckpointError(damaged if checkpoints else f"there is no checkpoint in {directory}")
+
+
+def _check(value: Any, where: str) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check(key, f"a key of {where}")
+            _check(item, f"{where}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            _check(item, f"{where}[{index}]")
+    elif not (value is None or isinstance(value, torch.Tensor) or type(value) in (bool, int, float, str, bytes)):
+        raise TypeError(f"a checkpoint cannot hold {where}, which is a {type(value).__module__}.{type(value).__name__}")
+
+
+def _checkpoints(directory: Path) -> list[tuple[int, str, Path]]:
+    """Return step, digest and path of each checkpoint in ``directory``, the newest first."""
+    found = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    found.sort(key=lambda item: (int(item[0][1]), item[1].stat().st_mtime_ns), reverse=True)
+    return [(int(match[1]), match[2], path) for match, path in found]
+
+
+def _fsync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of this process's random number generators: Python's, NumPy's, and torch's on each device."""
+    name, keys, *rest = np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    numpy = [name, keys.tolist(), *rest]
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Undo `rng_state`, on those of its devices that there are."""
+    random.setstate(state["python"])
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        for device, cuda in list(enumerate(state["cuda"]))[: torch.cuda.device_count()]:
+            torch.cuda.set_rng_state(cuda, device)
+
+
+@contextlib.contextmanager
+def checkpoints(
+    envs: ClusterEnv, save: Callable[[], None], directory: str, interval: float
+) -> Iterator[Callable[[], None]]:
+    """Give a function that calls ``save`` if ``interval`` seconds have passed, and save when a signal ends the run.
+
+    On SIGTERM, SIGUSR1 or Ctrl-C: `ClusterEnv.interrupt`, ``save``, say how to resume ``directory``, and exit. The exit
+    code is 75, for which schedulers may requeue (EX_TEMPFAIL), or 130 after Ctrl-C. A second Ctrl-C does what it does
+    elsewhere. Once ``envs`` is closed, nothing waits for workers, and a signal is heeded wherever it finds you.
+    """
+    last = time.monotonic()
+
+    def save_if_due() -> None:
+        nonlocal last
+        if time.monotonic() - last > interval:
+            save()
+            last = time.monotonic()
+
+    received: list[int] = []
+
+    def handle(number: int, _: Any) -> None:
+        received.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if envs.closed:
+            raise Interrupted("interrupted")
+        envs.interrupt()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        yield save_if_due
+    except Interrupted:
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # heeded already
+            signal.signal(number, signal.SIG_IGN)
+        save()
+        print(f"interrupted; to go on: python {sys.argv[0]} --resume {directory}", file=sys.stderr)
+        sys.exit(130 if received[:1] == [signal.SIGINT] else 75)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
