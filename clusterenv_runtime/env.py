@@ -76,9 +76,6 @@ class ClusterEnv(WorkerVectorEnv):
         security: str = "curve",
         allow_insecure: bool = False,
         log_dir: str | None = None,
-        on_worker_loss: str = "restart",
-        max_worker_restarts: int = 3,
-        min_workers: int | None = None,
     ) -> None:
         self.closed = True  # until there is something to close
         self._granted: dict[int, int] = {}  # seq -> worker, of `send`'s requests that are outstanding, oldest first
