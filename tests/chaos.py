@@ -28,7 +28,6 @@ from clusterenv_runtime import ClusterEnv, LocalLauncher
 
 from .scripts import ROOT, environment, workers_of
 
-ADDRESS = "10.79.0.{}"  # of the head, 1, and the workers, from 2
 FLAGS = {
     "ppo_clusterenv.py": "--envs-per-worker 16 --num-steps 32 --update-epochs 8 --learning-rate 1e-3",
     "dqn_clusterenv.py": "--envs-per-worker 4",
@@ -42,8 +41,8 @@ def why_no_namespaces():
         return "only root may make network namespaces"
     if shutil.which("ip") is None or shutil.which("nsenter") is None:
         return "the commands ip (package iproute2) and nsenter are not there"
-    result = ip("netns", "add", "ce-probe", check=False)
-    ip("netns", "delete", "ce-probe", check=False)
+    result = ip("netns", "add", f"ce{os.getpid()}", check=False)
+    ip("netns", "delete", f"ce{os.getpid()}", check=False)
     return result.stderr.strip() and f"network namespaces are not permitted: {result.stderr.strip()}"
 
 
@@ -55,32 +54,33 @@ class Network:
     """A namespace for each worker, all on one bridge with the head."""
 
     def __init__(self, num_workers):
-        self.num_workers = num_workers
+        self.namespaces = [f"ce{os.getpid()}-{index}" for index in range(num_workers)]
+        self._links = [f"ce{os.getpid()}v{index}" for index in range(num_workers)]
+        self._bridge, self._subnet = f"ce{os.getpid()}", f"10.79.{os.getpid() % 256}"
+        self.head = f"{self._subnet}.1"
 
     def __enter__(self):
-        self.__exit__()
-        ip("link", "add", "ce-bridge", "type", "bridge")
-        ip("address", "add", ADDRESS.format(1) + "/24", "dev", "ce-bridge")
-        ip("link", "set", "ce-bridge", "up")
-        for index in range(self.num_workers):
-            ip("netns", "add", f"ce-{index}")
-            ip("link", "add", f"ce-veth{index}", "type", "veth", "peer", "name", "eth0", "netns", f"ce-{index}")
-            ip("link", "set", f"ce-veth{index}", "master", "ce-bridge", "up")
-            inside = ("-n", f"ce-{index}")
-            ip(*inside, "address", "add", ADDRESS.format(index + 2) + "/24", "dev", "eth0")
-            ip(*inside, "link", "set", "eth0", "up")
+        ip("link", "add", self._bridge, "type", "bridge")
+        ip("address", "add", f"{self.head}/24", "dev", self._bridge)
+        ip("link", "set", self._bridge, "up")
+        for index, (namespace, link) in enumerate(zip(self.namespaces, self._links, strict=True)):
+            ip("netns", "add", namespace)
+            ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            ip("link", "set", link, "master", self._bridge, "up")
+            ip("-n", namespace, "address", "add", f"{self._subnet}.{index + 2}/24", "dev", "eth0")
+            ip("-n", namespace, "link", "set", "eth0", "up")
         return self
 
     def __exit__(self, *_):
-        for index in range(self.num_workers):
-            ip("netns", "delete", f"ce-{index}", check=False)
-        ip("link", "delete", "ce-bridge", check=False)
+        for namespace in self.namespaces:
+            ip("netns", "delete", namespace, check=False)
+        ip("link", "delete", self._bridge, check=False)
 
     def cut(self, index):
-        ip("link", "set", f"ce-veth{index}", "down")
+        ip("link", "set", self._links[index], "down")
 
     def heal(self, index):
-        ip("link", "set", f"ce-veth{index}", "up")
+        ip("link", "set", self._links[index], "up")
 
 
 # In the head's process.
@@ -130,11 +130,11 @@ class Checker:
 
 
 def head(script, namespaces):
-    """Run the script in this process, its workers in namespaces if these are there, and report to a file."""
+    """Run the script in this process, its workers in these namespaces if they are given, and report to a file."""
     checker, command, close = Checker(), LocalLauncher.command, ClusterEnv.close
     if namespaces:
         LocalLauncher.command = lambda self, index: [
-            "nsenter", f"--net=/run/netns/ce-{index}", *command(self, index)
+            "nsenter", f"--net=/run/netns/{namespaces[index]}", *command(self, index)
         ]  # fmt: skip
 
     def report(envs, **kwargs):
@@ -153,11 +153,10 @@ def head(script, namespaces):
 
 def train(script, flags, faults, directory, network=None, interval=3.0, seed=1, say=print, timeout=1800):
     """Train with this many faults; return the summary, the checker's report and a list of the faults."""
-    command = [sys.executable, "-m", "tests.chaos", "--head", script]
-    command += ["--namespaces"] * (network is not None)
+    command = [sys.executable, "-m", "tests.chaos", "--head", script, ",".join(network.namespaces if network else [])]
     flags = f"{FLAGS[script]} --env-id CartPole-v1 --num-workers 4 --seed {seed} --worker-timeout 3 {flags}".split()
     if network is not None:
-        flags += ["--bind-address", ADDRESS.format(1)]
+        flags += ["--bind-address", network.head]
     rng, done, kinds = random.Random(seed), [], itertools.cycle(["kill", "stop"] + ["cut"] * (network is not None))
     with open(f"{directory}/output", "w") as output:
         process = subprocess.Popen([*command, *flags], cwd=directory, env=environment(), stdout=output, stderr=output)
@@ -198,10 +197,9 @@ def index_of(pid):
 
 def main():
     if "--head" in sys.argv:
-        _, _, script, *rest = sys.argv
-        namespaces = "--namespaces" in rest
-        sys.argv = [script, *(word for word in rest if word != "--namespaces")]
-        head(script, namespaces)
+        _, _, script, namespaces, *flags = sys.argv
+        sys.argv = [script, *flags]
+        head(script, namespaces.split(",") if namespaces else None)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--script", choices=FLAGS, default="ppo_clusterenv.py")

@@ -86,7 +86,7 @@ def check_interruption(process, workers, number=signal.SIGINT, code=130):
 
 
 def check_loss_of_worker_1(process, workers):
-    """A killed worker ends a run, with its name."""
+    """A killed worker ends a run with ``--on-worker-loss raise``, with its name."""
     os.kill(workers[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=30)
     assert process.returncode != 0

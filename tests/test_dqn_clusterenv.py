@@ -159,7 +159,8 @@ def test_ctrl_c_is_clean_and_quick(tmp_path):
 
 
 def test_killed_worker_ends_the_run_with_its_name(tmp_path):
-    process, workers = scripts.start_and_await_training(SCRIPT, tmp_path, *TINY, "--total-timesteps", "1000000")
+    flags = [*TINY, "--total-timesteps", "1000000", "--on-worker-loss", "raise"]
+    process, workers = scripts.start_and_await_training(SCRIPT, tmp_path, *flags)
     scripts.check_loss_of_worker_1(process, workers)
 
 

@@ -32,8 +32,8 @@ def train(directory, *flags, **extra):
     return scripts.train(SCRIPT, directory, *TINY, *flags, **extra)
 
 
-def start_and_await_training(directory):
-    flags = [*TINY, "--total-timesteps", "320000", "--num-workers", "2"]
+def start_and_await_training(directory, *flags):
+    flags = [*TINY, "--total-timesteps", "320000", "--num-workers", "2", *flags]
     return scripts.start_and_await_training(SCRIPT, directory, *flags)
 
 
@@ -185,5 +185,5 @@ def test_ctrl_c_is_clean_and_quick(tmp_path):
 
 
 def test_killed_worker_ends_the_run_with_its_name(tmp_path):
-    process, workers = start_and_await_training(tmp_path)
+    process, workers = start_and_await_training(tmp_path, "--on-worker-loss", "raise")
     scripts.check_loss_of_worker_1(process, workers)

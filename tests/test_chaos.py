@@ -1,0 +1,28 @@
+"""A short `tests.chaos`: training ends, and every transition asked for has come once and whole, whatever was hit."""
+
+import contextlib
+
+import pytest
+
+from .chaos import Network, train, why_no_namespaces
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("ppo_clusterenv.py", "--total-timesteps 80000 --eval-episodes 2"),
+        ("dqn_clusterenv.py", "--total-timesteps 40000 --eval-episodes 2 --learning-starts 1000"),
+    ],
+)
+def test_training_under_fire(tmp_path, script, flags):
+    reason = why_no_namespaces()
+    with contextlib.nullcontext() if reason else Network(4) as network:
+        summary, report, faults = train(script, flags, 5, tmp_path, network, interval=1.5, timeout=100)
+    asked = int(flags.split()[1])
+    assert asked - 2048 < summary["global_step"] == report["transitions"] <= asked
+    if "transitions_inserted" in summary:
+        assert summary["transitions_inserted"] == summary["global_step"]
+    assert len(faults) == 5 and len(report["restarts"]) >= 2
+    assert report["longest"] < 30
+    if reason:
+        pytest.skip(f"passed, but no link was cut: {reason}")
