@@ -1,0 +1,98 @@
+"""What CURVE and heartbeats cost: rollouts over ipc, plain tcp and encrypted tcp, with and without heartbeats.
+
+    python -m benchmarks.security
+
+Environments that cost nothing, so that what remains is transport: vectors like LunarLander's, and Atari's stacked
+images (84 x 84 x 4 bytes a step, 28 kB). All variants take turns, `--rounds` times; prints medians of environment steps
+per second, and their ratio to plain tcp without heartbeats.
+"""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from torch import nn
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+
+TCP = {"bind_address": "127.0.0.1"}
+VARIANTS = {
+    "tcp, no heartbeats": {**TCP, "security": "none", "worker_timeout": 1e5},
+    "tcp, heartbeats": {**TCP, "security": "none", "worker_timeout": 1.0},  # four a second
+    "tcp, CURVE, heartbeats": {**TCP, "worker_timeout": 1.0},
+    "ipc, heartbeats": {"worker_timeout": 1.0},
+}
+
+
+@dataclass
+class Args:
+    rounds: int = 5
+    """how often all variants take their turn"""
+    seconds: float = 3
+    """of each measurement"""
+    num_workers: int = 2
+    """worker processes, with 8 environments each"""
+
+
+class IdleEnv(gym.Env):
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(self, shape, dtype):
+        self.observation_space = gym.spaces.Box(0, 255, shape, dtype)
+        self.observation = np.random.default_rng(1).integers(0, 255, shape).astype(dtype)
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation, {}
+
+    def step(self, action):
+        return self.observation, 0.0, False, False, {}
+
+
+class Corner(nn.Module):
+    """A policy that looks at eight numbers, so that acting costs as little for images as for vectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.linear(x.flatten(1)[:, :8])
+
+
+def steps_per_second(args, env_fn, variant):
+    policy = CategoricalPolicy(Corner())
+    with ClusterEnv([env_fn] * (8 * args.num_workers), args.num_workers, **variant) as envs:
+        envs.reset(seed=1)
+        envs.rollout(policy, 128)  # warm
+        steps, start = 0, time.perf_counter()
+        while (seconds := time.perf_counter() - start) < args.seconds:
+            steps += envs.rollout(policy, 128).rewards.size
+        return steps / seconds
+
+
+def main():
+    args = tyro.cli(Args)
+    torch.set_num_threads(1)
+    for name, space in {
+        "vectors (8,) float32": ((8,), np.float32),
+        "images (84, 84, 4) uint8": ((84, 84, 4), np.uint8),
+    }.items():
+        measured = {variant: [] for variant in VARIANTS}
+        for _ in range(args.rounds):
+            for variant, arguments in VARIANTS.items():
+                measured[variant].append(steps_per_second(args, partial(IdleEnv, *space), arguments))
+        plain = np.median(measured["tcp, no heartbeats"])
+        for variant, speeds in measured.items():
+            print(
+                f"{name}, {variant}: {np.median(speeds):,.0f} steps/s ({min(speeds):,.0f} to {max(speeds):,.0f}), "
+                f"{np.median(speeds) / plain:.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
