@@ -360,6 +360,7 @@ if __name__ == "__main__":
             writer.add_scalar("sync/pulls_per_worker", pulls, global_step)
             writer.add_scalar("sync/policy_lag", (envs.policy_version - chunk.policy_versions).mean(), global_step)
             writer.add_scalar("sync/bytes", envs.sync_bytes, global_step)
+            writer.add_scalar("charts/worker_restarts", len(envs.restarts), global_step)
             writer.add_scalar("time/learner_waiting", waiting, global_step)
             writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), global_step)
             writer.add_scalar("throughput/produced_sps", global_step / seconds, global_step)
@@ -387,7 +388,7 @@ if __name__ == "__main__":
         "pulls_per_worker": pulls, "sync_bytes": envs.sync_bytes,
         "mean_return_100": mean_return if recent_returns else None, "eval_return_mean": float(np.mean(eval_returns)),
         "eval_return_std": float(np.std(eval_returns)), "kl_threshold": args.kl_threshold, "seed": args.seed,
-        "env_id": args.env_id, "args": vars(args),
+        "env_id": args.env_id, "worker_restarts": envs.restarts, "args": vars(args),
     }  # fmt: skip
     with open(f"runs/{run_name}/summary.json", "w") as file:
         json.dump(summary, file, indent=2)

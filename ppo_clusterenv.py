@@ -348,6 +348,7 @@ if __name__ == "__main__":
             writer.add_scalar("sync/pulls_per_worker", pulls, global_step)
             writer.add_scalar("sync/policy_lag", (envs.policy_version - rollout.policy_versions).mean(), global_step)
             writer.add_scalar("sync/bytes", envs.sync_bytes, global_step)
+            writer.add_scalar("charts/worker_restarts", len(envs.restarts), global_step)
             writer.add_scalar("time/collect", learn_start - collect_start, global_step)
             writer.add_scalar("time/learn", time.time() - learn_start, global_step)
             writer.add_scalar("charts/collect_sps", args.batch_size / (learn_start - collect_start), global_step)
@@ -371,7 +372,7 @@ if __name__ == "__main__":
         "updates": updates, "pulls_per_worker": pulls, "sync_bytes": envs.sync_bytes,
         "mean_return_100": mean_return if recent_returns else None, "eval_return_mean": float(np.mean(eval_returns)),
         "eval_return_std": float(np.std(eval_returns)), "kl_threshold": args.kl_threshold, "seed": args.seed,
-        "env_id": args.env_id, "args": vars(args),
+        "env_id": args.env_id, "worker_restarts": envs.restarts, "args": vars(args),
     }  # fmt: skip
     with open(f"runs/{run_name}/summary.json", "w") as file:
         json.dump(summary, file, indent=2)

@@ -1,25 +1,38 @@
 """Interruption, checkpoints, and runs that go on from one.
 
-How often something is killed at a random moment, RESUME_TIMES says: ``RESUME_TIMES=20 pytest tests/test_resume.py``.
+How often something is killed at a random moment, RESUME_TIMES says: ``RESUME_TIMES=20 pytest tests/test_resume.py``,
+with ``TEST_SECONDS=900``, as that takes longer than a test may.
 """
 
+import json
 import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from gymnasium.error import AlreadyPendingCallError
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import dqn_clusterenv
+import ppo_clusterenv
 from clusterenv_runtime import CategoricalPolicy, CheckpointError, ClusterEnv, Interrupted
-from clusterenv_runtime.checkpoint import load_checkpoint, rng_state, save_checkpoint, set_rng_state
+from clusterenv_runtime.arguments import parse
+from clusterenv_runtime.checkpoint import checkpoints, load_checkpoint, rng_state, save_checkpoint, set_rng_state
 
+from . import scripts
+from . import test_dqn_clusterenv as dqn
+from . import test_ppo_clusterenv as ppo
 from .envs import BlockingEnv, CountingEnv, assert_same
 from .nets import linear
 from .scripts import environment
@@ -133,7 +146,7 @@ def state(number):
     return {"tensor": torch.full((10000,), number), "nested": [(number, 2.5, None, True), {"bytes": b"\0\xff", 1: "x"}]}
 
 
-def checkpoints(directory):
+def saved_in(directory):
     return sorted(path for path in directory.iterdir() if path.name.startswith("checkpoint-"))
 
 
@@ -161,7 +174,7 @@ def test_the_last_two_checkpoints_are_kept_and_the_newest_is_loaded(tmp_path):
     assert_same_state(load_checkpoint(tmp_path), state(12))
     save_checkpoint(tmp_path, state(0), 12)  # the same step again
     assert_same_state(load_checkpoint(tmp_path), state(0))
-    assert len(checkpoints(tmp_path)) == 2
+    assert len(saved_in(tmp_path)) == 2
 
 
 def cut_short(data):
@@ -188,7 +201,7 @@ def foreign(data):
 def test_a_damaged_checkpoint_is_named_and_the_one_before_loaded(tmp_path, caplog, damage):
     for step in (1, 2):
         save_checkpoint(tmp_path, state(step), step)
-    older, newer = checkpoints(tmp_path)
+    older, newer = saved_in(tmp_path)
     data = newer.read_bytes()
     assert damage(data) != data
     newer.write_bytes(damage(data))
@@ -198,7 +211,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_loaded(tmp_path, caplo
     ]
     # What follows the older one supersedes the damaged one, and leaves two that are good.
     save_checkpoint(tmp_path, state(3), 2)
-    assert checkpoints(tmp_path)[0] == older and not newer.exists()
+    assert saved_in(tmp_path)[0] == older and not newer.exists()
     assert_same_state(load_checkpoint(tmp_path), state(3))
 
 
@@ -211,7 +224,7 @@ def test_what_cannot_be_loaded_is_one_clear_error(tmp_path):
         load_checkpoint(tmp_path)
     for step in (1, 2):
         save_checkpoint(tmp_path, state(step), step)
-    for path in checkpoints(tmp_path)[:2]:
+    for path in saved_in(tmp_path)[:2]:
         path.write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"^all 2 checkpoints in {tmp_path} are damaged$"):
         load_checkpoint(tmp_path)
@@ -283,7 +296,7 @@ def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_whole(tmp_
         loaded = load_checkpoint(tmp_path)
         assert loaded["step"] in (last, last + 1)  # renamed, perhaps, but not yet told
         assert torch.equal(loaded["tensor"], torch.full((2**22,), loaded["step"]))
-        assert len(checkpoints(tmp_path)) in (2, 3)
+        assert len(saved_in(tmp_path)) in (2, 3)
     assert unfinished and not caplog.records
 
 
@@ -303,3 +316,273 @@ def test_random_numbers_go_on_where_they_were():
     assert draw() != expected
     set_rng_state(before)
     assert draw() == expected
+
+
+# Signals.
+
+
+@pytest.fixture
+def envs():
+    envs = SimpleNamespace(closed=False, interruptions=0)
+
+    def interrupt():
+        envs.interruptions += 1
+
+    envs.interrupt = interrupt
+    return envs
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)], ids=lambda value: str(value)
+)
+def test_a_signal_interrupts_then_all_is_saved_and_the_handlers_are_back(envs, capsys, number, code):
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    saves = []
+    with pytest.raises(SystemExit) as exit, checkpoints(envs, lambda: saves.append(1), "runs/x", 300):
+        signal.raise_signal(number)
+        assert envs.interruptions == 1 and not saves
+        raise Interrupted
+    assert exit.value.code == code and saves == [1]
+    assert capsys.readouterr().err == f"interrupted; to go on: python {sys.argv[0]} --resume runs/x\n"
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+
+
+def test_a_second_ctrl_c_is_the_usual_one(envs):
+    with pytest.raises(KeyboardInterrupt), checkpoints(envs, None, "runs/x", 300):
+        signal.raise_signal(signal.SIGINT)
+        assert envs.interruptions == 1
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_is_heeded_at_once_when_there_are_no_workers_to_wait_for(envs):
+    envs.closed, saves = True, []
+
+    def save():  # a scheduler may say it twice
+        signal.raise_signal(signal.SIGTERM)
+        saves.append(1)
+
+    with pytest.raises(SystemExit) as exit, checkpoints(envs, save, "runs/x", 300):
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("it was not heeded")
+    assert exit.value.code == 75 and saves == [1]
+
+
+def test_saves_are_due_when_the_interval_is_over(envs):
+    for interval, count in ((0, 2), (300, 0)):
+        saves = []
+        with checkpoints(envs, lambda: saves.append(1), "runs/x", interval) as save_if_due:  # noqa: B023
+            save_if_due()
+            save_if_due()
+        assert len(saves) == count
+
+
+# The command line.
+
+
+def refusal(monkeypatch, args, *flags):
+    monkeypatch.setattr(sys, "argv", ["script.py", *flags])
+    with pytest.raises(SystemExit) as exit:
+        parse(args, fixed=["env_id"])
+    assert exit.value.code.startswith("error: ") and "\n" not in exit.value.code
+    return exit.value.code
+
+
+@pytest.fixture
+def run_x(tmp_path, monkeypatch):
+    """A working directory with a run, runs/x, whose flags are not the default ones."""
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("runs/x")
+    args = vars(ppo_clusterenv.Args(num_workers=3, learning_rate=0.5, track=True, max_policy_lag=7))
+    save_checkpoint("runs/x", {"args": args, "global_step": 5}, 5)
+
+
+def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x, monkeypatch):
+    flags = ["--resume", "runs/x", "--learning_rate", "0.25", "--track=False", "--no-cuda", "--total-timesteps=9"]
+    monkeypatch.setattr(sys, "argv", ["script.py", *flags])
+    args, saved = parse(ppo_clusterenv.Args, fixed=["env_id"])
+    changed = {"num_workers": 3, "max_policy_lag": 7, "learning_rate": 0.25, "total_timesteps": 9, "cuda": False}
+    assert vars(args) == vars(ppo_clusterenv.Args(**changed, resume="runs/x"))
+    assert saved["global_step"] == 5 and args.resumed == "x"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--resume runs/y", "there is no run runs/y"),
+        ("--resume runs/empty", "there is no checkpoint in runs/empty"),
+        ("--resume runs", "--resume must be runs/NAME, of the working directory, got runs"),
+        ("--resume elsewhere/x", "--resume must be runs/NAME, of the working directory, got elsewhere/x"),
+        ("--resume runs/x --num-workers 2", "--num-workers cannot change on the way: runs/x has 3, got 2"),
+        ("--resume runs/x --envs-per-worker 2", "--envs-per-worker cannot change on the way: runs/x has 32, got 2"),
+        ("--resume runs/x --env-id Acrobot-v1", "--env-id cannot change on the way: runs/x has LunarLander-v3"),
+        ("--resume runs/x --kl-threshold -1", "--kl-threshold must be a number of nats >= 0, got -1.0"),
+    ],
+)
+def test_a_run_that_cannot_be_resumed_is_one_line(run_x, monkeypatch, flags, says):
+    os.mkdir("runs/empty")
+    assert says in refusal(monkeypatch, ppo_clusterenv.Args, *flags.split())
+
+
+def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypatch, caplog):
+    assert "--clip-coef" in refusal(monkeypatch, dqn_clusterenv.Args, "--resume", "runs/x")
+    (path,) = saved_in(Path("runs/x"))
+    path.write_bytes(b"")
+    says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
+    assert says == "error: all 1 checkpoints in runs/x are damaged" and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--min-workers 3", "--min-workers must be from 1 to --num-workers, 2, got 3"),
+        ("--min-workers 0", "--min-workers must be from 1 to --num-workers, 2, got 0"),
+        ("--max-worker-restarts -1", "--max-worker-restarts must be at least 0, got -1"),
+        ("--worker-timeout 0", "--worker-timeout must be a number of seconds > 0, got 0.0"),
+        ("--startup-timeout nan", "--startup-timeout must be a number of seconds > 0, got nan"),
+        ("--checkpoint-interval -1", "--checkpoint-interval must be a number of seconds >= 0, got -1.0"),
+        ("--port 65536 --interface lo", "--port must be from 0 to 65535, got 65536"),
+        ("--port 5000", "--port needs --bind-address or --interface"),
+        ("--interface lo --bind-address 127.0.0.1", "give either --bind-address or --interface, not both"),
+        ("--interface none0", "got none0"),
+        ("--bind-address 0.0.0.0", "--bind-address must be one address or network interface, not all"),
+        ("--bind-address 192.0.2.1", "cannot listen on --bind-address 192.0.2.1, port 0: "),
+        ("--bind-address 10.0.0.1 --security none", "use 'curve', or set --allow-insecure"),
+    ],
+)
+def test_a_flag_of_the_runtime_out_of_range_is_one_line(monkeypatch, flags, says):
+    assert says in refusal(monkeypatch, dqn_clusterenv.Args, *flags.split())
+
+
+def test_a_cluster_env_takes_what_the_flags_say(monkeypatch):
+    flags = ["--interface", "lo", "--num-workers=1", "--kl-threshold=0.5", "--min-workers=1"]
+    monkeypatch.setattr(sys, "argv", ["script.py", *flags])
+    args, saved = parse(dqn_clusterenv.Args)
+    assert saved == {} and args.resumed is None
+    assert args.cluster()["bind_address"] == "lo" and args.cluster()["max_policy_lag"] == 40
+    with ClusterEnv([CountingEnv], **args.cluster()) as envs:
+        envs.publish(CategoricalPolicy(linear(1, 2)))
+        envs.reset()
+
+
+# Whole runs.
+
+LONG = ["--checkpoint-interval", "0.1"]
+RUNS = {
+    "ppo_clusterenv.py": ([*ppo.TINY, *LONG], 64, ppo.SUMMARY),
+    "dqn_clusterenv.py": ([*dqn.TINY, *LONG], 8, dqn.SUMMARY),
+}
+
+
+def steps(folder):
+    """The steps at which each scalar was logged, less the evaluation's: there is one at each end of a run."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    tags = set(events.Tags()["scalars"]) - {"eval/return_mean"}
+    return {tag: [event.step for event in events.Scalars(tag)] for tag in tags}
+
+
+def check_the_whole_run(script, folder, total):
+    """It has every step once, counters that never went back, and a complete summary."""
+    series = steps(folder)
+    for tag, logged in series.items():
+        assert logged == sorted(set(logged)), f"{tag}: {logged}"
+    iterations = total // RUNS[script][1]
+    every = 1 if script == ppo.SCRIPT else max(iterations // 200, 1)
+    assert [step // RUNS[script][1] for step in series["charts/SPS"]] == list(range(every, iterations + 1, every))
+    for tag in ("sync/pulls_per_worker", "sync/bytes"):
+        counts = scripts.scalars(folder, tag)
+        assert counts == sorted(counts)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary) >= RUNS[script][2]
+    assert summary["global_step"] == total
+    if script == dqn.SCRIPT and summary["args"]["save_replay"]:
+        assert summary["gradient_steps"] == (total - 100) // 10
+        assert summary["transitions_inserted"] == total
+    return summary
+
+
+def resume(script, directory, folder, *flags):
+    result = scripts.run(script, directory, "--resume", f"runs/{folder.name}", *flags)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_sigterm_and_resume_to_the_last_bit_and_to_the_end(tmp_path, script):
+    flags, unit, _ = RUNS[script]
+    total = 60 * unit
+    process, workers = scripts.start_and_await_training(script, tmp_path, *flags, "--total-timesteps", str(total))
+    folder = tmp_path / scripts.check_interruption(process, workers, signal.SIGTERM, 75)
+    before = load_checkpoint(folder)
+    assert 0 < before["global_step"] < total and before["seconds"] > 0
+    # With nothing left to do, what is loaded is saved again, and evaluated.
+    resume(script, tmp_path, folder, "--total-timesteps", str(before["global_step"]))
+    after = load_checkpoint(folder)
+    assert before["seconds"] < after["seconds"] < before["seconds"] + 1  # not the time in between
+    assert after["envs"]["policy_version"] == before["envs"]["policy_version"] + 1  # published for the new workers
+    for state in (before, after):
+        del state["seconds"], state["envs"]["policy_version"], state["args"]["total_timesteps"], state["args"]["resume"]
+    assert_same_state(after, before)
+    assert len(before["envs"]["generators"]) == 2 and None not in before["envs"]["generators"]
+    resume(script, tmp_path, folder, "--total-timesteps", str(total))
+    check_the_whole_run(script, folder, total)
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_kill_at_random_moments_and_resume_to_the_end(tmp_path, script):
+    moment = random.Random(1)
+    flags, unit, _ = RUNS[script]
+    total = 60 * unit * TIMES
+    command = [sys.executable, str(scripts.ROOT / script), *flags, "--total-timesteps", str(total)]
+    counters = []
+    for _ in range(TIMES):
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        lines = moment.randrange(3)
+        for line in process.stdout:
+            if line.startswith("step") and list(tmp_path.glob("runs/*/checkpoint-*.pt")):
+                if not lines:
+                    break
+                lines -= 1
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(moment.random() / 4)
+        process.kill()
+        _, errors = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL) and "Traceback" not in errors
+        (folder,) = tmp_path.glob("runs/*")
+        saved = load_checkpoint(folder)
+        envs = saved["envs"]
+        counters.append([saved["global_step"], envs["policy_version"], *envs["pulls"], envs["sync_bytes"]])
+        counters[-1] += [saved["seconds"], saved.get("gradient_steps", 0)]
+        command = [sys.executable, str(scripts.ROOT / script), "--resume", f"runs/{folder.name}"]
+    resume(script, tmp_path, folder)
+    summary = check_the_whole_run(script, folder, total)
+    for earlier, later in zip(counters, counters[1:], strict=False):
+        assert all(a <= b for a, b in zip(earlier, later, strict=True))
+    assert summary["wall_seconds"] > counters[-1][-2]
+
+
+def test_without_its_replay_buffer_a_run_collects_first(tmp_path):
+    total, flags = 1600, [*dqn.TINY, "--no-save-replay"]
+    process, workers = scripts.start_and_await_training(
+        dqn.SCRIPT, tmp_path, *flags, "--learning-starts", "16", "--total-timesteps", str(total)
+    )
+    folder = tmp_path / scripts.check_interruption(process, workers, signal.SIGUSR1, 75)
+    saved = load_checkpoint(folder)
+    assert saved["replay"] == {} and saved["gradient_steps"] == (saved["global_step"] - 16) // 10
+    result = resume(dqn.SCRIPT, tmp_path, folder, "--learning-starts", "100")
+    assert "not in checkpoints" in result.stdout
+    assert "no replay buffer in the checkpoint: collecting 100 steps before learning" in result.stdout
+    summary = check_the_whole_run(dqn.SCRIPT, folder, total)
+    left = total - saved["global_step"]
+    assert summary["gradient_steps"] == saved["gradient_steps"] + max(left - 100, 0) // 10
+    assert summary["transitions_inserted"] == left
+
+
+def test_weights_and_biases_go_on_with_the_same_run(tmp_path):
+    folder, _ = ppo.train(tmp_path, "--track")
+    resume(ppo.SCRIPT, tmp_path, folder, "--total-timesteps", "640")
+    check_the_whole_run(ppo.SCRIPT, folder, 640)
+    runs = list(tmp_path.glob("wandb/offline-run-*"))
+    assert len(runs) == 2 and len({path.name.rpartition("-")[2] for path in runs}) == 1
