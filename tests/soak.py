@@ -2,8 +2,8 @@
 
     python -m tests.soak --minutes 30 --workers 16
 
-prints how it goes, and at the end the slopes (Theil-Sen) of each process's resident memory in the last three quarters of
-the time. It fails if a process has gained descriptors, or more than 2 MiB an hour in each of the three.
+prints how it goes, and at the end the slopes (Theil-Sen) of each process's resident memory in the last three quarters
+of the time. It fails if a process has gained descriptors, or more than 2 MiB an hour in each of the three.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def soak(seconds, num_workers, say=print, samples=500):
 
 
 def growth(times, sizes):
-    """Return for each process its name, its slopes in MiB an hour in the last three quarters, and descriptors gained."""
+    """Return each process's name, slopes in MiB an hour in the last three quarters, and descriptors gained."""
     quarters = np.array_split(np.arange(len(times)), 4)[1:]
     for number in range(sizes.shape[1]):
         slopes = [theilslopes(sizes[part, number, 0], times[part] / 3600).slope for part in quarters]
