@@ -154,7 +154,9 @@ def head(script, namespaces):
 def train(script, flags, faults, directory, network=None, interval=3.0, seed=1, say=print, timeout=1800):
     """Train with this many faults; return the summary, the checker's report and a list of the faults."""
     command = [sys.executable, "-m", "tests.chaos", "--head", script, ",".join(network.namespaces if network else [])]
-    flags = f"{FLAGS[script]} --env-id CartPole-v1 --num-workers 4 --seed {seed} --worker-timeout 3 {flags}".split()
+    # A worker may be hit again and again before it has come up.
+    flags = f"--env-id CartPole-v1 --num-workers 4 --worker-timeout 3 --max-worker-restarts 20 {FLAGS[script]} {flags}"
+    flags = [*flags.split(), "--seed", str(seed)]
     if network is not None:
         flags += ["--bind-address", network.head]
     rng, done, kinds = random.Random(seed), [], itertools.cycle(["kill", "stop"] + ["cut"] * (network is not None))
