@@ -532,26 +532,24 @@ def test_sigterm_and_resume_to_the_last_bit_and_to_the_end(tmp_path, script):
 def test_kill_at_random_moments_and_resume_to_the_end(tmp_path, script):
     moment = random.Random(1)
     flags, unit, _ = RUNS[script]
-    total = 60 * unit * TIMES
+    total = (60 if script == ppo.SCRIPT else 300) * unit * TIMES
     command = [sys.executable, str(scripts.ROOT / script), *flags, "--total-timesteps", str(total)]
     counters = []
     for _ in range(TIMES):
         process = subprocess.Popen(
             command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        lines = moment.randrange(3)
-        for line in process.stdout:
-            if line.startswith("step") and list(tmp_path.glob("runs/*/checkpoint-*.pt")):
-                if not lines:
-                    break
-                lines -= 1
+        before = set(tmp_path.glob("runs/*/checkpoint-*.pt"))
+        while not set(tmp_path.glob("runs/*/checkpoint-*.pt")) - before:  # until it trains
+            assert process.poll() is None
+            time.sleep(0.01)
         with suppress(subprocess.TimeoutExpired):
             process.wait(moment.random() / 4)
         process.kill()
-        _, errors = process.communicate()
-        assert process.returncode in (0, -signal.SIGKILL) and "Traceback" not in errors
+        assert (process.communicate()[1], process.returncode) == ("", -signal.SIGKILL)
         (folder,) = tmp_path.glob("runs/*")
         saved = load_checkpoint(folder)
+        assert saved["global_step"] < total  # none of these has come after the training
         envs = saved["envs"]
         counters.append([saved["global_step"], envs["policy_version"], *envs["pulls"], envs["sync_bytes"]])
         counters[-1] += [saved["seconds"], saved.get("gradient_steps", 0)]
