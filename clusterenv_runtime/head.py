@@ -214,12 +214,24 @@ class Head:
                     self._socket.send_multipart([link.identity, *protocol.frames(Close())], zmq.NOBLOCK)
                 except zmq.ZMQError:
                     logger.debug("worker %d had gone before it was closed", link.index)
-        self._launcher.stop(timeout)
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and any(map(self._reaches, self.links)):
+            time.sleep(0.01)  # one that sees this socket closed before it has read that it is to close has failed
+        self._launcher.stop(max(deadline - time.monotonic(), 0))
         self._socket.close()
         if self._gate is not None:
             self._gate.close()
         self._context.term()
         self._directory.cleanup()
+
+    def _reaches(self, link: Link) -> bool:
+        """Say whether a worker's link is open still."""
+        try:
+            if link.identity is not None:
+                self._socket.send_multipart([link.identity, *self._ping], zmq.NOBLOCK)
+            return link.identity is not None
+        except zmq.ZMQError:
+            return False
 
     def describe(self, link: Link) -> str:
         log = self._launcher.log(link.index)

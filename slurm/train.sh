@@ -22,6 +22,10 @@ if has_checkpoint; then
 fi
 # A task for each worker, and one for the head, which in a heterogeneous job is a part of its own.
 workers=${SLURM_NTASKS_HET_GROUP_1:-$((${SLURM_NTASKS:-1} - 1))}
+if ((workers < 1)); then
+    echo "error: the first task is the head's, and each other a worker's: sbatch --ntasks=2 or more" >&2
+    exit 2
+fi
 options=(--launcher slurm --num-workers "$workers" "${begin[@]}")
 if ((${#launch[@]})); then
     options+=(--worker-prefix "${launch[*]}")

@@ -114,43 +114,40 @@ def test_two_jobs_train_on_the_same_nodes_and_replace_a_killed_worker(train):
     assert "died" not in dqn.log()
 
 
-def test_a_requeued_job_goes_on_from_its_checkpoint(train):
-    job = train("ppo", flags="--max-seconds 12")
-    job.await_training()
-    job.slurm.run("scontrol", "requeue", job.id)
-    before = max(checkpoints(job.run))
-    job.wait("PENDING")
-    (part,) = job.wait()
-    assert part["Restarts"] == "1" and job.summary()["global_step"] > before
-    assert job.log().count("interrupted; to go on") == 1
-    assert [path.name for path in (job.directory / "runs").iterdir()] == [job.run.name]
+def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
+    requeued = train("ppo", flags="--max-seconds 10")
+    timed_out = train("dqn", "--time=10", flags="--max-seconds 40")  # Slurm looks at its limit every 30 seconds
+    timed_out.await_training()
+    timed_out.slurm.run("scontrol", "update", f"JobId={timed_out.id}", "TimeLimit=1")  # --signal says 60 s before
+    requeued.await_training()
+    requeued.slurm.run("scontrol", "requeue", requeued.id)
+    before = {}
+    for job in (requeued, timed_out):
+        job.wait("PENDING")
+        before[job] = max(checkpoints(job.run))
+    timed_out.slurm.run("scontrol", "update", f"JobId={timed_out.id}", "TimeLimit=10")
+    for job in (requeued, timed_out):
+        (part,) = job.wait()
+        assert part["Restarts"] == "1" and job.summary()["global_step"] > before[job]
+        assert job.log().count("interrupted; to go on") == 1
+        assert [path.name for path in (job.directory / "runs").iterdir()] == [job.run.name]
+    assert f"requeued; it will go on from runs/{timed_out.run.name}" in timed_out.log()
+    assert "requeued" not in requeued.log()  # Slurm has done that
 
 
-def test_a_job_that_is_out_of_time_saves_requeues_itself_and_goes_on(train):
-    job = train("dqn", "--time=10", flags="--max-seconds 45")
-    job.await_training()
-    job.slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")  # less than --signal's 60 seconds are left
-    job.wait("PENDING")
-    job.slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=10")
-    before = max(checkpoints(job.run))
-    (part,) = job.wait()
-    assert part["Restarts"] == "1" and job.summary()["global_step"] > before > 0
-    assert f"requeued; it will go on from runs/{job.run.name}" in job.log()
-
-
-def test_scancel_leaves_nothing_and_the_job_does_not_come_back(train):
+def test_scancel_leaves_nothing_and_the_job_does_not_come_back(slurm, train):
+    before = slurm.processes()
     job = train("ppo", "--nodes=3", "--ntasks=4")
     job.await_training()
-    daemons = {process.pid for process in job.slurm.daemons.values()}
     (key,) = left_in(job.run)
     assert key.name.startswith("clusterenv-") and key.stat().st_mode & 0o77 == 0
     assert (key / "key").stat().st_mode & 0o777 == 0o600
     start = time.monotonic()
     job.slurm.run("scancel", job.id)
-    lab.wait_for("all processes to end", 10, lambda: job.slurm.processes() <= daemons)
+    lab.wait_for("all processes to end", 10, lambda: slurm.processes() <= before)
     assert time.monotonic() - start < 10 and not left_in(job.run)
-    (part,) = job.slurm.jobs(job.id)
-    assert part["JobState"] == "CANCELLED" and "requeued" not in job.log()
+    job.wait("CANCELLED")
+    assert "requeued" not in job.log()
 
 
 def test_a_heterogeneous_job_trains_with_its_workers_in_the_second_part(train):
