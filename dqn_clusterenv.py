@@ -18,7 +18,7 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
-from clusterenv_runtime.arguments import ClusterArgs, check, make_directory, parse
+from clusterenv_runtime.arguments import ClusterArgs, check, parse
 from clusterenv_runtime.checkpoint import checkpoints, rng_state, save_checkpoint, set_rng_state
 
 
@@ -212,7 +212,7 @@ if __name__ == "__main__":
     global_step, gradient_steps = saved.get("global_step", 0), saved.get("gradient_steps", 0)
     done = f"the {global_step} steps that {args.resume} has done"
     check(args.total_timesteps >= global_step, f"--total-timesteps {args.total_timesteps} must be at least {done}")
-    run_name = args.resumed or f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
+    run_name = args.named or f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
     try:
         env = make_env(args.env_id, 0, args.capture_video, run_name)()
     except (ModuleNotFoundError, gym.error.Error) as error:
@@ -224,7 +224,7 @@ if __name__ == "__main__":
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     check(needed < memory, f"--buffer-size {args.buffer_size} takes {needed:.1f} GiB, this machine has {memory:.1f}")
     env.close()
-    make_directory(f"runs/{run_name}", exist_ok=bool(saved))
+    args.begin(f"runs/{run_name}")
     where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
     print(f"replay buffer: {args.buffer_size:,} transitions, {needed * 1024:,.1f} MiB, {where}")
     if args.track:
@@ -236,7 +236,7 @@ if __name__ == "__main__":
             id=saved.get("wandb_id"), resume="allow",
         )  # fmt: skip
         wandb.define_metric("*", step_metric="global_step")
-    writer = SummaryWriter(f"runs/{run_name}", purge_step=global_step + 1 if saved else None)
+    writer = SummaryWriter(f"runs/{run_name}", purge_step=global_step + bool(saved))
     table = "\n".join([f"|{key}|{value}|" for key, value in vars(args).items()])
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", global_step)
     random.seed(args.seed)
@@ -249,7 +249,7 @@ if __name__ == "__main__":
     # env setup
     num_envs = args.num_workers * args.envs_per_worker
     env_fns = [make_env(args.env_id, i, args.capture_video, run_name) for i in range(num_envs)]
-    envs = ClusterEnv(env_fns, log_dir=f"runs/{run_name}/workers", **args.cluster())
+    envs = ClusterEnv(env_fns, **args.cluster(f"runs/{run_name}"))
     q_network = QNetwork(envs).to(device)
     policy = EpsilonGreedyPolicy(q_network, args.start_e)  # what travels to the workers
     optimizer = optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)

@@ -17,7 +17,7 @@ from torch.distributions.categorical import Categorical
 from torch.utils.tensorboard import SummaryWriter
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.arguments import ClusterArgs, check, make_directory, parse
+from clusterenv_runtime.arguments import ClusterArgs, check, parse
 from clusterenv_runtime.checkpoint import checkpoints, rng_state, save_checkpoint, set_rng_state
 
 
@@ -175,7 +175,7 @@ if __name__ == "__main__":
     global_step = saved.get("global_step", 0)
     done = f"the {global_step} steps that {args.resume} has done"
     check(args.total_timesteps >= global_step, f"--total-timesteps {args.total_timesteps} must be at least {done}")
-    run_name = args.resumed or f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
+    run_name = args.named or f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
     try:
         env = make_env(args.env_id, 0, args.capture_video, run_name)()
     except (ModuleNotFoundError, gym.error.Error) as error:
@@ -184,7 +184,7 @@ if __name__ == "__main__":
     check(discrete, f"actions must be discrete, from 0, not {env.action_space}: {args.env_id}")
     check(len(env.observation_space.shape or ()) == 1, f"observations must be vectors, not {env.observation_space}")
     env.close()
-    make_directory(f"runs/{run_name}", exist_ok=bool(saved))
+    args.begin(f"runs/{run_name}")
     if args.track:
         import wandb
 
@@ -194,7 +194,7 @@ if __name__ == "__main__":
             id=saved.get("wandb_id"), resume="allow",
         )  # fmt: skip
         wandb.define_metric("*", step_metric="global_step")
-    writer = SummaryWriter(f"runs/{run_name}", purge_step=global_step + 1 if saved else None)
+    writer = SummaryWriter(f"runs/{run_name}", purge_step=global_step + bool(saved))
     table = "\n".join([f"|{key}|{value}|" for key, value in vars(args).items()])
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", global_step)
     random.seed(args.seed)
@@ -206,7 +206,7 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     # env setup
     env_fns = [make_env(args.env_id, i, args.capture_video, run_name) for i in range(args.num_envs)]
-    envs = ClusterEnv(env_fns, log_dir=f"runs/{run_name}/workers", **args.cluster())
+    envs = ClusterEnv(env_fns, **args.cluster(f"runs/{run_name}"))
     agent = Agent(envs).to(device)
     policy = CategoricalPolicy(agent.actor)  # what travels to the workers
     optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

@@ -27,7 +27,7 @@ from .errors import (
     StartupError,
     WorkerDiedError,
 )
-from .launchers import LocalLauncher
+from .launchers import ExternalLauncher, Launcher, LocalLauncher
 from .rollout import Rollout
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ __all__ = [
     "EpsilonGreedyPolicy",
     "GaussianPolicy",
     "Interrupted",
+    "ExternalLauncher",
+    "Launcher",
     "LocalLauncher",
     "Policy",
     "ProtocolError",

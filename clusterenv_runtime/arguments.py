@@ -2,14 +2,17 @@
 
 import os
 import re
+import shlex
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from .errors import CheckpointError
-from .security import check_security
+from .errors import CheckpointError, StartupError
+from .launchers import Launcher, listening_address, make_launcher, worker_flags
+from .security import HeadKeys, check_security, read_key_file
 
 T = TypeVar("T", bound="ClusterArgs")
 
@@ -28,8 +31,13 @@ class ClusterArgs:
     """the number of environment worker processes"""
     envs_per_worker: int = 32
     """the number of parallel game environments on each worker"""
-    launcher: Literal["local"] = "local"
-    """where workers run: `local` starts them on this machine"""
+    launcher: Literal["local", "slurm", "external"] = "local"
+    """where workers run: `local` starts them on this machine, `slurm` as steps of the job that this runs in, `external`
+    prints their commands and waits until you have run them"""
+    worker_prefix: str = ""
+    """with `--launcher slurm` or `external`: goes before each worker's Python, as in `apptainer exec image.sif`"""
+    dry_run: bool = False
+    """print the workers' commands, one a line, and start nothing"""
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
     """when workers pull weights: by divergence (APS), every `--sync-interval` versions, every version, or once"""
     kl_threshold: float = 0.05
@@ -47,7 +55,8 @@ class ClusterArgs:
     startup_timeout: float = 60.0
     """seconds for the workers to start and to build their environments"""
     bind_address: str | None = None
-    """listen for workers on this IP address over tcp; by default on a socket that only you can open"""
+    """listen for workers on this IP address over tcp; by default on a socket that only you can open, and with
+    `--launcher slurm` on the address that the workers' nodes reach"""
     interface: str | None = None
     """instead of `--bind-address`: the network interface whose address to listen on"""
     port: int = 0
@@ -56,23 +65,70 @@ class ClusterArgs:
     """over tcp: `curve` encrypts and admits only this run's workers, `none` does neither"""
     allow_insecure: bool = False
     """permit `--security none` on an address that other machines can reach"""
+    key_file: str | None = None
+    """over tcp: the keys, in a file of `python -m clusterenv_runtime.keys FILE`; by default each run makes its own"""
+    run_name: str | None = None
+    """the run goes to `runs/RUN_NAME`; by default it is named after environment, experiment, seed and time"""
     checkpoint_interval: float = 300.0
     """seconds between checkpoints; there is also one at the end, and at SIGTERM, SIGUSR1 and Ctrl-C"""
     resume: str | None = None
     """go on with this run (`runs/NAME`): its flags are the defaults, and those given here override them"""
 
     @property
-    def resumed(self) -> str | None:
-        """The name of the run to go on with, in ``runs``; None for a new one."""
-        return None if self.resume is None else os.path.relpath(self.resume, "runs")
+    def named(self) -> str | None:
+        """The run's name, in ``runs``: of that to go on with, or as given; None if that is left to the script."""
+        return self.run_name if self.resume is None else os.path.relpath(self.resume, "runs")
 
-    def cluster(self) -> dict[str, Any]:
-        """Return the arguments of `ClusterEnv` that these flags are."""
-        names = "num_workers launcher sync_mode kl_threshold sync_interval max_policy_lag on_worker_loss port security "
+    def begin(self, directory: str) -> None:
+        """Make the run's directory, or exit with one line; with --dry-run print the workers' commands and exit.
+
+        From here on, until `checkpoints` knows better, SIGTERM, SIGUSR1 and Ctrl-C end the process in order.
+        """
+        launcher = make_launcher(self.launcher, f"{directory}/workers", self.worker_prefix)
+        if self.dry_run:
+            print("\n".join(self.plan(launcher)))
+            sys.exit()
+        try:
+            os.makedirs(directory, exist_ok=self.resume is not None or self.run_name is not None)
+        except OSError as error:
+            check(False, f"cannot write to {directory}: {error.strerror}")
+        if self.resume is None:
+            found = any(name.startswith("checkpoint-") for name in os.listdir(directory))
+            check(not found, f"{directory} has begun already; to go on: --resume {directory}, else another --run-name")
+
+        def end(number: int, _: Any) -> None:
+            for other, handler in zip(
+                numbers, (signal.SIG_IGN, signal.SIG_IGN, signal.default_int_handler), strict=True
+            ):
+                signal.signal(other, handler)  # a scheduler may tell this process twice, and amid its cleaning up
+            print("interrupted", file=sys.stderr)
+            sys.exit(130 if number == signal.SIGINT else 75)
+
+        numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+        for number in numbers:
+            signal.signal(number, end)
+
+    def plan(self, launcher: Launcher) -> list[str]:
+        """Return the workers' commands.
+
+        PORT stands for a random one, KEYS for the directory that the head makes where the launcher wants it.
+        """
+        keys = os.path.join(launcher.directory or "", "KEYS")
+        bind_address = self.bind_address or self.interface or launcher.address(self.num_workers)
+        key_file = f"{keys}/key" if bind_address and self.security == "curve" else None
+        address = listening_address(bind_address, self.port or "PORT", keys)
+        flags = worker_flags(address, key_file, self.startup_timeout, self.worker_timeout)
+        launcher.prepare(self.num_workers, flags, keys)
+        return [shlex.join(launcher.command(index)) for index in range(self.num_workers)]
+
+    def cluster(self, directory: str) -> dict[str, Any]:
+        """Return the arguments of `ClusterEnv` that these flags are, for a run in this directory."""
+        names = "num_workers sync_mode kl_threshold sync_interval max_policy_lag on_worker_loss port security key_file "
         names += "max_worker_restarts worker_timeout startup_timeout allow_insecure"
         names += " min_workers" * hasattr(self, "min_workers")  # a flag of scripts that can begin with some of them
         return {name: getattr(self, name) for name in names.split()} | {
-            "bind_address": self.bind_address or self.interface
+            "bind_address": self.bind_address or self.interface,
+            "launcher": make_launcher(self.launcher, f"{directory}/workers", self.worker_prefix),
         }
 
     def require(self, flags: str, fine: Callable[[Any], bool], text: str) -> None:
@@ -96,26 +152,32 @@ class ClusterArgs:
         check(interval, "--sync-mode interval needs --sync-interval, in versions")
         check(not (self.bind_address and self.interface), "give either --bind-address or --interface, not both")
         address = self.bind_address or self.interface
-        check(self.port == 0 or address, "--port needs --bind-address or --interface")
+        tcp = address or self.launcher == "slurm"
+        check(tcp or self.port == 0, "--port needs --bind-address or --interface")
+        check(tcp or self.launcher != "external", "--launcher external needs --bind-address or --interface")
+        prefixed = self.launcher != "local" or not self.worker_prefix
+        check(prefixed, "--worker-prefix needs --launcher slurm or external")
+        named = self.run_name is None or re.fullmatch(r"[\w+=-][\w.+=-]*", self.run_name)
+        check(named, f"--run-name must be of letters, digits and -_.+=, not begin with a dot, got {self.run_name}")
+        if self.key_file is not None:
+            check(tcp and self.security == "curve", "--key-file is for tcp with --security curve")
         if self.interface:
             there = [name for _, name in socket.if_nameindex()]
             check(self.interface in there, f"--interface must be one of {', '.join(there)}, got {self.interface}")
         try:
             check_security(address, self.security, self.allow_insecure)
+            if self.key_file is not None:
+                read_key_file(self.key_file, HeadKeys)
+            if tcp and not address:
+                make_launcher(self.launcher).address(self.num_workers)
             if self.bind_address:
                 socket.create_server((self.bind_address, self.port)).close()
+        except StartupError as error:
+            check(False, error)
         except ValueError as error:
             check(False, re.sub(r"\b(bind_address|security|allow_insecure)\b", lambda name: _flag(name[0]), str(error)))
         except OSError as error:
             check(False, f"cannot listen on --bind-address {self.bind_address}, port {self.port}: {error.strerror}")
-
-
-def make_directory(path: str, exist_ok: bool) -> None:
-    """Make a directory, or exit with one line."""
-    try:
-        os.makedirs(path, exist_ok=exist_ok)
-    except OSError as error:
-        check(False, f"cannot write to {path}: {error.strerror}")
 
 
 def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str, Any]]:
@@ -135,7 +197,7 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
         from .checkpoint import load_checkpoint
 
         check(
-            not args.resumed.startswith("."), f"--resume must be runs/NAME, of the working directory, got {args.resume}"
+            not args.named.startswith("."), f"--resume must be runs/NAME, of the working directory, got {args.resume}"
         )
         try:
             saved = load_checkpoint(args.resume)

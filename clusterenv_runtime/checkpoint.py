@@ -171,8 +171,9 @@ def checkpoints(
     try:
         yield save_if_due
     except Interrupted:
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # heeded already
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # heeded already, to the end of this process
             signal.signal(number, signal.SIG_IGN)
+            del before[number]
         save()
         print(f"interrupted; to go on: python {sys.argv[0]} --resume {directory}", file=sys.stderr)
         sys.exit(130 if received[:1] == [signal.SIGINT] else 75)

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
-from .launchers import LocalLauncher
+from .launchers import Launcher
 from .protocol import Structure
 from .rollout import Rollout
 from .spaces import is_batched
@@ -31,7 +31,8 @@ class ClusterEnv(WorkerVectorEnv):
         env_fns: functions that make the environments. The first is also called once here, to read the spaces.
         num_workers: worker processes; never more than environments. Each gets a contiguous share of the rows.
         copy, observation_mode, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
-        launcher: starts the workers; ``None`` or "local" for subprocesses on this machine.
+        launcher: starts the workers; ``None`` or "local" for subprocesses on this machine, "slurm" for steps of the job
+            that this runs in, "external" to print their commands and wait for you to run them. Or a `Launcher`.
         sync_mode: "kl", "interval" (pull every ``sync_interval`` versions), "always" or "never" (pull once).
         kl_threshold: in nats, for "kl".
         sync_interval: in policy versions, for "interval".
@@ -41,11 +42,14 @@ class ClusterEnv(WorkerVectorEnv):
         min_workers: return when so many workers are up; the others join when they come. ``None`` for all.
         startup_timeout: seconds for a worker to start, and then to build its environments.
         worker_timeout: seconds of silence of a worker's process or link (not of a slow step) until it counts as dead.
-        bind_address: an IP address or the name of a network interface, to listen there over tcp; ``None`` for ipc.
+        bind_address: an IP address or the name of a network interface, to listen there over tcp; ``None`` for ipc, or
+            with "slurm" for the address that the workers' nodes reach.
         port: to listen on; 0 for a random free one.
         security: over tcp "curve" encrypts, and admits only workers that have this run's keys; "none" does not.
         allow_insecure: permit ``security="none"`` on an address that is not loopback.
-        log_dir: where the local launcher's workers write ``worker-I.log``; by default to this process's output.
+        key_file: of `clusterenv_runtime.keys`, so that the keys are known ahead; by default there are fresh ones.
+        log_dir: where the launcher has the workers write ``worker-I.log``; by default to this process's output. With
+            "slurm" on a file system that the nodes share: their keys are there, too.
 
     Raises:
         ValueError: an argument is out of range.
@@ -61,7 +65,7 @@ class ClusterEnv(WorkerVectorEnv):
         copy: bool = True,
         observation_mode: str | tuple[gym.Space, gym.Space] = "same",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
-        launcher: str | LocalLauncher | None = None,
+        launcher: str | Launcher | None = None,
         sync_mode: str = "kl",
         kl_threshold: float = 0.05,
         sync_interval: int | None = None,
@@ -75,6 +79,7 @@ class ClusterEnv(WorkerVectorEnv):
         port: int = 0,
         security: str = "curve",
         allow_insecure: bool = False,
+        key_file: str | None = None,
         log_dir: str | None = None,
     ) -> None:
         self.closed = True  # until there is something to close
@@ -97,6 +102,7 @@ class ClusterEnv(WorkerVectorEnv):
             port=port,
             security=security,
             allow_insecure=allow_insecure,
+            key_file=key_file,
             log_dir=log_dir,
             settings={"rule": self._rule},
         )

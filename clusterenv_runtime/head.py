@@ -16,13 +16,14 @@ import zmq
 
 from . import protocol
 from .errors import DeadlineError, EnvError, Interrupted, StartupError, WorkerDiedError
-from .launchers import LocalLauncher
+from .launchers import Launcher, listening_address, worker_flags
 from .protocol import Close, Error, Hello, Message, Ping, Pull, Reply
 from .recovery import Recovery
-from .security import Gate
+from .security import Gate, HeadKeys
 
 logger = logging.getLogger(__name__)
 POLL_MS = 200  # how often a waiting head looks whether its workers live
+NOTICE_S = 60.0  # how often it says that a worker has not been started yet
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Link:
     ended: bool = False  # after its error: there will be no other
     heard: float = field(default_factory=time.monotonic)  # of it last, or when it was started
     losses: int = 0  # of its processes, since there was an answer
+    told: float = field(default_factory=time.monotonic)  # when the user was last told that it has not been started
 
 
 class Head:
@@ -50,7 +52,7 @@ class Head:
     def __init__(
         self,
         rows: Iterable[slice],
-        launcher: LocalLauncher,
+        launcher: Launcher,
         recovery: Recovery,
         on_pull: Callable[[int], list[Any]],
         min_workers: int,
@@ -60,6 +62,7 @@ class Head:
         bind_address: str | None,
         port: int,
         security: str,
+        keys: HeadKeys | None,
     ) -> None:
         self.links = [Link(index, row) for index, row in enumerate(rows)]
         self._launcher, self._recovery, self._max_restarts, self._started = launcher, recovery, max_restarts, False
@@ -77,8 +80,11 @@ class Head:
         self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
         self.dropped = 0  # messages so far that were malformed or of strangers
         self._complained_of: set[bytes] = set()
-        self._directory = tempfile.TemporaryDirectory(prefix="clusterenv-")  # 0700: nobody else can dial in
-        address = f"tcp://{bind_address}:{port or '*'}" if bind_address else f"ipc://{self._directory.name}/head"
+        if launcher.directory is not None:
+            launcher.directory.mkdir(parents=True, exist_ok=True)
+        # 0700: nobody else can dial in
+        self._directory = tempfile.TemporaryDirectory(prefix="clusterenv-", dir=launcher.directory)
+        address = listening_address(bind_address, port or "*", self._directory.name)
         if not bind_address and len(address) > len("ipc://") + 107:
             raise StartupError(f"the socket's path {address} is longer than 107 bytes: set TMPDIR to a shorter one")
         self._context, self._gate, key_file = zmq.Context(), None, None
@@ -89,15 +95,15 @@ class Head:
         try:
             if bind_address and security == "curve":
                 key_file = Path(self._directory.name) / "key"
-                self._gate = Gate(self._context, self._socket, key_file)
+                self._gate = Gate(self._context, self._socket, key_file, keys)
             try:
                 self._socket.bind(address)
             except zmq.ZMQError as error:
                 raise StartupError(f"cannot listen on {address}: {error.strerror}") from None
-            flags = ["--connect", self._socket.last_endpoint.decode().rstrip("\0")]
-            flags += ["--head-directory", self._directory.name]
-            flags += ["--startup-timeout", str(startup_timeout), "--head-timeout", str(worker_timeout)]
-            launcher.start(len(self.links), flags if self._gate is None else [*flags, "--key-file", str(key_file)])
+            address = self._socket.last_endpoint.decode().rstrip("\0")
+            flags = worker_flags(address, key_file, startup_timeout, worker_timeout)
+            launcher.prepare(len(self.links), flags, self._directory.name)
+            launcher.start()
             self._await_workers(min_workers)
         except BaseException:
             self.close(timeout=0)
@@ -208,12 +214,24 @@ class Head:
                     self._socket.send_multipart([link.identity, *protocol.frames(Close())], zmq.NOBLOCK)
                 except zmq.ZMQError:
                     logger.debug("worker %d had gone before it was closed", link.index)
-        self._launcher.stop(timeout)
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and any(map(self._reaches, self.links)):
+            time.sleep(0.01)  # one that sees this socket closed before it has read that it is to close has failed
+        self._launcher.stop(max(deadline - time.monotonic(), 0))
         self._socket.close()
         if self._gate is not None:
             self._gate.close()
         self._context.term()
         self._directory.cleanup()
+
+    def _reaches(self, link: Link) -> bool:
+        """Say whether a worker's link is open still."""
+        try:
+            if link.identity is not None:
+                self._socket.send_multipart([link.identity, *self._ping], zmq.NOBLOCK)
+            return link.identity is not None
+        except zmq.ZMQError:
+            return False
 
     def describe(self, link: Link) -> str:
         log = self._launcher.log(link.index)
@@ -265,6 +283,11 @@ class Head:
         for link in awaited:
             if self._launcher.exit_reason(link.index) is not None:
                 self._lose(link)
+            elif link.identity is None and (pending := self._launcher.pending(link.index)):
+                link.heard = time.monotonic()  # its time is counted from when it is started
+                if link.heard > link.told + NOTICE_S:
+                    link.told = link.heard
+                    logger.warning("still waiting for worker %d to be started: %s", link.index, pending)
             elif not link.ready and time.monotonic() > link.heard + self._startup_timeout:
                 late = f"did not come up and build its environments within {self._startup_timeout:g} s"
                 if not self._started:

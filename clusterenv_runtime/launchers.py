@@ -1,64 +1,131 @@
-"""Launchers start worker processes, say whether they live, and stop them."""
+"""Launchers start worker processes, say whether they live, and stop them: here, or wherever you start them yourself."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+LAUNCHERS = "local", "slurm", "external"
+_WORKER = ["-m", "clusterenv_runtime.worker"]
 
-class LocalLauncher:
-    """Workers as subprocesses of this Python. With ``log_dir`` their output goes to ``log_dir/worker-I.log``."""
+
+def listening_address(bind_address: str | None, port: int | str, directory: str) -> str:
+    """Return where to listen for workers, as ZeroMQ writes it."""
+    return f"tcp://{bind_address}:{port}" if bind_address else f"ipc://{directory}/head"
+
+
+def worker_flags(
+    address: str, key_file: str | os.PathLike[str] | None, startup_timeout: float, worker_timeout: float
+) -> list[str]:
+    """Return the flags of `clusterenv_runtime.worker` that all workers of a head have in common."""
+    timeouts = ["--startup-timeout", str(startup_timeout), "--head-timeout", str(worker_timeout)]
+    return ["--connect", address, *([] if key_file is None else ["--key-file", str(key_file)]), *timeouts]
+
+
+class Launcher:
+    """What the head needs to know of how its workers come to be. With ``log_dir`` it may leave files there."""
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
         self._log_dir = None if log_dir is None else Path(log_dir)
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._flags: list[str] = []
+        self._num_workers, self._flags = 0, list[str]()
 
     @property
     def started(self) -> bool:
         """Whether this launcher has workers already; one launcher serves one ClusterEnv."""
-        return bool(self._processes)
+        return self._num_workers > 0
 
-    def start(self, num_workers: int, flags: list[str]) -> None:
-        """Start workers 0 to ``num_workers - 1`` with these flags of `clusterenv_runtime.worker`."""
-        self._flags = [*flags, "--head-pid", str(os.getpid())]
-        if self._log_dir is not None:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
-        for index in range(num_workers):
-            self.restart(index)
+    @property
+    def directory(self) -> Path | None:
+        """Where the head makes its private directory, so that workers can read their keys; None if anywhere will do."""
+        return None if self._log_dir is None else self._log_dir.absolute()
+
+    def address(self, num_workers: int) -> str | None:
+        """Return the address to listen on if the user gives none; None for a socket file of this machine."""
+        return None
+
+    def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
+        """Note how many workers there will be, their flags, and the head's private directory."""
+        self._num_workers, self._flags = num_workers, flags
 
     def command(self, index: int) -> list[str]:
-        """Return the command of a worker."""
-        return [sys.executable, "-m", "clusterenv_runtime.worker", "--index", str(index), *self._flags]
+        """Return the command that starts a worker."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Start all workers."""
+        if self._log_dir is not None:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        for index in range(self._num_workers):
+            self.restart(index)
 
     def restart(self, index: int) -> None:
         """Start a worker, in place of one that is killed if it still runs."""
+        raise NotImplementedError
+
+    def pending(self, index: int) -> str | None:
+        """Return what a worker's start is waiting for, or None if it has been started. From then it has a deadline."""
+        return None
+
+    def log(self, index: int) -> str | None:
+        """Return the path of a worker's log, or None if there is none or its output goes to this process's."""
+        return None
+
+    def exit_reason(self, index: int) -> str | None:
+        """Return how a worker's process ended, or None while it runs or if nobody knows."""
+        return None
+
+    def kill(self, index: int) -> None:
+        """End a worker's process at once, as far as it can be reached."""
+
+    def stop(self, timeout: float) -> None:
+        """Give the workers ``timeout`` seconds to exit by themselves, then terminate them, then kill them."""
+
+
+class LocalLauncher(Launcher):
+    """Workers as subprocesses of this Python. With ``log_dir`` their output goes to ``log_dir/worker-I.log``."""
+
+    directory = None  # the system's place for temporary files
+
+    def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
+        super().__init__(log_dir)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
+        flags = [*flags, "--head-directory", directory, "--head-pid", str(os.getpid())]
+        super().prepare(num_workers, flags, directory)
+
+    def command(self, index: int) -> list[str]:
+        return [sys.executable, *_WORKER, "--index", str(index), *self._flags]
+
+    def restart(self, index: int) -> None:
         if index in self._processes:
             self.kill(index)
-        package_parent = str(Path(__file__).resolve().parent.parent)
-        paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
-        # One BLAS thread each: a worker's cores are its environments'.
-        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         log = None if self._log_dir is None else open(self.log(index), "ab")  # noqa: SIM115
         try:
-            # A session of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.
-            self._processes[index] = subprocess.Popen(
-                self.command(index), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            self._processes[index] = self._spawn(index, log)
         finally:
             if log is not None:
                 log.close()
 
+    def _spawn(self, index: int, output: object) -> subprocess.Popen[bytes]:
+        package_parent = str(Path(__file__).resolve().parent.parent)
+        paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
+        # One BLAS thread each: a worker's cores are its environments'.
+        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        # A session of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.
+        return subprocess.Popen(
+            self.command(index), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+
     def log(self, index: int) -> str | None:
-        """Return the path of a worker's log, or None if its output goes to this process's."""
         return None if self._log_dir is None else str(self._log_dir / f"worker-{index}.log")
 
     def exit_reason(self, index: int) -> str | None:
-        """Return how a worker's process ended, or None while it runs."""
         code = self._processes[index].poll()
         if code is None:
             return None
@@ -66,12 +133,10 @@ class LocalLauncher:
         return f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exit code {code}"
 
     def kill(self, index: int) -> None:
-        """End a worker's process at once."""
         self._processes[index].kill()
         self._processes[index].wait()
 
     def stop(self, timeout: float) -> None:
-        """Give the workers ``timeout`` seconds to exit by themselves, then terminate them, then kill them."""
         deadline = time.monotonic() + timeout
         for end, stop in ((deadline, None), (deadline + 1, "terminate"), (deadline + 6, "kill")):
             for process in self._processes.values():
@@ -84,3 +149,44 @@ class LocalLauncher:
                     break
             else:
                 return
+
+
+class ExternalLauncher(Launcher):
+    """Workers that you start: it prints their commands and lets the head wait for as long as you need.
+
+    The keys, if there are any, are in a file below ``log_dir``, which their commands name. ``prefix`` is what goes
+    before each command.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
+        super().__init__(log_dir)
+        self._prefix = shlex.split(prefix)
+
+    def address(self, num_workers: int) -> str | None:
+        raise ValueError("workers that are started elsewhere need an address to connect to: give bind_address")
+
+    def command(self, index: int) -> list[str]:
+        return [*self._prefix, "python", *_WORKER, "--index", str(index), *self._flags]
+
+    def start(self) -> None:
+        print("run these, each once, wherever you like:")
+        super().start()
+
+    def restart(self, index: int) -> None:
+        print(shlex.join(self.command(index)), flush=True)
+
+    def pending(self, index: int) -> str | None:
+        return "nobody has run its command yet"
+
+
+def make_launcher(name: str, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> Launcher:
+    """Return the launcher of this name: "local", "slurm" or "external".
+
+    Raises:
+        StartupError: it cannot start workers here; the text says what to do.
+    """
+    if name == "slurm":
+        from .slurm import SlurmLauncher
+
+        return SlurmLauncher(log_dir, prefix)
+    return ExternalLauncher(log_dir, prefix) if name == "external" else LocalLauncher(log_dir)

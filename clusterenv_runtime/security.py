@@ -2,7 +2,8 @@
 
 CURVE (https://rfc.zeromq.org/spec/26) encrypts, and proves to the worker that the head has the run's server key. Whose
 key the head admits is for ZAP (https://rfc.zeromq.org/spec/27) to say: without it, anyone who knows the server's public
-key is let in. The keys are made for each run and lie in a file that only its owner can read.
+key is let in. The keys are made for each run and lie in a file that only its owner can read; or they were made before
+it, by `clusterenv_runtime.keys`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import os
 import stat
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import zmq
@@ -51,25 +52,54 @@ class WorkerKeys(msgspec.Struct):
         socket.curve_secretkey = self.worker_secret.encode()
 
 
+Keys = TypeVar("Keys", bound=WorkerKeys)
+
+
+class HeadKeys(WorkerKeys):
+    """What the head needs: the workers' keys, and the server's secret one."""
+
+    server_secret: Z85Key
+
+    @classmethod
+    def make(cls) -> HeadKeys:
+        """Return fresh keys."""
+        server, worker = zmq.curve_keypair(), zmq.curve_keypair()
+        return cls(*(key.decode() for key in (server[0], *worker, server[1])))
+
+    def workers(self) -> WorkerKeys:
+        """Return what the workers may know of these."""
+        return WorkerKeys(self.server_public, self.worker_public, self.worker_secret)
+
+
+def write_key_file(path: str | os.PathLike[str], keys: WorkerKeys) -> None:
+    """Write keys to a new file that only its owner can read.
+
+    Raises:
+        OSError: the file exists or cannot be written.
+    """
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(keys))
+
+
 class Gate:
-    """The head's side: makes the keys, writes those of the workers to ``key_file``, and admits nobody else.
+    """The head's side: writes the workers' keys to ``key_file``, and admits nobody else. It makes them, if not given.
 
     Raises:
         OSError: ``key_file`` exists or cannot be written.
     """
 
-    def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[bytes], key_file: Path) -> None:
-        server_public, server_secret = zmq.curve_keypair()
-        self._worker_public, worker_secret = zmq.curve_keypair()
-        keys = WorkerKeys(*(key.decode() for key in (server_public, self._worker_public, worker_secret)))
-        with os.fdopen(os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(keys))
+    def __init__(
+        self, context: zmq.Context[Any], socket: zmq.Socket[bytes], key_file: Path, keys: HeadKeys | None = None
+    ) -> None:
+        keys = HeadKeys.make() if keys is None else keys
+        self._worker_public = keys.worker_public.encode()
+        write_key_file(key_file, keys.workers())
         self.refused = 0  # connections so far
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", self)
         socket.curve_server = True
-        socket.curve_secretkey = server_secret
+        socket.curve_secretkey = keys.server_secret.encode()
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Say whether the owner of this public key (Z85) is let in; what zmq.auth asks for each connection."""
@@ -84,18 +114,20 @@ class Gate:
         self._authenticator.stop()
 
 
-def read_key_file(path: str | os.PathLike[str]) -> WorkerKeys:
-    """Return the keys in a file that `Gate` has written.
+def read_key_file(path: str | os.PathLike[str], kind: type[Keys] = WorkerKeys) -> Keys:
+    """Return the keys in a file of `write_key_file`.
 
     Raises:
-        StartupError: the file is not there, others can read it, or it holds no keys; the text says what to do.
+        StartupError: the file is not there, others can read it, or it holds no such keys; the text says what to do.
     """
     try:
         mode = os.stat(path).st_mode
         if stat.S_IMODE(mode) & 0o077:
             raise StartupError(f"others can read the key file {path} (mode {stat.S_IMODE(mode):04o}): chmod 600 it")
-        return msgspec.json.decode(Path(path).read_bytes(), type=WorkerKeys)
+        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except OSError as error:
         raise StartupError(f"cannot read the key file {path}: {error.strerror}") from None
     except msgspec.MsgspecError as error:
-        raise StartupError(f"{path} is not a key file: {error}") from None
+        raise StartupError(
+            f"{path} is not a {'worker' if kind is WorkerKeys else 'head'}'s key file: {error}"
+        ) from None

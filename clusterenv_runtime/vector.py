@@ -19,10 +19,10 @@ from gymnasium.vector.utils import batch_space, create_empty_array, iterate
 
 from .errors import DeadlineError
 from .head import Head, Link
-from .launchers import LocalLauncher
+from .launchers import LAUNCHERS, Launcher, make_launcher
 from .protocol import Call, Message, Reply, Reset, SetAttr
 from .recovery import Recovery
-from .security import check_security
+from .security import HeadKeys, check_security, read_key_file
 from .spaces import check_reset_mask, map_space, observation_spaces
 from .sync import PolicyStore
 
@@ -41,7 +41,7 @@ class WorkerVectorEnv(VectorEnv):
         copy: bool,
         observation_mode: str | tuple[gym.Space, gym.Space],
         autoreset_mode: str | AutoresetMode,
-        launcher: str | LocalLauncher | None,
+        launcher: str | Launcher | None,
         on_worker_loss: str,
         max_worker_restarts: int,
         min_workers: int | None,
@@ -51,6 +51,7 @@ class WorkerVectorEnv(VectorEnv):
         port: int,
         security: str,
         allow_insecure: bool,
+        key_file: str | None,
         log_dir: str | None,
         settings: dict[str, Any],
     ) -> None:
@@ -61,12 +62,18 @@ class WorkerVectorEnv(VectorEnv):
             raise ValueError("env_fns must hold at least one function, got none")
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, got {num_workers}")
-        if launcher not in (None, "local") and not isinstance(launcher, LocalLauncher):
-            raise ValueError(f"launcher must be 'local' or a LocalLauncher, got {launcher!r}")
-        if isinstance(launcher, LocalLauncher) and log_dir is not None:
-            raise ValueError("log_dir belongs to the launcher: LocalLauncher(log_dir)")
-        if isinstance(launcher, LocalLauncher) and launcher.started:
-            raise ValueError("a LocalLauncher starts the workers of one ClusterEnv: make another")
+        if isinstance(launcher, Launcher):
+            if log_dir is not None:
+                raise ValueError(f"log_dir belongs to the launcher: {type(launcher).__name__}(log_dir)")
+            if launcher.started:
+                raise ValueError(f"a {type(launcher).__name__} starts the workers of one ClusterEnv: make another")
+        elif launcher not in (None, *LAUNCHERS):
+            names = ", ".join(map(repr, LAUNCHERS))
+            raise ValueError(f"launcher must be one of {names} or a Launcher, got {launcher!r}")
+        else:
+            launcher = make_launcher(launcher or "local", log_dir)
+        self.num_workers = min(num_workers, self.num_envs)
+        bind_address = bind_address or launcher.address(self.num_workers)
         check_security(bind_address, security, allow_insecure)
         if not worker_timeout > 0:  # also NaN
             raise ValueError(f"worker_timeout must be a number of seconds > 0, got {worker_timeout}")
@@ -74,7 +81,6 @@ class WorkerVectorEnv(VectorEnv):
             raise ValueError(f"on_worker_loss must be 'restart' or 'raise', got {on_worker_loss!r}")
         if max_worker_restarts < 0:
             raise ValueError(f"max_worker_restarts must be at least 0, got {max_worker_restarts}")
-        self.num_workers = min(num_workers, self.num_envs)
         self._min_workers = self.num_workers if min_workers is None else min_workers
         if not 1 <= self._min_workers <= self.num_workers:
             raise ValueError(f"min_workers must be 1 to {self.num_workers}, got {min_workers}")
@@ -99,8 +105,6 @@ class WorkerVectorEnv(VectorEnv):
             "registry": {k: v for k, v in gym.registry.items() if not str(v.entry_point).startswith("gymnasium.")},
         }
         setups = [cloudpickle.dumps({"env_fns": self.env_fns[part], **settings}) for part in rows]
-        if not isinstance(launcher, LocalLauncher):
-            launcher = LocalLauncher(log_dir)
         self._store = PolicyStore(self.num_workers)
         self._recovery = Recovery(rows, setups, [path for path in sys.path if path], self._store)
         self._observations: Any = None
@@ -111,6 +115,7 @@ class WorkerVectorEnv(VectorEnv):
             rows, launcher, self._recovery, self._store.answer, self._min_workers,
             max_worker_restarts if on_worker_loss == "restart" else 0,
             startup_timeout, worker_timeout, bind_address, port, security,
+            None if key_file is None else read_key_file(key_file, HeadKeys),
         )  # fmt: skip
         self._finalizer = weakref.finalize(self, self._head.close, timeout=2)
         self.closed = False

@@ -7,7 +7,8 @@
     python slurm/sweep.py slurm/sweep.yaml --results    # results.csv and results.png of those that have finished
 
 A configuration's directory is named after what is run in it, so it is found again when the grid grows. Once it holds
-`result.json` the configuration has finished and is skipped; every attempt to run it has a subdirectory with its log.
+`result.json` the configuration has finished and is skipped; every attempt to run it has a subdirectory with its log. A
+requeued job goes on with the last attempt, if that has a checkpoint.
 """
 
 import argparse
@@ -236,12 +237,16 @@ def run(sweep, flat, directory):
     """Run one configuration, unless it has finished; tell what went wrong, or None."""
     if result_of(directory):
         return print(f"{directory} has finished: {label(sweep, flat)}")
-    attempt = directory / f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    attempt.mkdir(parents=True)
     macros = fill_macros(sweep, nest(flat))
     command = [part for word in map(str, sweep["command"]) for part in macros.get(word, [word])]
+    attempt = directory / f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    if os.environ.get("SLURM_RESTART_COUNT"):  # requeued: goes on where this task's last attempt has saved
+        for checkpoint in sorted(directory.glob("attempt-*/runs/*/checkpoint-*.pt"))[-1:]:
+            attempt = checkpoint.parents[2]
+            command += ["--resume", str(checkpoint.parent.relative_to(attempt))]
+    attempt.mkdir(parents=True, exist_ok=True)
     print(f"{attempt}: {label(sweep, flat)}", flush=True)
-    with open(attempt / "log.txt", "wb") as log:
+    with open(attempt / "log.txt", "ab") as log:
         env = {"WANDB_MODE": "offline", **os.environ}  # so that --track, if it is in the command, needs no account
         process = subprocess.Popen(
             command, cwd=attempt, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT

@@ -363,3 +363,25 @@ def test_the_projects_own_sweeps_load(monkeypatch):
 def test_job_files_are_bash():
     for path in (ROOT / "slurm").glob("*.sbatch"):
         subprocess.run(["bash", "-n", path], check=True)
+
+
+STOPS = """
+import json, os, sys
+if sys.argv[-2] != "--resume":
+    os.makedirs("runs/one")
+    open("runs/one/checkpoint-1.pt", "w").close()
+    sys.exit(75)
+json.dump({"eval_return_mean": 1.0}, open(sys.argv[-1] + "/summary.json", "w"))
+"""
+
+
+def test_a_requeued_job_goes_on_with_its_last_attempt(write):
+    path = write({"x": {"value": 1}})
+    Path("train.py").write_text(STOPS)
+    for _ in range(2):  # submitted again it begins anew
+        assert command(path, "--index", "0").returncode == 1
+    first, last = sorted(Path().glob("runs/sweep/*/attempt-*"))
+    result = command(path, "--index", "0", env=environment(SLURM_RESTART_COUNT="1"))
+    assert result.returncode == 0, result.stderr
+    assert json.loads((last.parent / "result.json").read_text())["attempt"] == last.name
+    assert sorted(last.parent.glob("attempt-*")) == [first, last] and not (first / "runs/one/summary.json").exists()

@@ -357,7 +357,7 @@ def test_unknown_observation_modes(observation_mode):
             [CountingEnv],
             {"launcher": "slurp"},
             ValueError,
-            "launcher must be 'local' or a LocalLauncher, got 'slurp'",
+            "launcher must be one of 'local', 'slurm', 'external' or a Launcher, got 'slurp'",
         ),
         ([CountingEnv], {"autoreset_mode": "Never"}, ValueError, "'Never' is not a valid AutoresetMode"),
         ([CountingEnv], {"sync_mode": "often"}, ValueError, "sync_mode must be one of kl, interval, always, never"),

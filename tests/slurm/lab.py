@@ -61,7 +61,8 @@ ReturnToService=2
 SlurmdTimeout=8
 KillWait=5
 TreeWidth=65533
-{nodes} CPUs={cpus} RealMemory=2000 State=UNKNOWN
+GresTypes=gpu
+{nodes} CPUs={cpus} RealMemory=2000 Gres=gpu:1 State=UNKNOWN
 PartitionName=lab Nodes=ALL Default=YES PriorityTier=1 GraceTime=6
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
@@ -150,6 +151,7 @@ class Slurm:
         text = CONF.format(controller=controller, port=ports[0], directory=directory, user=user, nodes=names, cpus=cpus)
         (directory / "slurm.conf").write_text(text)
         (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # left to find out for itself, slurmd fails
+        (directory / "gres.conf").write_text("Name=gpu File=/dev/null\n")  # declared like the cores, not there
         (directory / "state").mkdir(mode=0o700)
         (directory / "munge").mkdir(mode=0o755)
         hosts = [f"127.0.0.1 localhost\n{self.head} {socket.gethostname()}\n"]

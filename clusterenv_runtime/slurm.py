@@ -1,0 +1,189 @@
+"""Workers as steps of the Slurm job that the head runs in: one ``srun`` for each, so that each can be replaced."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from typing import IO
+
+from .errors import StartupError
+from .launchers import Launcher, LocalLauncher
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Allocation:
+    """What a job has for its workers: in a heterogeneous job its second part, else all but the head's share.
+
+    ``free`` holds the cores of each node that the head does not need, ``cores`` is how many each task asked for.
+    """
+
+    free: dict[str, int]
+    cores: int
+    head: str | None  # the head's node, None if that is none of the job's
+    het: bool
+
+    def places(self, num_workers: int) -> list[str]:
+        """Return a node for each worker: always the one with the most cores left, of equals one with fewer workers."""
+        free, places = dict(self.free), []
+        for _ in range(num_workers):
+            node = max(free, key=lambda node: (free[node], -places.count(node)))
+            free[node] -= self.cores
+            places.append(node)
+        return places
+
+
+def read_allocation() -> Allocation:
+    """Read the environment that Slurm gives to what runs in a job.
+
+    Raises:
+        StartupError: there is no job, or no Slurm.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        raise StartupError(
+            "the launcher slurm starts workers inside a job, and this is none (SLURM_JOB_ID is not set): "
+            "sbatch slurm/ppo.sbatch, or run this in a shell of salloc"
+        )
+    if not shutil.which("srun"):
+        raise StartupError("there is no srun here: inside a container, Slurm's commands must be made visible in it")
+    het = "SLURM_JOB_NODELIST_HET_GROUP_1" in os.environ
+    part = "_HET_GROUP_1" if het else ""
+    nodes = _scontrol("show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{part}"]).split()
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ[f"SLURM_JOB_CPUS_PER_NODE{part}"])  # as in 4(x2),2
+    cpus = [int(number) for number, times in counts for _ in range(int(times or 1))]
+    free, head = dict(zip(nodes, cpus, strict=True)), os.environ.get("SLURMD_NODENAME")
+    cores = int(os.environ.get(f"SLURM_CPUS_PER_TASK{part}", 1))
+    if head in free:
+        free[head] -= cores
+    return Allocation(free, cores, head, het)
+
+
+def srun_command(index: int, node: str, het: bool, log: str | None, worker: list[str]) -> list[str]:
+    """Return the command that runs a worker as a step of its own on a node."""
+    return [
+        "srun",
+        *["--het-group=1"] * het,
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={node}",
+        # All of the job's cores on that node, beside the other steps. With cores of its own (--exact) a step waits for
+        # as long as others hold the job's memory or GPU, and so does a replacement while the lost one is cleaned up.
+        # Workers compute on one thread each, which the kernel spreads over the cores; bound, all would get the first.
+        "--overlap",
+        "--cpu-bind=none",
+        f"--job-name=worker-{index}",  # as `squeue --steps` shows it
+        "--export=ALL",  # also if the job itself was submitted with --export=NONE
+        # Written by srun, at the head: also on a site where workers share no directory with it.
+        *([] if log is None else [f"--output={log.replace('%', '%%')}", "--open-mode=append"]),
+        "--verbose",  # so that it says when the task has started
+        *worker,
+    ]
+
+
+class SlurmLauncher(LocalLauncher):
+    """Workers as steps of the job that this process runs in. With ``log_dir`` they log to ``log_dir/worker-I.log``.
+
+    ``log_dir`` must be on a file system that the workers' nodes share: the keys are there, too. ``prefix`` is what goes
+    before a worker's Python, as in "apptainer exec image.sif".
+
+    Raises:
+        StartupError: this is no Slurm job.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
+        super().__init__(log_dir)
+        self._prefix, self._allocation = shlex.split(prefix), read_allocation()
+        self._places: list[str] = []  # each worker's node
+        self._words: dict[int, IO[bytes]] = {}  # what each srun has said
+
+    directory = Launcher.directory
+
+    def address(self, num_workers: int) -> str:
+        """Return this machine's address on its way to the workers' nodes.
+
+        Raises:
+            StartupError: there is none.
+        """
+        places = set(self._allocation.places(num_workers)) - {self._allocation.head}
+        if not places:
+            return "127.0.0.1"
+        node = sorted(places)[0]
+        found = re.search(r"\bNodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", node))
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+                sock.connect((found[1] if found else node, 9))  # sends nothing, but asks the kernel for its route
+                return sock.getsockname()[0]
+        except OSError as error:
+            raise StartupError(
+                f"found no way from here to the node {node} ({error.strerror or error}): "
+                "name the network with --interface or --bind-address"
+            ) from None
+
+    def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
+        super(LocalLauncher, self).prepare(num_workers, flags, directory)
+        self._places = self._allocation.places(num_workers)
+        if sum(self._allocation.free.values()) < num_workers:
+            free = ", ".join(f"{node} {cores}" for node, cores in self._allocation.free.items())
+            logger.warning("%d workers share fewer cores: besides the head's, %s", num_workers, free)
+
+    def command(self, index: int) -> list[str]:
+        worker = [*self._prefix, *super().command(index)]
+        return srun_command(index, self._places[index], self._allocation.het, self.log(index), worker)
+
+    def restart(self, index: int) -> None:
+        if index in self._processes:
+            self.kill(index)
+            if "task 0: " not in self._said(index):  # then not the worker ended, its node may be down
+                nodes = list(self._allocation.free)
+                self._places[index] = nodes[(nodes.index(self._places[index]) + 1) % len(nodes)]
+            self._words[index].close()
+        self._words[index] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._processes[index] = self._spawn(index, self._words[index])
+
+    def pending(self, index: int) -> str | None:
+        said = self._said(index)
+        return None if "tasks started" in said else (said.splitlines() or ["srun has said nothing yet"])[-1]
+
+    def exit_reason(self, index: int) -> str | None:
+        code = self._processes[index].poll()
+        if code is None:
+            return None
+        errors = re.findall(r"^srun: error: (.*)", self._said(index), re.MULTILINE)
+        return "; ".join(errors) or f"srun ended with exit code {code}"
+
+    def kill(self, index: int) -> None:
+        process = self._processes[index]
+        process.terminate()  # srun kills its task then, if the node can be reached
+        try:
+            process.wait(3)
+        except subprocess.TimeoutExpired:
+            super().kill(index)  # a worker that lives on ends when it finds its link closed
+
+    def stop(self, timeout: float) -> None:
+        super().stop(timeout)
+        for words in self._words.values():
+            words.close()
+
+    def _said(self, index: int) -> str:
+        words = self._words[index]
+        return os.pread(words.fileno(), 2**16, 0).decode(errors="replace")
+
+
+def _scontrol(*arguments: str) -> str:
+    try:
+        result = subprocess.run(
+            ["scontrol", *arguments], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StartupError(f"scontrol {' '.join(arguments)}: {error}") from None
+    if result.returncode != 0:
+        raise StartupError(f"scontrol {' '.join(arguments)}: {result.stderr.strip()}")
+    return result.stdout

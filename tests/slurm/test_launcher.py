@@ -1,0 +1,188 @@
+"""The .sbatch files that train, submitted as a user submits them, on a real Slurm."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from . import lab
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(path.name for path in (ROOT / "slurm").glob("*.sbatch"))
+TINY = "--env-id CartPole-v1 --envs-per-worker 2 --num-steps 16 --eval-episodes 2 --checkpoint-interval 0.5"
+TINY += " --no-save-model --total-timesteps 1000000000 --no-cuda"
+MORE = {"ppo": " --num-minibatches 2", "dqn": " --learning-starts 100 --buffer-size 1000", "ppo_hetjob": ""}
+
+
+class Job:
+    """A job that trains, in a directory of its own that looks like the repository's root."""
+
+    def __init__(self, slurm, directory, file, *options, flags=""):
+        for name in ("slurm", "ppo_clusterenv.py", "dqn_clusterenv.py"):
+            (directory / name).symlink_to(ROOT / name)
+        python = str(Path(sys.executable).parent)
+        env = {**slurm.env, "PATH": f"{python}{os.pathsep}{slurm.env['PATH']}"}
+        flags = f"{TINY}{MORE[file]} {flags}".split()
+        self.slurm, self.directory = slurm, directory
+        where = [f"--output={directory}/log", "--job-name=train"]
+        self.id = slurm.submit(*where, *options, f"slurm/{file}.sbatch", *flags, cwd=directory, env=env)
+        self.run = directory / "runs" / f"train-{self.id}"
+
+    def log(self):
+        with suppress(FileNotFoundError):
+            return (self.directory / "log").read_text()
+        return ""
+
+    def wait(self, *states, seconds=100):
+        try:
+            return self.slurm.wait(self.id, *states, seconds=seconds)
+        except lab.LabError as error:
+            raise lab.LabError(f"{error}\n{self.log()}") from None
+
+    def wait_for(self, what, condition, seconds=100):
+        def reached():
+            value = condition()
+            ended = not self.slurm.jobs(self.id) or self.slurm.jobs(self.id)[0]["JobState"] in ("FAILED", "COMPLETED")
+            assert value or not ended, f"ended without {what}: {self.log()}"
+            return value
+
+        return lab.wait_for(what, seconds, reached)
+
+    def await_training(self, after=0):
+        """Wait for a checkpoint of more than so many steps; return its steps."""
+        steps = self.wait_for("a checkpoint", lambda: [n for n in checkpoints(self.run) if n > after])
+        return max(steps)
+
+    def places(self):
+        """The node of each worker's step, by the step's name."""
+        lines = self.slurm.run("squeue", "--steps", "--noheader", "--format=%i %j %N").stdout.splitlines()
+        steps = [line.split() for line in lines]
+        return {name: node for step, name, node in steps if step.startswith(f"{self.id}.") and "worker" in name}
+
+    def worker(self, index):
+        """The pid of a worker of this job, or None."""
+        for pid in self.slurm.processes():
+            with suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+                mine = str(self.run) in " ".join(words) and "srun" not in words[0]
+                if mine and words[words.index("--index") + 1] == str(index):
+                    return pid
+        return None
+
+    def summary(self):
+        return json.loads((self.run / "summary.json").read_text())
+
+
+def checkpoints(run):
+    return [int(path.name.split("-")[1]) for path in run.glob("checkpoint-*.pt")]
+
+
+def left_in(run):
+    return [path for path in (run / "workers").iterdir() if not path.name.endswith(".log")]
+
+
+@pytest.fixture
+def train(slurm, tmp_path):
+    def submit(file, *options, flags=""):
+        directory = tmp_path / f"{file}-{len(list(tmp_path.iterdir()))}"
+        directory.mkdir()
+        return Job(slurm, directory, file, *options, flags=flags)
+
+    return submit
+
+
+def test_two_jobs_train_on_the_same_nodes_and_replace_a_killed_worker(train):
+    spread = ["--nodes=3", "--ntasks=4"]
+    ppo, dqn = (train(file, *spread, flags="--max-seconds 20") for file in ("ppo", "dqn"))
+    for job in (ppo, dqn):
+        job.await_training()
+        assert set(job.places()) == {"worker-0", "worker-1", "worker-2"}
+        assert set(job.places().values()) == set(job.slurm.nodes)
+    os.kill(ppo.worker(1), signal.SIGKILL)
+    node = ppo.places()["worker-1"]
+    ppo.wait_for("a replacement", lambda: "another is started" in ppo.log())
+    for job in (ppo, dqn):
+        job.wait()
+        assert (job.run / "learning_curve.png").exists() and not left_in(job.run)
+    assert re.search(rf"worker 1 \(.*worker-1.log\) died: {node}: task 0: Killed; another is started", ppo.log())
+    assert "died" not in dqn.log()
+
+
+def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
+    requeued = train("ppo", flags="--max-seconds 10")
+    timed_out = train("dqn", "--time=10", flags="--max-seconds 40")  # Slurm looks at its limit every 30 seconds
+    timed_out.await_training()
+    timed_out.slurm.run("scontrol", "update", f"JobId={timed_out.id}", "TimeLimit=1")  # --signal says 60 s before
+    requeued.await_training()
+    requeued.slurm.run("scontrol", "requeue", requeued.id)
+    before = {}
+    for job in (requeued, timed_out):
+        job.wait("PENDING")
+        before[job] = max(checkpoints(job.run))
+    timed_out.slurm.run("scontrol", "update", f"JobId={timed_out.id}", "TimeLimit=10")
+    for job in (requeued, timed_out):
+        (part,) = job.wait()
+        assert part["Restarts"] == "1" and job.summary()["global_step"] > before[job]
+        assert job.log().count("interrupted; to go on") == 1
+        assert [path.name for path in (job.directory / "runs").iterdir()] == [job.run.name]
+    assert f"requeued; it will go on from runs/{timed_out.run.name}" in timed_out.log()
+    assert "requeued" not in requeued.log()  # Slurm has done that
+
+
+def test_scancel_leaves_nothing_and_the_job_does_not_come_back(slurm, train):
+    before = slurm.processes()
+    job = train("ppo", "--nodes=3", "--ntasks=4")
+    job.await_training()
+    (key,) = left_in(job.run)
+    assert key.name.startswith("clusterenv-") and key.stat().st_mode & 0o77 == 0
+    assert (key / "key").stat().st_mode & 0o777 == 0o600
+    start = time.monotonic()
+    job.slurm.run("scancel", job.id)
+    lab.wait_for("all processes to end", 10, lambda: slurm.processes() <= before)
+    assert time.monotonic() - start < 10 and not left_in(job.run)
+    job.wait("CANCELLED")
+    assert "requeued" not in job.log()
+
+
+def test_a_heterogeneous_job_trains_with_its_workers_in_the_second_part(train):
+    job = train("ppo_hetjob", flags="--total-timesteps 2000 --num-minibatches 2")
+    job.wait_for("the steps", lambda: len(job.places()) == 4 or checkpoints(job.run))
+    first, second = job.slurm.jobs(job.id)
+    assert set(job.places().values()) <= nodes(job.slurm, second["NodeList"])
+    assert job.wait() and job.summary()["args"]["num_workers"] == 4 and "gpu:1" in str(first)
+
+
+def nodes(slurm, text):
+    return set(slurm.run("scontrol", "show", "hostnames", text).stdout.split())
+
+
+def test_over_a_network_the_head_is_found_and_lost_nodes_are_replaced(slurm_networked, tmp_path):
+    job = Job(slurm_networked, tmp_path, "ppo", "--nodes=3", "--ntasks=4", flags="--max-seconds 25 --worker-timeout 3")
+    job.await_training()
+    addresses = set(job.slurm.address.values())
+    command = Path(f"/proc/{job.worker(2)}/cmdline").read_bytes().decode().split("\0")
+    address = command[command.index("--connect") + 1]
+    assert re.fullmatch(r"tcp://([\d.]+):\d+", address)[1] in addresses and "--key-file" in command
+    (head,) = (node for node, where in job.slurm.address.items() if where in address)
+    lost, node = next((name, node) for name, node in job.places().items() if node != head)
+    job.slurm.cut(node)
+    try:
+        job.wait_for("a replacement", lambda: "another is started" in job.log(), 30)
+        job.wait_for("a new place", lambda: job.places().get(lost) not in (None, node) or job.summary(), 30)
+    finally:
+        job.slurm.heal(node)
+    job.wait()
+    assert re.search(rf"{lost.replace('-', ' ')} .* died: cut off, or silent for 3 s", job.log())
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_slurm_accepts_every_file(slurm, file):
+    slurm.run("bash", "-n", str(ROOT / "slurm" / file))
+    slurm.run("bash", "-n", str(ROOT / "slurm" / "train.sh"))
+    slurm.run("sbatch", "--test-only", str(ROOT / "slurm" / file))

@@ -1,0 +1,215 @@
+"""Launchers without a cluster: what --dry-run prints, workers started by hand, names of runs, and mistakes."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from clusterenv_runtime import ClusterEnv, head
+from clusterenv_runtime.errors import StartupError
+from clusterenv_runtime.launchers import ExternalLauncher
+from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file
+from clusterenv_runtime.slurm import Allocation, srun_command
+
+from .envs import CountingEnv
+from .scripts import ROOT, check_refusal, environment, run
+
+TINY = shlex.split("--env-id CartPole-v1 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --eval-episodes 2")
+SCONTROL = """#!/bin/sh
+case $* in
+    "show hostnames n[1-3]") printf 'n1\\nn2\\nn3\\n' ;;
+    "show hostnames n[2-3]") printf 'n2\\nn3\\n' ;;
+    "--oneliner show node n2") echo "NodeName=n2 Arch=x86_64 NodeAddr=127.0.0.2 NodeHostName=n2" ;;
+    *) echo "slurm_load_node error: $*" >&2; exit 1 ;;
+esac
+"""
+JOB = {"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "n1", "SLURM_CPUS_PER_TASK": "2"}
+PLAIN = {**JOB, "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_CPUS_PER_NODE": "4(x2),2"}
+HET = {
+    **JOB,
+    "SLURM_JOB_NODELIST": "n1",
+    "SLURM_JOB_CPUS_PER_NODE": "2",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]",
+    "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "4(x2)",
+    "SLURM_CPUS_PER_TASK_HET_GROUP_1": "1",
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    """PATH with a stand-in for Slurm's commands."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (("scontrol", SCONTROL), ("srun", "#!/bin/sh\nexit 1\n")):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    return f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize(
+    "golden, flags, env",
+    [
+        ("local", "--num-workers 2", {}),
+        ("slurm", "--launcher slurm --num-workers 4 --port 5555", PLAIN),
+        ("hetjob", "--launcher slurm --num-workers 3 --worker-prefix='apptainer exec image.sif'", HET),
+        ("external", "--launcher external --num-workers 2 --bind-address 127.0.0.1", {}),
+    ],
+)
+def test_a_dry_run_prints_what_would_run_and_leaves_nothing(tmp_path, path, golden, flags, env):
+    flags = [*TINY, *shlex.split(flags), "--run-name", "name", "--dry-run"]
+    result = run("ppo_clusterenv.py", tmp_path, *flags, PATH=path, **env)
+    assert result.returncode == 0, result.stderr
+    text = result.stdout.replace(sys.executable, "PYTHON").replace(str(tmp_path), "HERE")
+    text = re.sub(r"--head-pid \d+", "--head-pid PID", text)
+    file = ROOT / "tests" / "golden" / f"dry_run_{golden}.txt"
+    assert text == file.read_text() and not (tmp_path / "runs").exists()
+
+
+def test_workers_go_to_where_cores_are_left():
+    assert Allocation({"a": 1, "b": 3, "c": 2}, 1, "a", False).places(7) == ["b", "c", "b", "a", "c", "b", "a"]
+    assert Allocation({"a": 0, "b": 4}, 2, "a", False).places(3) == ["b", "b", "a"]
+
+
+def test_a_percent_sign_in_a_log_is_none_to_srun():
+    assert "--output=runs/100%%/log" in srun_command(0, "a", False, "runs/100%/log", ["worker"])
+
+
+@pytest.mark.parametrize(
+    "flags, env, says",
+    [
+        ("--launcher slurm", {}, "the launcher slurm starts workers inside a job, and this is none"),
+        ("--launcher slurm", {**PLAIN, "PATH": os.path.dirname(sys.executable)}, "there is no srun here"),
+        ("--launcher slurm", {**PLAIN, "SLURM_JOB_NODELIST": "x"}, "scontrol show hostnames x: slurm_load_node error"),
+        ("--launcher external", {}, "--launcher external needs --bind-address or --interface"),
+        ("--worker-prefix nice", {}, "--worker-prefix needs --launcher slurm or external"),
+        ("--key-file key", {}, "--key-file is for tcp with --security curve"),
+        ("--key-file no --bind-address 127.0.0.1", {}, "cannot read the key file no: No such file"),
+        ("--run-name ../there", {}, "--run-name must be of letters, digits"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(tmp_path, path, flags, env, says):
+    check_refusal(run("ppo_clusterenv.py", tmp_path, *TINY, *flags.split(), **{"PATH": path, **env}), says)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_name_is_taken_once_a_run_of_it_has_a_checkpoint(tmp_path):
+    (tmp_path / "runs" / "name" / "workers").mkdir(parents=True)  # of an attempt that died young
+    flags = [*TINY, "--run-name", "name", "--total-timesteps", "64"]
+    result = run("ppo_clusterenv.py", tmp_path, *flags)
+    assert result.returncode == 0 and (tmp_path / "runs" / "name" / "summary.json").exists(), result.stderr
+    check_refusal(
+        run("ppo_clusterenv.py", tmp_path, *flags), "runs/name has begun already; to go on: --resume runs/name"
+    )
+
+
+def test_workers_started_by_hand_train_and_are_awaited_again(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "clusterenv_runtime.keys", "key"], cwd=tmp_path, env=environment(), check=True
+    )
+    flags = [*TINY, "--launcher", "external", "--bind-address", "127.0.0.1", "--key-file", "key", "--run-name", "name"]
+    process, workers = begin(tmp_path, *flags, "--total-timesteps", "128000"), []
+
+    def start(line):
+        command = shlex.split(line)
+        assert command[0] == "python"
+        workers.append(subprocess.Popen([sys.executable, *command[1:]], env=environment()))
+
+    try:
+        assert process.stdout.readline().startswith("run these")
+        lines = [process.stdout.readline() for _ in range(2)]
+        key_file = Path(shlex.split(lines[0])[-5])
+        assert read_key_file(key_file) == read_key_file(tmp_path / "key.worker")
+        for line in lines:
+            start(line)
+        assert process.stdout.readline().startswith("step")
+        workers[1].kill()
+        line = next(line for line in process.stdout if not line.startswith("step"))  # its command once more
+        assert line == lines[1]
+        start(line)
+        assert next(line for line in process.stdout if line.startswith("step"))
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 75 and "worker 1 (" in errors
+        assert [worker.wait(20) for worker in workers] == [0, -signal.SIGKILL, 0]
+        assert not key_file.exists() and not list((tmp_path / "runs" / "name" / "workers").iterdir())
+    finally:
+        for each in (process, *workers):
+            each.kill()
+            each.wait()
+
+
+def begin(directory, *flags):
+    command = [sys.executable, str(ROOT / "ppo_clusterenv.py"), *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=directory, env=environment(), **pipes)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_waiting_for_workers_ends_at_once_when_told_to(tmp_path, number, code):
+    process = begin(tmp_path, *TINY, "--launcher", "external", "--bind-address", "127.0.0.1", "--run-name", "name")
+    lines = [process.stdout.readline() for _ in range(3)]
+    assert "clusterenv_runtime.worker" in lines[2]
+    start = time.monotonic()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    assert (process.returncode, errors) == (code, "interrupted\n")
+    assert not list((tmp_path / "runs" / "name" / "workers").iterdir())
+
+
+class Queue(ExternalLauncher):
+    """A launcher whose worker waits, and then is said to have been started, and still does not come."""
+
+    waits = 3
+
+    def restart(self, index):
+        pass
+
+    def pending(self, index):
+        self.waits -= 1
+        return "the queue is long" if self.waits > 0 else None
+
+
+def test_time_in_a_queue_is_told_and_does_not_count(monkeypatch, caplog):
+    monkeypatch.setattr(head, "NOTICE_S", 0.0)
+    launcher = Queue()
+    with pytest.raises(StartupError, match="did not come up and build its environments within 0.01 s"):
+        ClusterEnv([CountingEnv], 1, launcher=launcher, bind_address="127.0.0.1", startup_timeout=0.01)
+    assert launcher.waits <= 0
+    assert [record.message for record in caplog.records] == [
+        "still waiting for worker 0 to be started: the queue is long"
+    ] * 2
+
+
+def test_keys_made_ahead_are_the_heads_and_the_workers_alone(tmp_path):
+    command = [sys.executable, "-m", "clusterenv_runtime.keys", "key"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("key is for the head, key.worker for the workers\n", "")
+    keys = read_key_file(tmp_path / "key", HeadKeys)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == (tmp_path / "key.worker").stat().st_mode & 0o777 == 0o600
+    assert read_key_file(tmp_path / "key.worker") == keys.workers()
+    assert keys.server_secret not in (tmp_path / "key.worker").read_text() and type(keys.workers()) is WorkerKeys
+    with pytest.raises(StartupError, match="is not a head's key file"):
+        read_key_file(tmp_path / "key.worker", HeadKeys)
+    again = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert (again.returncode, again.stderr) == (1, "error: cannot write key: File exists\n")
+
+
+def test_the_manifest_is_valid_and_its_parts_fit():
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    service, head_job, workers = documents = list(yaml.safe_load_all((ROOT / "docs" / "kubernetes.yaml").read_text()))
+    for document in documents:
+        kubernetes_validate.validate(document, "1.28", strict=True)
+    number = workers["spec"]["completions"]
+    (container,) = head_job["spec"]["template"]["spec"]["containers"]
+    (worker,) = workers["spec"]["template"]["spec"]["containers"]
+    (port,) = (str(port["port"]) for port in service["spec"]["ports"])
+    assert container["command"][-2:] == ["--num-workers", str(number)] and workers["spec"]["parallelism"] == number
+    assert f"tcp://{service['metadata']['name']}:{port}" in worker["command"] and port in container["args"]
+    assert service["spec"]["selector"] == {"job-name": head_job["metadata"]["name"]}
