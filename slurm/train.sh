@@ -28,7 +28,7 @@ if ((workers < 1)); then
 fi
 options=(--launcher slurm --num-workers "$workers" "${begin[@]}")
 if ((${#launch[@]})); then
-    options+=(--worker-prefix "${launch[*]}")
+    options+=(--worker-prefix "${launch[*]@Q}")
 fi
 
 # Slurm tells this shell that time is up. It passes that on to the head, which saves a checkpoint and exits with 75.
