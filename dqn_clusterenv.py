@@ -183,7 +183,7 @@ def evaluate(q_network, args, device):
 
 
 def plot_learning_curve(history, title, path):
-    steps, returns, pulls, versions = np.array(history).T
+    steps, returns, pulls, versions = np.array(history).reshape(-1, 4).T
     figure = Figure(figsize=(7, 5.5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     top.plot(steps, returns, color="#0072B2")
@@ -196,7 +196,7 @@ def plot_learning_curve(history, title, path):
 
 
 if __name__ == "__main__":
-    args, saved = parse(Args, fixed=("env_id", "num_steps", "buffer_size"))  # the checkpoint to resume from, or empty
+    args, saved = parse(Args, fixed=("env_id", "num_steps", "buffer_size", "train_frequency"))  # saved: to resume from
     positive = "num_steps outstanding batch_size train_frequency target_network_frequency sync_check_frequency "
     args.require(positive + "eval_episodes", lambda value: value >= 1, "at least 1")
     args.require("learning_rate exploration_fraction max_seconds", lambda value: value > 0, "a number > 0")
@@ -376,16 +376,17 @@ if __name__ == "__main__":
         wall_seconds = time.time() - start_time
         save()
         envs.close()
+        save_if_due()  # a signal of late
         eval_returns = evaluate(q_network, args, device)
         writer.add_scalar("eval/return_mean", eval_returns.mean(), global_step)
 
-    _, mean_return, pulls, _ = history[-1]
+    mean_return = float(np.mean(recent_returns)) if recent_returns else float("nan")
     plot_learning_curve(history, f"DQN on {args.env_id}, seed {args.seed}", f"runs/{run_name}/learning_curve.png")
     summary = {
         "global_step": global_step, "wall_seconds": wall_seconds, "sps": global_step / wall_seconds,
         "gradient_steps": gradient_steps, "transitions_inserted": rb.inserted, "policy_versions": envs.policy_version,
         "learner_waiting_seconds": waiting, "workers_waiting_seconds": envs.waiting_seconds.tolist(),
-        "pulls_per_worker": pulls, "sync_bytes": envs.sync_bytes,
+        "pulls_per_worker": (pulls := float(envs.pulls.mean())), "sync_bytes": envs.sync_bytes,
         "mean_return_100": mean_return if recent_returns else None, "eval_return_mean": float(np.mean(eval_returns)),
         "eval_return_std": float(np.std(eval_returns)), "kl_threshold": args.kl_threshold, "seed": args.seed,
         "env_id": args.env_id, "worker_restarts": envs.restarts, "args": vars(args),

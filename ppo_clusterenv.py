@@ -362,6 +362,7 @@ if __name__ == "__main__":
         wall_seconds = time.time() - start_time
         save()
         envs.close()
+        save_if_due()  # a signal of late
         eval_returns = evaluate(agent, args, device)
         writer.add_scalar("eval/return_mean", eval_returns.mean(), global_step)
 

@@ -33,11 +33,15 @@ class _Hashed:
     """A file to write to, and the digest of what was written."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self.flush, self.digest = file, file.flush, hashlib.sha256()
+        self._file, self.flush, self.digest, self.error = file, file.flush, hashlib.sha256(), None
 
     def write(self, data: Any) -> int:
         self.digest.update(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:  # torch would make a RuntimeError of it, without the reason
+            self.error = error
+            raise
 
 
 def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], step: int) -> None:
@@ -56,7 +60,10 @@ def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], st
     try:
         with open(temporary, "wb") as file:
             hashed = _Hashed(file)
-            torch.save(state, hashed)
+            try:
+                torch.save(state, hashed)
+            except RuntimeError as error:
+                raise hashed.error or error from None
             hashed.flush()
             os.fsync(file.fileno())
         path = directory / f"checkpoint-{step:012d}-{hashed.digest.hexdigest()}.pt"
@@ -103,6 +110,8 @@ def _check(value: Any, where: str) -> None:
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
             _check(item, f"{where}[{index}]")
+    elif type(value) is bytes and not value:
+        raise TypeError(f"a checkpoint cannot hold {where}, which is empty bytes: torch would not load them")
     elif not (value is None or isinstance(value, torch.Tensor) or type(value) in (bool, int, float, str, bytes)):
         raise TypeError(f"a checkpoint cannot hold {where}, which is a {type(value).__module__}.{type(value).__name__}")
 
@@ -146,19 +155,21 @@ def checkpoints(
 ) -> Iterator[Callable[[], None]]:
     """Give a function that calls ``save`` if ``interval`` seconds have passed, and save when a signal ends the run.
 
+    The function also raises `Interrupted` after a signal, as methods of ``envs`` do.
+
     On SIGTERM, SIGUSR1 or Ctrl-C: `ClusterEnv.interrupt`, ``save``, say how to resume ``directory``, and exit. The exit
     code is 75, for which schedulers may requeue (EX_TEMPFAIL), or 130 after Ctrl-C. A second Ctrl-C does what it does
     elsewhere. Once ``envs`` is closed, nothing waits for workers, and a signal is heeded wherever it finds you.
     """
-    last = time.monotonic()
+    last, received = time.monotonic(), []  # received: signals
 
     def save_if_due() -> None:
         nonlocal last
+        if received:
+            raise Interrupted("interrupted")
         if time.monotonic() - last > interval:
             save()
             last = time.monotonic()
-
-    received: list[int] = []
 
     def handle(number: int, _: Any) -> None:
         received.append(number)

@@ -177,8 +177,10 @@ class ClusterEnv(WorkerVectorEnv):
         if overlapped:
             self.publish(policy)
         if overlap:
-            self.send(num_steps)
-            self._overlapped = num_steps
+            try:
+                self.send(num_steps)
+            finally:
+                self._overlapped = num_steps * bool(self._granted)
         return Rollout.join(self.single_observation_space, parts, np.arange(self.num_envs))
 
     def send(self, num_steps: int, worker: int | None = None) -> None:
@@ -204,7 +206,7 @@ class ClusterEnv(WorkerVectorEnv):
             request = self._store.request(index, num_steps)
             if index not in self._granted.values() and self._rule.wants_pull(self._store.held[index], request):
                 pulling.append(index)
-            self._granted[self._head.ask(index, request, *self._store.generator(index))] = index
+            self._granted[self._head.ask(index, request, *self._recovery.generator(index))] = index
 
         def waits(index: int) -> bool:
             return self._head.links[index].ready and self._store.held[index] != self._store.version
@@ -233,10 +235,14 @@ class ClusterEnv(WorkerVectorEnv):
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs of this: the counters, and the state of each worker's random numbers.
 
-        The latter is the one after the last rollout or chunk that was delivered. Environments are not in it. It holds
+        The latter is the one after the last rollout or chunk that has arrived. Environments are not in it. It holds
         nothing but dicts, lists, numbers, bytes and None.
         """
-        return {**self._store.state_dict(), "waiting_seconds": self._waiting_seconds.tolist()}
+        return {
+            **self._store.state_dict(),
+            **self._recovery.state_dict(),
+            "waiting_seconds": self._waiting_seconds.tolist(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict` of as many workers. They pull the policy that is published next.
@@ -246,6 +252,7 @@ class ClusterEnv(WorkerVectorEnv):
             ValueError: it is of another number of workers.
         """
         self._assert_idle("load_state_dict")
+        self._recovery.load_state_dict(state)
         self._store.load_state_dict(state)
         self._waiting_seconds[:] = state["waiting_seconds"]
 
@@ -261,7 +268,7 @@ class ClusterEnv(WorkerVectorEnv):
     def _acted(self, worker: int, part: dict[str, Any]) -> None:
         self._waiting_seconds[worker] += part["waited"]
         self._store.acted(worker, self.single_observation_space, part)
-        self._recovery.saw(worker, part["next_observations"], True)
+        self._recovery.saw(worker, part["next_observations"])
 
     def _assert_can_act(self, method: str, num_steps: int) -> None:
         if num_steps < 1:

@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from .spaces import map_space
+from .spaces import map_space, merge_rows
 from .sync import SyncRule, sampled_states
 
 
@@ -67,7 +67,9 @@ class EnvSlice(SyncVectorEnv):
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
         mask = (options or {}).get("reset_mask", slice(None))
         self._returns[mask] = self._lengths[mask] = 0
-        return super().reset(seed=seed, options=options)
+        result = super().reset(seed=seed, options=options)
+        self._reset_infos = list(self.infos)
+        return result
 
     def step(self, actions: Any) -> Any:
         ended = self._autoreset_envs  # with their last step: they have been reset then, or are in this one
@@ -77,19 +79,21 @@ class EnvSlice(SyncVectorEnv):
         self._lengths += ~ended if self.autoreset_mode == AutoresetMode.NEXT_STEP else 1
         return result
 
-    def cut_off(self, observations: Any) -> Any:
-        """Return what `step` would, had these observations been the last before a truncation; see `protocol.Lost`."""
-        zeros, ended = np.zeros(self.num_envs), np.ones(self.num_envs, bool)
-        self._autoreset_envs = ended
-        self._returns[:] = self._lengths[:] = 0
-        for i, last in enumerate(iterate(batch_space(self.single_observation_space, self.num_envs), observations)):
-            info: dict[str, Any] = {"worker_lost": True}
-            if self.autoreset_mode == AutoresetMode.SAME_STEP:
-                info |= {"final_obs": last, "final_info": {}}
+    def cut_off(self, last: Any, cut: np.ndarray) -> Any:
+        """Return what `step` would, had ``last`` come before it, and been the last of the episodes of ``cut``.
+
+        The environments have just been reset; the rows that are not cut show that. See `protocol.Lost`.
+        """
+        begun, self._autoreset_envs = deepcopy(self._observations), np.zeros(self.num_envs, bool)
+        for i, observation in enumerate(iterate(batch_space(self.single_observation_space, self.num_envs), last)):
+            info: dict[str, Any] = {"worker_lost": True} if cut[i] else {}
+            if cut[i] and self.autoreset_mode == AutoresetMode.SAME_STEP:
+                info |= {"final_obs": observation, "final_info": {}}
             self._add_info({}, info, i)
-        if self.autoreset_mode == AutoresetMode.SAME_STEP:
-            observations = deepcopy(self._observations)  # of the reset that came before
-        return observations, zeros, ~ended, ended
+        if self.autoreset_mode != AutoresetMode.SAME_STEP:
+            begun, self._autoreset_envs = merge_rows(self.single_observation_space, cut, last, begun), cut
+        self.infos += [(i, info) for i, info in self._reset_infos if not self._autoreset_envs[i]]
+        return begun, np.zeros(self.num_envs), np.zeros(self.num_envs, bool), cut
 
     def collect(self, actor: Any, num_steps: int) -> dict[str, Any]:
         """Act and step ``num_steps`` times; return this worker's part of a `Rollout`, see `Rollout.join`."""

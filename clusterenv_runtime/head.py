@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from .security import Gate, HeadKeys
 
 logger = logging.getLogger(__name__)
 POLL_MS = 200  # how often a waiting head looks whether its workers live
+PING_S = 1.0  # how often it tries whether they can be reached
 NOTICE_S = 60.0  # how often it says that a worker has not been started yet
 
 
@@ -36,6 +38,8 @@ class Link:
     place: str = "no hello yet"  # host and pid
     setup: int = 0  # the seq of the request that builds its environments
     ready: bool = False  # whether they are built
+    came: bool = False  # whether they have been once
+    losing: bool = False  # while a dead one is being replaced: what it still says is of no use
     ended: bool = False  # after its error: there will be no other
     heard: float = field(default_factory=time.monotonic)  # of it last, or when it was started
     losses: int = 0  # of its processes, since there was an answer
@@ -65,7 +69,8 @@ class Head:
         keys: HeadKeys | None,
     ) -> None:
         self.links = [Link(index, row) for index, row in enumerate(rows)]
-        self._launcher, self._recovery, self._max_restarts, self._started = launcher, recovery, max_restarts, False
+        self._launcher, self._recovery, self._max_restarts = launcher, recovery, max_restarts
+        self._started = min_workers < len(self.links)  # then a start that fails is a loss
         self._on_pull, self._seq = on_pull, 0  # worker -> frames of the answer
         self._startup_timeout, self._worker_timeout = startup_timeout, worker_timeout
         # libzmq's own thread notices a silent link, whatever Python does at either end; a message to it then fails.
@@ -76,7 +81,7 @@ class Head:
         self._outstanding: dict[int, tuple[int, Message, tuple[Any, ...]]] = {}
         self._replies: dict[int, tuple[Reply, list[Any]]] = {}  # seq -> what nobody has taken yet, oldest first
         self._errors: list[tuple[Link, Error]] = []  # that are to be raised
-        self._last_quiet = time.monotonic()  # when there was no message to read
+        self._next_look = 0.0  # at the workers' processes
         self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
         self.dropped = 0  # messages so far that were malformed or of strangers
         self._complained_of: set[bytes] = set()
@@ -91,6 +96,7 @@ class Head:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.router_mandatory = True  # a message to a worker that has gone raises instead of vanishing
+        self._socket.sndhwm = 0  # one that does not read must not block the head; what it is sent is bounded
         protocol.set_limits(self._socket, worker_timeout)
         try:
             if bind_address and security == "curve":
@@ -146,35 +152,48 @@ class Head:
 
     def first(self, seqs: Iterable[int]) -> tuple[int, Reply]:
         """Return the first of these requests to be answered, and the reply, with views of its message."""
-        while self._socket.poll(0):  # whoever waits for weights behind other workers' replies
-            self._handle(*self._receive(None, self._awaited(seqs)))
         self.wait_until(lambda: self.failed or any(seq in self._replies for seq in seqs), seqs)
         seq = next(seq for seq in self._replies if seq in seqs)  # in the order of their arrival
         return seq, self._open(seq, copy=False)
 
     def wait_until(self, done: Callable[[], bool], seqs: Iterable[int], timeout: float | None = None) -> None:
-        """Answer pulls and keep replies until ``done``, as long as the workers of ``seqs`` live; see `gather`."""
-        self._check_interrupted()
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not done() and (awaited := self._awaited(seqs)):
-            self._handle(*self._receive(deadline, awaited))
-        self._raise_errors()
+        """Answer pulls and keep replies until ``done``, as long as the workers of ``seqs`` live; see `gather`.
+
+        Also if it is done already: whoever waits for weights waits behind others' replies.
+        """
+
+        def awaited() -> list[Link]:
+            return [self.links[worker] for seq, (worker, *_) in self._outstanding.items() if seq in seqs]
+
+        self._wait(done, awaited, timeout)
         if not done():
             gone = ", ".join(self.describe(link) for link in self.links if link.ended)
             raise WorkerDiedError(f"there will be no answer: {gone} is gone")
+
+    def _wait(self, done: Callable[[], bool], awaited: Callable[[], list[Link]], timeout: float | None = None) -> None:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            for _ in range(1000):  # more may be a flood
+                if not self._receive():
+                    break
+            if self.interrupted:
+                self.interrupted = False
+                raise Interrupted("interrupted while waiting for workers")
+            if time.monotonic() > self._next_look:
+                self._look(awaited())
+            if done() or not awaited():
+                break
+            if time.monotonic() >= deadline:
+                raise DeadlineError("No answer from " + ", ".join(map(self.describe, awaited())))
+            self._socket.poll(min(POLL_MS, max(deadline - time.monotonic(), 0) * 1000))
+        if self._errors:
+            errors, self._errors = self._errors, []
+            self._raise(errors)
 
     @property
     def failed(self) -> bool:
         """Whether there is an error that the next wait will raise."""
         return bool(self._errors)
-
-    def _check_interrupted(self) -> None:
-        if self.interrupted:
-            self.interrupted = False
-            raise Interrupted("interrupted while waiting for workers")
-
-    def _awaited(self, seqs: Iterable[int]) -> list[Link]:
-        return [self.links[worker] for seq, (worker, *_) in self._outstanding.items() if seq in seqs]
 
     def _handle(self, link: Link | None, message: Any, buffers: list[Any]) -> None:
         if link is None:
@@ -195,8 +214,11 @@ class Head:
             del self._outstanding[seq]
             self._replies[seq] = (message, buffers)
             link.losses = 0
+            self._recovery.answered(link.index, message.generator)
         elif isinstance(message, Reply) and seq == link.setup:
-            link.ready = True
+            link.ready = link.came = True
+        elif isinstance(message, Error):
+            logger.warning("%s could not do again what its predecessor did: %s", self.describe(link), message.message)
 
     def _open(self, seq: int, copy: bool) -> Reply:
         reply, buffers = self._replies.pop(seq)
@@ -248,26 +270,19 @@ class Head:
                 raise
             self._lose(link)
 
-    def _receive(self, deadline: float | None, awaited: list[Link]) -> tuple[Link | None, Any, list[Any]]:
-        while not self._socket.poll(POLL_MS if deadline is None else _milliseconds_to(deadline)):
-            self._check_interrupted()
-            if deadline is not None and time.monotonic() >= deadline:
-                raise DeadlineError("No answer from " + ", ".join(map(self.describe, awaited)))
-            self._check(awaited)
-            if self._last_quiet > self._next_ping:
-                self._next_ping = self._last_quiet + 1
-                for link in awaited:
-                    self._send(link, self._ping)
-        if time.monotonic() > self._last_quiet + 1:  # the living must not hide the dead
-            self._check(awaited)
-        identity, *frames = self._socket.recv_multipart(copy=False)
+    def _receive(self) -> bool:
+        """Handle a message, and say whether there was one."""
+        try:
+            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
         if identity.bytes in self._former:
-            return None, None, []
+            return True
         try:
             message = protocol.decode_answer(frames[0].buffer)
         except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: a stranger may send anything
             self._drop(identity.bytes, "a malformed message: %s", error)
-            return None, None, []
+            return True
         link = self._known.get(identity.bytes)
         if isinstance(message, Hello):
             self._greet(identity.bytes, message)
@@ -275,24 +290,30 @@ class Head:
             self._drop(identity.bytes, "a %s of a stranger", type(message).__name__)
         else:
             link.heard = time.monotonic()
-        return link, message, [frame.buffer for frame in frames[1:]]
+            self._handle(link, message, [frame.buffer for frame in frames[1:]])
+        return True
 
-    def _check(self, awaited: list[Link]) -> None:
-        """Look whether these workers' processes live, and come up in time."""
-        self._last_quiet = time.monotonic()
+    def _look(self, awaited: list[Link]) -> None:
+        """See whether these workers' processes live, come up in time, and can be reached; all messages are read."""
+        now = time.monotonic()
+        self._next_look = now + POLL_MS / 1000
         for link in awaited:
             if self._launcher.exit_reason(link.index) is not None:
                 self._lose(link)
             elif link.identity is None and (pending := self._launcher.pending(link.index)):
-                link.heard = time.monotonic()  # its time is counted from when it is started
-                if link.heard > link.told + NOTICE_S:
-                    link.told = link.heard
+                link.heard = now  # its time is counted from when it is started
+                if now > link.told + NOTICE_S:
+                    link.told = now
                     logger.warning("still waiting for worker %d to be started: %s", link.index, pending)
-            elif not link.ready and time.monotonic() > link.heard + self._startup_timeout:
+            elif not link.ready and now > link.heard + self._startup_timeout:
                 late = f"did not come up and build its environments within {self._startup_timeout:g} s"
                 if not self._started:
                     raise StartupError(f"{', '.join(map(self.describe, awaited))} {late}")
                 self._lose(link, late)
+        if now > self._next_ping:
+            self._next_ping = now + PING_S
+            for link in awaited:
+                self._send(link, self._ping)
 
     def _drop(self, identity: bytes, text: str, *arguments: Any) -> None:
         """Count a message that is not for us; say so once per peer, and of a hundred peers at most."""
@@ -302,18 +323,20 @@ class Head:
             logger.warning("dropped " + text, *arguments)
 
     def _await_workers(self, number: int) -> None:
-        while sum(link.ready for link in self.links) < number and not self._errors:
-            self._handle(*self._receive(None, [link for link in self.links if not link.ready]))
-        self._raise_errors()
+        def ready() -> bool:
+            return self.failed or sum(link.ready for link in self.links) >= number
+
+        self._wait(ready, lambda: [link for link in self.links if not link.ready])
         self._started = True
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
-        known = 0 <= hello.index < len(self.links)
-        if not known or self.links[hello.index].identity is not None or self.links[hello.index].ended:
+        if identity in self._known:
+            return  # said again, while the head was busy
+        link = self.links[hello.index] if 0 <= hello.index < len(self.links) else None
+        if link is None or link.identity is not None or link.losing or link.ended:
             text = "a hello from %s, pid %d: there is no worker %d to come"
             self._drop(identity, text, hello.host, hello.pid, hello.index)
             return
-        link = self.links[hello.index]
         link.place = f"{hello.host}, pid {hello.pid}"
         if hello.protocol != protocol.PROTOCOL_VERSION:
             raise StartupError(
@@ -345,38 +368,42 @@ class Head:
 
         Raises:
             WorkerDiedError: it is not to be replaced, or not once more.
-            Interrupted: the head was, too: a scheduler that ends a job may tell it and its workers at once.
+            Interrupted: the head was, too.
         """
-        self._check_interrupted()
-        identity, link.identity, link.ready = link.identity, None, False
-        while self._socket.poll(0) and not link.ended:  # its last words may say why
-            self._handle(*self._receive(None, []))
+        if link.losing or link.ended:
+            return
+        identity, link.identity, link.ready, link.losing = link.identity, None, False, True
+        try:
+            deadline = time.monotonic() + 1  # the link may break a moment before the process ends
+            while reason is None and time.monotonic() < deadline:
+                reason = self._launcher.exit_reason(link.index) or time.sleep(0.01)
+            self._launcher.kill(link.index)  # should it be only stopped, or cut off: it is not to come back
+            for _ in range(10_000):  # its last words may be an answer, or say why
+                if not self._receive():
+                    break
+        finally:
+            link.losing = False
+        if identity is not None:
+            del self._known[identity]
+            self._former.add(identity)
         if link.ended:
             return
-        deadline = time.monotonic() + 1  # the link may break a moment before the process ends
-        while reason is None and time.monotonic() < deadline:
-            reason = self._launcher.exit_reason(link.index) or time.sleep(0.01)
+        if self.interrupted:  # a scheduler that ends a job may tell head and workers at once
+            self.interrupted = False
+            raise Interrupted("interrupted when a worker ended")
         if reason is None:
             reason = f"cut off, or silent for {self._worker_timeout:g} s (its last answer came "
             reason += f"{time.monotonic() - link.heard:.0f} s ago); is it stopped, or its machine or network down?"
         text = f"{self.describe(link)} died: {reason}"
-        if identity is not None:
-            del self._known[identity]
-            self._former.add(identity)
-        self._launcher.kill(link.index)  # should it be only stopped, or cut off: it is not to come back
         link.losses += 1
         if link.losses > self._max_restarts or not self._started:
             self._end(link)
             again = f" (and so did {link.losses - 1} before it, one after the other)" * (link.losses > 1)
             raise WorkerDiedError(text + again)
-        self._recovery.lost(link.index, text)
+        unanswered = [message for worker, message, _ in self._outstanding.values() if worker == link.index]
+        self._recovery.lost(link.index, text, unanswered)
         link.place, link.setup, link.heard = "no hello yet", 0, time.monotonic()
         self._launcher.restart(link.index)
-
-    def _raise_errors(self) -> None:
-        if self._errors:
-            errors, self._errors = self._errors, []
-            self._raise(errors)
 
     def _raise(self, errors: list[tuple[Link, Error]]) -> NoReturn:
         """Raise the last of ``errors``, logging them as Gymnasium's AsyncVectorEnv does, where a worker is one env."""
@@ -393,10 +420,6 @@ class Head:
         if exception is None:
             raise cause
         raise exception from cause
-
-
-def _milliseconds_to(deadline: float) -> int:
-    return min(max(int((deadline - time.monotonic()) * 1000), 0), POLL_MS)
 
 
 def _local_exception(error: Error) -> Exception | None:

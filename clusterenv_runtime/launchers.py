@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -133,8 +134,11 @@ class LocalLauncher(Launcher):
         return f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exit code {code}"
 
     def kill(self, index: int) -> None:
-        self._processes[index].kill()
-        self._processes[index].wait()
+        process = self._processes[index]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with what its environments have started
+        with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel, on a file system that is gone
+            process.wait(5)
 
     def stop(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -148,7 +152,10 @@ class LocalLauncher(Launcher):
                 except subprocess.TimeoutExpired:
                     break
             else:
-                return
+                break
+        for process in self._processes.values():  # what their environments have started
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 class ExternalLauncher(Launcher):

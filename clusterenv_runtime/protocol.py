@@ -21,7 +21,7 @@ from gymnasium.spaces import GraphInstance
 
 from .errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 2**31  # a peer that sends more in one frame is cut off
 
 
@@ -46,9 +46,9 @@ class Step(Message):  # pickle of one action per environment
 
 
 class Lost(Message):
-    """Answer a `Step` that an earlier process has left: the episodes are cut off, after these observations."""
+    """Answer a `Step` whose episodes an earlier process took along: they are cut off."""
 
-    seq: int  # followed by a pickle of the observations
+    seq: int  # followed by a pickle of (observations before, which rows are cut off)
 
 
 class Call(Message):  # pickle of (args, kwargs)
@@ -102,6 +102,7 @@ class Reply(Message):  # the buffers of ``value`` and ``infos``
     value: Any
     infos: Any = None
     dropped: list[str] = []  # what of ``infos`` could not be sent
+    generator: bytes = b""  # after a `Collect`: the state of the worker's random numbers
 
 
 class Pull(Message):

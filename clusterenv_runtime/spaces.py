@@ -70,3 +70,14 @@ def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:
         parts = zip(space.spaces, *trees, strict=True)
         return tuple(map_space(function, sub, *leaves) for sub, *leaves in parts)
     return function(*trees)
+
+
+def merge_rows(space: Space, mask: np.ndarray, there: Any, elsewhere: Any) -> Any:
+    """Return a batch of ``space`` with the rows of ``there`` where ``mask`` is True, and of ``elsewhere`` where not."""
+
+    def merge(left: Any, right: Any) -> Any:
+        if isinstance(left, np.ndarray):
+            return np.where(mask.reshape(-1, *[1] * (left.ndim - 1)), left, right)
+        return tuple(pair[not chosen] for chosen, *pair in zip(mask, left, right, strict=True))
+
+    return map_space(merge, space, there, elsewhere)

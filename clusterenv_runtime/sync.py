@@ -78,8 +78,6 @@ class PolicyStore:
         # (observations, parameters) of what each worker has seen lately under that version.
         self._recent: list[tuple[Any, np.ndarray]] = [(None, np.empty(0))] * num_workers
         self._policy: Policy | None = None
-        self._generators: list[bytes | None] = [None] * num_workers  # of the policy's noise, as last delivered
-        self._must_restore: set[int] = set()  # workers that get theirs back with their next request
 
     def publish(self, policy: Policy) -> bool:
         """Make the current weights of ``policy`` the next version and measure every worker's divergence from them.
@@ -107,11 +105,9 @@ class PolicyStore:
         """Forget what a worker held: another process comes in its place."""
         self.held[worker] = self.behavior[worker] = 0
         self.divergence[worker] = math.inf
-        self._must_restore.add(worker)
 
     def acted(self, worker: int, space: Space, part: dict[str, Any]) -> None:
         """Keep some of what ``worker`` saw in its part of a rollout, and its policy's distribution parameters there."""
-        self._generators[worker] = part["generator"].tobytes()
         if part["version"] < self._since:
             return  # another structure
         states = sampled_states(part["rewards"].size)
@@ -132,28 +128,13 @@ class PolicyStore:
         divergence = float(self.divergence[worker])
         return Collect(0, int(num_steps), self.version, self._measured[worker], divergence, self.epsilon)
 
-    def generator(self, worker: int) -> tuple[bytes, ...]:
-        """Return the buffers of the worker's next request: its random numbers' state, if its process has lost that."""
-        if worker not in self._must_restore or self._generators[worker] is None:
-            return ()
-        self._must_restore.remove(worker)
-        return (self._generators[worker],)
-
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "policy_version": self.version,
-            "pulls": self.pulls.tolist(),
-            "sync_bytes": self.bytes_sent,
-            "generators": list(self._generators),
-        }
+        return {"policy_version": self.version, "pulls": self.pulls.tolist(), "sync_bytes": self.bytes_sent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if len(state["generators"]) != len(self.held):
-            raise ValueError(f"the state is of {len(state['generators'])} workers, these are {len(self.held)}")
         self.__init__(len(self.held))
         self.version, self.bytes_sent = state["policy_version"], state["sync_bytes"]
         self.pulls[:] = state["pulls"]
-        self._generators, self._must_restore = list(state["generators"]), set(range(len(self.held)))
 
     def answer(self, worker: int) -> list[Any]:
         """Return the frames that answer a pull."""

@@ -106,7 +106,9 @@ class WorkerVectorEnv(VectorEnv):
         }
         setups = [cloudpickle.dumps({"env_fns": self.env_fns[part], **settings}) for part in rows]
         self._store = PolicyStore(self.num_workers)
-        self._recovery = Recovery(rows, setups, [path for path in sys.path if path], self._store)
+        self._recovery = Recovery(
+            rows, setups, [path for path in sys.path if path], self._store, self.single_observation_space
+        )
         self._observations: Any = None
         self._state = AsyncState.DEFAULT
         self._pending: list[int | None] = []  # what each worker is to answer; None for one that is not asked
@@ -145,19 +147,23 @@ class WorkerVectorEnv(VectorEnv):
         if options is not None and "reset_mask" in options:
             mask = options.pop("reset_mask")
             check_reset_mask(mask, self.num_envs)
-        self._was_reset, self._partial = True, mask is not None
-        if not self._partial:
+        self._was_reset, self._mask = True, mask
+        if mask is None:
             self._recovery.reset(seed, options)
 
         def request(link: Link) -> tuple[Message, tuple[bytes]]:
             part = None if mask is None else mask[link.rows]
-            return Reset(0, self._partial), (cloudpickle.dumps((seed[link.rows], options, part)),)
+            return Reset(0, mask is not None), (cloudpickle.dumps((seed[link.rows], options, part)),)
 
         self._start(AsyncState.WAITING_RESET, request)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         replies = self._finish(AsyncState.WAITING_RESET, timeout)
-        return self._join_observations([reply.value for reply in replies], not self._partial), self._join_infos(replies)
+        parts = []
+        for link, reply in zip(self._head.links, replies, strict=True):
+            mask = None if self._mask is None else self._mask[link.rows]
+            parts.append(self._recovery.saw(link.index, reply.value, mask=mask))
+        return self._join_observations(parts), self._join_infos(replies)
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Step every environment; return observations, rewards, terminations, truncations and infos."""
@@ -177,8 +183,11 @@ class WorkerVectorEnv(VectorEnv):
     def step_wait(self, timeout: float | None = None) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         replies = self._finish(AsyncState.WAITING_STEP, timeout)
         observations, rewards, terminations, truncations = zip(*(reply.value for reply in replies), strict=True)
+        for worker, (terminated, truncated) in enumerate(zip(terminations, truncations, strict=True)):
+            ended = (terminated | truncated) & (self.autoreset_mode != AutoresetMode.SAME_STEP)
+            self._recovery.saw(worker, observations[worker], ended)
         return (
-            self._join_observations(observations, False),
+            self._join_observations(observations),
             np.concatenate(rewards),
             np.concatenate(terminations),
             np.concatenate(truncations),
@@ -260,7 +269,8 @@ class WorkerVectorEnv(VectorEnv):
         self._pending = []
         for link in self._head.links:
             # With fewer workers than there may be, those that have not come yet are reset when they do.
-            if state == AsyncState.WAITING_RESET and not link.ready and self._min_workers < self.num_workers:
+            whole = state == AsyncState.WAITING_RESET and self._mask is None
+            if whole and not link.came and self._min_workers < self.num_workers:
                 self._pending.append(None)
                 continue
             message, buffers = request(link)
@@ -293,10 +303,7 @@ class WorkerVectorEnv(VectorEnv):
                 replies.insert(link.index, Reply(0, nothing, []))
         return replies
 
-    def _join_observations(self, parts: Sequence[Any], begun_anew: bool) -> Any:
-        for worker, part in enumerate(parts):
-            self._recovery.saw(worker, part, begun_anew)
-
+    def _join_observations(self, parts: Sequence[Any]) -> Any:
         def join(*leaves: Any) -> Any:
             if isinstance(leaves[0], np.ndarray):
                 return np.concatenate(leaves)

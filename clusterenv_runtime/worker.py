@@ -31,6 +31,7 @@ from .protocol import Error, Hello, Pull, Reply, Request, Weights
 from .security import WorkerKeys, read_key_file
 
 logger = logging.getLogger(__name__)
+HELLO_S = 5.0  # how often a worker that waits for the head's first answer says that it is there
 
 
 class _End(BaseException):
@@ -45,16 +46,17 @@ class Worker:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 5000  # the last message may be why we die
         self._socket.connect_timeout = 2000  # ms, and then once more
+        self._socket.rcvhwm = 0  # the head bounds what it asks; were pings to pile up unread, the link would seem dead
         protocol.set_limits(self._socket, args.head_timeout)
         if keys is not None:
             keys.secure(self._socket)
         monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         threading.Thread(target=_exit_with_head, args=(monitor, args), daemon=True).start()
         self._socket.connect(args.connect)
-        hello = Hello(
-            protocol.PROTOCOL_VERSION, args.index, socket.gethostname(), os.getpid(), protocol.shared_versions()
+        self._hello = protocol.frames(
+            Hello(protocol.PROTOCOL_VERSION, args.index, socket.gethostname(), os.getpid(), protocol.shared_versions())
         )
-        self._socket.send_multipart(protocol.frames(hello))
+        self._socket.send_multipart(self._hello)
         self._later: deque[tuple[Request, list[Any]]] = deque()  # requests that arrived while waiting for weights
         self._envs: EnvSlice | None = None
         self._first_row = 0
@@ -72,8 +74,12 @@ class Worker:
 
     def run(self, startup_timeout: float) -> None:
         """Answer requests until `_End`."""
-        if not self._socket.poll(startup_timeout * 1000):
-            raise SystemExit(f"no answer from the head within {startup_timeout:g} s")
+        start, warned = time.monotonic(), False
+        # Once more from time to time: the head may not know yet that the one before is dead.
+        while not self._socket.poll(HELLO_S * 1000):
+            self._socket.send_multipart(self._hello)
+            if not warned and (warned := time.monotonic() > start + startup_timeout):
+                logger.warning("no answer for %g s: the head is busy, or does not expect this worker", startup_timeout)
         while True:
             self._answer(*(self._later.popleft() if self._later else self._receive()))
 
@@ -83,7 +89,9 @@ class Worker:
             answer_buffers: list[Any] = []
             value = protocol.pack(self._handle(request, buffers), answer_buffers)
             infos = protocol.pack(self._envs.take_infos(), answer_buffers, dropped)
-            reply = Reply(request.seq, value, infos, dropped)
+            acted = isinstance(request, protocol.Collect)
+            generator = self._generator.get_state().numpy().tobytes() if acted else b""
+            reply = Reply(request.seq, value, infos, dropped, generator)
             self._socket.send_multipart(protocol.frames(reply, *answer_buffers), copy=False)
         except (Exception, SystemExit) as error:
             # An environment that raised while it was built, reset or stepped is in no state to go on.
@@ -136,7 +144,7 @@ class Worker:
             case protocol.Step():
                 return self._envs.step(pickle.loads(buffers[0]))[:4]
             case protocol.Lost():
-                return self._envs.cut_off(pickle.loads(buffers[0]))
+                return self._envs.cut_off(*pickle.loads(buffers[0]))
             case protocol.Call():
                 args, kwargs = pickle.loads(buffers[0])
                 return self._envs.call(request.name, *args, **kwargs)
@@ -160,8 +168,7 @@ class Worker:
                     self._actor.policy.epsilon = request.epsilon
                 waited, self._waited = self._waited, 0.0
                 part = self._envs.collect(self._actor, request.num_steps)
-                generator = self._generator.get_state().numpy()
-                return {"version": self._version, "waited": waited, "generator": generator, **part}
+                return {"version": self._version, "waited": waited, **part}
         return None
 
     def _pull(self, seq: int) -> None:
@@ -184,32 +191,37 @@ class Worker:
 
 def _exit_with_head(monitor: zmq.Socket[bytes], args: argparse.Namespace) -> None:
     """End this process, whatever its environments are doing, when the head at the other end is gone."""
-
-    def orphaned() -> bool:
-        return args.head_pid is not None and os.getppid() != args.head_pid
-
     event = connected = None
+    deadline = time.monotonic() + args.startup_timeout
     with contextlib.suppress(zmq.ContextTerminated):
         # What is not connected yet is tried again and again: the network may be down for a moment.
-        while event != zmq.EVENT_DISCONNECTED and (connected or not orphaned()):
+        while event != zmq.EVENT_DISCONNECTED and (connected or not _orphaned(args) and time.monotonic() < deadline):
             if monitor.poll(1000):
                 event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
                 connected = True
         logger.error("there is no head at the other end: exiting")
         deadline = time.monotonic() + 1  # a process's links close a moment before it has ended
-        while args.head_pid is not None and not orphaned() and time.monotonic() < deadline:
+        while args.head_pid is not None and not _orphaned(args) and time.monotonic() < deadline:
             time.sleep(0.01)
-        if orphaned():  # the head was killed, perhaps: it left this
-            shutil.rmtree(args.head_directory, ignore_errors=True)
+        _tidy_up(args)
         os._exit(1)
     monitor.close()
+
+
+def _orphaned(args: argparse.Namespace) -> bool:
+    return args.head_pid is not None and os.getppid() != args.head_pid
+
+
+def _tidy_up(args: argparse.Namespace) -> None:
+    if _orphaned(args):  # the head was killed, perhaps: it left this
+        shutil.rmtree(args.head_directory, ignore_errors=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="clusterenv_runtime.worker", description="A ClusterEnv environment worker.")
     parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the head's address, as ZeroMQ writes it")
     parser.add_argument("--index", required=True, type=int, help="which of the head's workers this is, from 0")
-    parser.add_argument("--startup-timeout", type=float, default=60, help="seconds to wait for the head's first answer")
+    parser.add_argument("--startup-timeout", type=float, default=60, help="seconds to try to reach the head")
     parser.add_argument("--head-timeout", type=float, default=30, help="seconds of a silent link before giving up")
     parser.add_argument("--head-pid", type=int, help="the head's, if it is this process's parent")
     parser.add_argument("--head-directory", metavar="DIR", help="to remove, should that parent vanish")
@@ -226,6 +238,7 @@ def main() -> None:
             worker.run(args.startup_timeout)
     finally:
         worker.close()
+        _tidy_up(args)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ in a new episode if their worker was replaced in between: nothing comes twice, h
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -163,38 +164,44 @@ def train(script, flags, faults, directory, network=None, interval=3.0, seed=1, 
     with open(f"{directory}/output", "w") as output:
         process = subprocess.Popen([*command, *flags], cwd=directory, env=environment(), stdout=output, stderr=output)
     start = heal_at = next_at = time.monotonic()
-    cut = None
-    while process.poll() is None:
-        now = time.monotonic()
-        if now > start + timeout:
-            process.kill()
-        if cut is not None and now > heal_at:
-            network.heal(cut)
-            cut = None
-        if len(done) < faults and now > next_at and "step " in Path(directory, "output").read_text():
-            index, kind = rng.randrange(4), next(kinds)
-            pids = {index_of(pid): pid for pid in workers_of(process.pid)}
+    cut, kind = None, next(kinds)
+    try:
+        while process.poll() is None and time.monotonic() < start + timeout:
+            time.sleep(0.05)
+            now = time.monotonic()
+            if cut is not None and now > heal_at:
+                network.heal(cut)
+                cut = None
+            if len(done) >= faults or now < next_at or "step " not in Path(directory, "output").read_text():
+                continue
+            index = rng.randrange(4)
             if kind == "cut" and cut is None:
                 network.cut(index)
                 cut, heal_at = index, now + CUT_SECONDS
-            elif kind != "cut" and index in pids:
-                os.kill(pids[index], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-            else:
-                continue  # that one is being replaced, or is cut off
+            elif kind == "cut" or not hit(process.pid, index, signal.SIGKILL if kind == "kill" else signal.SIGSTOP):
+                continue  # another is cut off still, or that one is being replaced
             done.append((kind, index))
-            next_at = now + interval
+            next_at, kind = now + interval, next(kinds)
             if len(done) % 10 == 0:
                 say(f"{now - start:.0f} s: {len(done)} faults")
-        time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
     text = Path(directory, "output").read_text()
     assert process.returncode == 0, text[-3000:]
     (summary,) = Path(directory, "runs").glob("*/summary.json")
     return json.loads(summary.read_text()), json.loads(Path(directory, "report.json").read_text()), done
 
 
-def index_of(pid):
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return int(words[words.index(b"--index") + 1]) if b"--index" in words else None
+def hit(head, index, number):
+    """Send a worker of this head a signal; say whether there was one."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends just now
+        for pid in workers_of(head):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"--index" in words and int(words[words.index(b"--index") + 1]) == index:
+                os.kill(pid, number)
+                return True
+    return False
 
 
 def main():

@@ -230,7 +230,7 @@ def test_what_cannot_be_loaded_is_one_clear_error(tmp_path):
         load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("item", [np.float64(1), np.zeros(2), {1}, os])
+@pytest.mark.parametrize("item", [np.float64(1), np.zeros(2), {1}, os, b""])
 def test_what_could_not_be_loaded_is_not_saved(tmp_path, item):
     with pytest.raises(TypeError, match=r"state\['a'\]\[1\]"):
         save_checkpoint(tmp_path, {"a": [1, item]}, 1)
@@ -253,6 +253,15 @@ def test_a_save_that_fails_leaves_nothing_but_the_one_before(tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        save_checkpoint(tmp_path, state(2), 2)
+    assert list(tmp_path.iterdir()) == before
+
+
+def test_a_full_disk_says_so_and_leaves_nothing_but_the_one_before(tmp_path):
+    save_checkpoint(tmp_path, state(1), 1)
+    before = list(tmp_path.iterdir())
+    os.symlink("/dev/full", tmp_path / "checkpoint.tmp")
     with pytest.raises(OSError, match="No space"):
         save_checkpoint(tmp_path, state(2), 2)
     assert list(tmp_path.iterdir()) == before
@@ -329,13 +338,16 @@ def envs():
         envs.interruptions += 1
 
     envs.interrupt = interrupt
-    return envs
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    yield envs
+    for number, handler in before.items():  # `checkpoints` leaves a scheduler's ignored
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)], ids=lambda value: str(value)
 )
-def test_a_signal_interrupts_then_all_is_saved_and_the_handlers_are_back(envs, capsys, number, code):
+def test_a_signal_interrupts_then_all_is_saved_and_the_handlers_are_back_but_a_schedulers(envs, capsys, number, code):
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     saves = []
     with pytest.raises(SystemExit) as exit, checkpoints(envs, lambda: saves.append(1), "runs/x", 300):
@@ -344,7 +356,20 @@ def test_a_signal_interrupts_then_all_is_saved_and_the_handlers_are_back(envs, c
         raise Interrupted
     assert exit.value.code == code and saves == [1]
     assert capsys.readouterr().err == f"interrupted; to go on: python {sys.argv[0]} --resume runs/x\n"
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+    signals = {signal.SIGTERM: before[0], signal.SIGUSR1: before[1], signal.SIGINT: before[2]}
+    ignored = {signal.SIGTERM: signal.SIG_IGN, signal.SIGUSR1: signal.SIG_IGN}  # heeded, to the end of the process
+    assert {each: signal.getsignal(each) for each in signals} == signals | ignored
+
+
+def test_a_signal_during_the_last_update_is_heeded_before_the_evaluation(envs):
+    saves = []
+    with pytest.raises(SystemExit) as exit, checkpoints(envs, lambda: saves.append(1), "runs/x", 300) as save_if_due:
+        save_if_due()
+        signal.raise_signal(signal.SIGTERM)
+        envs.closed = True
+        save_if_due()
+        pytest.fail("it was not heeded")
+    assert exit.value.code == 75 and saves == [1]
 
 
 def test_a_second_ctrl_c_is_the_usual_one(envs):
@@ -402,7 +427,7 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
     args, saved = parse(ppo_clusterenv.Args, fixed=["env_id"])
     changed = {"num_workers": 3, "max_policy_lag": 7, "learning_rate": 0.25, "total_timesteps": 9, "cuda": False}
     assert vars(args) == vars(ppo_clusterenv.Args(**changed, resume="runs/x"))
-    assert saved["global_step"] == 5 and args.resumed == "x"
+    assert saved["global_step"] == 5 and args.named == "x"
 
 
 @pytest.mark.parametrize(
@@ -453,13 +478,14 @@ def test_a_flag_of_the_runtime_out_of_range_is_one_line(monkeypatch, flags, says
     assert says in refusal(monkeypatch, dqn_clusterenv.Args, *flags.split())
 
 
-def test_a_cluster_env_takes_what_the_flags_say(monkeypatch):
+def test_a_cluster_env_takes_what_the_flags_say(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     flags = ["--interface", "lo", "--num-workers=1", "--kl-threshold=0.5", "--min-workers=1"]
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
     args, saved = parse(dqn_clusterenv.Args)
-    assert saved == {} and args.resumed is None
-    assert args.cluster()["bind_address"] == "lo" and args.cluster()["max_policy_lag"] == 40
-    with ClusterEnv([CountingEnv], **args.cluster()) as envs:
+    assert saved == {} and args.named is None
+    assert args.cluster("runs/x")["bind_address"] == "lo" and args.cluster("runs/x")["max_policy_lag"] == 40
+    with ClusterEnv([CountingEnv], **args.cluster("runs/x")) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         envs.reset()
 
@@ -518,7 +544,7 @@ def test_sigterm_and_resume_to_the_last_bit_and_to_the_end(tmp_path, script):
     # With nothing left to do, what is loaded is saved again, and evaluated.
     resume(script, tmp_path, folder, "--total-timesteps", str(before["global_step"]))
     after = load_checkpoint(folder)
-    assert before["seconds"] < after["seconds"] < before["seconds"] + 1  # not the time in between
+    assert before["seconds"] < after["seconds"] < before["seconds"] + 3  # not the time in between, nor to start
     assert after["envs"]["policy_version"] == before["envs"]["policy_version"] + 1  # published for the new workers
     for state in (before, after):
         del state["seconds"], state["envs"]["policy_version"], state["args"]["total_timesteps"], state["args"]["resume"]

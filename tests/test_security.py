@@ -143,7 +143,7 @@ def test_a_worker_refuses_a_key_file_that_others_can_read_or_that_holds_no_keys(
     path.chmod(0o640)
     assert start_worker(path) == f"error: others can read the key file {path} (mode 0640): chmod 600 it\n"
     path.chmod(0o600)
-    assert start_worker(path).startswith(f"error: {path} is not a key file: ")
+    assert start_worker(path).startswith(f"error: {path} is not a worker's key file: ")
 
 
 @pytest.mark.parametrize(
