@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from functools import partial
@@ -16,11 +17,11 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, LocalLauncher, WorkerDiedError
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, LocalLauncher, WorkerDiedError, head
 
 from .envs import BlockingEnv, CountingEnv, RandomEnv, Words, assert_same
 from .nets import change, linear
-from .test_failures import Pipe, at_most, kill
+from .test_failures import Pipe, assert_ended, at_most, kill
 
 VECTOR = spaces.Box(-1, 1, (3,))
 RANDOM = partial(RandomEnv, VECTOR, end=0.1)
@@ -86,7 +87,7 @@ def test_the_step_after_a_loss_says_that_the_episodes_are_truncated(mode, space)
         (restart,) = envs.restarts
         assert restart["worker"] == 1 and "died: killed by SIGKILL" in restart["reason"]
         fresh = SyncVectorEnv(env_fns[3:], autoreset_mode=mode)
-        begun, _ = fresh.reset(seed=restart["seeds"])
+        begun, fresh_infos = fresh.reset(seed=restart["seeds"])
         assert rewards.tolist() == [*expected_rewards[:3], 0, 0]
         assert not terminations.any() and truncations.tolist() == [False] * 3 + [True] * 2
         assert infos["worker_lost"].tolist() == infos["_worker_lost"].tolist() == truncations.tolist()
@@ -101,6 +102,8 @@ def test_the_step_after_a_loss_says_that_the_episodes_are_truncated(mode, space)
         if mode == "SameStep":
             assert rows(observations, 3, 5) == rows(begun, 0, 2)
             single = [infos["final_obs"][i] for i in (3, 4)]
+            for key in set(fresh_infos) - {"options"}:
+                assert_same(rows(infos[key], 3, 5), rows(fresh_infos[key], 0, 2))
             batched = concatenate(space, single, create_empty_array(space, 2)) if space != Words() else single
             assert rows(batched, 0, 2) == rows(last, 3, 5)
         else:
@@ -162,6 +165,38 @@ def test_a_lost_worker_that_is_reset_is_not_truncated():
         envs.reset()
         assert envs.step([0, 0])[3].tolist() == [False, False]
         assert len(envs.restarts) == 1
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
+def test_an_episode_that_had_ended_is_not_truncated_once_more(mode):
+    with ClusterEnv([partial(CountingEnv, 2), partial(CountingEnv, 9)], 1, autoreset_mode=mode) as envs:
+        envs.reset()
+        envs.step([0, 0])
+        assert envs.step([0, 0])[3].tolist() == [True, False]
+        kill(pid_of(envs, 0))
+        if mode == "Disabled":
+            assert envs.reset(options={"reset_mask": np.array([True, False])})[0].tolist() == [[0], [2]]
+        observations, rewards, _, truncations, infos = envs.step([0, 0])
+        assert observations.tolist() == [[0], [2]] and rewards.tolist() == [0, 0]
+        assert truncations.tolist() == infos["_worker_lost"].tolist() == [False, True]
+        if mode == "Disabled":
+            envs.reset(options={"reset_mask": truncations})
+            assert envs.step([0, 0])[0].tolist() == [[1], [1]]
+        else:
+            assert envs.step([0, 0])[0].tolist() == [[1], [0]]
+
+
+def test_a_step_that_timed_out_on_a_loss_is_told_by_the_next():
+    with ClusterEnv([CountingEnv] * 2, 2) as envs:
+        envs.reset()
+        envs.step([0, 0])
+        kill(pid_of(envs, 1))
+        envs.step_async([0, 0])
+        with pytest.raises(multiprocessing.TimeoutError, match="worker 1"):
+            envs.step_wait(timeout=0.1)
+        observations, _, _, truncations, _ = envs.step([0, 0])
+        assert observations.tolist() == [[3], [1]] and truncations.tolist() == [False, True]
+        assert envs.step([0, 0])[0].tolist() == [[4], [0]]
 
 
 def test_seeds_are_fresh_and_those_of_the_next_loss_fresh_again():
@@ -254,6 +289,65 @@ def test_streaming_goes_on_whoever_dies():
         assert sum(map(lives, chunks.values())) <= 5 + sum(len(restart["seeds"]) for restart in envs.restarts)
 
 
+def test_a_stopped_worker_is_replaced_while_others_keep_the_head_busy():
+    with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=1) as envs:
+        envs.publish(CategoricalPolicy(linear(1, 2)))
+        envs.reset()
+        for _ in range(2):
+            envs.send(4)
+        os.kill(pid_of(envs, 1), signal.SIGSTOP)
+        worker, others, deadline = 0, 0, time.monotonic() + 20
+        while not envs.restarts or worker == 0:
+            assert time.monotonic() < deadline
+            worker, _ = envs.recv()
+            envs.send(4, worker)
+            others += worker == 0
+        assert others > 100  # so it was busy
+
+
+def test_a_replacement_goes_on_with_its_predecessors_noise():
+    network = linear(1, 2)
+    for parameter in network.parameters():
+        parameter.data.zero_()  # to whom all observations are the same
+    policy = CategoricalPolicy(network)
+
+    def actions(losses, overlap=False):
+        with ClusterEnv([CountingEnv] * 4, 2) as envs:
+            envs.reset(seed=1)
+            for number in range(4):
+                if number in losses:
+                    kill(pid_of(envs, 1))
+                yield envs.rollout(policy, 8, overlap=overlap and number < 3).actions.tolist()
+
+    expected = list(actions(()))
+    assert len({str(part) for part in expected}) == 4
+    assert list(actions((1, 3))) == list(actions((1, 2), overlap=True)) == expected
+
+
+def test_what_the_environments_have_started_ends_with_their_worker(tmp_path):
+    class ParentEnv(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.child = subprocess.Popen(["sleep", "1000"]).pid
+
+    with ClusterEnv([ParentEnv], 1) as envs:
+        envs.reset()
+        (first,) = envs.get_attr("child")
+        kill(pid_of(envs, 0))
+        (second,) = envs.get_attr("child")
+        assert_ended([first], 5)
+    assert_ended([second], 5)
+
+
+def test_pings_that_a_long_step_leaves_unread_are_not_taken_for_death(monkeypatch):
+    monkeypatch.setattr(head, "POLL_MS", 1)
+    monkeypatch.setattr(head, "PING_S", 0.001)
+    with ClusterEnv([partial(CountingEnv, delay=4)], 1, worker_timeout=1) as envs:
+        envs.reset()
+        assert envs.step([0])[3].tolist() == [False]
+        assert envs.restarts == []
+
+
 def test_a_replacement_pulls_and_acts_as_the_policy_does(pipe):
     with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path)], 1, sync_mode="never") as envs:
         policy = CategoricalPolicy(linear(1, 2))
@@ -294,6 +388,25 @@ def test_replacements_that_die_in_a_row_end_the_run(times, workers, tmp_path):
         with at_most(60), pytest.raises(WorkerDiedError, match=text + "$"):
             envs.rollout(CategoricalPolicy(linear(1, 2)), 3)
         assert len(envs.restarts) == times
+    assert not workers()
+
+
+def test_replacements_that_die_as_they_build_end_the_run(tmp_path, workers):
+    class OnlyEnv(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            if (tmp_path / "reset").exists():
+                os._exit(9)
+
+        def reset(self, *, seed=None, options=None):
+            (tmp_path / "reset").touch()
+            return super().reset(seed=seed, options=options)
+
+    with ClusterEnv([OnlyEnv], 1, max_worker_restarts=2) as envs:
+        envs.reset()
+        kill(pid_of(envs, 0))
+        with at_most(60), pytest.raises(WorkerDiedError, match=r"exit code 9 \(and so did 2 before it"):
+            envs.step([0])
     assert not workers()
 
 
