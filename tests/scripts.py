@@ -2,12 +2,14 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,6 +71,17 @@ def check_refusal(result, says):
     """A run ended before it began, with one line."""
     assert result.returncode != 0
     assert says in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def check_refusal_here(monkeypatch, script, directory, flags, says):
+    """The same in this process, which has imported everything already."""
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr(sys, "argv", [script, *flags])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    line = exit.value.code
+    assert says in line and line.startswith("error: ") and "\n" not in line
+    assert os.listdir(directory) == []
 
 
 def check_interruption(process, workers, number=signal.SIGINT, code=130):

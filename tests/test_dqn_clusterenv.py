@@ -146,10 +146,8 @@ def test_max_seconds_ends_the_run_in_order(tmp_path):
         ("--buffer-size 100000000000", "--buffer-size 100000000000 takes 4470.3 GiB, this machine has"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_starts(tmp_path, flags, says):
-    result = run(tmp_path, *flags.split())
-    scripts.check_refusal(result, says)
-    assert list(tmp_path.iterdir()) == []
+def test_bad_input_is_one_line_before_anything_starts(tmp_path, monkeypatch, flags, says):
+    scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, flags.split(), says)
 
 
 def test_ctrl_c_is_clean_and_quick(tmp_path):

@@ -19,7 +19,7 @@ from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file
 from clusterenv_runtime.slurm import Allocation, srun_command
 
 from .envs import CountingEnv
-from .scripts import ROOT, check_refusal, environment, run
+from .scripts import ROOT, check_refusal, check_refusal_here, environment, run
 
 TINY = shlex.split("--env-id CartPole-v1 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --eval-episodes 2")
 SCONTROL = """#!/bin/sh
@@ -93,9 +93,11 @@ def test_a_percent_sign_in_a_log_is_none_to_srun():
         ("--run-name ../there", {}, "--run-name must be of letters, digits"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(tmp_path, path, flags, env, says):
-    check_refusal(run("ppo_clusterenv.py", tmp_path, *TINY, *flags.split(), **{"PATH": path, **env}), says)
-    assert not (tmp_path / "runs").exists()
+def test_mistakes_are_told_before_anything_starts(tmp_path, monkeypatch, path, flags, env, says):
+    for name, value in {"PATH": path, **env}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "empty").mkdir()
+    check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path / "empty", [*TINY, *flags.split()], says)
 
 
 def test_a_name_is_taken_once_a_run_of_it_has_a_checkpoint(tmp_path):

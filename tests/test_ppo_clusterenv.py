@@ -150,10 +150,8 @@ def test_offline_wandb_gets_configuration_and_summary(tmp_path):
         ("--total-timesteps 100", "at least the batch"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_starts(tmp_path, flags, says):
-    result = run(tmp_path, *flags.split())
-    scripts.check_refusal(result, says)
-    assert list(tmp_path.iterdir()) == []
+def test_bad_input_is_one_line_before_anything_starts(tmp_path, monkeypatch, flags, says):
+    scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, flags.split(), says)
 
 
 def test_unwritable_runs_is_one_line(tmp_path):
