@@ -369,7 +369,7 @@ if __name__ == "__main__":
             writer.add_scalar("charts/SPS", sps := int(global_step / seconds), global_step)
             status = f"step {global_step:,} SPS {sps} return {mean_return:.1f} KL {kl:.3f} pulls {pulls:g}/{versions}"
             progress.update(task, completed=iteration, status=status)
-            if not progress.console.is_terminal and iteration % max(args.num_iterations // 20, 1) == 0:
+            if not progress.console.is_terminal and len(history) % max(min(args.num_iterations, 200) // 20, 1) == 0:
                 print(status, flush=True)
             if stop:
                 break

@@ -104,7 +104,8 @@ class Checker:
 
     def __init__(self):
         self.ends = {}  # row -> the observation after its last step
-        self.transitions, self.jumps, self.longest = 0, 0, 0.0
+        self.transitions, self.jumps = 0, 0
+        self.longest, self.recovery = 0.0, 0.0  # seconds that an answer took, and that after the last loss meanwhile
 
     def check(self, rollout):
         ended = rollout.terminations | rollout.truncations
@@ -121,9 +122,11 @@ class Checker:
 
     def wrap(self, method):
         def wrapped(*args, **kwargs):
-            start = time.monotonic()
+            start = time.time()
             result = method(*args, **kwargs)
-            self.longest = max(self.longest, time.monotonic() - start)
+            self.longest = max(self.longest, time.time() - start)
+            losses = [restart["time"] for restart in args[0].restarts[-100:]]
+            self.recovery = max(self.recovery, time.time() - max([start, *losses]))
             self.check(result[1] if isinstance(result, tuple) else result)
             return result
 
@@ -225,7 +228,7 @@ def main():
         summary, report, done = results[faults]
         print(
             f"{len(done)} faults: {len(report['restarts'])} restarts, {report['transitions']:,} transitions checked, "
-            f"longest wait {report['longest']:.1f} s, {summary['wall_seconds']:.0f} s; mean return of the last 100 "
+            f"longest wait {report['longest']:.1f} s, after the last loss in it {report['recovery']:.1f} s, {summary['wall_seconds']:.0f} s; mean return of the last 100 "
             f"episodes {summary['mean_return_100']:.1f}, in the evaluation {summary['eval_return_mean']:.1f}"
         )
 
