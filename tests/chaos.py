@@ -229,7 +229,8 @@ def main():
         print(
             f"{len(done)} faults: {len(report['restarts'])} restarts, {report['transitions']:,} transitions checked, "
             f"longest wait {report['longest']:.1f} s, {report['recovery']:.1f} s after the last loss in it, "
-            f"{summary['wall_seconds']:.0f} s in all; mean return of the last 100 episodes {summary['mean_return_100']:.1f}, in the evaluation {summary['eval_return_mean']:.1f}"
+            f"{summary['wall_seconds']:.0f} s in all; mean return of the last 100 episodes "
+            f"{summary['mean_return_100']:.1f}, in the evaluation {summary['eval_return_mean']:.1f}"
         )
 
 
