@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
+import zmq
+
 from .errors import CheckpointError, StartupError
 from .launchers import Launcher, listening_address, make_launcher, worker_flags
 from .security import HeadKeys, check_security, read_key_file
@@ -114,12 +116,19 @@ class ClusterArgs:
         PORT stands for a random one, KEYS for the directory that the head makes where the launcher wants it.
         """
         keys = os.path.join(launcher.directory or "", "KEYS")
-        bind_address = self.bind_address or self.interface or launcher.address(self.num_workers)
+        if not self.interface:
+            bind_address = self.bind_address or launcher.address(self.num_workers)
+        else:
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
+                probe.bind(f"tcp://{self.interface}:*")
+                bind_address = probe.last_endpoint.decode().removeprefix("tcp://").rpartition(":")[0]
         key_file = f"{keys}/key" if bind_address and self.security == "curve" else None
         address = listening_address(bind_address, self.port or "PORT", keys)
         flags = worker_flags(address, key_file, self.startup_timeout, self.worker_timeout)
         launcher.prepare(self.num_workers, flags, keys)
-        return [shlex.join(launcher.command(index)) for index in range(self.num_workers)]
+        variables = [f"{name}={value}" for name, value in launcher.variables().items()]
+        before = ["env", *variables] if variables else []
+        return [shlex.join([*before, *launcher.command(index)]) for index in range(self.num_workers)]
 
     def cluster(self, directory: str) -> dict[str, Any]:
         """Return the arguments of `ClusterEnv` that these flags are, for a run in this directory."""

@@ -57,6 +57,10 @@ class Launcher:
         """Return the command that starts a worker."""
         raise NotImplementedError
 
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that this adds to those of `command`."""
+        return {}
+
     def start(self) -> None:
         """Start all workers."""
         if self._log_dir is not None:
@@ -103,6 +107,11 @@ class LocalLauncher(Launcher):
     def command(self, index: int) -> list[str]:
         return [sys.executable, *_WORKER, "--index", str(index), *self._flags]
 
+    def variables(self) -> dict[str, str]:
+        paths = [str(Path(__file__).resolve().parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        # One BLAS thread each: a worker's cores are its environments'.
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": os.pathsep.join(paths)}
+
     def restart(self, index: int) -> None:
         if index in self._processes:
             self.kill(index)
@@ -114,14 +123,14 @@ class LocalLauncher(Launcher):
                 log.close()
 
     def _spawn(self, index: int, output: object) -> subprocess.Popen[bytes]:
-        package_parent = str(Path(__file__).resolve().parent.parent)
-        paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
-        # One BLAS thread each: a worker's cores are its environments'.
-        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        env = {**self._inherited(), **self.variables()}
         # A session of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.
         return subprocess.Popen(
             self.command(index), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
+
+    def _inherited(self) -> dict[str, str]:
+        return dict(os.environ)
 
     def log(self, index: int) -> str | None:
         return None if self._log_dir is None else str(self._log_dir / f"worker-{index}.log")
@@ -173,7 +182,7 @@ class ExternalLauncher(Launcher):
         raise ValueError("workers that are started elsewhere need an address to connect to: give bind_address")
 
     def command(self, index: int) -> list[str]:
-        return [*self._prefix, "python", *_WORKER, "--index", str(index), *self._flags]
+        return [*self._prefix, "env", "OMP_NUM_THREADS=1", "python", *_WORKER, "--index", str(index), *self._flags]
 
     def start(self) -> None:
         print("run these, each once, wherever you like:")

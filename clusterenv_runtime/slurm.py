@@ -9,6 +9,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from typing import IO
@@ -135,8 +136,15 @@ class SlurmLauncher(LocalLauncher):
             logger.warning("%d workers share fewer cores: besides the head's, %s", num_workers, free)
 
     def command(self, index: int) -> list[str]:
-        worker = [*self._prefix, *super().command(index)]
+        _, *arguments = super().command(index)
+        # With a prefix, that is a container's: the path of this one means nothing there.
+        worker = [*self._prefix, "python" if self._prefix else sys.executable, *arguments]
         return srun_command(index, self._places[index], self._allocation.het, self.log(index), worker)
+
+    def _inherited(self) -> dict[str, str]:
+        # What the job asked for by task is not for these steps: with it srun gives each cores of its own, see above.
+        unset = re.compile("(SLURM|SRUN)_(CPUS_PER_TASK|TRES_PER_TASK|NTASKS.*|NPROCS)(_HET_GROUP_.)?")
+        return {name: value for name, value in super()._inherited().items() if not unset.fullmatch(name)}
 
     def restart(self, index: int) -> None:
         if index in self._processes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -239,6 +240,7 @@ def main() -> None:
     finally:
         worker.close()
         _tidy_up(args)
+        gc.freeze()  # this process ends: to collect what torch has made would take most of a second
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -16,7 +18,7 @@ from clusterenv_runtime import ClusterEnv, head
 from clusterenv_runtime.errors import StartupError
 from clusterenv_runtime.launchers import ExternalLauncher
 from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file
-from clusterenv_runtime.slurm import Allocation, srun_command
+from clusterenv_runtime.slurm import Allocation, SlurmLauncher, srun_command
 
 from .envs import CountingEnv
 from .scripts import ROOT, check_refusal, check_refusal_here, environment, run
@@ -58,17 +60,32 @@ def path(tmp_path):
         ("local", "--num-workers 2", {}),
         ("slurm", "--launcher slurm --num-workers 4 --port 5555", PLAIN),
         ("hetjob", "--launcher slurm --num-workers 3 --worker-prefix='apptainer exec image.sif'", HET),
-        ("external", "--launcher external --num-workers 2 --bind-address 127.0.0.1", {}),
+        ("external", "--launcher external --num-workers 2 --interface lo", {}),
     ],
 )
-def test_a_dry_run_prints_what_would_run_and_leaves_nothing(tmp_path, path, golden, flags, env):
-    flags = [*TINY, *shlex.split(flags), "--run-name", "name", "--dry-run"]
-    result = run("ppo_clusterenv.py", tmp_path, *flags, PATH=path, **env)
-    assert result.returncode == 0, result.stderr
-    text = result.stdout.replace(sys.executable, "PYTHON").replace(str(tmp_path), "HERE")
-    text = re.sub(r"--head-pid \d+", "--head-pid PID", text)
+def test_a_dry_run_prints_what_would_run_and_leaves_nothing(tmp_path, monkeypatch, capsys, path, golden, flags, env):
+    for name in ("PYTHONPATH", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"PATH": path, **env}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ppo", *TINY, *shlex.split(flags), "--run-name", "name", "--dry-run"])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(ROOT / "ppo_clusterenv.py"), run_name="__main__")
+    assert not exit.value.code
+    text = capsys.readouterr().out.replace(sys.executable, "PYTHON").replace(str(tmp_path), "HERE")
+    text = re.sub(r"--head-pid \d+", "--head-pid PID", text.replace(str(ROOT), "ROOT"))
     file = ROOT / "tests" / "golden" / f"dry_run_{golden}.txt"
     assert text == file.read_text() and not (tmp_path / "runs").exists()
+
+
+def test_a_steps_environment_has_nothing_that_makes_srun_divide_the_cores(monkeypatch, path):
+    for name, value in {"PATH": path, **PLAIN}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NPROCS"):
+        monkeypatch.setenv(name, "1")
+    kept = {name for name in SlurmLauncher()._inherited() if name.startswith(("SLURM", "SRUN"))}
+    assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"}
 
 
 def test_workers_go_to_where_cores_are_left():
@@ -119,8 +136,8 @@ def test_workers_started_by_hand_train_and_are_awaited_again(tmp_path):
 
     def start(line):
         command = shlex.split(line)
-        assert command[0] == "python"
-        workers.append(subprocess.Popen([sys.executable, *command[1:]], env=environment()))
+        assert command[:3] == ["env", "OMP_NUM_THREADS=1", "python"]
+        workers.append(subprocess.Popen([sys.executable, *command[3:]], env=environment()))
 
     try:
         assert process.stdout.readline().startswith("run these")
@@ -204,7 +221,6 @@ def test_keys_made_ahead_are_the_heads_and_the_workers_alone(tmp_path):
 
 
 def test_the_manifest_is_valid_and_its_parts_fit():
-    kubernetes_validate = pytest.importorskip("kubernetes_validate")
     service, head_job, workers = documents = list(yaml.safe_load_all((ROOT / "docs" / "kubernetes.yaml").read_text()))
     for document in documents:
         kubernetes_validate.validate(document, "1.28", strict=True)
