@@ -15,7 +15,19 @@ from . import lab
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path.name for path in (ROOT / "slurm").glob("*.sbatch"))
-TINY = "--env-id CartPole-v1 --envs-per-worker 2 --num-steps 16 --eval-episodes 2 --checkpoint-interval 0.5"
+SLOW_ENV = """
+import time
+import gymnasium as gym
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Slow(CartPoleEnv):
+    def step(self, action):
+        time.sleep(0.003)  # so that jobs which only have to last leave the cores to other tests
+        return super().step(action)
+
+gym.register("Slow-v0", Slow, max_episode_steps=500)
+"""
+TINY = "--env-id slow_env:Slow-v0 --envs-per-worker 2 --num-steps 16 --eval-episodes 2 --checkpoint-interval 0.5"
 TINY += " --no-save-model --total-timesteps 1000000000 --no-cuda"
 MORE = {"ppo": " --num-minibatches 2", "dqn": " --learning-starts 100 --buffer-size 1000", "ppo_hetjob": ""}
 
@@ -26,8 +38,9 @@ class Job:
     def __init__(self, slurm, directory, file, *options, flags=""):
         for name in ("slurm", "ppo_clusterenv.py", "dqn_clusterenv.py"):
             (directory / name).symlink_to(ROOT / name)
+        (directory / "slow_env.py").write_text(SLOW_ENV)
         python = str(Path(sys.executable).parent)
-        env = {**slurm.env, "PATH": f"{python}{os.pathsep}{slurm.env['PATH']}"}
+        env = {**slurm.env, "PATH": f"{python}{os.pathsep}{slurm.env['PATH']}", "PYTHONPATH": str(directory)}
         flags = f"{TINY}{MORE[file]} {flags}".split()
         self.slurm, self.directory = slurm, directory
         where = [f"--output={directory}/log", "--job-name=train"]
