@@ -2,6 +2,7 @@
 import json
 import os
 import random
+import shutil
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -197,6 +198,8 @@ if __name__ == "__main__":
     args, saved = parse(Args, fixed=("env_id", "num_steps"))  # saved: the checkpoint to resume from, or empty
     args.require("num_steps num_minibatches update_epochs eval_episodes", lambda value: value >= 1, "at least 1")
     args.require("learning_rate clip_rho max_seconds", lambda value: value > 0, "a number > 0")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    check(not args.compile or compiler, "--compile needs a C++ compiler, g++ or clang++, and there is none")
     args.num_envs = int(args.num_workers * args.envs_per_worker)
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
