@@ -2,6 +2,7 @@
 import json
 import os
 import random
+import shutil
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ import torch.nn as nn
 import torch.optim as optim
 from matplotlib.figure import Figure
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
-from torch.distributions.categorical import Categorical
+from torch.distributions import Categorical, Distribution
 from torch.utils.tensorboard import SummaryWriter
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
@@ -45,6 +46,8 @@ class Args(ClusterArgs):  # what is the runtime's, such as num_workers and kl_th
     """the number of episodes of the final evaluation"""
     max_seconds: float | None = None
     """stop cleanly after so many seconds of training"""
+    compile: bool = False
+    """if toggled, the loss is compiled: half a minute at first, then updates in two thirds of the time"""
 
     # Algorithm specific arguments
     env_id: str = "LunarLander-v3"
@@ -95,8 +98,7 @@ def make_env(env_id, idx, capture_video, run_name):
     def thunk():
         record = capture_video and idx == 0
         env = gym.make(env_id, render_mode="rgb_array") if record else gym.make(env_id)
-        env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
-        return gym.wrappers.RecordEpisodeStatistics(env)
+        return gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
 
     return thunk
 
@@ -133,6 +135,37 @@ class Agent(nn.Module):
         return action, probs.log_prob(action), probs.entropy(), self.critic(x)
 
 
+def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
+    """The loss of a minibatch, and what is logged of it."""
+    _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
+    logratio = newlogprob - logprobs
+    ratio = logratio.exp()
+    with torch.no_grad():
+        # calculate approx_kl http://joschu.net/blog/kl-approx.html
+        old_approx_kl = (-logratio).mean()
+        approx_kl = ((ratio - 1) - logratio).mean()
+        clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+    # Policy loss
+    pg_loss1 = -advantages * ratio
+    pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    pg_loss = (weights * torch.max(pg_loss1, pg_loss2)).mean()
+
+    # Value loss
+    newvalue = newvalue.view(-1)
+    v_loss = (newvalue - returns) ** 2
+    if args.clip_vloss:
+        v_change = torch.clamp(newvalue - values, -args.clip_coef, args.clip_coef)
+        v_loss = torch.max(v_loss, (values + v_change - returns) ** 2)
+    v_loss = 0.5 * v_loss.mean()
+
+    entropy_loss = entropy.mean()
+    loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
+    return loss, pg_loss, v_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac
+
+
 def evaluate(agent, args, device):
     """Play one episode in each of `eval_episodes` new environments; return the returns."""
     envs = gym.vector.SyncVectorEnv([make_env(args.env_id, 1, False, "") for _ in range(args.eval_episodes)])
@@ -165,6 +198,8 @@ if __name__ == "__main__":
     args, saved = parse(Args, fixed=("env_id", "num_steps"))  # saved: the checkpoint to resume from, or empty
     args.require("num_steps num_minibatches update_epochs eval_episodes", lambda value: value >= 1, "at least 1")
     args.require("learning_rate clip_rho max_seconds", lambda value: value > 0, "a number > 0")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    check(not args.compile or compiler, "--compile needs a C++ compiler, g++ or clang++, and there is none")
     args.num_envs = int(args.num_workers * args.envs_per_worker)
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
@@ -201,6 +236,7 @@ if __name__ == "__main__":
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    Distribution.set_default_validate_args(False)  # the workers, who act, check theirs
     torch.set_num_threads(1)  # networks this small gain nothing from more, and runs side by side would stall each other
 
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
@@ -210,6 +246,8 @@ if __name__ == "__main__":
     agent = Agent(envs).to(device)
     policy = CategoricalPolicy(agent.actor)  # what travels to the workers
     optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    mode = "reduce-overhead" if device.type == "cuda" else None  # CUDA graphs
+    loss_fn = torch.compile(ppo_loss, mode=mode, dynamic=False) if args.compile else ppo_loss
     recent_returns = deque(saved.get("recent_returns", []), maxlen=100)
     history = saved.get("history", [])  # (global_step, mean return, pulls per worker)
     stateful = {"agent": agent, "optimizer": optimizer, "envs": envs}
@@ -287,39 +325,17 @@ if __name__ == "__main__":
                     b_logprobs = proximal
 
             # Optimizing the policy and value network
+            batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values, b_weights
             b_inds = np.arange(args.batch_size)
             clipfracs = []
             for _ in range(args.update_epochs):
                 np.random.shuffle(b_inds)
+                epoch = [part[torch.as_tensor(b_inds, device=device)] for part in batch]
                 for start in range(0, args.batch_size, args.minibatch_size):
-                    mb_inds = b_inds[start : start + args.minibatch_size]
-                    _, newlogprob, entropy, newvalue = agent.get_action_and_value(b_obs[mb_inds], b_actions[mb_inds])
-                    logratio = newlogprob - b_logprobs[mb_inds]
-                    ratio = logratio.exp()
-                    with torch.no_grad():
-                        # calculate approx_kl http://joschu.net/blog/kl-approx.html
-                        old_approx_kl = (-logratio).mean()
-                        approx_kl = ((ratio - 1) - logratio).mean()
-                        clipfracs += [((ratio - 1.0).abs() > args.clip_coef).float().mean()]
-                    mb_advantages = b_advantages[mb_inds]
-                    if args.norm_adv:
-                        mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-
-                    # Policy loss
-                    pg_loss1 = -mb_advantages * ratio
-                    pg_loss2 = -mb_advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-                    pg_loss = (b_weights[mb_inds] * torch.max(pg_loss1, pg_loss2)).mean()
-
-                    # Value loss
-                    newvalue = newvalue.view(-1)
-                    v_loss = (newvalue - b_returns[mb_inds]) ** 2
-                    if args.clip_vloss:
-                        v_change = torch.clamp(newvalue - b_values[mb_inds], -args.clip_coef, args.clip_coef)
-                        v_loss = torch.max(v_loss, (b_values[mb_inds] + v_change - b_returns[mb_inds]) ** 2)
-                    v_loss = 0.5 * v_loss.mean()
-
-                    entropy_loss = entropy.mean()
-                    loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
+                    minibatch = [part[start : start + args.minibatch_size] for part in epoch]
+                    loss, *logged = loss_fn(agent, args, *minibatch)
+                    pg_loss, v_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac = logged
+                    clipfracs += [clipfrac.clone()]  # a CUDA graph's next replay overwrites it
                     optimizer.zero_grad()
                     loss.backward()
                     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)

@@ -1,6 +1,7 @@
 """The script itself, run as a user runs it, with tiny numbers."""
 
 import os
+import shutil
 from functools import partial
 
 import pytest
@@ -70,6 +71,15 @@ def test_same_seed_gives_the_same_run(trained, tmp_path):
     _, second = train(tmp_path, "--kl-threshold", "1e-5")
     for key in ("mean_return_100", "eval_return_mean", "eval_return_std", "pulls_per_worker", "sync_bytes"):
         assert first[key] == second[key]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants a C++ compiler")
+def test_a_compiled_run_is_the_same_to_tolerance(trained, tmp_path):
+    folder, summary = train(tmp_path, "--kl-threshold", "1e-5", "--compile")
+    for tag in ("value_loss", "policy_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"):
+        expected = scalars(trained[0], f"losses/{tag}")
+        assert scalars(folder, f"losses/{tag}") == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert summary["pulls_per_worker"] == trained[1]["pulls_per_worker"]
 
 
 def test_never_pulls_once_and_always_pulls_every_update(tmp_path):
