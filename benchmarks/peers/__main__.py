@@ -165,6 +165,8 @@ if __name__ == "__main__":
             except FAILURES as error:
                 for name in names:
                     give_up(name, args.env_ids, error)
+            else:
+                progress.console.print(f"{venv} is set up")
             progress.advance(task)
         progress.update(task, description="set up")
 
