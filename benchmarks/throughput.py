@@ -91,9 +91,9 @@ def floor(env_id, iterations, timeout):
 SYSTEMS = {  # name: (label, how to measure it)
     "clusterenv": ("ClusterEnv, 2 workers", clusterenv),
     "clusterenv-overlap": ("ClusterEnv, 2 workers, --overlap", overlapping),
-    "single-sync": ("CleanRL-style, SyncVectorEnv", single_sync),
-    "single-async": ("CleanRL-style, AsyncVectorEnv", single_async),
-    "floor": ("no learner, 2 processes", floor),
+    "single-sync": ("CleanRL-style loop, SyncVectorEnv", single_sync),
+    "single-async": ("CleanRL-style loop, AsyncVectorEnv", single_async),
+    "floor": ("no learner, 2 processes that step and act", floor),
 }
 
 

@@ -35,9 +35,11 @@ class Peer(NamedTuple):
     venv: str
     """the virtual environment, of requirements-VENV.txt"""
     package: str
-    """as the requirements name it, for the label"""
+    """as the requirements name it"""
+    title: str
+    """as its authors write it"""
     details: str
-    """what follows name and version in the label"""
+    """what follows title and version in the label"""
     module: str
     """the script in this folder"""
     flags: tuple[str, ...] = ()
@@ -51,7 +53,7 @@ class Peer(NamedTuple):
     def label(self):
         pattern = rf"^{re.escape(self.package)}==(\S+)"
         version = re.search(pattern, self.requirements.read_text(), re.MULTILINE)[1]
-        return f"{self.package} {version}, {self.details}"
+        return f"{self.title} {version}, {self.details}"
 
     def measure(self, venvs, env_id, iterations, timeout):
         python = venvs / self.venv / "bin" / "python"
@@ -61,12 +63,14 @@ class Peer(NamedTuple):
 
 
 PEERS = {
-    "sb3-subproc": Peer("sb3", "stable-baselines3", "SubprocVecEnv, 64 processes", "sb3", ("subproc",)),
-    "sb3-dummy": Peer("sb3", "stable-baselines3", "DummyVecEnv", "sb3", ("dummy",)),
-    "rllib": Peer("rllib", "ray[rllib]", "2 env runners", "rllib"),
-    "sample-factory": Peer("sample-factory", "sample-factory", "2 workers", "sample_factory"),
-    "torchrl": Peer("torchrl", "torchrl", "2 collectors", "torchrl"),
-    "envpool": Peer("envpool", "envpool", "CleanRL-style", "envpool"),
+    "sb3-subproc": Peer(
+        "sb3", "stable-baselines3", "Stable-Baselines3", "SubprocVecEnv, 64 processes", "sb3", ("subproc",)
+    ),
+    "sb3-dummy": Peer("sb3", "stable-baselines3", "Stable-Baselines3", "DummyVecEnv, one process", "sb3", ("dummy",)),
+    "rllib": Peer("rllib", "ray[rllib]", "RLlib", "2 env runners", "rllib"),
+    "sample-factory": Peer("sample-factory", "sample-factory", "Sample Factory", "2 workers", "sample_factory"),
+    "torchrl": Peer("torchrl", "torchrl", "TorchRL", "2 collectors", "torchrl"),
+    "envpool": Peer("envpool", "envpool", "EnvPool", "CleanRL-style loop", "envpool"),
 }
 FIELDS = ["env_id", "system", "round", "steps", "seconds"]
 FAILURES = (RuntimeError, TimeoutError, subprocess.TimeoutExpired, ValueError)
@@ -122,22 +126,24 @@ def append(path, *row):
 
 
 def plot(rates, systems, env_ids, path):
-    figure = Figure(figsize=(10, 0.42 * len(systems) + 1), layout="constrained")
-    for axes, env_id in zip(figure.subplots(1, len(env_ids), sharey=True, squeeze=False)[0], env_ids, strict=True):
-        for row, (name, (text, _)) in enumerate(systems.items()):
-            axes.barh(row, 0, tick_label=text)
-            if not (mine := rates.get((env_id, name))):
-                continue
-            median, ours = np.median(mine), name.startswith("clusterenv")
-            style = {"color": "#0072B2" if ours else "#BBBBBB", "hatch": "//" if name == "floor" else None}
-            whiskers = [[median - min(mine)], [max(mine) - median]]
-            axes.barh(row, median, xerr=whiskers, edgecolor="white", capsize=3, **style)
-            axes.annotate(f"{median / 1000:.1f}k", (max(mine), row), (5, 0), textcoords="offset points", va="center")
-        axes.set(title=env_id, xlabel="environment steps per second, training included", yticks=range(len(systems)))
-        axes.set_yticklabels([text for text, _ in systems.values()])
-        axes.margins(x=0.15)
+    figure = Figure(figsize=(9, 0.5 * len(systems) + 1), layout="constrained")
+    panels = figure.subplots(1, len(env_ids), sharey=True, squeeze=False)[0]
+    for axes, env_id in zip(panels, env_ids, strict=True):
+        for row, name in enumerate(systems):
+            if mine := rates.get((env_id, name)):
+                median, color = np.median(mine), "#0072B2" if name.startswith("clusterenv") else "#BBBBBB"
+                whiskers = [[median - min(mine)], [max(mine) - median]]
+                hatch = "//" if name == "floor" else None
+                axes.barh(row, median, xerr=whiskers, color=color, edgecolor="white", hatch=hatch, capsize=3)
+                text, offset = f"{median / 1000:.1f}k", {"xytext": (5, 0), "textcoords": "offset points"}
+                axes.annotate(text, (max(mine), row), va="center", **offset)
+        axes.set(title=env_id, yticks=range(len(systems)))
+        axes.set_yticklabels([label.replace(", ", "\n", 1) for label, _ in systems.values()])
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k")
+        axes.margins(x=0.2)
         axes.spines[["top", "right"]].set_visible(False)
-    axes.invert_yaxis()
+    axes.invert_yaxis()  # all share it
+    figure.supxlabel("environment steps per second, training included", fontsize="medium")
     figure.savefig(path, dpi=150)
 
 
@@ -180,7 +186,7 @@ if __name__ == "__main__":
                 except FAILURES as error:
                     give_up(name, [env_id], error)
                 else:
-                    append(args.csv, env_id, name, number, steps, round(seconds, 3))
+                    append(args.csv, env_id, name, number, steps, round(seconds, 6))
                     progress.console.print(f"{env_id}, {name}, round {number}: {steps / seconds:,.0f} steps/s")
             progress.advance(task)
         progress.update(task, description="measured")

@@ -6,6 +6,7 @@ Its network ends with a linear layer as ours; it has no orthogonal initializatio
 value function (turned off here by a large bound).
 """
 
+import os
 import tempfile
 import time
 
@@ -45,7 +46,7 @@ if __name__ == "__main__":
             vf_clip_param=1e9,
         )  # fmt: skip
     )
-    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # short: there will be sockets in it
+    with tempfile.TemporaryDirectory(prefix="", dir=os.getcwd()) as directory:  # short: it will hold sockets
         ray.init(num_cpus=work.NUM_WORKERS + 1, include_dashboard=False, _temp_dir=directory)
         algorithm = config.build_algo()
         sampled = [algorithm.train()["env_runners"]["num_env_steps_sampled_lifetime"]]
