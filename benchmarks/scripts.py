@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,15 +24,17 @@ def call(command, directory, timeout=None, **variables):
             stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            process.wait(timeout)
+            how = f"failed with exit code {code}" if (code := process.wait(timeout)) else None
+        except subprocess.TimeoutExpired:
+            how = f"had not ended after {timeout:g} seconds"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     text = output.read_text(errors="replace")
-    if process.returncode:
+    if how:
         last = "\n".join(text.splitlines()[-15:])
-        raise RuntimeError(f"{' '.join(map(str, command))} failed with exit code {process.returncode}:\n{last}")
+        raise RuntimeError(f"{shlex.join(map(str, command))} {how}:\n{last}")
     return text
 
 

@@ -13,7 +13,6 @@ import csv
 import itertools
 import re
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +72,7 @@ PEERS = {
     "envpool": Peer("envpool", "envpool", "EnvPool", "CleanRL-style loop", "envpool"),
 }
 FIELDS = ["env_id", "system", "round", "steps", "seconds"]
-FAILURES = (RuntimeError, TimeoutError, subprocess.TimeoutExpired, ValueError)
+FAILURES = (RuntimeError, TimeoutError, ValueError)
 
 
 @dataclass
