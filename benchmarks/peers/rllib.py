@@ -2,8 +2,7 @@
 
     python -m benchmarks.peers.rllib CartPole-v1 25
 
-Its network ends with a linear layer as ours; it has no orthogonal initialization, and its loss is also clipped at the
-value function (turned off here by a large bound).
+What its loss has beyond ours, a KL penalty and a clipped value loss, is turned off.
 """
 
 import os

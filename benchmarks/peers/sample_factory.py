@@ -3,7 +3,7 @@
     python -m benchmarks.peers.sample_factory CartPole-v1 25
 
 It trains on whichever trajectories have arrived, so a few are older than in plain PPO; one inference process acts for
-both workers. It needs a Gymnasium without LunarLander-v3, and takes LunarLander-v2, which costs the same.
+both workers. It needs a Gymnasium without LunarLander-v3, and takes LunarLander-v2, which costs much the same.
 """
 
 import sys
