@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers --venvs ~/peers
 
-Sets the virtual environments up in the directory given (some gigabytes), then measures all systems in turn, ours
+Sets the virtual environments up in the directory given (some gigabytes; for Python 3.11 on Linux), then measures all systems in turn, ours
 included, `--rounds` times: the same work, in steady state, as in `benchmarks.throughput`. Every measurement is appended
 to `--csv`; those that are there already are not repeated, so to start afresh remove that file. A table (.md) and a plot
 (.png) are written beside it. Whoever cannot be installed or fails is named, and the others go on; `--rounds 0` only
@@ -11,6 +11,7 @@ sets up. Takes about an hour on two cores, and 10 GB of memory for Stable-Baseli
 
 import csv
 import itertools
+import os
 import re
 import signal
 import sys
@@ -24,6 +25,7 @@ import tyro
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from .. import work
 from ..scripts import call, measure
 from ..throughput import SYSTEMS, select, table
 
@@ -195,7 +197,9 @@ if __name__ == "__main__":
     shown = [name for name in everything if any((env_id, name) in rates for env_id in args.env_ids)]
     shown = {name: everything[name] for name in sorted(shown, key=speed.get, reverse=True)}
     if shown:
+        most = max(len(rounds) for rounds in rates.values())
         text = table(rates, shown, args.env_ids)
+        text += f"\n\nMedian and range of {most} rounds on {os.cpu_count()} cores, {work.NUM_ENVS} environments."
         args.csv.with_suffix(".md").write_text(text + "\n")
         plot(rates, shown, args.env_ids, args.csv.with_suffix(".png"))
         print(text)
