@@ -1,7 +1,10 @@
-"""Running a training script, ours or CleanRL's, in a directory that is then removed."""
+"""Running a script, ours or a peer's, in a directory that is then removed, and reading what it measured."""
 
+import contextlib
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,17 +15,64 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(script, *flags, python=sys.executable, **variables):
-    """Run a script with these environment variables; return its last charts/SPS, and its summary if it leaves one."""
+def call(command, directory, timeout=None, **variables):
+    """Run a command with these environment variables, and end all that it has started; return what it printed."""
+    output = Path(directory, "output.txt")  # a pipe would stay open for as long as any process that was left behind
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=directory, env={**os.environ, **variables}, start_new_session=True,
+            stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            how = f"failed with exit code {code}" if (code := process.wait(timeout)) else None
+        except subprocess.TimeoutExpired:
+            how = f"had not ended after {timeout:g} seconds"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    text = output.read_text(errors="replace")
+    if how:
+        last = "\n".join(text.splitlines()[-15:])
+        raise RuntimeError(f"{shlex.join(map(str, command))} {how}:\n{last}")
+    return text
+
+
+def train(script, *flags, python=sys.executable, timeout=None, **variables):
+    """Run a training script; return the scalars of its charts/SPS, and its summary if it leaves one."""
     script = Path(script).resolve()
     with tempfile.TemporaryDirectory() as directory:
         # A script of CleanRL's may import cleanrl_utils, which lies beside its folder.
         path = os.pathsep.join([str(script.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = {**os.environ, "PYTHONPATH": path, **variables}
-        command = [str(python), str(script), *flags]
-        subprocess.run(command, cwd=directory, env=env, check=True, stdout=subprocess.DEVNULL)
+        call([str(python), str(script), *flags], directory, timeout, PYTHONPATH=path, **variables)
         (folder,) = Path(directory, "runs").iterdir()
         events = EventAccumulator(str(folder))
         events.Reload()
         summary = folder / "summary.json"
-        return events.Scalars("charts/SPS")[-1].value, json.loads(summary.read_text()) if summary.exists() else None
+        return events.Scalars("charts/SPS"), json.loads(summary.read_text()) if summary.exists() else None
+
+
+def run(script, *flags, **arguments):
+    """Run a training script; return its last charts/SPS, and its summary if it leaves one."""
+    scalars, summary = train(script, *flags, **arguments)
+    return scalars[-1].value, summary
+
+
+def steady(script, *flags, **arguments):
+    """Run a training script; return its environment steps and seconds, without its first and its last iteration.
+
+    The last does not overlap with a next one, so what is between is as it would be in a run without an end.
+    """
+    scalars, _ = train(script, *flags, **arguments)
+    return scalars[-2].step - scalars[0].step, scalars[-2].wall_time - scalars[0].wall_time
+
+
+def measure(module, *arguments, python=sys.executable, timeout=None):
+    """Run a module of benchmarks that ends with `work.report`; return what it reports."""
+    with tempfile.TemporaryDirectory() as directory:
+        # HOME: some peers leave their logs there.
+        variables = {"PYTHONPATH": str(ROOT), "HOME": directory, "OMP_NUM_THREADS": "1"}
+        text = call([str(python), "-m", module, *map(str, arguments)], directory, timeout, **variables)
+    (line,) = (line for line in text.splitlines() if line.startswith('{"steps"'))
+    report = json.loads(line)
+    return report["steps"], report["seconds"]

@@ -1,0 +1,208 @@
+"""PPO training throughput of ClusterEnv beside its peers, each in a virtual environment of its own.
+
+    python -m benchmarks.peers --venvs ~/peers
+
+Sets the virtual environments up in the directory given (7 GB; the versions are those for Python 3.11 on Linux), then
+measures all systems in turn, ours included, `--rounds` times: the same work, in steady state, as
+`benchmarks.throughput` does. Every measurement is appended to `--csv`; those that are there already are not repeated,
+so to start afresh remove that file. A table (.md) and a plot (.png) are written beside it. Whoever cannot be installed
+or fails is named, and the others go on; `--rounds 0` only sets up. Takes about an hour on two cores, and 10 GB of
+memory for Stable-Baselines3's 64 processes.
+"""
+
+import csv
+import itertools
+import os
+import re
+import signal
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tyro
+from matplotlib.figure import Figure
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .. import work
+from ..scripts import call, measure
+from ..throughput import SYSTEMS, select, table
+
+HERE = Path(__file__).resolve().parent
+
+
+class Peer(NamedTuple):
+    venv: str
+    """the virtual environment, of requirements-VENV.txt"""
+    package: str
+    """as the requirements name it"""
+    title: str
+    """as its authors write it"""
+    details: str
+    """what follows title and version in the label"""
+    module: str
+    """the script in this folder"""
+    flags: tuple[str, ...] = ()
+    """what it is called with after environment and number of iterations"""
+
+    @property
+    def requirements(self):
+        return HERE / f"requirements-{self.venv}.txt"
+
+    @property
+    def label(self):
+        pattern = rf"^{re.escape(self.package)}==(\S+)"
+        version = re.search(pattern, self.requirements.read_text(), re.MULTILINE)[1]
+        return f"{self.title} {version}, {self.details}"
+
+    def measure(self, venvs, env_id, iterations, timeout):
+        python = venvs / self.venv / "bin" / "python"
+        return measure(
+            f"benchmarks.peers.{self.module}", env_id, iterations, *self.flags, python=python, timeout=timeout
+        )
+
+
+PEERS = {
+    "sb3-subproc": Peer(
+        "sb3", "stable-baselines3", "Stable-Baselines3", "SubprocVecEnv, 64 processes", "sb3", ("subproc",)
+    ),
+    "sb3-dummy": Peer("sb3", "stable-baselines3", "Stable-Baselines3", "DummyVecEnv, one process", "sb3", ("dummy",)),
+    "rllib": Peer("rllib", "ray[rllib]", "RLlib", "2 env runners", "rllib"),
+    "sample-factory": Peer("sample-factory", "sample-factory", "Sample Factory", "2 workers", "sample_factory"),
+    "torchrl": Peer("torchrl", "torchrl", "TorchRL", "2 collectors", "torchrl"),
+    "envpool": Peer("envpool", "envpool", "EnvPool", "CleanRL-style loop", "envpool"),
+}
+FIELDS = ["env_id", "system", "round", "steps", "seconds"]
+FAILURES = (RuntimeError, TimeoutError, ValueError)
+
+
+@dataclass
+class Args:
+    venvs: Path
+    """directory of the peers' virtual environments, made where they are missing"""
+    env_ids: tuple[str, ...] = ("CartPole-v1", "LunarLander-v3")
+    """the environments"""
+    only: tuple[str, ...] = ()
+    """what to measure, by name, such as `clusterenv sb3-dummy`; all if none is given"""
+    rounds: int = 5
+    """rounds, each of everything in turn"""
+    iterations: int = 25
+    """iterations of each measurement, of 8192 steps and one update"""
+    csv: Path = HERE.parent / "results" / "peers.csv"
+    """where the measurements are kept; table and plot go beside it"""
+    timeout: float = 600
+    """seconds until a measurement is given up"""
+    setup_timeout: float = 1800
+    """seconds until setting up a virtual environment is given up"""
+
+
+def set_up(peer, venvs, timeout):
+    """Make a peer's virtual environment as its requirements say, unless it is there."""
+    folder, wanted = venvs / peer.venv, peer.requirements.read_text()
+    done = folder / "installed.txt"
+    if done.exists() and done.read_text() == wanted:
+        return
+    call([sys.executable, "-m", "venv", "--clear", folder], venvs, timeout)
+    call([folder / "bin" / "python", "-m", "pip", "install", "-r", peer.requirements], venvs, timeout)
+    done.write_text(wanted)
+
+
+def read(path):
+    """Return the rates measured so far, {(env_id, system): {round: steps per second}}."""
+    rates = {}
+    if path.exists():
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                rate = float(row["steps"]) / float(row["seconds"])
+                rates.setdefault((row["env_id"], row["system"]), {})[int(row["round"])] = rate
+    return rates
+
+
+def append(path, *row):
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        csv.writer(file).writerows([FIELDS, row] if new else [row])
+
+
+def plot(rates, systems, env_ids, path):
+    figure = Figure(figsize=(9, 0.5 * len(systems) + 1), layout="constrained")
+    panels = figure.subplots(1, len(env_ids), sharey=True, squeeze=False)[0]
+    for axes, env_id in zip(panels, env_ids, strict=True):
+        for row, name in enumerate(systems):
+            if mine := rates.get((env_id, name)):
+                median, color = np.median(mine), "#0072B2" if name.startswith("clusterenv") else "#BBBBBB"
+                whiskers = [[median - min(mine)], [max(mine) - median]]
+                hatch = "//" if name == "floor" else None
+                axes.barh(row, median, xerr=whiskers, color=color, edgecolor="white", hatch=hatch, capsize=3)
+                text, offset = f"{median / 1000:.1f}k", {"xytext": (5, 0), "textcoords": "offset points"}
+                axes.annotate(text, (max(mine), row), va="center", **offset)
+        axes.set(title=env_id, yticks=range(len(systems)))
+        axes.set_yticklabels([label.replace(", ", "\n", 1) for label, _ in systems.values()])
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k")
+        axes.margins(x=0.2)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.invert_yaxis()  # all share it
+    figure.supxlabel("environment steps per second, training included", fontsize="medium")
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is ended
+    venvs, failed = args.venvs.resolve(), set()
+    venvs.mkdir(parents=True, exist_ok=True)
+    everything = SYSTEMS | {name: (peer.label, partial(peer.measure, venvs)) for name, peer in PEERS.items()}
+    systems = select(everything, args.only)
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as progress:
+
+        def give_up(name, env_ids, error):
+            failed.update((env_id, name) for env_id in env_ids)
+            message = f"FAILED: {name} on {', '.join(env_ids)}: {error}"
+            progress.console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+        chosen = {name: PEERS[name] for name in systems if name in PEERS}
+        task = progress.add_task("", total=len({peer.venv for peer in chosen.values()}))
+        for venv, names in itertools.groupby(chosen, key=lambda name: PEERS[name].venv):
+            progress.update(task, description=f"setting up {venv}")
+            names = list(names)
+            try:
+                set_up(PEERS[names[0]], venvs, args.setup_timeout)
+            except FAILURES as error:
+                for name in names:
+                    give_up(name, args.env_ids, error)
+            else:
+                progress.console.print(f"{venv} is set up")
+            progress.advance(task)
+        progress.update(task, description="set up")
+
+        todo = list(itertools.product(range(1, args.rounds + 1), args.env_ids, systems))
+        task = progress.add_task("", total=len(todo))
+        for number, env_id, name in todo:
+            progress.update(task, description=f"round {number}, {env_id}, {name}")
+            if number not in read(args.csv).get((env_id, name), {}) and (env_id, name) not in failed:
+                try:
+                    steps, seconds = systems[name][1](env_id, args.iterations, args.timeout)
+                except FAILURES as error:
+                    give_up(name, [env_id], error)
+                else:
+                    append(args.csv, env_id, name, number, steps, round(seconds, 6))
+                    progress.console.print(f"{env_id}, {name}, round {number}: {steps / seconds:,.0f} steps/s")
+            progress.advance(task)
+        progress.update(task, description="measured")
+
+    rates = {key: list(rounds.values()) for key, rounds in read(args.csv).items()}
+    speed = {name: np.median(rates.get((args.env_ids[-1], name), 0)) for name in everything}
+    shown = [name for name in everything if any((env_id, name) in rates for env_id in args.env_ids)]
+    shown = {name: everything[name] for name in sorted(shown, key=speed.get, reverse=True)}
+    if shown:
+        most = max(len(rounds) for rounds in rates.values())
+        text = table(rates, shown, args.env_ids)
+        text += f"\n\nMedian and range of {most} rounds on {os.cpu_count()} cores, {work.NUM_ENVS} environments."
+        args.csv.with_suffix(".md").write_text(text + "\n")
+        plot(rates, shown, args.env_ids, args.csv.with_suffix(".png"))
+        print(text)
+    if failed:
+        sys.exit("failed, see above: " + ", ".join(f"{name} on {env_id}" for env_id, name in sorted(failed)))

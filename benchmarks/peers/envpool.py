@@ -1,0 +1,14 @@
+"""EnvPool: the loop of benchmarks/single.py on environments in C++, stepped by threads.
+
+python -m benchmarks.peers.envpool CartPole-v1 25
+"""
+
+import envpool
+
+from benchmarks import work
+from benchmarks.single import train
+
+if __name__ == "__main__":
+    env_id, iterations, _ = work.arguments()
+    envs = envpool.make_gymnasium(env_id, num_envs=work.NUM_ENVS, seed=1)  # as many threads as it likes
+    work.report(*train(envs, envs.reset()[0], iterations))

@@ -1,0 +1,130 @@
+"""Training throughput of PPO: environment steps per second, beside a single process and beside no learner.
+
+    python -m benchmarks.throughput
+
+All do the work of `benchmarks/work.py`, in turn, `--rounds` times, with one torch thread per process: ppo_clusterenv.py
+on two workers, as it is and with `--overlap`; a loop in CleanRL's style in a single process, on SyncVectorEnv and on
+AsyncVectorEnv; and as the floor under any wall time, as many processes as we have workers that step and act, without
+learning or communicating. Steady state: imports, start-up and the first iteration are left out, of all alike. Prints
+medians, ranges, and ratios. Takes about a quarter of an hour on two cores.
+"""
+
+import itertools
+import multiprocessing
+import signal
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import tyro
+
+from . import collection, work
+from .scripts import ROOT, measure, steady
+
+
+@dataclass
+class Args:
+    env_ids: tuple[str, ...] = ("CartPole-v1", "LunarLander-v3")
+    """the environments"""
+    only: tuple[str, ...] = ()
+    """what to measure: names as printed; all if none is given"""
+    rounds: int = 5
+    """rounds, each of everything in turn"""
+    iterations: int = 25
+    """iterations of each measurement, of 8192 steps and one update"""
+    timeout: float = 600
+    """seconds until a measurement is given up"""
+
+
+def clusterenv(env_id, iterations, timeout, flags=()):
+    return steady(
+        ROOT / "ppo_clusterenv.py", "--env-id", env_id, "--total-timesteps", str(iterations * work.BATCH_SIZE),
+        "--num-workers", str(work.NUM_WORKERS), "--envs-per-worker", str(work.ENVS_PER_WORKER),
+        "--num-steps", str(work.NUM_STEPS), "--update-epochs", str(work.UPDATE_EPOCHS),
+        "--num-minibatches", str(work.NUM_MINIBATCHES), "--learning-rate", str(work.LEARNING_RATE),
+        "--eval-episodes", "1", "--no-cuda", *flags, timeout=timeout, OMP_NUM_THREADS="1",
+    )  # fmt: skip
+
+
+def overlapping(env_id, iterations, timeout):
+    return clusterenv(env_id, iterations, timeout, ["--overlap"])
+
+
+def single_sync(env_id, iterations, timeout):
+    return measure("benchmarks.single", env_id, iterations, "sync", timeout=timeout)
+
+
+def single_async(env_id, iterations, timeout):
+    return measure("benchmarks.single", env_id, iterations, "async", timeout=timeout)
+
+
+def floor(env_id, iterations, timeout):
+    """Step and act in as many processes as we have workers; the first round is warm-up."""
+    args = collection.Args(
+        env_id=env_id, envs_per_worker=work.ENVS_PER_WORKER, num_steps=work.NUM_STEPS, num_rollouts=iterations - 1
+    )
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    try:
+        for index in range(work.NUM_WORKERS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=collection.alone, args=(args, 1 + index * args.envs_per_worker, theirs))
+            process.start()
+            pipes.append(ours)
+            processes.append(process)
+        for _ in range(2):
+            start = time.perf_counter()
+            for pipe in pipes:
+                pipe.send(True)
+            for pipe in pipes:
+                if not pipe.poll(timeout):
+                    raise TimeoutError(f"the floor of {env_id} has not answered in {timeout:g} seconds")
+                pipe.recv()
+            seconds = time.perf_counter() - start
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return (iterations - 1) * work.BATCH_SIZE, seconds
+
+
+SYSTEMS = {  # name: (label, how to measure it)
+    "clusterenv": ("ClusterEnv, 2 workers", clusterenv),
+    "clusterenv-overlap": ("ClusterEnv, 2 workers, --overlap", overlapping),
+    "single-sync": ("CleanRL-style loop, SyncVectorEnv", single_sync),
+    "single-async": ("CleanRL-style loop, AsyncVectorEnv", single_async),
+    "floor": ("no learner, 2 processes that step and act", floor),
+}
+
+
+def table(rates, systems, env_ids):
+    """Return a table in Markdown: medians and ranges of `rates[env_id, name]`, and ratios to one process and floor."""
+    lines = ["| |" + "".join(f" {env_id}, steps/s | x single-sync | x floor |" for env_id in env_ids)]
+    lines.append("|---|" + "---|---|---|" * len(env_ids))
+    for name, (label, _) in systems.items():
+        cells = []
+        for env_id in env_ids:
+            mine, single, lowest = (rates.get((env_id, key), []) for key in (name, "single-sync", "floor"))
+            cells.append(f"{np.median(mine):,.0f} ({min(mine):,.0f} to {max(mine):,.0f})" if mine else "not measured")
+            for other in (single, lowest):
+                cells.append(f"{np.median(mine) / np.median(other):.2f}" if mine and other else "")
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def select(systems, only):
+    """Return those of the systems that `--only` names, or all."""
+    if unknown := set(only) - set(systems):
+        raise SystemExit(f"--only {' '.join(sorted(unknown))}: choose from {' '.join(systems)}")
+    return {name: system for name, system in systems.items() if name in only or not only}
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is ended
+    systems, rates = select(SYSTEMS, args.only), {}
+    for number, env_id, name in itertools.product(range(args.rounds), args.env_ids, systems):
+        steps, seconds = systems[name][1](env_id, args.iterations, args.timeout)
+        rates.setdefault((env_id, name), []).append(steps / seconds)
+        print(f"round {number + 1} of {args.rounds}, {env_id}, {name}: {steps / seconds:,.0f} steps/s", flush=True)
+    print(table(rates, systems, args.env_ids))
