@@ -6,7 +6,7 @@ train: .venv/installed
 	.venv/bin/python ppo_clusterenv.py
 
 test: .venv/installed
-	.venv/bin/python -m pytest -n auto
+	.venv/bin/python -m pytest -n 3 --dist worksteal
 
 lint: .venv/installed
 	.venv/bin/ruff check .

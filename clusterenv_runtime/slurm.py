@@ -149,7 +149,8 @@ class SlurmLauncher(LocalLauncher):
     def restart(self, index: int) -> None:
         if index in self._processes:
             self.kill(index)
-            if "task 0: " not in self._said(index):  # then not the worker ended, its node may be down
+            alone = set(self._places) == {self._allocation.head}  # listening for nobody else
+            if "task 0: " not in self._said(index) and not alone:  # not the worker ended: its node may be down
                 nodes = list(self._allocation.free)
                 self._places[index] = nodes[(nodes.index(self._places[index]) + 1) % len(nodes)]
             self._words[index].close()

@@ -24,6 +24,10 @@ def pytest_runtest_protocol(item):
         signal.signal(signal.SIGALRM, previous)
 
 
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: "tests/slurm/" not in item.nodeid)  # they wait most: beside them others compute
+
+
 def worker_commands():
     """The command lines of this process's workers that are alive, by pid."""
     commands = {}
