@@ -111,8 +111,8 @@ class SimulatedWorker:
 class Simulation:
     """Workers without environments of their own. Their canned rollouts are made by one real slice of environments."""
 
-    def __init__(self, weights_at, reply_bytes):
-        self.weights_at, self.reply_bytes = weights_at, reply_bytes  # shared with the head's process
+    def __init__(self, weights_at, frame_bytes):
+        self.weights_at, self.frame_bytes = weights_at, frame_bytes  # shared with the head's process
         self.envs = self.actor = self.observations = None
         self.parts = {}  # by number of steps
 
@@ -159,18 +159,18 @@ class Simulation:
         buffers = []
         tree = protocol.pack(value, buffers)
         message = protocol.frames(protocol.Reply(request.seq, tree, ["list", []], [], generator), *buffers)
-        self.reply_bytes[worker.index] = sum(map(len, message))
+        self.frame_bytes[: len(message)] = list(map(len, message))
         worker.socket.send_multipart(message, copy=False)
 
 
-def simulate(indices, flags, weights_at, reply_bytes):
+def simulate(indices, flags, weights_at, frame_bytes):
     """Be these workers until they are all told to close, or the head is gone."""
     torch.set_num_threads(1)
     flags = dict(zip(flags[::2], flags[1::2], strict=True))
     keys = read_key_file(flags["--key-file"]) if "--key-file" in flags else None
     context = zmq.Context()
     context.max_sockets = len(indices) + 1
-    versions, simulation, workers = protocol.shared_versions(), Simulation(weights_at, reply_bytes), {}
+    versions, simulation, workers = protocol.shared_versions(), Simulation(weights_at, frame_bytes), {}
     head, epoll = multiprocessing.parent_process().sentinel, select.epoll()
     epoll.register(head, select.EPOLLIN)
     for index in indices:
@@ -214,10 +214,10 @@ class SimulatedLauncher(Launcher):
 
     def start(self):
         self.weights_at = spawn.RawArray("d", self._num_workers)  # time.monotonic() when a worker last got any
-        self.reply_bytes = spawn.RawArray("q", self._num_workers)  # of its last answer
+        self.frame_bytes = spawn.RawArray("q", 32)  # of the last answer
         for i in range(len(self._processes)):
             indices = range(i, self._num_workers, len(self._processes))
-            arguments = indices, self._flags, self.weights_at, self.reply_bytes
+            arguments = indices, self._flags, self.weights_at, self.frame_bytes
             self._processes[i] = spawn.Process(target=simulate, args=arguments, daemon=True)
             self._processes[i].start()
 
@@ -254,7 +254,7 @@ def measure(args, observation, transport, mode, num_workers, pipe):
         envs.reset(seed=1)
         for _ in range(2):
             envs.rollout(policy, args.num_steps)
-        row["message_bytes"] = max(launcher.reply_bytes)
+        row["message_bytes"] = sum(launcher.frame_bytes)
 
         messages = steps = 0
         send_s = recv_s = 0.0  # of the main thread
