@@ -2,10 +2,10 @@
 
     python -m benchmarks.transport
 
-Canned rollouts, as in `benchmarks.scale`, of vectors (8 float32) and of Atari's stacked images (84 x 84 x 4 uint8), over
-ipc, tcp, and tcp with CURVE. Raw ZeroMQ is a ROUTER and as many DEALERs in another process, without copies on either
-side and with as many messages outstanding. What it receives it drops; ClusterEnv decodes, validates, and hands out
-writable arrays. They take turns, `--rounds` times; prints medians, their ratio, and the receiver's CPU per MB.
+Canned rollouts, as in `benchmarks.scale`, of vectors (8 float32) and of Atari's stacked images (84 x 84 x 4 uint8),
+over ipc, tcp, and tcp with CURVE. Raw ZeroMQ is a ROUTER, with as many DEALERs in another process, without copies on
+either side and with as many messages outstanding. What it receives it drops; ClusterEnv decodes, validates, and hands
+out writable arrays. They take turns, `--rounds` times; prints medians, their ratio, and the receiver's CPU per MB.
 """
 
 import multiprocessing
@@ -82,8 +82,8 @@ class Raw:
         self.socket.rcvtimeo = 20_000
         self.identities = [self.socket.recv_multipart()[0] for _ in range(num_workers)]
 
-    def send(self, identity=None):
-        for identity in self.identities if identity is None else [identity]:
+    def send(self, *identities):
+        for identity in identities or self.identities:
             self.socket.send_multipart([identity, b"more"])
 
     def recv(self):
@@ -113,15 +113,6 @@ def stream(send, recv, args):
     for _ in range(args.outstanding * args.num_workers):
         recv()
     return rates
-
-
-def rollouts(envs, policy, args):
-    """As `stream`, by `rollout`, which joins the workers' parts."""
-    messages, start, cpu = 0, time.perf_counter(), time.process_time()
-    while time.perf_counter() < start + args.seconds:
-        envs.rollout(policy, args.num_steps, overlap=True)
-        messages += args.num_workers
-    return messages / (time.perf_counter() - start), (time.process_time() - cpu) / messages
 
 
 def compare(args, observation, transport):
