@@ -269,7 +269,7 @@ class ClusterEnv(WorkerVectorEnv):
 
     def _acted(self, worker: int, part: dict[str, Any]) -> None:
         self._waiting_seconds[worker] += part["waited"]
-        self._store.acted(worker, self.single_observation_space, part)
+        self._store.acted(worker, part)
         self._recovery.saw(worker, part["next_observations"])
 
     def _assert_can_act(self, method: str, num_steps: int) -> None:
