@@ -79,7 +79,9 @@ class Head:
         self._former: set[bytes] = set()  # identities of the lost: what still comes from them is of no use
         # seq -> worker, request and its buffers, of what is not answered, oldest first
         self._outstanding: dict[int, tuple[int, Message, tuple[Any, ...]]] = {}
-        self._replies: dict[int, tuple[Reply, list[Any]]] = {}  # seq -> what nobody has taken yet, oldest first
+        # seq -> frames of what nobody has taken yet, oldest first. They are decoded again when taken: decoded, thousands
+        # of them would be so many objects that Python's garbage collector takes more time than all the rest.
+        self._replies: dict[int, list[zmq.Frame]] = {}
         self._errors: list[tuple[Link, Error]] = []  # that are to be raised
         self._next_look = 0.0  # at the workers' processes
         self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
@@ -215,7 +217,7 @@ class Head:
         """Whether there is an error that the next wait will raise."""
         return bool(self._errors)
 
-    def _handle(self, link: Link | None, message: Any, buffers: list[Any]) -> None:
+    def _handle(self, link: Link | None, message: Any, frames: list[zmq.Frame]) -> None:
         if link is None:
             return  # of no worker we know
         if isinstance(message, Pull):  # also for a request given up since: that worker waits all the same
@@ -232,7 +234,7 @@ class Head:
             self._outstanding.pop(seq, None)
         elif isinstance(message, Reply) and expected:  # else late or duplicate
             del self._outstanding[seq]
-            self._replies[seq] = (message, buffers)
+            self._replies[seq] = frames
             link.losses = 0
             self._recovery.answered(link.index, message.generator)
         elif isinstance(message, Reply) and seq == link.setup:
@@ -241,7 +243,8 @@ class Head:
             logger.warning("%s could not do again what its predecessor did: %s", self.describe(link), message.message)
 
     def _open(self, seq: int, copy: bool) -> Reply:
-        reply, buffers = self._replies.pop(seq)
+        header, *buffers = [frame.buffer for frame in self._replies.pop(seq)]
+        reply = protocol.decode_answer(header)
         reply.value = protocol.unpack(reply.value, buffers, copy)
         reply.infos = protocol.unpack(reply.infos, buffers)
         return reply
@@ -310,7 +313,7 @@ class Head:
             self._drop(identity.bytes, "a %s of a stranger", type(message).__name__)
         else:
             link.heard = time.monotonic()
-            self._handle(link, message, [frame.buffer for frame in frames[1:]])
+            self._handle(link, message, frames)
         return True
 
     def _look(self, awaited: list[Link]) -> None:
