@@ -33,10 +33,8 @@ class Args:
     """ipc, tcp, tcp+curve"""
     num_workers: int = 2
     """simulated workers, and raw sockets, in one process"""
-    envs_per_worker: int = 8
-    """environments of each worker"""
     num_steps: int = 128
-    """steps of a rollout"""
+    """steps of a rollout, in 32 (vectors) or 8 (images) environments"""
     outstanding: int = 2
     """messages each worker is ahead"""
     seconds: float = 2
@@ -117,8 +115,9 @@ def stream(send, recv, args):
 
 def compare(args, observation, transport):
     shape, dtype, _, weight_bytes = OBSERVATIONS[observation]
+    envs_per_worker = {"vector": 32, "image": 8}[observation]  # as ppo_clusterenv.py has, and as is usual for Atari
     launcher, policy = SimulatedLauncher(1), CategoricalPolicy(Corner(weight_bytes))
-    env_fns = [lambda: IdleEnv(shape, dtype)] * (args.num_workers * args.envs_per_worker)
+    env_fns = [lambda: IdleEnv(shape, dtype)] * (args.num_workers * envs_per_worker)
     with ClusterEnv(env_fns, args.num_workers, launcher=launcher, **TRANSPORTS[transport]) as envs:
         envs.reset(seed=1)
         envs.rollout(policy, args.num_steps)

@@ -124,8 +124,7 @@ class PolicyStore:
         states = sampled_states(part["rewards"].size)[chosen]
 
         def choose(leaf: np.ndarray) -> np.ndarray:
-            flat = leaf.reshape(-1, *leaf.shape[2:])
-            return flat if len(flat) == len(states) else flat[states]  # a copy, so as not to keep all
+            return leaf.reshape(-1, *leaf.shape[2:])[states]  # a copy: the user may write to what this is a view of
 
         recent = self._recent[worker]
         if part["version"] != self.behavior[worker]:  # else the same policy: more of the same
