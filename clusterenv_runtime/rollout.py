@@ -49,12 +49,12 @@ class Rollout:
             return map_space(lambda *leaves: concatenate(leaves, axis, order), space, *trees)
 
         sizes = [len(part["rewards"][0]) for part in parts]
-        first_rows, num_envs = np.cumsum([0, *sizes[:-1]]), sum(sizes)
 
         def global_order(flat: Iterable[np.ndarray]) -> Any:
             """Order by step, then environment, what each worker has numbered ``step * its environments + one``."""
             if len(parts) == 1:
                 return ...
+            first_rows, num_envs = np.cumsum([0, *sizes[:-1]]), sum(sizes)
             numbers = [k // n * num_envs + first + k % n for k, n, first in zip(flat, sizes, first_rows, strict=True)]
             return np.argsort(np.concatenate(numbers))
 
@@ -77,8 +77,8 @@ class _Memory:
     """What an array looks at, for another to look at and to write to."""
 
     def __init__(self, array: np.ndarray) -> None:
-        self.array = array  # owns it
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+        interface = array.__array_interface__
+        self.array, self.__array_interface__ = array, {**interface, "data": (interface["data"][0], False)}
 
 
 def _writable(array: np.ndarray) -> np.ndarray:
