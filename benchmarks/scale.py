@@ -57,6 +57,7 @@ COLUMNS = {
     "cpu_us_per_message": ",.0f",
     "cpu_ms_per_mb": ".2f",
     "main_us_per_message": ",.0f",
+    "main_share": ".2f",
     "recv_us": ",.0f",
     "send_us": ",.0f",
     "publish_s": ".3f",
@@ -133,8 +134,8 @@ class Simulation:
 
     def __init__(self, weights_at, frame_bytes):
         self.weights_at, self.frame_bytes = weights_at, frame_bytes  # shared with the head's process
-        self.envs = self.actor = self.observations = None
-        self.parts = {}  # by number of steps
+        self.envs = self.actor = None
+        self.canned = {}  # (number of steps, version): a value and its buffers
 
     def answer(self, worker, request, buffers):
         if worker.pulling and not isinstance(request, protocol.Weights | protocol.Ping):
@@ -153,34 +154,37 @@ class Simulation:
                 worker.later.append((request, buffers))
                 worker.socket.send_multipart(protocol.frames(protocol.Pull(request.seq, worker.version)))
             case protocol.Collect():
-                if request.num_steps not in self.parts:
-                    self.parts[request.num_steps] = self.envs.collect(self.actor, request.num_steps)
-                part = {"version": worker.version, "waited": 0.0, **self.parts[request.num_steps]}
-                self.reply(worker, request, part, self.generator)
+                if (request.num_steps, worker.version) not in self.canned:
+                    part = self.envs.collect(self.actor, request.num_steps)
+                    part = {"version": worker.version, "waited": 0.0, **part}
+                    self.canned[request.num_steps, worker.version] = pack(part)
+                self.reply(worker, request, self.canned[request.num_steps, worker.version], self.generator)
             case protocol.Reset():
                 self.reply(worker, request, self.observations)
-            case protocol.Setup() | protocol.Structure():
-                if isinstance(request, protocol.Structure):
-                    worker.version = 0
-                if isinstance(request, protocol.Setup) and self.envs is None:
+            case protocol.Setup():
+                if self.envs is None:
                     self.envs = EnvSlice(**pickle.loads(buffers[0]))
-                    self.observations, _ = self.envs.reset(seed=1)
-                elif isinstance(request, protocol.Structure) and self.actor is None:
+                    self.observations = pack(self.envs.reset(seed=1)[0])
+                self.reply(worker, request)
+            case protocol.Structure():
+                worker.version = 0
+                if self.actor is None:
                     generator = torch.Generator()
-                    self.actor, self.generator = (
-                        Actor(pickle.loads(buffers[0]), generator),
-                        generator.get_state().numpy().tobytes(),
-                    )
-                    for tensor in self.actor.policy._tensors():
-                        tensor.zero_()
-                self.reply(worker, request, None)
+                    self.generator = generator.get_state().numpy().tobytes()
+                    self.actor = Actor(pickle.loads(buffers[0]), generator)
+                    self.actor.policy.load_flat_weights(bytes(self.actor.policy.flat_weights().numel()))  # all zero
+                self.reply(worker, request)
 
-    def reply(self, worker, request, value, generator=b""):
-        buffers = []
-        tree = protocol.pack(value, buffers)
-        message = protocol.frames(protocol.Reply(request.seq, tree, ["list", []], [], generator), *buffers)
+    def reply(self, worker, request, canned=(None, ()), generator=b""):
+        value, buffers = canned
+        message = protocol.frames(protocol.Reply(request.seq, value, ["list", []], [], generator), *buffers)
         self.frame_bytes[: len(message)] = list(map(len, message))
         worker.socket.send_multipart(message, copy=False)
+
+
+def pack(value):
+    buffers = []
+    return protocol.pack(value, buffers), buffers
 
 
 def simulate(indices, flags, weights_at, frame_bytes):
@@ -367,7 +371,7 @@ def extrapolate(rows):
     head = 1e9 / max(row["main_ms_per_mb"], other_ms_per_mb)
     limit = "Python" if row["main_ms_per_mb"] > other_ms_per_mb else "libzmq's thread"
     return (
-        f"{row['main_ms_per_mb']:.2f} + {other_ms_per_mb:.2f} ms of CPU per MB (main + other threads): "
+        f"{row['message_bytes'] / 1e3:,.1f} kB a message, {row['main_ms_per_mb']:.2f} + {other_ms_per_mb:.2f} ms of CPU per MB (main + other threads): "
         f"{head / 1e9:.2f} GB/s, {head * 8 / 1e9:.1f} Gbit/s, {min(head, NETWORK) / step_bytes:,.0f} steps/s; "
         f"limit: {'network' if head > NETWORK else limit}"
     )

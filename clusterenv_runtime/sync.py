@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .policy import Policy
 
 SYNC_MODES = ("kl", "interval", "always", "never")
-# States per worker on which the divergence is measured; fewer if there would be more of all workers than the second.
+# States on which the divergence is measured: of each worker at most, and of all together, but for 16 of each at least.
 KL_STATES, ALL_KL_STATES = 256, 8192
 
 
