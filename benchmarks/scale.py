@@ -371,9 +371,9 @@ def extrapolate(rows):
     head = 1e9 / max(row["main_ms_per_mb"], other_ms_per_mb)
     limit = "Python" if row["main_ms_per_mb"] > other_ms_per_mb else "libzmq's thread"
     return (
-        f"{row['message_bytes'] / 1e3:,.1f} kB a message, {row['main_ms_per_mb']:.2f} + {other_ms_per_mb:.2f} ms of CPU per MB (main + other threads): "
-        f"{head / 1e9:.2f} GB/s, {head * 8 / 1e9:.1f} Gbit/s, {min(head, NETWORK) / step_bytes:,.0f} steps/s; "
-        f"limit: {'network' if head > NETWORK else limit}"
+        f"messages of {row['message_bytes'] / 1e3:,.1f} kB, {row['main_ms_per_mb']:.2f} + {other_ms_per_mb:.2f} ms of CPU "
+        f"per MB (main + other threads): {head / 1e9:.2f} GB/s, {head * 8e-9:.1f} Gbit/s, "
+        f"{min(head, NETWORK) / step_bytes:,.0f} steps/s; limit: {'network' if head > NETWORK else limit}"
     )
 
 
@@ -388,12 +388,12 @@ def plot(groups, path):
         "storm_s": "pull storm (s)",
     }
     for ax, (key, label) in zip(axes, panels.items(), strict=True):
+        colors = {}
         for (observation, transport, mode), rows in groups.items():
-            if key == "storm_s" and mode != "send/recv":
-                continue
-            style = "-o" if mode == "send/recv" else "--s"
+            color = colors.setdefault((observation, transport), f"C{len(colors)}")
+            style = {"color": color, "marker": "o", "linestyle": "-" if mode == "send/recv" else "--"}
             numbers = [row["workers"] for row in rows]
-            ax.loglog(numbers, [row[key] for row in rows], style, label=f"{observation}, {transport}, {mode}")
+            ax.loglog(numbers, [row[key] for row in rows], **style, label=f"{observation}, {transport}, {mode}")
         ax.set(xlabel="workers", title=label)
         ax.grid(alpha=0.3)
     axes[0].legend(fontsize=7)
