@@ -371,8 +371,8 @@ def extrapolate(rows):
     head = 1e9 / max(row["main_ms_per_mb"], other_ms_per_mb)
     limit = "Python" if row["main_ms_per_mb"] > other_ms_per_mb else "libzmq's thread"
     return (
-        f"messages of {row['message_bytes'] / 1e3:,.1f} kB, {row['main_ms_per_mb']:.2f} + {other_ms_per_mb:.2f} ms of CPU "
-        f"per MB (main + other threads): {head / 1e9:.2f} GB/s, {head * 8e-9:.1f} Gbit/s, "
+        f"messages of {row['message_bytes'] / 1e3:,.1f} kB, {row['main_ms_per_mb']:.2f} + {other_ms_per_mb:.2f} ms of "
+        f"CPU per MB (main + other threads): {head / 1e9:.2f} GB/s, {head * 8e-9:.1f} Gbit/s, "
         f"{min(head, NETWORK) / step_bytes:,.0f} steps/s; limit: {'network' if head > NETWORK else limit}"
     )
 
