@@ -79,8 +79,8 @@ class Head:
         self._former: set[bytes] = set()  # identities of the lost: what still comes from them is of no use
         # seq -> worker, request and its buffers, of what is not answered, oldest first
         self._outstanding: dict[int, tuple[int, Message, tuple[Any, ...]]] = {}
-        # seq -> frames of what nobody has taken yet, oldest first. They are decoded again when taken: so many objects
-        # would thousands of decoded ones be that Python's garbage collector takes more time than all the rest.
+        # seq -> frames of what nobody has taken yet, oldest first. They are decoded again when taken: thousands,
+        # held decoded, are so many objects that Python's garbage collector takes more time than all the rest.
         self._replies: dict[int, list[zmq.Frame]] = {}
         self._errors: list[tuple[Link, Error]] = []  # that are to be raised
         self._next_look = 0.0  # at the workers' processes

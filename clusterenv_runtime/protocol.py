@@ -146,7 +146,6 @@ def set_limits(socket: zmq.Socket[bytes], silence: float) -> None:
 
 
 _DTYPE = re.compile(r"[<>|][biufcSUmM]\d{1,9}(\[\w+\])?")  # plain data of a fixed size
-
 _CONTAINERS = {"list": list, "tuple": tuple, "GraphInstance": lambda items: GraphInstance(*items)}
 
 
