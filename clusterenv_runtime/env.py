@@ -204,7 +204,7 @@ class ClusterEnv(WorkerVectorEnv):
         pulling = []  # workers that have nothing else to do, and that will ask for weights now
         for index in range(self.num_workers) if worker is None else [worker]:
             request = self._store.request(index, num_steps)
-            if index not in self._granted.values() and self._rule.wants_pull(self._store.held[index], request):
+            if self._rule.wants_pull(self._store.held[index], request) and index not in self._granted.values():
                 pulling.append(index)
             self._granted[self._head.ask(index, request, *self._recovery.generator(index))] = index
 
@@ -223,10 +223,12 @@ class ClusterEnv(WorkerVectorEnv):
             NoAsyncCallError: there is nothing outstanding.
         """
         self._assert_is_running()
-        seqs = [seq for seq, index in self._granted.items() if worker in (None, index)]
+        seqs = self._granted  # of all; or the oldest of one
+        if worker is not None:
+            seqs = [seq for seq, index in seqs.items() if index == worker][:1]
         if not seqs:
             raise NoAsyncCallError("Calling `recv` without any prior call to `send`.", "recv")
-        seq, reply = self._head.first(seqs[:1] if worker is not None else seqs)
+        seq, reply = self._head.first(seqs)
         index = self._granted.pop(seq)
         self._acted(index, reply.value)
         rows = self._head.links[index].rows
@@ -267,7 +269,7 @@ class ClusterEnv(WorkerVectorEnv):
 
     def _acted(self, worker: int, part: dict[str, Any]) -> None:
         self._waiting_seconds[worker] += part["waited"]
-        self._store.acted(worker, self.single_observation_space, part)
+        self._store.acted(worker, part)
         self._recovery.saw(worker, part["next_observations"])
 
     def _assert_can_act(self, method: str, num_steps: int) -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -79,7 +79,9 @@ class Head:
         self._former: set[bytes] = set()  # identities of the lost: what still comes from them is of no use
         # seq -> worker, request and its buffers, of what is not answered, oldest first
         self._outstanding: dict[int, tuple[int, Message, tuple[Any, ...]]] = {}
-        self._replies: dict[int, tuple[Reply, list[Any]]] = {}  # seq -> what nobody has taken yet, oldest first
+        # seq -> frames of what nobody has taken yet, oldest first. They are decoded again when taken: thousands,
+        # held decoded, are so many objects that Python's garbage collector takes more time than all the rest.
+        self._replies: dict[int, list[zmq.Frame]] = {}
         self._errors: list[tuple[Link, Error]] = []  # that are to be raised
         self._next_look = 0.0  # at the workers' processes
         self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
@@ -138,7 +140,7 @@ class Head:
             EnvError: an environment raised; or the exception itself, if it is Python's or Gymnasium's, caused by this.
         """
         try:
-            self.wait_until(lambda: not any(seq in self._outstanding for seq in seqs), seqs, timeout)
+            self._wait(self._answered(seqs), lambda: self._awaited(seqs), timeout)
         except BaseException:
             self.forget(seqs)
             raise
@@ -150,25 +152,45 @@ class Head:
             self._outstanding.pop(seq, None)
             self._replies.pop(seq, None)
 
-    def first(self, seqs: Iterable[int]) -> tuple[int, Reply]:
+    def first(self, seqs: Collection[int]) -> tuple[int, Reply]:
         """Return the first of these requests to be answered, and the reply, with views of its message."""
-        self.wait_until(lambda: self.failed or any(seq in self._replies for seq in seqs), seqs)
-        seq = next(seq for seq in self._replies if seq in seqs)  # in the order of their arrival
+
+        def arrived() -> int | None:
+            # One is looked up; of many, the first reply is almost always one.
+            some, others = (seqs, self._replies) if len(seqs) == 1 else (self._replies, seqs)
+            return next((seq for seq in some if seq in others), None)
+
+        self.wait_until(lambda: self.failed or arrived() is not None, seqs)
+        seq = arrived()
         return seq, self._open(seq, copy=False)
 
-    def wait_until(self, done: Callable[[], bool], seqs: Iterable[int], timeout: float | None = None) -> None:
+    def wait_until(self, done: Callable[[], bool], seqs: Iterable[int]) -> None:
         """Answer pulls and keep replies until ``done``, as long as the workers of ``seqs`` live; see `gather`.
 
         Also if it is done already: whoever waits for weights waits behind others' replies.
         """
-
-        def awaited() -> list[Link]:
-            return [self.links[worker] for seq, (worker, *_) in self._outstanding.items() if seq in seqs]
-
-        self._wait(done, awaited, timeout)
+        answered = self._answered(seqs)
+        self._wait(lambda: done() or answered(), lambda: self._awaited(seqs))
         if not done():
             gone = ", ".join(self.describe(link) for link in self.links if link.ended)
             raise WorkerDiedError(f"there will be no answer: {gone} is gone")
+
+    def _answered(self, seqs: Iterable[int]) -> Callable[[], bool]:
+        """Return a function that says whether none of these requests is outstanding, be it asked ever so often."""
+        rest, seq = iter(seqs), None
+
+        def answered() -> bool:
+            nonlocal seq
+            while seq not in self._outstanding:  # what has been answered is not asked again
+                if (seq := next(rest, None)) is None:
+                    return True
+            return False
+
+        return answered
+
+    def _awaited(self, seqs: Iterable[int]) -> list[Link]:
+        workers = {self._outstanding[seq][0] for seq in seqs if seq in self._outstanding}
+        return [self.links[worker] for worker in sorted(workers)]
 
     def _wait(self, done: Callable[[], bool], awaited: Callable[[], list[Link]], timeout: float | None = None) -> None:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -181,7 +203,7 @@ class Head:
                 raise Interrupted("interrupted while waiting for workers")
             if time.monotonic() > self._next_look:
                 self._look(awaited())
-            if done() or not awaited():
+            if done():
                 break
             if time.monotonic() >= deadline:
                 raise DeadlineError("No answer from " + ", ".join(map(self.describe, awaited())))
@@ -195,7 +217,7 @@ class Head:
         """Whether there is an error that the next wait will raise."""
         return bool(self._errors)
 
-    def _handle(self, link: Link | None, message: Any, buffers: list[Any]) -> None:
+    def _handle(self, link: Link | None, message: Any, frames: list[zmq.Frame]) -> None:
         if link is None:
             return  # of no worker we know
         if isinstance(message, Pull):  # also for a request given up since: that worker waits all the same
@@ -212,7 +234,7 @@ class Head:
             self._outstanding.pop(seq, None)
         elif isinstance(message, Reply) and expected:  # else late or duplicate
             del self._outstanding[seq]
-            self._replies[seq] = (message, buffers)
+            self._replies[seq] = frames
             link.losses = 0
             self._recovery.answered(link.index, message.generator)
         elif isinstance(message, Reply) and seq == link.setup:
@@ -221,7 +243,8 @@ class Head:
             logger.warning("%s could not do again what its predecessor did: %s", self.describe(link), message.message)
 
     def _open(self, seq: int, copy: bool) -> Reply:
-        reply, buffers = self._replies.pop(seq)
+        header, *buffers = [frame.buffer for frame in self._replies.pop(seq)]
+        reply = protocol.decode_answer(header)
         reply.value = protocol.unpack(reply.value, buffers, copy)
         reply.infos = protocol.unpack(reply.infos, buffers)
         return reply
@@ -290,7 +313,7 @@ class Head:
             self._drop(identity.bytes, "a %s of a stranger", type(message).__name__)
         else:
             link.heard = time.monotonic()
-            self._handle(link, message, [frame.buffer for frame in frames[1:]])
+            self._handle(link, message, frames)
         return True
 
     def _look(self, awaited: list[Link]) -> None:

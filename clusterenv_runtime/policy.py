@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,8 @@ class Policy(nn.Module):
         self.eval()  # as on the workers
         sizes = [len(params) for params in behavior_params]
         behavior = torch.as_tensor(np.concatenate(behavior_params), device=self.device)
-        batch = [to_tensor(part, self.device) for part in observations]
         try:
-            params = self(_concatenate(batch))
+            params = self(to_tensor(_concatenate(observations), self.device))
         finally:
             for module in training:
                 module.training = True
@@ -105,12 +105,12 @@ class Policy(nn.Module):
             raise ValueError(f"the weights have {len(flat)} bytes, this policy has {start}")
 
 
-def _concatenate(batch: list[Any]) -> Any:
+def _concatenate(batch: Sequence[Any]) -> Any:
     if isinstance(batch[0], dict):
         return {key: _concatenate([part[key] for part in batch]) for key in batch[0]}
     if isinstance(batch[0], tuple):
         return tuple(_concatenate(list(parts)) for parts in zip(*batch, strict=True))
-    return torch.cat(batch)
+    return np.concatenate(batch)
 
 
 class CategoricalPolicy(Policy):

@@ -9,6 +9,7 @@ arrays, numbers, strings, bytes, None and containers of these, and nothing else.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import platform
 import re
@@ -127,6 +128,7 @@ decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
+@functools.cache
 def shared_versions() -> dict[str, str]:
     """Versions that head and worker must share, because pickled code and tensors cross between them."""
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,29 +36,31 @@ class Rollout:
     def join(cls, space: Space, parts: list[dict[str, Any]], rows: np.ndarray) -> Rollout:
         """Join the workers' parts, given in row order; ``space`` is the single observation space."""
 
-        def concatenate(leaves: Sequence[np.ndarray], axis: int) -> np.ndarray:
-            return np.concatenate(leaves, axis) if len(leaves) > 1 else leaves[0].copy()
+        def concatenate(leaves: Sequence[np.ndarray], axis: int, order: Any) -> np.ndarray:
+            if len(leaves) > 1:
+                return np.concatenate(leaves, axis)[order]
+            return _writable(leaves[0]) if axis == 1 else leaves[0].copy()  # the head keeps the last observations
 
         def join(name: str, axis: int, order: Any = ...) -> np.ndarray:
-            return concatenate([part[name] for part in parts], axis)[order]
+            return concatenate([part[name] for part in parts], axis, order)
 
         def join_observations(name: str, axis: int, order: Any = ...) -> Any:
             trees = [part[name] for part in parts]
-            return map_space(lambda *leaves: concatenate(leaves, axis)[order], space, *trees)
+            return map_space(lambda *leaves: concatenate(leaves, axis, order), space, *trees)
 
         sizes = [len(part["rewards"][0]) for part in parts]
-        first_rows, num_envs = np.cumsum([0, *sizes[:-1]]), sum(sizes)
 
-        def global_order(flat: list[np.ndarray]) -> Any:
+        def global_order(flat: Iterable[np.ndarray]) -> Any:
             """Order by step, then environment, what each worker has numbered ``step * its environments + one``."""
             if len(parts) == 1:
                 return ...
+            first_rows, num_envs = np.cumsum([0, *sizes[:-1]]), sum(sizes)
             numbers = [k // n * num_envs + first + k % n for k, n, first in zip(flat, sizes, first_rows, strict=True)]
             return np.argsort(np.concatenate(numbers))
 
         # Not every environment counts every episode.
-        ended = global_order([np.flatnonzero(part["terminations"] | part["truncations"]) for part in parts])
-        counted = global_order([part["episodes"] for part in parts])
+        ended = global_order(np.flatnonzero(part["terminations"] | part["truncations"]) for part in parts)
+        counted = global_order(part["episodes"] for part in parts)
         return cls(
             rows=rows,
             observations=join_observations("observations", 1),
@@ -69,3 +71,16 @@ class Rollout:
             episodic_lengths=join("episodic_lengths", 0, counted),
             **{name: join(name, 1) for name in ("actions", "logprobs", "rewards", "terminations", "truncations")},
         )
+
+
+class _Memory:
+    """What an array looks at, for another to look at and to write to."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        interface = array.__array_interface__
+        self.array, self.__array_interface__ = array, {**interface, "data": (interface["data"][0], False)}
+
+
+def _writable(array: np.ndarray) -> np.ndarray:
+    """Return a copy of a view of a received message; or if it is large the message's memory, which is nobody else's."""
+    return array.copy() if array.nbytes < 2**16 or not array.flags.aligned else np.asarray(_Memory(array))

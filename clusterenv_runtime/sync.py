@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from .policy import Policy
 
 SYNC_MODES = ("kl", "interval", "always", "never")
-KL_STATES = 256  # states per worker on which the divergence is measured
+# States on which the divergence is measured: of each worker at most, and of all together, but for 16 of each at least.
+KL_STATES, ALL_KL_STATES = 256, 8192
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,16 @@ class SyncRule:
 
 
 @functools.cache
-def sampled_states(num_states: int) -> np.ndarray:
+def sampled_states(num_states: int, most: int = KL_STATES) -> np.ndarray:
     """Indices of the evenly spread states the divergence is measured on, the same at worker and head."""
-    return np.linspace(0, num_states - 1, min(num_states, KL_STATES)).astype(np.int64)
+    return np.linspace(0, num_states - 1, min(num_states, most)).astype(np.int64)
 
 
 class PolicyStore:
     """The head's side of APS: the published version, who pulled it, and how far each worker has diverged."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, space: Space) -> None:
+        self._space, self._most = space, min(KL_STATES, max(ALL_KL_STATES // num_workers, 16))
         self.version = 0  # +1 at each publish
         self.structure, self._since = b"", 0  # cloudpickle of the policy without its weights, its first version
         self.pulls = np.zeros(num_workers, np.int64)  # cumulative, per worker
@@ -75,8 +77,8 @@ class PolicyStore:
         self.held = [0] * num_workers  # the version last sent to each worker; 0 for none of this structure
         self.behavior = [0] * num_workers  # the version each worker acted on when last heard of; 0 for unknown
         self._measured = [0] * num_workers  # the version whose divergence is known; 0 for none
-        # (observations, parameters) of what each worker has seen lately under that version.
-        self._recent: list[tuple[Any, np.ndarray]] = [(None, np.empty(0))] * num_workers
+        # (observations, parameters) of what each worker has seen lately under that version, oldest first.
+        self._recent: list[list[tuple[Any, np.ndarray]]] = [[] for _ in range(num_workers)]
         self._policy: Policy | None = None
 
     def publish(self, policy: Policy) -> bool:
@@ -98,26 +100,39 @@ class PolicyStore:
         self._measured = list(self.behavior)
         known = [worker for worker, version in enumerate(self.behavior) if version]
         if known:
-            self.divergence[known] = policy.divergence(*zip(*(self._recent[worker] for worker in known), strict=True))
+            recent = [self._join(self._recent[worker]) for worker in known]
+            self.divergence[known] = policy.divergence(*zip(*recent, strict=True))
         return changed
+
+    def _join(self, recent: list[tuple[Any, np.ndarray]]) -> tuple[Any, np.ndarray]:
+        def join(*leaves: np.ndarray) -> np.ndarray:
+            return np.concatenate(leaves)[-self._most :]
+
+        seen, params = zip(*recent, strict=True)
+        return map_space(join, self._space, *seen), join(*params)
 
     def lost(self, worker: int) -> None:
         """Forget what a worker held: another process comes in its place."""
         self.held[worker] = self.behavior[worker] = 0
         self.divergence[worker] = math.inf
 
-    def acted(self, worker: int, space: Space, part: dict[str, Any]) -> None:
+    def acted(self, worker: int, part: dict[str, Any]) -> None:
         """Keep some of what ``worker`` saw in its part of a rollout, and its policy's distribution parameters there."""
         if part["version"] < self._since:
             return  # another structure
-        states = sampled_states(part["rewards"].size)
-        seen = map_space(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[states], space, part["observations"])
-        params = part["params"]
-        if part["version"] == self.behavior[worker]:  # the same policy: more of the same
-            before, params_before = self._recent[worker]
-            seen = map_space(lambda *leaves: np.concatenate(leaves)[-KL_STATES:], space, before, seen)
-            params = np.concatenate([params_before, params])[-KL_STATES:]
-        self.behavior[worker], self._recent[worker] = part["version"], (seen, params)
+        chosen = sampled_states(len(part["params"]), self._most)
+        states = sampled_states(part["rewards"].size)[chosen]
+
+        def choose(leaf: np.ndarray) -> np.ndarray:
+            return leaf.reshape(-1, *leaf.shape[2:])[states]  # a copy: the user may write to what this is a view of
+
+        recent = self._recent[worker]
+        if part["version"] != self.behavior[worker]:  # else the same policy: more of the same
+            recent.clear()
+        recent.append((map_space(choose, self._space, part["observations"]), part["params"][chosen]))
+        while sum(len(params) for _, params in recent[1:]) >= self._most:
+            del recent[0]
+        self.behavior[worker] = part["version"]
 
     @property
     def epsilon(self) -> float:
@@ -132,7 +147,7 @@ class PolicyStore:
         return {"policy_version": self.version, "pulls": self.pulls.tolist(), "sync_bytes": self.bytes_sent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.__init__(len(self.held))
+        self.__init__(len(self.held), self._space)
         self.version, self.bytes_sent = state["policy_version"], state["sync_bytes"]
         self.pulls[:] = state["pulls"]
 

@@ -105,7 +105,7 @@ class WorkerVectorEnv(VectorEnv):
             "registry": {k: v for k, v in gym.registry.items() if not str(v.entry_point).startswith("gymnasium.")},
         }
         setups = [cloudpickle.dumps({"env_fns": self.env_fns[part], **settings}) for part in rows]
-        self._store = PolicyStore(self.num_workers)
+        self._store = PolicyStore(self.num_workers, self.single_observation_space)
         self._recovery = Recovery(
             rows, setups, [path for path in sys.path if path], self._store, self.single_observation_space
         )

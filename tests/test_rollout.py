@@ -238,6 +238,22 @@ def test_a_rollout_by_hand():
         assert (rollout.actions[:, 0] != rollout.actions[:, 1]).any()  # workers do not share their random numbers
 
 
+def test_large_arrays_are_the_messages_own_memory_and_the_users_alone():
+    env_fns = [partial(RandomEnv, spaces.Box(-1, 1, (50, 50)))] * 2
+    policy = CategoricalPolicy(nn.Sequential(nn.Flatten(), linear(2500)))
+    with ClusterEnv(env_fns, 1) as envs, ClusterEnv(env_fns, 1) as untouched:
+        for cluster in (envs, untouched):
+            cluster.reset(seed=1)
+        for _ in range(3):
+            rollout, expected = envs.rollout(policy, 8), untouched.rollout(policy, 8)
+            assert_same(envs.divergence, untouched.divergence)
+            assert not rollout.observations.flags.owndata
+            for name in Rollout.__dataclass_fields__:
+                assert_same(getattr(rollout, name), getattr(expected, name))
+                getattr(rollout, name)[...] = 0
+            nn.init.normal_(policy.actor[1][0].weight)
+
+
 def test_recorded_statistics_count_what_lies_below_them():
     def make_env(length):
         return gym.wrappers.TransformReward(RecordEpisodeStatistics(CountingEnv(length)), lambda reward: 10 * reward)

@@ -12,7 +12,7 @@ from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, GaussianPolicy
 from clusterenv_runtime.protocol import Collect
-from clusterenv_runtime.sync import SyncRule
+from clusterenv_runtime.sync import PolicyStore, SyncRule, sampled_states
 
 from .envs import CountingEnv, RandomEnv, assert_same
 from .nets import change, linear
@@ -262,6 +262,27 @@ def test_divergence_is_of_what_workers_do_and_changes_nothing(layer, observation
     assert divergence(acting, policy, observations) == pytest.approx(0, abs=1e-6)
     assert torch.equal(policy.flat_weights(), weights)
     assert policy.training and layer.training
+
+
+@pytest.mark.parametrize(("num_workers", "most"), [(1, 256), (32, 256), (64, 128), (1000, 16)])
+def test_of_many_workers_fewer_states_are_kept(num_workers, most):
+    class Recording(CategoricalPolicy):
+        def divergence(self, observations, behavior_params):
+            self.pairs = list(zip(observations, behavior_params, strict=True))
+            return np.zeros(len(self.pairs))
+
+    store, policy = PolicyStore(num_workers, spaces.Box(-1, 1, (3,))), Recording(linear())
+    store.publish(policy)
+    for size, expected in ((most // 2, most // 2), (most // 4, most // 2 + most // 4), (most, most), (1000, most)):
+        states = np.random.default_rng(size).normal(size=(size, 3)).astype(np.float32)
+        params = states[sampled_states(size)]  # as a worker sends them; here they are the observations themselves
+        part = {"version": 1, "rewards": np.zeros((size, 1)), "observations": states[:, None], "params": params}
+        store.acted(num_workers - 1, part)
+        store.publish(policy)
+        ((observations, behavior_params),) = policy.pairs
+        assert len(observations) == expected
+        assert np.array_equal(observations, behavior_params)
+    assert np.array_equal(observations[[0, -1]], states[[0, -1]])  # evenly spread over the last part
 
 
 class Mixed(nn.Module):

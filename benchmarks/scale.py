@@ -1,0 +1,434 @@
+"""One head and up to a thousand workers: what it takes in, what that costs it, and where the knee is.
+
+    python -m benchmarks.scale
+
+The head is a real ClusterEnv. Its workers are simulated, many in one process: each has a socket of its own and speaks
+the real protocol, but answers each request at once with the same canned rollout, made once by the worker's own code. So
+the head is what limits. Vectors (8 float32, chunks of 8 environments) and Atari's stacked images (84 x 84 x 4 uint8, 2
+environments), over ipc and over tcp with CURVE; by `send` and `recv` and by `rollout`.
+
+Each line is measured by a fresh process. A pull storm is the time from `send` until the last worker has its weights,
+when all have diverged at once; the one process of all workers receives there what in a cluster hundreds would. CPU is
+of all the head's threads; "main" is the one that runs Python, the rest is almost all libzmq's, which reads, and
+decrypts. Neither counts the measuring of divergences, which `rollout` begins with: that is publish_s, and depends on
+the policy. Writes `results/scale.csv` and `results/scale.png` in this directory. At the end it extrapolates what a head
+takes in on a 25 Gbit/s network, from the CPU time per MB measured here.
+"""
+
+import csv
+import multiprocessing
+import os
+import pickle
+import resource
+import select
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import gymnasium as gym
+import matplotlib
+import numpy as np
+import torch
+import tyro
+import zmq
+from torch import nn
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Launcher, protocol
+from clusterenv_runtime.env_slice import EnvSlice
+from clusterenv_runtime.policy import Actor
+from clusterenv_runtime.security import read_key_file
+
+spawn = multiprocessing.get_context("spawn")
+# name: shape, dtype, environments per worker, bytes of weights (a 64-64 MLP's, a Nature CNN's)
+OBSERVATIONS = {"vector": ((8,), np.float32, 8, 20_000), "image": ((84, 84, 4), np.uint8, 2, 6_700_000)}
+TRANSPORTS = {
+    "ipc": {},
+    "tcp": {"bind_address": "127.0.0.1", "security": "none"},
+    "tcp+curve": {"bind_address": "127.0.0.1"},
+}
+# of the table, all of the CSV's but a few; MB are 10^6 bytes
+COLUMNS = {
+    "workers": "d",
+    "steps_per_s": ",.0f",
+    "mb_per_s": ",.1f",
+    "message_bytes": ",d",
+    "cpu_us_per_message": ",.0f",
+    "cpu_ms_per_mb": ".2f",
+    "main_us_per_message": ",.0f",
+    "main_share": ".2f",
+    "recv_us": ",.0f",
+    "send_us": ",.0f",
+    "publish_s": ".3f",
+    "weight_bytes": ",d",
+    "storm_s": ".3f",
+    "storm_cpu_s": ".3f",
+    "head_mb": ",.0f",
+    "startup_s": ".1f",
+}
+NETWORK = 25e9 / 8  # bytes per second of 25 Gbit/s
+
+
+@dataclass
+class Args:
+    workers: tuple[int, ...] = (1, 3, 10, 30, 100, 300, 1000)
+    """numbers of workers"""
+    observations: tuple[str, ...] = ("vector", "image")
+    """vector, image"""
+    transports: tuple[str, ...] = ("ipc", "tcp+curve")
+    """ipc, tcp, tcp+curve"""
+    modes: tuple[str, ...] = ("send/recv", "rollout")
+    """send/recv (streaming), rollout (everyone's, joined)"""
+    num_steps: int = 16
+    """steps of a chunk or rollout"""
+    outstanding: int = 2
+    """requests each worker is ahead, for send/recv"""
+    seconds: float = 4
+    """of each measurement"""
+    storms: int = 3
+    """pull storms of each measurement; their median counts"""
+    processes: int = 1
+    """processes that the simulated workers share"""
+    timeout: float = 180
+    """seconds after which a measurement is given up"""
+    out: Path = Path(__file__).parent / "results"
+    """where scale.csv and scale.png go"""
+
+
+class IdleEnv(gym.Env):
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(self, shape, dtype):
+        self.observation_space = gym.spaces.Box(0, 255, shape, dtype)
+        self.observation = np.random.default_rng(1).integers(0, 255, shape).astype(dtype)
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation, {}
+
+    def step(self, action):
+        return self.observation, 0.0, False, False, {}
+
+
+class Corner(nn.Module):
+    """A policy that looks at eight numbers, and has as many weights as wanted. All are zero: actions are uniform."""
+
+    def __init__(self, num_bytes):
+        super().__init__()
+        self.linear, self.rest = nn.Linear(8, 4), nn.Parameter(torch.zeros(num_bytes // 4))
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x):
+        return self.linear(x.flatten(1)[:, :8])
+
+
+class SimulatedWorker:
+    def __init__(self, index, socket):
+        self.index, self.socket, self.version = index, socket, 0
+        self.pulling, self.later = False, deque()
+
+
+class Simulation:
+    """Workers without environments of their own. Their canned rollouts are made by one real slice of environments."""
+
+    def __init__(self, weights_at, frame_bytes):
+        self.weights_at, self.frame_bytes = weights_at, frame_bytes  # shared with the head's process
+        self.envs = self.actor = None
+        self.canned = {}  # (number of steps, version): a value and its buffers
+
+    def answer(self, worker, request, buffers):
+        if worker.pulling and not isinstance(request, protocol.Weights | protocol.Ping):
+            worker.later.append((request, buffers))
+            return
+        match request:
+            case protocol.Ping():
+                pass
+            case protocol.Weights():
+                self.weights_at[worker.index] = time.monotonic()
+                worker.version, worker.pulling = request.version, False
+                while worker.later and not worker.pulling:
+                    self.answer(worker, *worker.later.popleft())
+            case protocol.Collect() if self.envs.rule.wants_pull(worker.version, request):
+                worker.pulling = True
+                worker.later.append((request, buffers))
+                worker.socket.send_multipart(protocol.frames(protocol.Pull(request.seq, worker.version)))
+            case protocol.Collect():
+                if (request.num_steps, worker.version) not in self.canned:
+                    part = self.envs.collect(self.actor, request.num_steps)
+                    part = {"version": worker.version, "waited": 0.0, **part}
+                    self.canned[request.num_steps, worker.version] = pack(part)
+                self.reply(worker, request, self.canned[request.num_steps, worker.version], self.generator)
+            case protocol.Reset():
+                self.reply(worker, request, self.observations)
+            case protocol.Setup():
+                if self.envs is None:
+                    self.envs = EnvSlice(**pickle.loads(buffers[0]))
+                    self.observations = pack(self.envs.reset(seed=1)[0])
+                self.reply(worker, request)
+            case protocol.Structure():
+                worker.version = 0
+                if self.actor is None:
+                    generator = torch.Generator()
+                    self.generator = generator.get_state().numpy().tobytes()
+                    self.actor = Actor(pickle.loads(buffers[0]), generator)
+                    self.actor.policy.load_flat_weights(bytes(self.actor.policy.flat_weights().numel()))  # all zero
+                self.reply(worker, request)
+
+    def reply(self, worker, request, canned=(None, ()), generator=b""):
+        value, buffers = canned
+        message = protocol.frames(protocol.Reply(request.seq, value, ["list", []], [], generator), *buffers)
+        self.frame_bytes[: len(message)] = list(map(len, message))
+        worker.socket.send_multipart(message, copy=False)
+
+
+def pack(value):
+    buffers = []
+    return protocol.pack(value, buffers), buffers
+
+
+def simulate(indices, flags, weights_at, frame_bytes):
+    """Be these workers until they are all told to close, or the head is gone."""
+    torch.set_num_threads(1)
+    flags = dict(zip(flags[::2], flags[1::2], strict=True))
+    keys = read_key_file(flags["--key-file"]) if "--key-file" in flags else None
+    context = zmq.Context()
+    context.max_sockets = len(indices) + 1
+    versions, simulation, workers = protocol.shared_versions(), Simulation(weights_at, frame_bytes), {}
+    head, epoll = multiprocessing.parent_process().sentinel, select.epoll()
+    epoll.register(head, select.EPOLLIN)
+    for index in indices:
+        socket = context.socket(zmq.DEALER)
+        socket.linger = socket.rcvhwm = 0
+        protocol.set_limits(socket, float(flags["--head-timeout"]))
+        if keys is not None:
+            keys.secure(socket)
+        socket.connect(flags["--connect"])
+        hello = protocol.Hello(protocol.PROTOCOL_VERSION, index, "simulated", os.getpid(), versions)
+        socket.send_multipart(protocol.frames(hello))
+        workers[socket.FD] = SimulatedWorker(index, socket)
+        epoll.register(socket.FD, select.EPOLLIN)
+    ready = list(workers)
+    while workers:
+        for fd in ready:
+            if fd == head:
+                os._exit(1)
+            worker = workers[fd]
+            while True:  # libzmq tells of more messages only after it has said that there are none
+                try:
+                    header, *buffers = worker.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    break
+                request = protocol.decode_request(header.buffer)
+                if isinstance(request, protocol.Close):
+                    epoll.unregister(fd)
+                    workers.pop(fd).socket.close()
+                    break
+                simulation.answer(worker, request, [buffer.buffer for buffer in buffers])
+        ready = [fd for fd, _ in epoll.poll()] if workers else []
+    context.term()
+
+
+class SimulatedLauncher(Launcher):
+    """Simulated workers in a few processes."""
+
+    def __init__(self, processes):
+        super().__init__()
+        self._processes = [None] * processes
+
+    def start(self):
+        self.weights_at = spawn.RawArray("d", self._num_workers)  # time.monotonic() when a worker last got any
+        self.frame_bytes = spawn.RawArray("q", 32)  # of the last answer
+        for i in range(len(self._processes)):
+            indices = range(i, self._num_workers, len(self._processes))
+            arguments = indices, self._flags, self.weights_at, self.frame_bytes
+            self._processes[i] = spawn.Process(target=simulate, args=arguments, daemon=True)
+            self._processes[i].start()
+
+    def exit_reason(self, index):
+        code = self._processes[index % len(self._processes)].exitcode
+        return None if code is None else f"exit code {code}"
+
+    def stop(self, timeout):
+        deadline = time.monotonic() + timeout
+        for process in filter(None, self._processes):
+            process.join(max(deadline - time.monotonic(), 0))
+            process.kill()
+            process.join()
+
+
+def measure(args, observation, transport, mode, num_workers, pipe):
+    """Send a row of the table into ``pipe``."""
+    torch.set_num_threads(1)
+    shape, dtype, envs_per_worker, weight_bytes = OBSERVATIONS[observation]
+    policy, launcher = CategoricalPolicy(Corner(weight_bytes)), SimulatedLauncher(min(args.processes, num_workers))
+    start = time.perf_counter()
+    with ClusterEnv(
+        [lambda: IdleEnv(shape, dtype)] * (num_workers * envs_per_worker),
+        num_workers,
+        launcher=launcher,
+        on_worker_loss="raise",
+        worker_timeout=args.timeout,  # a storm may take long where all share two cores
+        **TRANSPORTS[transport],
+    ) as envs:
+        row = {"observation": observation, "transport": transport, "mode": mode, "workers": num_workers}
+        row["startup_s"] = time.perf_counter() - start
+        watchdog = threading.Timer(args.timeout, envs.interrupt)
+        watchdog.daemon = True
+        watchdog.start()
+        envs.reset(seed=1)
+        for _ in range(2):
+            envs.rollout(policy, args.num_steps)
+        row["message_bytes"] = sum(launcher.frame_bytes)
+
+        messages = steps = 0
+        send_s = recv_s = policy_s = 0.0  # CPU of the main thread
+        publish = envs.publish
+
+        def timed_publish(policy):
+            nonlocal policy_s
+            before = time.thread_time()
+            publish(policy)
+            policy_s += time.thread_time() - before
+
+        envs.publish = timed_publish  # which `rollout` calls
+        if mode == "send/recv":
+            for _ in range(args.outstanding):
+                envs.send(args.num_steps)
+        start, main, cpu = time.perf_counter(), time.thread_time(), time.process_time()
+        while time.perf_counter() < start + args.seconds:
+            before = time.thread_time()
+            if mode == "send/recv":
+                worker, rollout = envs.recv()
+                between = time.thread_time()
+                envs.send(args.num_steps, worker)
+                recv_s, send_s = recv_s + between - before, send_s + time.thread_time() - between
+            else:
+                rollout = envs.rollout(policy, args.num_steps)
+            steps += rollout.rewards.size
+            messages += rollout.rewards.shape[1] // envs_per_worker
+        seconds, main, cpu = time.perf_counter() - start, time.thread_time() - main, time.process_time() - cpu
+        main, cpu, envs.publish = main - policy_s, cpu - policy_s, publish
+        for _ in range(args.outstanding * num_workers * (mode == "send/recv")):
+            envs.recv()
+        megabytes = messages * row["message_bytes"] / 1e6
+        row |= {"messages": messages, "steps_per_s": steps / seconds, "mb_per_s": megabytes / seconds}
+        row |= {"cpu_us_per_message": cpu / messages * 1e6, "main_us_per_message": main / messages * 1e6}
+        row |= {"cpu_ms_per_mb": cpu / megabytes * 1e3, "main_ms_per_mb": main / megabytes * 1e3}
+        row |= {"main_share": main / seconds, "other_share": (cpu - main) / seconds}
+        row |= {"recv_us": recv_s / messages * 1e6, "send_us": send_s / messages * 1e6}
+
+        storms, storm_cpu, publishes = [], [], []
+        for _ in range(args.storms):
+            nn.init.normal_(policy.actor.linear.weight)
+            start = time.monotonic()
+            envs.publish(policy)
+            published, cpu = time.monotonic(), time.process_time()
+            envs.send(1)  # one step: the answers are small
+            for _ in range(num_workers):
+                envs.recv()
+            storm_cpu.append(time.process_time() - cpu)
+            publishes.append(published - start)
+            storms.append(max(launcher.weights_at) - published)
+            assert min(launcher.weights_at) > published, "not everyone pulled"
+        row |= {"publish_s": np.median(publishes), "weight_bytes": policy.flat_weights().numel()}
+        row |= {"storm_s": np.median(storms), "storm_cpu_s": np.median(storm_cpu)}
+        row |= {"head_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+        watchdog.cancel()
+    pipe.send(row)
+
+
+def in_fresh_process(function, *arguments, timeout):
+    """Return what ``function`` sends into the pipe that is its last argument, called in a process of its own."""
+    ours, theirs = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=function, args=(*arguments, theirs))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout):
+            raise TimeoutError(f"no result within {timeout:g} s: {arguments[1:]}")
+        return ours.recv()
+    finally:
+        process.join(10)
+        process.kill()
+        process.join()
+
+
+def knee(rows):
+    """Return the largest number of workers up to which the head keeps 80% of its best speed."""
+    best, upto = max(row["steps_per_s"] for row in rows), 0
+    for row in rows:
+        if row["steps_per_s"] >= 0.8 * best:
+            upto = row["workers"]
+    return upto
+
+
+def extrapolate(rows):
+    """Say what a head whose two busiest threads have a core each takes in at most, and what 25 Gbit/s carries."""
+    row = max(rows, key=lambda row: row["steps_per_s"])
+    step_bytes = row["mb_per_s"] * 1e6 / row["steps_per_s"]
+    other_ms_per_mb = row["cpu_ms_per_mb"] - row["main_ms_per_mb"]
+    head = 1e9 / max(row["main_ms_per_mb"], other_ms_per_mb)
+    limit = "Python" if row["main_ms_per_mb"] > other_ms_per_mb else "libzmq's thread"
+    return (
+        f"messages of {row['message_bytes'] / 1e3:,.1f} kB, {row['main_ms_per_mb']:.2f} + {other_ms_per_mb:.2f} ms of "
+        f"CPU per MB (main + other threads): {head / 1e9:.2f} GB/s, {head * 8e-9:.1f} Gbit/s, "
+        f"{min(head, NETWORK) / step_bytes:,.0f} steps/s; limit: {'network' if head > NETWORK else limit}"
+    )
+
+
+def plot(groups, path):
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.5))
+    panels = {
+        "steps_per_s": "environment steps per second",
+        "cpu_us_per_message": "head's CPU per message (µs)",
+        "storm_s": "pull storm (s)",
+    }
+    for ax, (key, label) in zip(axes, panels.items(), strict=True):
+        colors = {}
+        for (observation, transport, mode), rows in groups.items():
+            color = colors.setdefault((observation, transport), f"C{len(colors)}")
+            style = {"color": color, "marker": "o", "linestyle": "-" if mode == "send/recv" else "--"}
+            numbers = [row["workers"] for row in rows]
+            ax.loglog(numbers, [row[key] for row in rows], **style, label=f"{observation}, {transport}, {mode}")
+        ax.set(xlabel="workers", title=label)
+        ax.grid(alpha=0.3)
+    axes[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    args = tyro.cli(Args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    groups = {}
+    print(" " * 28 + "".join(f"{key:>{len(key) + 2}}" for key in COLUMNS))
+    for observation in args.observations:
+        for transport in args.transports:
+            for mode in args.modes:
+                rows = groups[observation, transport, mode] = []
+                for num_workers in args.workers:
+                    row = in_fresh_process(
+                        measure, args, observation, transport, mode, num_workers, timeout=args.timeout + 60
+                    )
+                    rows.append(row)
+                    numbers = "".join(f"{row[key]:{len(key) + 2}{form}}" for key, form in COLUMNS.items())
+                    print(f"{observation:7}{transport:10}{mode:11}{numbers}", flush=True)
+    with open(args.out / "scale.csv", "w", newline="") as file:
+        everything = [row for rows in groups.values() for row in rows]
+        writer = csv.DictWriter(file, everything[0].keys())
+        writer.writeheader()
+        writer.writerows(everything)
+    plot(groups, args.out / "scale.png")
+    print(
+        f"\nwithin 20% of the best speed up to so many workers, and, extrapolated, a head on {NETWORK * 8e-9:g} Gbit/s:"
+    )
+    for group, rows in groups.items():
+        print(f"{', '.join(group)}: {knee(rows)} workers; {extrapolate(rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Goodput of rollouts through ClusterEnv beside raw ZeroMQ, which sends frames of the same sizes and looks at nothing.
+
+    python -m benchmarks.transport
+
+Canned rollouts, as in `benchmarks.scale`, of vectors (8 float32) and of Atari's stacked images (84 x 84 x 4 uint8),
+over ipc, tcp, and tcp with CURVE. Raw ZeroMQ is a ROUTER, with as many DEALERs in another process, without copies on
+either side and with as many messages outstanding. What it receives it drops; ClusterEnv decodes, validates, and hands
+out writable arrays. They take turns, `--rounds` times; prints medians, their ratio, and the receiver's CPU per MB.
+"""
+
+import multiprocessing
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+import zmq
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime.security import Gate, read_key_file
+
+from .scale import OBSERVATIONS, TRANSPORTS, Corner, IdleEnv, SimulatedLauncher, spawn
+
+
+@dataclass
+class Args:
+    observations: tuple[str, ...] = ("vector", "image")
+    """vector, image"""
+    transports: tuple[str, ...] = ("ipc", "tcp", "tcp+curve")
+    """ipc, tcp, tcp+curve"""
+    num_workers: int = 2
+    """simulated workers, and raw sockets, in one process"""
+    num_steps: int = 128
+    """steps of a rollout, in 32 (vectors) or 8 (images) environments"""
+    outstanding: int = 2
+    """messages each worker is ahead"""
+    seconds: float = 2
+    """of each measurement"""
+    rounds: int = 5
+    """rounds, each of all ways in turn"""
+
+
+def raw_workers(num_workers, address, key_file, sizes):
+    """Send frames of these sizes for each message received, until an empty one comes or the receiver is gone."""
+    context, poller, head = zmq.Context(), zmq.Poller(), multiprocessing.parent_process().sentinel
+    poller.register(head, zmq.POLLIN)
+    frames = [np.ones(size, np.uint8).data for size in sizes]
+    for _ in range(num_workers):
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        if key_file is not None:
+            read_key_file(key_file).secure(socket)
+        socket.connect(address)
+        socket.send(b"hello")
+        poller.register(socket, zmq.POLLIN)
+    while True:
+        for socket, _ in poller.poll():
+            if socket == head or not socket.recv():
+                context.destroy(linger=0)
+                return
+            socket.send_multipart(frames, copy=False)
+
+
+class Raw:
+    """A ROUTER that asks raw workers for their frames."""
+
+    def __init__(self, num_workers, transport, sizes):
+        self.context, self.directory = zmq.Context(), tempfile.TemporaryDirectory()
+        self.socket = self.context.socket(zmq.ROUTER)
+        key_file = Path(self.directory.name) / "key" if transport == "tcp+curve" else None
+        self.gate = Gate(self.context, self.socket, key_file) if key_file else None
+        self.socket.bind(f"ipc://{self.directory.name}/head" if transport == "ipc" else "tcp://127.0.0.1:*")
+        address = self.socket.last_endpoint.decode().rstrip("\0")
+        arguments = num_workers, address, key_file, sizes
+        self.process = spawn.Process(target=raw_workers, args=arguments, daemon=True)
+        self.process.start()
+        self.socket.rcvtimeo = 20_000
+        self.identities = [self.socket.recv_multipart()[0] for _ in range(num_workers)]
+
+    def send(self, *identities):
+        for identity in identities or self.identities:
+            self.socket.send_multipart([identity, b"more"])
+
+    def recv(self):
+        identity, *_ = self.socket.recv_multipart(copy=False)
+        return identity.bytes, None
+
+    def close(self):
+        self.socket.send_multipart([self.identities[0], b""])
+        self.process.join(5)
+        self.process.kill()
+        if self.gate is not None:
+            self.gate.close()
+        self.context.destroy(linger=0)
+        self.directory.cleanup()
+
+
+def stream(send, recv, args):
+    """Return messages per second and CPU seconds per message of this process, asking each for the next at once."""
+    for _ in range(args.outstanding):
+        send()
+    messages, start, cpu = 0, time.perf_counter(), time.process_time()
+    while time.perf_counter() < start + args.seconds:
+        worker, _ = recv()
+        send(worker)
+        messages += 1
+    rates = messages / (time.perf_counter() - start), (time.process_time() - cpu) / messages
+    for _ in range(args.outstanding * args.num_workers):
+        recv()
+    return rates
+
+
+def compare(args, observation, transport):
+    shape, dtype, _, weight_bytes = OBSERVATIONS[observation]
+    envs_per_worker = {"vector": 32, "image": 8}[observation]  # as ppo_clusterenv.py has, and as is usual for Atari
+    launcher, policy = SimulatedLauncher(1), CategoricalPolicy(Corner(weight_bytes))
+    env_fns = [lambda: IdleEnv(shape, dtype)] * (args.num_workers * envs_per_worker)
+    with ClusterEnv(env_fns, args.num_workers, launcher=launcher, **TRANSPORTS[transport]) as envs:
+        envs.reset(seed=1)
+        envs.rollout(policy, args.num_steps)
+        sizes = [size for size in launcher.frame_bytes if size]
+        raw = Raw(args.num_workers, transport, sizes)
+        ways = {
+            "raw ZeroMQ": lambda: stream(raw.send, raw.recv, args),
+            "send/recv": lambda: stream(lambda *worker: envs.send(args.num_steps, *worker), envs.recv, args),
+        }
+        measured = {way: [] for way in ways}
+        for number in range(args.rounds + 1):
+            for way, run in ways.items():
+                rates = run()
+                if number:  # else it is warm-up
+                    measured[way].append(rates)
+        raw.close()
+    megabytes = sum(sizes) / 1e6
+    goodput = {way: np.array(rates)[:, 0] * megabytes for way, rates in measured.items()}
+    for way, rates in measured.items():
+        cpu = np.median([cpu for _, cpu in rates]) / megabytes
+        print(
+            f"{observation}, {transport}, {way}: {np.median(goodput[way]):,.0f} MB/s ({min(goodput[way]):,.0f} to "
+            f"{max(goodput[way]):,.0f}), {np.median(goodput[way] / goodput['raw ZeroMQ']):.2f} of raw, "
+            f"{cpu * 1e3:.2f} ms of CPU per MB ({megabytes:.2f} MB a message)",
+            flush=True,
+        )
+
+
+def main():
+    args = tyro.cli(Args)
+    torch.set_num_threads(1)
+    for observation in args.observations:
+        for transport in args.transports:
+            compare(args, observation, transport)
+
+
+if __name__ == "__main__":
+    main()
