@@ -1,0 +1,39 @@
+# shellcheck shell=bash
+# Sourced by train.sh and sweep_offline.sbatch: runs a command that can be stopped and go on, and requeues this job.
+
+# In a job array only this task: the last task's SLURM_JOB_ID is the array's, too.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}
+job=${job:-$SLURM_JOB_ID}
+
+# Slurm tells this shell that it must end. That passes it on to the command, which saves and exits with 75, or where it
+# has hardly begun, dies of it.
+command='' told=''
+trap 'told=yes; if [[ -n $command ]]; then kill -TERM "$command" 2>/dev/null || true; fi' TERM USR1
+
+# run COMMAND [ARGUMENT...]: leaves its exit status in $status
+run() {
+    "$@" &
+    command=$!
+    if [[ -n $told ]]; then kill -TERM "$command" 2>/dev/null || true; fi
+    while wait "$command" && status=0 || status=$?; kill -0 "$command" 2>/dev/null; do :; done  # signals end a wait
+    wait "$command" && status=0 || status=$?
+}
+
+# requeue [SAVED]: where the command was stopped to go on later, requeues the job, else exits with $status. Does not when
+# nothing was saved for want of time, lest that goes on for ever. SAVED says where the command has saved something.
+requeue() {
+    local state left restarts
+    case $status/$told in 75/* | 143/yes | 138/yes) ;; *) exit "$status" ;; esac  # finished, or failed
+    read -r state left restarts < <(
+        squeue --noheader --jobs="$job" --Format=State:20,TimeLeft:20,RestartCnt:20 2>/dev/null
+    ) || true
+    if [[ $state != RUNNING ]]; then exit "$status"; fi  # canceled, or requeued by Slurm
+    # Slurm warns up to a minute early, so up to two minutes before the limit; with more left it was a preemption.
+    if [[ -z $1 ]] && ! [[ $left =~ ^([2-9]:..|..:..|.*:..:..|UNLIMITED)$ && $restarts -lt 10 ]]; then
+        echo "error: stopped before the first checkpoint, so not requeued: give the job more time" >&2
+        exit "$status"
+    fi
+    trap - EXIT  # this job comes back
+    echo "requeued${1:+; it will go on from $1}"
+    scontrol requeue "$job"
+}
