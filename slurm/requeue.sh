@@ -19,8 +19,8 @@ run() {
     wait "$command" && status=0 || status=$?
 }
 
-# requeue [SAVED]: where the command was stopped to go on later, requeues the job, else exits with $status. Does not when
-# nothing was saved for want of time, lest that goes on for ever. SAVED says where the command has saved something.
+# requeue SAVED: where the command was stopped to go on later, requeues the job, else exits with $status. SAVED says from
+# what it will go on. If that is empty for want of time, the job is not requeued, lest that goes on for ever.
 requeue() {
     local state left restarts
     case $status/$told in 75/* | 143/yes | 138/yes) ;; *) exit "$status" ;; esac  # finished, or failed

@@ -57,7 +57,8 @@ def quantized(draw):
     return lambda rng, q, **keys: round(draw(rng, **keys) / q) * q
 
 
-DISTRIBUTIONS["categorical_w_probabilities"] = DISTRIBUTIONS["categorical"]
+weighted = ({"values": None, "probabilities": None}, DISTRIBUTIONS["categorical"][1])
+DISTRIBUTIONS["categorical_w_probabilities"] = weighted
 for name in ("uniform", "normal", "beta", "log_normal", "log_uniform", "log_uniform_values"):
     keys, draw = DISTRIBUTIONS[name]
     DISTRIBUTIONS[f"q_{name}"] = ({**keys, "q": 1}, quantized(draw))

@@ -29,7 +29,7 @@ fi
 cpus=$(squeue --noheader --jobs="$job" --format=%C 2>/dev/null) || true
 each=${SLURM_CPUS_PER_TASK:-1}
 if [[ -z ${SLURM_NTASKS_HET_GROUP_1:-} ]] && ((${cpus:-0} >= (tasks + 1) * each)); then
-    echo "warning: $workers workers, though the job's $cpus CPUs suffice for more: sbatch --ntasks sets their number" >&2
+    echo "warning: $workers workers, though the job's $cpus CPUs are enough for more: --ntasks sets how many" >&2
 fi
 
 # One job at a time: another's workers need the keys that are removed here.
