@@ -28,8 +28,8 @@ requeue() {
         squeue --noheader --jobs="$job" --Format=State:20,TimeLeft:20,RestartCnt:20 2>/dev/null
     ) || true
     if [[ $state != RUNNING ]]; then exit "$status"; fi  # canceled, or requeued by Slurm
-    # Slurm warns up to a minute early, so up to two minutes before the limit; with more left it was a preemption.
-    if [[ -z $1 ]] && ! [[ $left =~ ^([2-9]:..|..:..|.*:..:..|UNLIMITED)$ && $restarts -lt 10 ]]; then
+    # Slurm warns up to a minute early, so two minutes before the limit; if three are left, it was a preemption.
+    if [[ -z $1 ]] && ! [[ $left =~ ^([3-9]:..|..:..|.*:..:..|UNLIMITED)$ && $restarts -lt 10 ]]; then
         echo "error: stopped before the first checkpoint, so not requeued: give the job more time" >&2
         exit "$status"
     fi

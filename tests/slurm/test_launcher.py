@@ -32,7 +32,7 @@ TINY += " --no-save-model --total-timesteps 1000000000 --no-cuda"
 MORE = {"ppo": " --num-minibatches 2", "dqn": " --learning-starts 100 --buffer-size 1000", "ppo_hetjob": ""}
 
 
-# Stands in for Python with a training script. Told to stop it saves, but not as long as there is a file `early`, as if its
+# Stands in for Python with a training script. Told to stop it saves, but not if there is a file `early`, as if its
 # handlers were not there yet. It ends when there is a file `go`.
 STUB = """#!/usr/bin/env bash
 for word in "$@"; do
@@ -220,9 +220,9 @@ def test_of_an_array_only_the_task_that_was_warned_is_requeued(stub):
     array.wait()
 
 
-def test_warned_before_it_can_save_a_job_is_requeued_only_if_it_has_time(stub):
+def test_warned_before_it_can_save_a_job_is_requeued_only_if_it_has_time(stub, tmp_path):
+    (tmp_path / "early").touch()
     early, late = (stub(f"--time={minutes}") for minutes in (10, 2))  # the second warning is the time limit's
-    (early.directory / "early").touch()
     for job in (early, late):
         job.await_words("began with")
         job.warn()
@@ -230,7 +230,7 @@ def test_warned_before_it_can_save_a_job_is_requeued_only_if_it_has_time(stub):
     assert "error: stopped before the first checkpoint, so not requeued" in late.log()
     early.await_words("began with", 2)
     assert "requeued\n" in early.log()
-    (early.directory / "go").touch()
+    (tmp_path / "go").touch()
     early.wait()
 
 
