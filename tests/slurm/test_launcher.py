@@ -97,7 +97,8 @@ class Job:
         """The node of each worker's step, by the step's name."""
         lines = self.slurm.run("squeue", "--steps", "--noheader", "--format=%i %j %N").stdout.splitlines()
         steps = [line.split() for line in lines]
-        return {name: node for step, name, node in steps if step.startswith(f"{self.id}.") and "worker" in name}
+        mine = {part["JobId"] for part in self.slurm.jobs(self.id)}  # each part of a heterogeneous job has its own
+        return {name: node for step, name, node in steps if step.split(".")[0] in mine and "worker" in name}
 
     def worker(self, index):
         """The pid of a worker of this job, or None."""
@@ -232,6 +233,17 @@ def test_warned_before_it_can_save_a_job_is_requeued_only_if_it_has_time(stub, t
     assert "requeued\n" in early.log()
     (tmp_path / "go").touch()
     early.wait()
+
+
+def test_preempted_a_job_saves_and_comes_back(stub):
+    job = stub()
+    job.await_words("began with")
+    urgent = job.slurm.submit("--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    job.slurm.wait(urgent)
+    job.await_words("began with", 2)
+    assert f"began with ppo_clusterenv.py --launcher slurm --num-workers 2 --resume runs/{job.run.name} " in job.log()
+    (job.directory / "go").touch()
+    assert job.wait()[0]["Restarts"] == "1"
 
 
 def test_cores_that_no_worker_uses_are_told(stub):
