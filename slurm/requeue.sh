@@ -1,14 +1,18 @@
 # shellcheck shell=bash
 # Sourced by train.sh and sweep_offline.sbatch: runs a command that can be stopped and go on, and requeues this job.
 
-# In a job array only this task: the last task's SLURM_JOB_ID is the array's, too.
-job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}
-job=${job:-$SLURM_JOB_ID}
-
 # Slurm tells this shell that it must end. That passes it on to the command, which saves and exits with 75, or where it
 # has hardly begun, dies of it.
 command='' told=''
 trap 'told=yes; if [[ -n $command ]]; then kill -TERM "$command" 2>/dev/null || true; fi' TERM USR1
+
+# In a job array only this task: the last task's SLURM_JOB_ID is the array's, too. Slurm is asked, because the variables of
+# an array are also there in a job that one of its tasks has submitted.
+job=$SLURM_JOB_ID
+task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
+if [[ $(squeue --noheader --jobs="$task" --format=%A 2>/dev/null) == "$SLURM_JOB_ID" ]]; then
+    job=$task
+fi
 
 # run COMMAND [ARGUMENT...]: leaves its exit status in $status
 run() {

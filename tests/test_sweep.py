@@ -383,7 +383,7 @@ def test_the_projects_own_sweeps_load(monkeypatch):
 
 
 def test_job_files_are_bash():
-    for path in (ROOT / "slurm").glob("*.sbatch"):
+    for path in (*(ROOT / "slurm").glob("*.sbatch"), *(ROOT / "slurm").glob("*.sh")):
         subprocess.run(["bash", "-n", path], check=True)
 
 

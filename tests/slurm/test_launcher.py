@@ -271,7 +271,7 @@ def test_scancel_leaves_nothing_and_the_job_does_not_come_back(slurm, train):
 
 
 def test_a_heterogeneous_job_trains_with_its_workers_in_the_second_part(train):
-    job = train("ppo_hetjob", flags="--total-timesteps 4000 --num-minibatches 2")
+    job = train("ppo_hetjob", flags="--total-timesteps 2000 --num-minibatches 2")
     places = job.wait_for("the steps", lambda: len(places := job.places()) == 4 and places)
     first, second = job.slurm.jobs(job.id)
     assert set(places.values()) <= nodes(job.slurm, second["NodeList"])
