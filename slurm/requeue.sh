@@ -6,8 +6,8 @@
 command='' told=''
 trap 'told=yes; if [[ -n $command ]]; then kill -TERM "$command" 2>/dev/null || true; fi' TERM USR1
 
-# In a job array only this task: the last task's SLURM_JOB_ID is the array's, too. Slurm is asked, because the variables of
-# an array are also there in a job that one of its tasks has submitted.
+# In a job array only this task: the last task's SLURM_JOB_ID is the array's, too. Slurm is asked, because the variables
+# of an array are also there in a job that one of its tasks has submitted.
 job=$SLURM_JOB_ID
 task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 if [[ $(squeue --noheader --jobs="$task" --format=%A 2>/dev/null) == "$SLURM_JOB_ID" ]]; then
@@ -33,7 +33,7 @@ requeue() {
     ) || true
     if [[ $state != RUNNING ]]; then exit "$status"; fi  # canceled, or requeued by Slurm
     # Slurm warns up to a minute early, so two minutes before the limit; if three are left, it was a preemption.
-    if [[ -z $1 ]] && ! [[ $left =~ ^([3-9]:..|..:..|.*:..:..|UNLIMITED)$ && $restarts -lt 10 ]]; then
+    if [[ -z $1 ]] && ! [[ $left =~ ^(0?[3-9]:..|[1-9].:..|.*[1-9].*:..:..|UNLIMITED)$ && $restarts -lt 10 ]]; then
         echo "error: stopped before the first checkpoint, so not requeued: give the job more time" >&2
         exit "$status"
     fi

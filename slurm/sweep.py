@@ -220,8 +220,10 @@ def directory_of(sweep, flat, output):
 
 def first_of(sweep, flats, output):
     """Give each configuration's directory its index, the first if a random sweep has drawn it more often."""
-    directories = [directory_of(sweep, flat, output) for flat in flats]
-    return {directory: directories.index(directory) for directory in directories}
+    first = {}
+    for index, flat in enumerate(flats):
+        first.setdefault(directory_of(sweep, flat, output), index)
+    return first
 
 
 def result_of(directory):
