@@ -7,12 +7,14 @@
     python slurm/sweep.py slurm/sweep.yaml --results    # results.csv and results.png of those that have finished
 
 A configuration's directory is named after what is run in it, so it is found again when the grid grows. Once it holds
-`result.json` the configuration has finished and is skipped; every attempt to run it has a subdirectory with its log. A
-requeued job goes on with the last attempt, if that has a checkpoint.
+`result.json` the configuration has finished and is skipped; every attempt to run it has a subdirectory with its log.
+The next one goes on with the last that has a checkpoint. Told to stop (SIGTERM, SIGUSR1), this stops its run, and exits
+with 75 if there is a checkpoint to go on from, else with 143.
 """
 
 import argparse
 import csv
+import fcntl
 import hashlib
 import itertools
 import json
@@ -55,6 +57,8 @@ def quantized(draw):
     return lambda rng, q, **keys: round(draw(rng, **keys) / q) * q
 
 
+weighted = ({"values": None, "probabilities": None}, DISTRIBUTIONS["categorical"][1])
+DISTRIBUTIONS["categorical_w_probabilities"] = weighted
 for name in ("uniform", "normal", "beta", "log_normal", "log_uniform", "log_uniform_values"):
     keys, draw = DISTRIBUTIONS[name]
     DISTRIBUTIONS[f"q_{name}"] = ({**keys, "q": 1}, quantized(draw))
@@ -87,7 +91,7 @@ def check_parameter(name, keys):
     for key, default in allowed.items():
         need(key in keys or default is not None, f"{kind} needs {key}")
     keys = {**allowed, **keys}
-    if kind == "categorical":
+    if kind.startswith("categorical"):
         values, odds = keys["values"], keys["probabilities"]
         need(isinstance(values, list) and values, f"values must be a list, not {values!r}")
         fine = isinstance(odds, list) and len(odds) == len(values) and all(map(is_number, odds))
@@ -214,6 +218,14 @@ def directory_of(sweep, flat, output):
     return output / hashlib.sha256(what.encode()).hexdigest()[:12]
 
 
+def first_of(sweep, flats, output):
+    """Give each configuration's directory its index, the first if a random sweep has drawn it more often."""
+    first = {}
+    for index, flat in enumerate(flats):
+        first.setdefault(directory_of(sweep, flat, output), index)
+    return first
+
+
 def result_of(directory):
     try:
         return json.loads((directory / "result.json").read_text())
@@ -233,20 +245,43 @@ def label(sweep, flat):
     return " ".join(f"{'.'.join(path)}={flat[path]}" for path in varied)
 
 
+def checkpoints(directory):
+    """List the checkpoints of a configuration, those of the last attempt at the end."""
+    return sorted(directory.glob("attempt-*/runs/*/checkpoint-*.pt"))
+
+
+def open_log(attempt):
+    """Open the log of an attempt; None if that is still running, perhaps on another machine: it holds a lock on it."""
+    log = open(attempt / "log.txt", "ab")  # noqa: SIM115
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return log.close()
+    except OSError:
+        pass  # a file system without locks
+    return log
+
+
+def stop(status):
+    print("error: interrupted; what has finished is kept, start again to go on", file=sys.stderr)
+    sys.exit(status)
+
+
 def run(sweep, flat, directory):
     """Run one configuration, unless it has finished; tell what went wrong, or None."""
     if result_of(directory):
         return print(f"{directory} has finished: {label(sweep, flat)}")
     macros = fill_macros(sweep, nest(flat))
     command = [part for word in map(str, sweep["command"]) for part in macros.get(word, [word])]
-    attempt = directory / f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    if os.environ.get("SLURM_RESTART_COUNT"):  # requeued: goes on where this task's last attempt has saved
-        for checkpoint in sorted(directory.glob("attempt-*/runs/*/checkpoint-*.pt"))[-1:]:
-            attempt = checkpoint.parents[2]
-            command += ["--resume", str(checkpoint.parent.relative_to(attempt))]
+    attempt, log = directory / f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", None
+    saved = checkpoints(directory)
+    while saved and not log:  # the last of them in which nobody runs
+        last = saved.pop().parent
+        if log := open_log(last.parents[1]):
+            attempt, command = last.parents[1], [*command, "--resume", str(last.relative_to(last.parents[1]))]
     attempt.mkdir(parents=True, exist_ok=True)
     print(f"{attempt}: {label(sweep, flat)}", flush=True)
-    with open(attempt / "log.txt", "ab") as log:
+    with log or open_log(attempt) as log:
         env = {"WANDB_MODE": "offline", **os.environ}  # so that --track, if it is in the command, needs no account
         process = subprocess.Popen(
             command, cwd=attempt, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -255,8 +290,10 @@ def run(sweep, flat, directory):
         status = process.wait()
     except KeyboardInterrupt:
         process.terminate()
-        process.wait()  # Slurm kills what its job's first process leaves
-        raise
+        process.wait()  # it saves; and Slurm kills what its job's first process leaves
+        status = 75
+    if status == 75:
+        stop(75 if checkpoints(directory) else 143)
     if status != 0:
         return f"ended with status {status}; see {attempt}/log.txt"
     try:
@@ -297,10 +334,11 @@ def plot(rows, metric, output):
 
 
 def collect(sweep, flats, output):
-    """Write results.csv and results.png of the configurations that have finished."""
+    """Write results.csv and results.png of the configurations that have finished, each once."""
     metric, rows, table = sweep["metric"]["name"], [], []
-    for index, flat in enumerate(flats):
-        directory = directory_of(sweep, flat, output)
+    different = first_of(sweep, flats, output)
+    for directory, index in different.items():
+        flat = flats[index]
         if not (result := result_of(directory)):
             continue
         scalars = {key: value for key, value in result["summary"].items() if not isinstance(value, dict | list)}
@@ -321,7 +359,7 @@ def collect(sweep, flats, output):
     replace(output / "results.csv", write)
     replace(output / "results.png", lambda path: plot(rows, metric, path))
     flat, best = (max if sweep["metric"]["goal"] == "maximize" else min)(rows, key=lambda row: row[1])
-    print(f"{len(rows)} of {len(flats)} have finished; best {metric} {best:.4g}: {label(sweep, flat)}")
+    print(f"{len(rows)} of {len(different)} have finished; best {metric} {best:.4g}: {label(sweep, flat)}")
     print(f"see {output}/results.csv and results.png")
 
 
@@ -352,21 +390,33 @@ def main():
         return collect(sweep, flats, output)
     if args.index is not None:
         check(0 <= args.index < len(flats), f"--index must be from 0 to {len(flats) - 1}, got {args.index}")
-    failures = []
+    failures, first = [], first_of(sweep, flats, output)
     for index, flat in enumerate(flats):
-        if args.index in (None, index) and (failure := run(sweep, flat, directory_of(sweep, flat, output))):
+        directory = directory_of(sweep, flat, output)
+        if args.index not in (None, index):
+            continue
+        if first[directory] != index:
+            print(f"configuration {index} is the same as {first[directory]}, which runs it: {label(sweep, flat)}")
+        elif failure := run(sweep, flat, directory):
             failures.append(f"configuration {index} {failure}")
             print(f"error: {failures[-1]}", file=sys.stderr, flush=True)
-    if args.index is None and len(failures) < len(flats):
+    if args.index is None and len(failures) < len(first):
         collect(sweep, flats, output)
     return sys.exit(1 if failures else 0)
 
 
+def interrupt(*_):
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # a scheduler may tell this process twice
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGUSR1, interrupt)
     try:
         main()
     except KeyboardInterrupt:
-        check(False, "interrupted; what has finished is kept, start again to go on")
+        stop(143)
     except OSError as error:
         check(False, error)

@@ -1,50 +1,63 @@
+# shellcheck shell=bash
 # Sourced by ppo.sbatch, dqn.sbatch and ppo_hetjob.sbatch: trains in this job, and where the job is requeued, goes on.
 #     source slurm/train.sh SCRIPT [ARGUMENTS OF THE SCRIPT]
-# The run is runs/JOBNAME-JOBID, or runs/NAME with --run-name NAME. If that holds a checkpoint, the run goes on from it.
+# The run is runs/JOBNAME-JOBID, or that of --run-name NAME or --resume runs/NAME. If it holds a checkpoint, it goes on.
 # Wants the array `launch`: what to put before python, here and on the workers' nodes.
+source slurm/requeue.sh
 
 script=$1
 shift
-name=$SLURM_JOB_NAME-$SLURM_JOB_ID
-previous=
+name=${SLURM_JOB_NAME//[^[:alnum:]_.+=-]/_}-$SLURM_JOB_ID
+name=${name/#./_}
+resume='' previous=''
 for word in "$@"; do
-    case $previous in --run-name | --run_name) name=$word ;; esac
-    case $word in --run-name=* | --run_name=*) name=${word#*=} ;; esac
+    case $previous in --run-name | --run_name) name=$word ;; --resume) resume=$word ;; esac
+    case $word in --run-name=* | --run_name=*) name=${word#*=} ;; --resume=*) resume=${word#*=} ;; esac
     previous=$word
 done
+if [[ -n $resume ]]; then
+    name=$(realpath --canonicalize-missing --no-symlinks --relative-to=runs -- "$resume")
+fi
 
-# What a killed head has left there: keys that open nothing any more.
-rm -rf "runs/$name/workers/"clusterenv-*
+# A task for each worker, and one for the head, which in a heterogeneous job is a part of its own.
+tasks=${SLURM_NTASKS:-1}
+workers=${SLURM_NTASKS_HET_GROUP_1:-$((tasks - 1))}
+if ((workers < 1)); then
+    echo "error: the first task is the head's, and each other a worker's: sbatch --ntasks=2 or more" >&2
+    exit 2
+fi
+cpus=$(squeue --noheader --jobs="$job" --format=%C 2>/dev/null) || true
+each=${SLURM_CPUS_PER_TASK:-1}
+if [[ -z ${SLURM_NTASKS_HET_GROUP_1:-} ]] && ((${cpus:-0} >= (tasks + 1) * each)); then
+    echo "warning: $workers workers, though the job's $cpus CPUs are enough for more: --ntasks sets how many" >&2
+fi
+
+# One job at a time: another's workers need the keys that are removed here.
+lock=runs/$name/job
+mkdir -p "runs/$name"
+if ! (set -C && echo "$job" >"$lock") 2>/dev/null; then
+    other=$(<"$lock")
+    states=PENDING,CONFIGURING,RUNNING,SUSPENDED,COMPLETING
+    if [[ $other != "$job" && -n $(squeue --noheader --states=$states --jobs="$other" --format=%T 2>/dev/null) ]]; then
+        echo "error: runs/$name is being trained by job $other" >&2
+        exit 2
+    fi
+    echo "$job" >"$lock"  # that of a job that was killed, or ours, requeued
+fi
+remove_keys() { rm -rf "runs/$name/workers/"clusterenv-*; }  # where the head was killed, they open nothing any more
+remove_keys
+trap 'remove_keys; rm -f "$lock"; rmdir "runs/$name" 2>/dev/null || true' EXIT
+
 has_checkpoint() { compgen -G "runs/$name/checkpoint-*.pt" >/dev/null; }
 begin=(--run-name "$name")
 if has_checkpoint; then
     begin=(--resume "runs/$name")
 fi
-# A task for each worker, and one for the head, which in a heterogeneous job is a part of its own.
-workers=${SLURM_NTASKS_HET_GROUP_1:-$((${SLURM_NTASKS:-1} - 1))}
-if ((workers < 1)); then
-    echo "error: the first task is the head's, and each other a worker's: sbatch --ntasks=2 or more" >&2
-    exit 2
-fi
 options=(--launcher slurm --num-workers "$workers" "${begin[@]}")
+# shellcheck disable=SC2154  # of the file that sources this one
 if ((${#launch[@]})); then
     options+=(--worker-prefix "${launch[*]@Q}")
 fi
-
-# Slurm tells this shell that time is up. It passes that on to the head, which saves a checkpoint and exits with 75.
-"${launch[@]}" python "$script" "${options[@]}" "$@" &
-head=$!
-trap 'kill -TERM "$head" 2>/dev/null || true' TERM USR1
-while wait "$head" && status=0 || status=$?; kill -0 "$head" 2>/dev/null; do :; done  # a signal ends the first wait
-wait "$head" && status=0 || status=$?
-rm -rf "runs/$name/workers/"clusterenv-*
-
-state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null) || state=
-if ((status != 75)) || [[ ${state%%$'\n'*} != RUNNING ]]; then  # finished, failed, canceled, or requeued by Slurm
-    exit "$status"
-elif ! has_checkpoint; then
-    echo "error: stopped before the first checkpoint, so not requeued: give the job more time" >&2
-    exit "$status"
-fi
-echo "requeued; it will go on from runs/$name"
-scontrol requeue "$SLURM_JOB_ID"
+run "${launch[@]}" python "$script" "${options[@]}" "$@"
+remove_keys
+requeue "$(if has_checkpoint; then echo "runs/$name"; fi)"

@@ -123,9 +123,14 @@ def test_quantized_distributions_are_rounded_to_multiples_of_q(distribution, q, 
     assert {type(value) for value in rounded} == {type(q)}
 
 
+# Those of github.com/wandb/sweeps, src/sweeps/config/schema.json; the package wandb itself has no list.
+WANDB_HAS = """beta categorical categorical_w_probabilities constant int_uniform inv_log_uniform inv_log_uniform_values
+log_normal log_uniform log_uniform_values normal q_beta q_log_normal q_log_uniform q_log_uniform_values q_normal
+q_uniform uniform"""
+
+
 def test_there_is_every_distribution_that_wandb_has():
-    quantized = {"q_uniform", "q_normal", "q_beta", "q_log_normal", "q_log_uniform", "q_log_uniform_values"}
-    assert set(sweep.DISTRIBUTIONS) == {*CONTINUOUS, *quantized, "constant", "categorical", "int_uniform"}
+    assert sorted(sweep.DISTRIBUTIONS) == WANDB_HAS.split()
 
 
 def test_discrete_distributions(write):
@@ -133,7 +138,9 @@ def test_discrete_distributions(write):
     assert len(counts) == 4 and st.chisquare(counts).pvalue > 0.01
     counts = np.unique_counts(draw(write, {"values": ["a", "b", "c"]})).counts
     assert len(counts) == 3 and st.chisquare(counts).pvalue > 0.01
-    found = draw(write, {"values": [1, 2.5, True], "probabilities": [0.1, 0.6, 0.3]})
+    weighted = {"values": [1, 2.5, True], "probabilities": [0.1, 0.6, 0.3]}
+    found = draw(write, weighted)
+    assert draw(write, {"distribution": "categorical_w_probabilities", **weighted}) == found
     counts = [sum(value is wanted or value == wanted == 2.5 for value in found) for wanted in (1, 2.5, True)]
     assert st.chisquare(counts, [100, 600, 300]).pvalue > 0.01
     assert set(draw(write, {"value": "same"}, 5)) == {"same"}
@@ -268,6 +275,21 @@ def test_the_failed_are_named_and_run_again(write):
     assert [line.split()[1] for line in command(path, "--list").stdout.splitlines()] == ["finished", "open", "finished"]
 
 
+def test_what_a_random_sweep_draws_twice_is_run_and_collected_once(write):
+    path = write({"x": {"values": [1, 2]}}, method="random", run_cap=8)
+    drawn = [flat["x"] for flat in load(path)]
+    second = drawn.index(drawn[0], 1)
+    result = command(path, "--index", str(second))  # a task of an array, besides that of index 0
+    assert (result.returncode, result.stdout) == (
+        0,
+        f"configuration {second} is the same as 0, which runs it: x={drawn[0]}\n",
+    )
+    result = command(path)
+    assert result.returncode == 0 and "2 of 2 have finished" in result.stdout
+    assert len(list(Path("runs/sweep").glob("*/attempt-*"))) == 2
+    assert sorted(row["x"] for row in results()) == ["1", "2"]
+
+
 def test_a_metric_that_runs_do_not_have_is_named(write):
     result = command(write({"x": {"value": 1}}, metric={"name": "eval/return_mean"}))
     assert result.returncode == 1
@@ -305,12 +327,12 @@ def test_a_killed_sweep_goes_on_where_it_was(victim, write):
     assert sorted(Counter(path.parent for path in Path("runs/sweep").glob("*/attempt-*")).values()) == [1, 1, 2]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_sweep_that_is_asked_to_stop_stops_its_run_first(number, write):
     process, run = start_and_await_99(write({"x": {"values": [1, 99, 2]}}))
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1 and not alive(run)
+    assert process.returncode == 143 and not alive(run)
     assert errors == "error: interrupted; what has finished is kept, start again to go on\n"
     assert [line.split()[1] for line in command("sweep.yaml", "--list").stdout.splitlines()] == [
         "finished",
@@ -361,27 +383,50 @@ def test_the_projects_own_sweeps_load(monkeypatch):
 
 
 def test_job_files_are_bash():
-    for path in (ROOT / "slurm").glob("*.sbatch"):
+    for path in (*(ROOT / "slurm").glob("*.sbatch"), *(ROOT / "slurm").glob("*.sh")):
         subprocess.run(["bash", "-n", path], check=True)
 
 
+# A program that saves and waits for a file `go`; told to stop, it exits with 75. The first that is resumed finishes.
 STOPS = """
-import json, os, sys
+import json, os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 if sys.argv[-2] != "--resume":
     os.makedirs("runs/one")
     open("runs/one/checkpoint-1.pt", "w").close()
-    sys.exit(75)
+    print("saved", flush=True)
+    while not os.path.exists("../../../../go"):
+        time.sleep(0.02)
+    sys.exit(1)
 json.dump({"eval_return_mean": 1.0}, open(sys.argv[-1] + "/summary.json", "w"))
 """
 
 
-def test_a_requeued_job_goes_on_with_its_last_attempt(write):
+def start(path):
+    """Start a sweep of STOPS; return its process and its attempt once that has saved."""
+    before = set(Path("runs").glob("sweep/*/attempt-*"))
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "slurm" / "sweep.py"), path, "--index", "0"],
+        env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not (
+        new := {log.parent for log in Path("runs").glob("sweep/*/*/log.txt") if "saved" in log.read_text()} - before
+    ):
+        time.sleep(0.01)
+    return process, new.pop()
+
+
+def test_a_configuration_goes_on_with_the_last_attempt_that_has_saved_and_runs_no_more(write):
     path = write({"x": {"value": 1}})
     Path("train.py").write_text(STOPS)
-    for _ in range(2):  # submitted again it begins anew
-        assert command(path, "--index", "0").returncode == 1
-    first, last = sorted(Path().glob("runs/sweep/*/attempt-*"))
-    result = command(path, "--index", "0", env=environment(SLURM_RESTART_COUNT="1"))
-    assert result.returncode == 0, result.stderr
-    assert json.loads((last.parent / "result.json").read_text())["attempt"] == last.name
-    assert sorted(last.parent.glob("attempt-*")) == [first, last] and not (first / "runs/one/summary.json").exists()
+    first, saved = start(path)
+    second, later = start(path)  # of the same configuration, at the same time: an attempt of its own
+    assert later != saved
+    first.send_signal(signal.SIGUSR1)
+    assert "error: interrupted" in first.communicate(timeout=30)[1] and first.returncode == 75
+    assert command(path, "--index", "0").returncode == 0
+    (result,) = Path("runs/sweep").glob("*/result.json")
+    assert json.loads(result.read_text())["attempt"] == saved.name
+    assert sorted(result.parent.glob("attempt-*")) == sorted([saved, later])
+    second.terminate()
+    assert second.wait(30) == 75 and not (later / "runs/one/summary.json").exists()

@@ -32,25 +32,46 @@ TINY += " --no-save-model --total-timesteps 1000000000 --no-cuda"
 MORE = {"ppo": " --num-minibatches 2", "dqn": " --learning-starts 100 --buffer-size 1000", "ppo_hetjob": ""}
 
 
+# Stands in for Python with a training script. Told to stop it saves, but not if there is a file `early`, as if its
+# handlers were not there yet. It ends when there is a file `go`.
+STUB = """#!/usr/bin/env bash
+for word in "$@"; do
+    case $previous in --run-name | --resume) run=runs/${word#runs/} ;; --resume=*) run=${word#*=} ;; esac
+    previous=$word
+done
+mkdir -p "$run/workers/clusterenv-$SLURM_JOB_ID"
+if [[ ! -e early ]]; then trap 'touch "$run/checkpoint-1.pt"; exit 75' TERM; fi
+echo "began with $*"
+while [[ ! -e go ]]; do sleep 0.05; done
+"""
+
+
 class Job:
     """A job that trains, in a directory of its own that looks like the repository's root."""
 
-    def __init__(self, slurm, directory, file, *options, flags=""):
-        for name in ("slurm", "ppo_clusterenv.py", "dqn_clusterenv.py"):
-            (directory / name).symlink_to(ROOT / name)
+    def __init__(self, slurm, directory, file, *options, flags="", python=Path(sys.executable).parent):
+        if not (directory / "slurm").exists():
+            for name in ("slurm", "ppo_clusterenv.py", "dqn_clusterenv.py"):
+                (directory / name).symlink_to(ROOT / name)
         (directory / "slow_env.py").write_text(SLOW_ENV)
-        python = str(Path(sys.executable).parent)
         env = {**slurm.env, "PATH": f"{python}{os.pathsep}{slurm.env['PATH']}", "PYTHONPATH": str(directory)}
         flags = f"{TINY}{MORE[file]} {flags}".split()
         self.slurm, self.directory = slurm, directory
-        where = [f"--output={directory}/log", "--job-name=train"]
+        where = [f"--output={directory}/log-%j", "--job-name=train"]
         self.id = slurm.submit(*where, *options, f"slurm/{file}.sbatch", *flags, cwd=directory, env=env)
         self.run = directory / "runs" / f"train-{self.id}"
 
-    def log(self):
+    def log(self, job=None):
         with suppress(FileNotFoundError):
-            return (self.directory / "log").read_text()
+            return (self.directory / f"log-{job or self.id}").read_text()
         return ""
+
+    def await_words(self, words, number=1):
+        lab.wait_for(f"{words} in the log", 60, lambda: self.log().count(words) == number)
+
+    def warn(self, task=None):
+        """Tell the job's shell that time is up, as Slurm does."""
+        self.slurm.run("scancel", "--batch", "--signal=TERM", task or self.id)
 
     def wait(self, *states, seconds=100):
         try:
@@ -76,7 +97,8 @@ class Job:
         """The node of each worker's step, by the step's name."""
         lines = self.slurm.run("squeue", "--steps", "--noheader", "--format=%i %j %N").stdout.splitlines()
         steps = [line.split() for line in lines]
-        return {name: node for step, name, node in steps if step.startswith(f"{self.id}.") and "worker" in name}
+        mine = {part["JobId"] for part in self.slurm.jobs(self.id)}  # each part of a heterogeneous job has its own
+        return {name: node for step, name, node in steps if step.split(".")[0] in mine and "worker" in name}
 
     def worker(self, index):
         """The pid of a worker of this job, or None."""
@@ -110,6 +132,15 @@ def train(slurm, tmp_path):
     return submit
 
 
+@pytest.fixture
+def stub(slurm, tmp_path):
+    """A function that submits a job in which STUB stands in for Python, all of a test in one directory."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(STUB)
+    (tmp_path / "bin" / "python").chmod(0o755)
+    return lambda *options, flags="": Job(slurm, tmp_path, "ppo", *options, flags=flags, python=tmp_path / "bin")
+
+
 def test_two_jobs_train_on_the_same_nodes_and_replace_a_killed_worker(train):
     spread = ["--nodes=3", "--ntasks=4"]
     ppo, dqn = (train(file, *spread, flags="--max-seconds 20") for file in ("ppo", "dqn"))
@@ -129,7 +160,7 @@ def test_two_jobs_train_on_the_same_nodes_and_replace_a_killed_worker(train):
 
 def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
     requeued = train("ppo", flags="--max-seconds 10")
-    timed_out = train("dqn", "--time=10", flags="--max-seconds 40")  # Slurm looks at its limit every 30 seconds
+    timed_out = train("dqn", "--time=10", flags="--max-seconds 100")  # Slurm looks at its limit every 30 seconds
     timed_out.await_training()
     timed_out.slurm.run("scontrol", "update", f"JobId={timed_out.id}", "TimeLimit=1")  # --signal says 60 s before
     requeued.await_training()
@@ -140,12 +171,88 @@ def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
         before[job] = max(checkpoints(job.run))
     timed_out.slurm.run("scontrol", "update", f"JobId={timed_out.id}", "TimeLimit=10")
     for job in (requeued, timed_out):
-        (part,) = job.wait()
-        assert part["Restarts"] == "1" and job.summary()["global_step"] > before[job]
+        job.wait("RUNNING", "COMPLETED")
+        assert job.await_training(before[job]) > before[job]
+        assert job.slurm.jobs(job.id)[0]["Restarts"] == "1"
         assert job.log().count("interrupted; to go on") == 1
         assert [path.name for path in (job.directory / "runs").iterdir()] == [job.run.name]
     assert f"requeued; it will go on from runs/{timed_out.run.name}" in timed_out.log()
     assert "requeued" not in requeued.log()  # Slurm has done that
+    timed_out.slurm.run("scancel", timed_out.id)
+    requeued.wait()
+    assert requeued.summary()["global_step"] > before[requeued] and not (requeued.run / "job").exists()
+
+
+def test_a_run_is_of_one_job_at_a_time_and_goes_on_where_resume_says(stub):
+    first = stub("--job-name=a: b")
+    first.await_words("began with")
+    run = first.directory / "runs" / f"a__b-{first.id}"
+    assert f"--run-name a__b-{first.id} " in first.log() and "warning" not in first.log()
+    second = stub(flags=f"--resume runs/{run.name}")
+    second.wait("FAILED")
+    assert second.log() == f"error: runs/{run.name} is being trained by job {first.id}\n"
+    assert (run / "workers" / f"clusterenv-{first.id}").exists()
+    first.warn()
+    first.wait("PENDING")
+    assert (run / "job").read_text() == f"{first.id}\n" and not left_in(run)  # it comes back, and so keeps the run
+    first.slurm.run("scancel", first.id)
+    (run / "workers" / "clusterenv-old").mkdir()
+    third = stub(flags=f"--resume={run}/")
+    third.await_words("began with")
+    third.warn()
+    third.await_words("began with", 2)
+    assert f"requeued; it will go on from runs/{run.name}\n" in third.log()
+    (third.directory / "go").touch()
+    assert third.wait()[0]["Restarts"] == "1" and not (run / "job").exists() and not left_in(run)
+    assert [path.name for path in run.parent.iterdir()] == [run.name]
+
+
+def test_of_an_array_only_the_task_that_was_warned_is_requeued(stub):
+    array = stub("--array=0-1")
+    tasks = {task["JobId"]: task["ArrayTaskId"] for task in array.wait("RUNNING")}
+    assert array.id in tasks  # one task's id is the array's, too
+    lab.wait_for("both to begin", 60, lambda: all("began with" in array.log(job) for job in tasks))
+    array.warn(f"{array.id}_{tasks[array.id]}")
+    array.await_words("began with", 2)
+    assert {task["JobId"]: task["Restarts"] for task in array.slurm.jobs(array.id)} == {
+        job: str(int(job == array.id)) for job in tasks
+    }
+    (array.directory / "go").touch()
+    array.wait()
+
+
+def test_warned_before_it_can_save_a_job_is_requeued_only_if_it_has_time(stub, tmp_path):
+    (tmp_path / "early").touch()
+    early, late = (stub(f"--time={minutes}") for minutes in (10, 2))  # the second warning is the time limit's
+    for job in (early, late):
+        job.await_words("began with")
+        job.warn()
+    late.wait("FAILED")
+    assert "error: stopped before the first checkpoint, so not requeued" in late.log()
+    early.await_words("began with", 2)
+    assert "requeued\n" in early.log()
+    (tmp_path / "go").touch()
+    early.wait()
+
+
+def test_preempted_a_job_saves_and_comes_back(stub):
+    job = stub()
+    job.await_words("began with")
+    urgent = job.slurm.submit("--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    job.slurm.wait(urgent)
+    job.await_words("began with", 2)
+    assert f"began with ppo_clusterenv.py --launcher slurm --num-workers 2 --resume runs/{job.run.name} " in job.log()
+    (job.directory / "go").touch()
+    assert job.wait()[0]["Restarts"] == "1"
+
+
+def test_cores_that_no_worker_uses_are_told(stub):
+    job = stub("--nodes=3", "--ntasks-per-node=2")
+    job.await_words("began with")
+    warning = "warning: 2 workers, though the job's 6 CPUs are enough for more: --ntasks sets how many\n"
+    assert job.log().startswith(warning) and "--num-workers 2 " in job.log()
+    (job.directory / "go").touch()
+    job.wait()
 
 
 def test_scancel_leaves_nothing_and_the_job_does_not_come_back(slurm, train):
@@ -165,9 +272,9 @@ def test_scancel_leaves_nothing_and_the_job_does_not_come_back(slurm, train):
 
 def test_a_heterogeneous_job_trains_with_its_workers_in_the_second_part(train):
     job = train("ppo_hetjob", flags="--total-timesteps 2000 --num-minibatches 2")
-    job.wait_for("the steps", lambda: len(job.places()) == 4 or checkpoints(job.run))
+    places = job.wait_for("the steps", lambda: len(places := job.places()) == 4 and places)
     first, second = job.slurm.jobs(job.id)
-    assert set(job.places().values()) <= nodes(job.slurm, second["NodeList"])
+    assert set(places.values()) <= nodes(job.slurm, second["NodeList"])
     assert job.wait() and job.summary()["args"]["num_workers"] == 4 and "gpu:1" in str(first)
 
 
@@ -176,7 +283,7 @@ def nodes(slurm, text):
 
 
 def test_over_a_network_the_head_is_found_and_lost_nodes_are_replaced(slurm_networked, tmp_path):
-    job = Job(slurm_networked, tmp_path, "ppo", "--nodes=3", "--ntasks=4", flags="--max-seconds 25 --worker-timeout 3")
+    job = Job(slurm_networked, tmp_path, "ppo", "--nodes=3", "--ntasks=4", flags="--max-seconds 100 --worker-timeout 3")
     job.await_training()
     addresses = set(job.slurm.address.values())
     command = Path(f"/proc/{job.worker(2)}/cmdline").read_bytes().decode().split("\0")
@@ -187,15 +294,14 @@ def test_over_a_network_the_head_is_found_and_lost_nodes_are_replaced(slurm_netw
     job.slurm.cut(node)
     try:
         job.wait_for("a replacement", lambda: "another is started" in job.log(), 30)
-        job.wait_for("a new place", lambda: job.places().get(lost) not in (None, node) or job.summary(), 30)
+        job.wait_for("a new place", lambda: job.places().get(lost) not in (None, node), 30)
+        job.await_training(max(checkpoints(job.run)))
     finally:
         job.slurm.heal(node)
-    job.wait()
+        job.slurm.run("scancel", job.id)
     assert re.search(rf"{lost.replace('-', ' ')} .* died: cut off, or silent for 3 s", job.log())
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_slurm_accepts_every_file(slurm, file):
-    slurm.run("bash", "-n", str(ROOT / "slurm" / file))
-    slurm.run("bash", "-n", str(ROOT / "slurm" / "train.sh"))
     slurm.run("sbatch", "--test-only", str(ROOT / "slurm" / file))

@@ -9,72 +9,81 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ..test_sweep import PROGRAM, STOPS
 from . import lab
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = {"env_id": "CartPole-v1", "envs_per_worker": 2, "num_steps": 16, "num_minibatches": 2, "eval_episodes": 2}
 
 
 @pytest.fixture
 def submit(slurm, tmp_path):
-    """A function that submits the array file from the repository's root, with a tiny sweep of the real script."""
-    values = {"kl_threshold": {"values": [0.001, 0.1]}, **{name: {"value": value} for name, value in TINY.items()}}
-    values["total_timesteps"] = {"value": 320}
-    sweep = {"program": "ppo_clusterenv.py", "method": "grid", "parameters": values}
+    """A function that submits the array file, from a directory that looks like the repository's root."""
+    (tmp_path / "slurm").symlink_to(ROOT / "slurm")
+    sweep = {"program": "train.py", "method": "grid", "parameters": {"x": {"values": [3, 5]}}}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-    python = str(Path(sys.executable).parent)
-    env = {**slurm.env, "PATH": f"{python}{os.pathsep}{slurm.env['PATH']}"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{slurm.env['PATH']}"
 
-    def submit(*options):
-        where = f"--output={tmp_path}/%A_%a.out"
-        script = [
-            *options,
-            "slurm/sweep_offline.sbatch",
-            str(tmp_path / "sweep.yaml"),
-            "--output",
-            str(tmp_path / "out"),
-        ]
-        return slurm.submit(where, *script, cwd=ROOT, env={**env, "SBATCH_OUTPUT": f"{tmp_path}/%A_%a.out"})
+    def submit(program, *options, file="slurm/sweep_offline.sbatch"):
+        (tmp_path / "train.py").write_text(program)
+        (tmp_path / "mine.sbatch").write_text(
+            (ROOT / "slurm" / "sweep_offline.sbatch")
+            .read_text()
+            .replace("#SBATCH --requeue", "#SBATCH --requeue\n#SBATCH --export=NONE")
+            .replace("launch=()", f"launch=()\nexport PATH={path}")
+        )
+        command = [*options, file, "sweep.yaml", "--output", "out"]
+        return slurm.submit(*command, cwd=tmp_path, env={**slurm.env, "PATH": path})
 
     return submit
 
 
-def test_submitted_alone_it_submits_the_array_and_the_collection(slurm, submit, tmp_path):
-    first = submit("--cpus-per-task=2", "--time=7", "--partition=urgent")
+def test_submitted_alone_it_submits_the_array_and_the_collection_once(slurm, submit, tmp_path):
+    (tmp_path / "logs").mkdir()
+    options = ["--cpus-per-task=2", "--time=7", "--partition=urgent", "--mem=100", "--output=logs/mine-%j"]
+    first = submit(PROGRAM, *options, file="mine.sbatch")  # which does not export the environment
     slurm.wait(first)
-    (log,) = tmp_path.glob(f"{first}_*.out")
-    array, count, results = re.findall(r"\d+", log.read_text())
+    array, count, results = re.findall(r"\d+", (tmp_path / "logs" / f"mine-{first}").read_text())
     assert count == "2"
     (collection,) = slurm.jobs(results)
-    assert collection["Dependency"].startswith(f"afterany:{array}") and collection["TimeLimit"] == "00:07:00"
-    tasks = slurm.wait(array, seconds=100)
+    assert collection["Dependency"].startswith(f"afterany:{array}") or collection["JobState"] != "PENDING"
+    tasks = slurm.wait(array)
     assert sorted(task["ArrayTaskId"] for task in tasks) == ["0", "1"]
-    assert {(task["CPUs/Task"], task["Partition"], task["TimeLimit"]) for task in tasks} == {
-        ("2", "urgent", "00:07:00")
-    }
+    for job in (collection, *tasks):
+        assert (job["CPUs/Task"], job["Partition"], job["TimeLimit"]) == ("2", "urgent", "00:07:00")
+        assert job["MinMemoryNode"] == "100M"
     slurm.wait(results)
     with open(tmp_path / "out" / "results.csv") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["index"], row["kl_threshold"], row["global_step"]) for row in rows] == [
-        ("0", "0.001", "320"),
-        ("1", "0.1", "320"),
+    assert [(row["index"], row["x"], row["eval_return_mean"]) for row in rows] == [
+        ("0", "3", "30.0"),
+        ("1", "5", "50.0"),
     ]
     assert (tmp_path / "out" / "results.png").exists()
-    again = submit("--array=0-1")  # there is nothing left to run
+    logs = [f"mine-{first}", f"mine-{array}_0", f"mine-{array}_1", f"mine-{results}"]  # of all jobs that there were
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == sorted(logs)
+    assert slurm.run("scontrol", "-o", "show", "job").stdout.count(f" WorkDir={tmp_path} ") == 4
+    again = submit(PROGRAM, "--array=0-1", "--output=again-%a")  # there is nothing left to run
     slurm.wait(again)
-    assert all("has finished" in log.read_text() for log in tmp_path.glob(f"{again}_*.out"))
+    assert all("has finished" in (tmp_path / f"again-{index}").read_text() for index in (0, 1))
     assert len(list((tmp_path / "out").glob("*/attempt-*"))) == 2
 
 
-def test_a_requeued_task_runs_its_configuration_again(slurm, submit, tmp_path):
-    task = submit("--array=1")
-    slurm.wait(task, "RUNNING")
-    lab.wait_for("the attempt", 60, lambda: list((tmp_path / "out").glob("*/attempt-*")))
-    slurm.run("scontrol", "requeue", f"{task}_1")
-    (part,) = slurm.wait(task, seconds=100)
-    assert part["Restarts"] == "1"
+def test_a_task_that_is_warned_is_requeued_alone_and_goes_on(slurm, submit, tmp_path):
+    array = submit(STOPS, "--array=0-1", "--output=%a")
+
+    def saved():
+        return [log for log in (tmp_path / "out").glob("*/*/log.txt") if "saved" in log.read_text()]
+
+    lab.wait_for("both to save", 60, lambda: len(saved()) == 2)
+    (warned,) = (task["ArrayTaskId"] for task in slurm.jobs(array) if task["JobId"] == array)  # shares the array's id
+    slurm.run("scancel", "--batch", "--signal=TERM", f"{array}_{warned}")
+    lab.wait_for("it to end", 60, lambda: slurm.jobs(f"{array}_{warned}")[0]["JobState"] == "COMPLETED")
+    restarts = {task["ArrayTaskId"]: task["Restarts"] for task in slurm.jobs(array)}
+    assert restarts == {warned: "1", str(1 - int(warned)): "0"}
+    assert "requeued; it will go on from its last checkpoint" in (tmp_path / warned).read_text()
     (result,) = (tmp_path / "out").glob("*/result.json")
-    assert len(list(result.parent.glob("attempt-*"))) == 2
+    assert len(list(result.parent.glob("attempt-*"))) == 1
+    slurm.run("scancel", array)
 
 
 def test_without_a_sweep_it_says_what_it_expects(slurm, tmp_path):
