@@ -104,7 +104,6 @@ def make_env(env_id, idx, capture_video, run_name):
     return thunk
 
 
-# ALGO LOGIC: initialize agent here:
 class QNetwork(nn.Module):
     def __init__(self, env):
         super().__init__()
@@ -167,7 +166,7 @@ def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
 
 def evaluate(q_network, args, device):
     """Play one episode in each of `eval_episodes` new environments, with epsilon at its end; return the returns."""
-    envs = gym.vector.SyncVectorEnv([make_env(args.env_id, 1, False, "") for _ in range(args.eval_episodes)])
+    envs = args.make_vec([make_env(args.env_id, 1, False, "") for _ in range(args.eval_episodes)])
     obs, _ = envs.reset(seed=args.seed + 100_000)
     returns, running, steps = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool), 0
     while running.any() and (steps := steps + 1) <= 10_000:  # not every environment ends its episodes
@@ -214,13 +213,14 @@ if __name__ == "__main__":
     check(args.total_timesteps >= global_step, f"--total-timesteps {args.total_timesteps} must be at least {done}")
     run_name = args.named or f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
     try:
-        env = make_env(args.env_id, 0, args.capture_video, run_name)()
+        env = args.make_vec([make_env(args.env_id, 0, args.capture_video, run_name)])
     except (ModuleNotFoundError, gym.error.Error) as error:
         check(False, error)
-    discrete = isinstance(env.action_space, gym.spaces.Discrete) and env.action_space.start == 0
-    check(discrete, f"actions must be discrete, from 0, not {env.action_space}: {args.env_id}")
-    check(len(env.observation_space.shape or ()) == 1, f"observations must be vectors, not {env.observation_space}")
-    needed = ReplayBuffer.num_bytes(args.buffer_size, env.observation_space) / 2**30
+    obs_space, action_space = env.single_observation_space, env.single_action_space
+    discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
+    check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
+    check(len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}")
+    needed = ReplayBuffer.num_bytes(args.buffer_size, obs_space) / 2**30
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     check(needed < memory, f"--buffer-size {args.buffer_size} takes {needed:.1f} GiB, this machine has {memory:.1f}")
     env.close()
@@ -249,7 +249,7 @@ if __name__ == "__main__":
     # env setup
     num_envs = args.num_workers * args.envs_per_worker
     env_fns = [make_env(args.env_id, i, args.capture_video, run_name) for i in range(num_envs)]
-    envs = ClusterEnv(env_fns, **args.cluster(f"runs/{run_name}"))
+    envs = ClusterEnv(args.env_fns(env_fns), **args.cluster(f"runs/{run_name}"))
     q_network = QNetwork(envs).to(device)
     policy = EpsilonGreedyPolicy(q_network, args.start_e)  # what travels to the workers
     optimizer = optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)

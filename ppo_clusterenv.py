@@ -128,8 +128,7 @@ class Agent(nn.Module):
         return self.critic(x)
 
     def get_action_and_value(self, x, action=None):
-        logits = self.actor(x)
-        probs = Categorical(logits=logits)
+        probs = Categorical(logits=self.actor(x))
         if action is None:
             action = probs.sample()
         return action, probs.log_prob(action), probs.entropy(), self.critic(x)
@@ -168,7 +167,7 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
 
 def evaluate(agent, args, device):
     """Play one episode in each of `eval_episodes` new environments; return the returns."""
-    envs = gym.vector.SyncVectorEnv([make_env(args.env_id, 1, False, "") for _ in range(args.eval_episodes)])
+    envs = args.make_vec([make_env(args.env_id, 1, False, "") for _ in range(args.eval_episodes)])
     obs, _ = envs.reset(seed=args.seed + 100_000)
     returns, running, steps = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool), 0
     while running.any() and (steps := steps + 1) <= 10_000:  # not every environment ends its episodes
@@ -212,12 +211,13 @@ if __name__ == "__main__":
     check(args.total_timesteps >= global_step, f"--total-timesteps {args.total_timesteps} must be at least {done}")
     run_name = args.named or f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
     try:
-        env = make_env(args.env_id, 0, args.capture_video, run_name)()
+        env = args.make_vec([make_env(args.env_id, 0, args.capture_video, run_name)])
     except (ModuleNotFoundError, gym.error.Error) as error:
         check(False, error)
-    discrete = isinstance(env.action_space, gym.spaces.Discrete) and env.action_space.start == 0
-    check(discrete, f"actions must be discrete, from 0, not {env.action_space}: {args.env_id}")
-    check(len(env.observation_space.shape or ()) == 1, f"observations must be vectors, not {env.observation_space}")
+    obs_space, action_space = env.single_observation_space, env.single_action_space
+    discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
+    check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
+    check(len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}")
     env.close()
     args.begin(f"runs/{run_name}")
     if args.track:
@@ -242,7 +242,7 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     # env setup
     env_fns = [make_env(args.env_id, i, args.capture_video, run_name) for i in range(args.num_envs)]
-    envs = ClusterEnv(env_fns, **args.cluster(f"runs/{run_name}"))
+    envs = ClusterEnv(args.env_fns(env_fns), **args.cluster(f"runs/{run_name}"))
     agent = Agent(envs).to(device)
     policy = CategoricalPolicy(agent.actor)  # what travels to the workers
     optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

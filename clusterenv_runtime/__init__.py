@@ -16,6 +16,7 @@ A `ClusterEnv` is also a plain ``gymnasium.vector.VectorEnv``: ``envs.step(actio
 
 from typing import TYPE_CHECKING, Any
 
+from .batch_slice import make_vec
 from .env import ClusterEnv
 from .errors import (
     CheckpointError,
@@ -52,6 +53,7 @@ __all__ = [
     "Rollout",
     "StartupError",
     "WorkerDiedError",
+    "make_vec",
 ]
 
 

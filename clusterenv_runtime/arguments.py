@@ -8,10 +8,14 @@ import socket
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal, TypeVar
 
+import gymnasium as gym
 import zmq
+from gymnasium.vector import SyncVectorEnv, VectorEnv
 
+from .batch_slice import make_vec
 from .errors import CheckpointError, StartupError
 from .launchers import Launcher, listening_address, make_launcher, worker_flags
 from .security import HeadKeys, check_security, read_key_file
@@ -33,6 +37,9 @@ class ClusterArgs:
     """the number of environment worker processes"""
     envs_per_worker: int = 32
     """the number of parallel game environments on each worker"""
+    env_backend: Literal["gymnasium", "vector", "envpool"] = "gymnasium"
+    """what steps a worker's environments: a loop over Gymnasium's, the environment's own vectorized version, if it
+    has one, or EnvPool's (`pip install envpool`)"""
     launcher: Literal["local", "slurm", "external"] = "local"
     """where workers run: `local` starts them on this machine, `slurm` as steps of the job that this runs in, `external`
     prints their commands and waits until you have run them"""
@@ -130,12 +137,22 @@ class ClusterArgs:
         before = ["env", *variables] if variables else []
         return [shlex.join([*before, *launcher.command(index)]) for index in range(self.num_workers)]
 
+    def env_fns(self, env_fns: list[Callable[[], gym.Env]]) -> Any:
+        """Return what `ClusterEnv` takes: these, or with another --env-backend the one function that makes them all."""
+        return env_fns if self.env_backend == "gymnasium" else partial(make_vec, self.env_backend, self.env_id)
+
+    def make_vec(self, env_fns: list[Callable[[], gym.Env]]) -> VectorEnv:
+        """Make as many environments in this process, by these functions or by the --env-backend."""
+        made = self.env_fns(env_fns)
+        return made(len(env_fns)) if callable(made) else SyncVectorEnv(made)
+
     def cluster(self, directory: str) -> dict[str, Any]:
         """Return the arguments of `ClusterEnv` that these flags are, for a run in this directory."""
         names = "num_workers sync_mode kl_threshold sync_interval max_policy_lag on_worker_loss port security key_file "
         names += "max_worker_restarts worker_timeout startup_timeout allow_insecure"
         names += " min_workers" * hasattr(self, "min_workers")  # a flag of scripts that can begin with some of them
         return {name: getattr(self, name) for name in names.split()} | {
+            "num_envs": self.num_workers * self.envs_per_worker,
             "bind_address": self.bind_address or self.interface,
             "launcher": make_launcher(self.launcher, f"{directory}/workers", self.worker_prefix),
         }
@@ -157,6 +174,8 @@ class ClusterArgs:
         if hasattr(self, "min_workers"):
             up_to = f"from 1 to --num-workers, {self.num_workers}"
             self.require("min_workers", lambda value: 1 <= value <= self.num_workers, up_to)
+        video = self.env_backend == "gymnasium" or not getattr(self, "capture_video", False)
+        check(video, f"--capture-video needs --env-backend gymnasium, not {self.env_backend}")
         interval = self.sync_mode != "interval" or self.sync_interval is not None
         check(interval, "--sync-mode interval needs --sync-interval, in versions")
         check(not (self.bind_address and self.interface), "give either --bind-address or --interface, not both")

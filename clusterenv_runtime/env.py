@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium as gym
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from .launchers import Launcher
 from .protocol import Structure
@@ -28,8 +28,11 @@ class ClusterEnv(WorkerVectorEnv):
     `rollout` the workers act: they keep their policy until its KL divergence from the head's exceeds ``kl_threshold``.
 
     Args:
-        env_fns: functions that make the environments. The first is also called once here, to read the spaces.
+        env_fns: functions that make the environments. The first is also called once here, to read the spaces. Or one
+            function that makes a `VectorEnv` of as many as it is told, as ``functools.partial(make_vec, "envpool",
+            "CartPole-v1")`` does: each worker's rows. These only `rollout` and `send` can step.
         num_workers: worker processes; never more than environments. Each gets a contiguous share of the rows.
+        num_envs: how many environments that one function is to make, in all.
         copy, observation_mode, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
         launcher: starts the workers; ``None`` or "local" for subprocesses on this machine, "slurm" for steps of the job
             that this runs in, "external" to print their commands and wait for you to run them. Or a `Launcher`.
@@ -59,9 +62,10 @@ class ClusterEnv(WorkerVectorEnv):
 
     def __init__(
         self,
-        env_fns: Sequence[Callable[[], gym.Env]],
+        env_fns: Sequence[Callable[[], gym.Env]] | Callable[[int], VectorEnv],
         num_workers: int = 2,
         *,
+        num_envs: int | None = None,
         copy: bool = True,
         observation_mode: str | tuple[gym.Space, gym.Space] = "same",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
@@ -89,6 +93,7 @@ class ClusterEnv(WorkerVectorEnv):
         super().__init__(
             env_fns,
             num_workers,
+            num_envs=num_envs,
             copy=copy,
             observation_mode=observation_mode,
             autoreset_mode=autoreset_mode,

@@ -134,21 +134,43 @@ class EnvSlice(SyncVectorEnv):
             ended = terminations[step] | truncations[step]
             self._returns[ended] = self._lengths[ended] = 0
         self._observations = deepcopy(now)
-        actions, logprobs, params = actor.finish(sampled_states(rewards.size))
-        return {
-            "observations": map_space(lambda leaf: leaf[:-1], space, observations),
-            "actions": actions,
-            "logprobs": logprobs,
-            "rewards": rewards,
-            "terminations": terminations,
-            "truncations": truncations,
-            "final_observations": _stack(space, final_observations),
-            "next_observations": now,
-            "episodes": np.array([episode[0] for episode in episodes], np.int64),
-            "episodic_returns": np.array([episode[1] for episode in episodes], np.float64),
-            "episodic_lengths": np.array([episode[2] for episode in episodes], np.int64),
-            "params": params,
-        }
+        return rollout_part(
+            actor, space, observations, rewards, terminations, truncations, _stack(space, final_observations), episodes
+        )
+
+
+def rollout_part(
+    actor: Any,
+    space: gym.Space,
+    observations: Any,
+    rewards: np.ndarray,
+    terminations: np.ndarray,
+    truncations: np.ndarray,
+    final_observations: Any,
+    episodes: Any,
+    steps: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """Return a worker's part of a `Rollout`, see `Rollout.join`.
+
+    ``observations`` go one step further than the rest; ``episodes`` are (step * num_envs + environment, return,
+    length); ``steps``, if the actor acted more often than there are steps, says which of its steps each of ours is.
+    """
+    actions, logprobs, params = actor.finish(sampled_states(rewards.size), steps)
+    numbers, returns, lengths = np.array(episodes, np.float64).reshape(-1, 3).T
+    return {
+        "observations": map_space(lambda leaf: leaf[:-1], space, observations),
+        "actions": actions,
+        "logprobs": logprobs,
+        "rewards": rewards,
+        "terminations": terminations,
+        "truncations": truncations,
+        "final_observations": final_observations,
+        "next_observations": map_space(lambda leaf: leaf[-1], space, observations),
+        "episodes": numbers.astype(np.int64),
+        "episodic_returns": returns.copy(),
+        "episodic_lengths": lengths.astype(np.int64),
+        "params": params,
+    }
 
 
 def _copy_arrays(value: Any) -> Any:

@@ -210,7 +210,7 @@ class Actor:
         self._generator.set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
 
     def start(self, num_steps: int, num_envs: int) -> None:
-        self._num_steps, self._num_envs, self._noise = num_steps, num_envs, None
+        self._num_steps, self._num_envs = num_steps, num_envs
         self._step_params: list[torch.Tensor] = []
         self._actions: list[torch.Tensor] = []
 
@@ -218,16 +218,23 @@ class Actor:
     def act(self, observations: Any) -> np.ndarray:
         """Return one action per environment for observations ``(num_envs, ...)``."""
         params = self.policy(to_tensor(observations, torch.device("cpu")))
-        if self._noise is None:
+        step = len(self._actions) % self._num_steps
+        if step == 0:
             self._noise = self.policy.noise(self._num_steps, self._num_envs, params.shape[-1], self._generator)
-        actions = self.policy.act(params, self._noise[len(self._actions)])
+        actions = self.policy.act(params, self._noise[step])
         self._step_params.append(params)
         self._actions.append(actions)
         return actions.numpy().copy()  # the environments may write to it
 
     @torch.inference_mode()
-    def finish(self, states: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return actions, log-probs ``(num_steps, num_envs, ...)``, and the parameters at ``states`` (flat indices)."""
+    def finish(self, states: np.ndarray, steps: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return actions, log-probs ``(num_steps, num_envs, ...)``, and the parameters at ``states`` (flat indices).
+
+        ``steps`` ``(num_steps, num_envs)``: which step each is of, if there were more than num_steps.
+        """
         params, actions = torch.stack(self._step_params), torch.stack(self._actions)
+        if steps is not None:
+            which = torch.from_numpy(steps), torch.arange(self._num_envs)
+            params, actions = params[which], actions[which]
         logprobs = self.policy.distribution(params).log_prob(actions)
         return actions.numpy(), logprobs.numpy(), params.flatten(0, 1)[torch.from_numpy(states)].numpy()

@@ -12,7 +12,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 
 def observation_spaces(
-    mode: str | tuple[Space, Space], single: Space, env_fns: Sequence[Callable[[], gym.Env]]
+    mode: str | tuple[Space, Space], single: Space, num_envs: int, env_fns: Sequence[Callable[[], gym.Env]]
 ) -> tuple[Space, Space]:
     """Return the single and the batched space that SyncVectorEnv's ``observation_mode`` asks for.
 
@@ -28,7 +28,7 @@ def observation_spaces(
             )
         return mode[1], mode[0]
     if mode == "same":
-        return single, batch_space(single, len(env_fns))
+        return single, batch_space(single, num_envs)
     if mode == "different":
         all_spaces = [single]
         for env_fn in env_fns[1:]:

@@ -35,9 +35,10 @@ class WorkerVectorEnv(VectorEnv):
 
     def __init__(
         self,
-        env_fns: Sequence[Callable[[], gym.Env]],
+        env_fns: Sequence[Callable[[], gym.Env]] | Callable[[int], VectorEnv],
         num_workers: int,
         *,
+        num_envs: int | None,
         copy: bool,
         observation_mode: str | tuple[gym.Space, gym.Space],
         autoreset_mode: str | AutoresetMode,
@@ -56,10 +57,19 @@ class WorkerVectorEnv(VectorEnv):
         settings: dict[str, Any],
     ) -> None:
         self.closed = True  # until there is something to close
-        self.env_fns = list(env_fns)
-        self.num_envs = len(self.env_fns)
-        if self.num_envs < 1:
-            raise ValueError("env_fns must hold at least one function, got none")
+        self._together = callable(env_fns)  # a worker's rows are one vector environment, which only a policy acts in
+        if self._together:
+            self.env_fns = env_fns
+            if num_envs is None or num_envs < 1:
+                raise ValueError(f"one function for all environments needs num_envs, at least 1, got {num_envs}")
+            self.num_envs = num_envs
+        else:
+            self.env_fns = list(env_fns)
+            self.num_envs = len(self.env_fns)
+            if self.num_envs < 1:
+                raise ValueError("env_fns must hold at least one function, got none")
+            if num_envs not in (None, self.num_envs):
+                raise ValueError(f"num_envs is {num_envs}, but there are {self.num_envs} env_fns")
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, got {num_workers}")
         if isinstance(launcher, Launcher):
@@ -85,12 +95,18 @@ class WorkerVectorEnv(VectorEnv):
         if not 1 <= self._min_workers <= self.num_workers:
             raise ValueError(f"min_workers must be 1 to {self.num_workers}, got {min_workers}")
         self.copy, self.observation_mode, self.autoreset_mode = copy, observation_mode, AutoresetMode(autoreset_mode)
-        env = self.env_fns[0]()
+        if self._together and observation_mode != "same":
+            raise ValueError(f"one function for all environments has observation_mode 'same', got {observation_mode!r}")
+        env = self.env_fns(1) if self._together else self.env_fns[0]()
+        prefix = "single_" * self._together
+        single_observation_space, action_space = (
+            getattr(env, f"{prefix}{name}_space") for name in ("observation", "action")
+        )
         self.metadata, self.render_mode = {**env.metadata, "autoreset_mode": self.autoreset_mode}, env.render_mode
-        self.single_action_space, self.action_space = env.action_space, batch_space(env.action_space, self.num_envs)
+        self.single_action_space, self.action_space = action_space, batch_space(action_space, self.num_envs)
         env.close()
         self.single_observation_space, self.observation_space = observation_spaces(
-            observation_mode, env.observation_space, self.env_fns
+            observation_mode, single_observation_space, self.num_envs, self.env_fns
         )
 
         shares = np.array_split(range(self.num_envs), self.num_workers)
@@ -104,7 +120,11 @@ class WorkerVectorEnv(VectorEnv):
             # What the user registered here, a worker does not know.
             "registry": {k: v for k, v in gym.registry.items() if not str(v.entry_point).startswith("gymnasium.")},
         }
-        setups = [cloudpickle.dumps({"env_fns": self.env_fns[part], **settings}) for part in rows]
+        setups = []
+        for part in rows:
+            made = {"num_envs": part.stop - part.start} if self._together else {}
+            made["env_fns"] = self.env_fns if self._together else self.env_fns[part]
+            setups.append(cloudpickle.dumps({**made, **settings}))
         self._store = PolicyStore(self.num_workers, self.single_observation_space)
         self._recovery = Recovery(
             rows, setups, [path for path in sys.path if path], self._store, self.single_observation_space
@@ -267,6 +287,8 @@ class WorkerVectorEnv(VectorEnv):
 
     def _start(self, state: AsyncState, request: Callable[[Link], tuple[Message, tuple[bytes]]]) -> None:
         self._pending = []
+        if self._together and (state != AsyncState.WAITING_RESET or self._mask is not None):
+            raise ValueError("environments that step together are for a policy to act in: `rollout`, `send` and `recv`")
         for link in self._head.links:
             # With fewer workers than there may be, those that have not come yet are reset when they do.
             whole = state == AsyncState.WAITING_RESET and self._mask is None

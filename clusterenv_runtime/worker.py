@@ -26,6 +26,7 @@ import zmq
 import zmq.utils.monitor
 
 from . import protocol
+from .batch_slice import BatchSlice
 from .env_slice import EnvSlice, failed_env
 from .errors import StartupError
 from .protocol import Error, Hello, Pull, Reply, Request, Weights
@@ -59,7 +60,7 @@ class Worker:
         )
         self._socket.send_multipart(self._hello)
         self._later: deque[tuple[Request, list[Any]]] = deque()  # requests that arrived while waiting for weights
-        self._envs: EnvSlice | None = None
+        self._envs: EnvSlice | BatchSlice | None = None
         self._first_row = 0
         self._actor: Any = None
         self._version = 0  # of the policy held; 0 for none
@@ -128,7 +129,8 @@ class Worker:
             case protocol.Setup():
                 sys.path.extend(path for path in request.sys_path if path not in sys.path)
                 self._first_row = request.first_row
-                self._envs = EnvSlice(**pickle.loads(buffers[0]))
+                settings = pickle.loads(buffers[0])
+                self._envs = (BatchSlice if callable(settings["env_fns"]) else EnvSlice)(**settings)
             case protocol.Reset():
                 seeds, options, mask = pickle.loads(buffers[0])
                 if mask is not None:

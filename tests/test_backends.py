@@ -1,0 +1,225 @@
+"""Environments that step together: their rollouts must be those of Gymnasium's, whenever and however they reset."""
+
+import os
+import signal
+import sys
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from scipy import stats
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, make_vec
+
+from . import scripts
+from .envs import CountingEnv, RandomEnv, assert_same
+from .nets import MixedNet, linear
+
+MODES = list(AutoresetMode)
+FIELDS = "observations actions logprobs rewards terminations truncations final_observations next_observations "
+FIELDS += "policy_versions episodic_returns episodic_lengths"
+
+
+@pytest.fixture(params=["vector", "envpool"])
+def backend(request):
+    if request.param == "envpool":
+        pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
+    return request.param
+
+
+def rollouts(env_fns, policy, num_steps, times, num_workers=2, seed=3, **kwargs):
+    with ClusterEnv(env_fns, num_workers, **kwargs) as envs:
+        envs.reset(seed=seed)
+        return [envs.rollout(policy, num_steps) for _ in range(times)]
+
+
+def following(rollout):
+    """Return what each step led to, ``(num_steps, num_envs, ...)``."""
+    led_to = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
+    led_to[rollout.terminations | rollout.truncations] = rollout.final_observations
+    return led_to
+
+
+def moved(observations, actions):
+    """CartPole's equations of motion, after Barto, Sutton and Anderson (1983)."""
+    x, speed, angle, spin = np.moveaxis(observations.astype(np.float64), -1, 0)
+    push = np.where(actions == 1, 10.0, -10.0)
+    pulled = (push + 0.05 * spin**2 * np.sin(angle)) / 1.1
+    turning = (9.8 * np.sin(angle) - np.cos(angle) * pulled) / (0.5 * (4 / 3 - 0.1 * np.cos(angle) ** 2 / 1.1))
+    moving = pulled - 0.05 * turning * np.cos(angle) / 1.1
+    return np.stack([x + 0.02 * speed, speed + 0.02 * moving, angle + 0.02 * spin, spin + 0.02 * turning], -1)
+
+
+def test_every_step_is_one_of_cartpole(backend):
+    policy, limit = CategoricalPolicy(linear(4, 2)), 25
+    found = rollouts(
+        partial(make_vec, backend, "CartPole-v1", max_episode_steps=limit), policy, 50, times=4, num_envs=7
+    )
+    for rollout in found:
+        observations, actions, led_to = rollout.observations, rollout.actions, following(rollout)
+        np.testing.assert_allclose(led_to, moved(observations, actions), atol=1e-5)
+        assert (rollout.rewards == 1).all()
+        fallen = (np.abs(led_to[..., 0]) > 2.4) | (np.abs(led_to[..., 2]) > np.deg2rad(12))
+        if backend == "envpool":  # in the step that the time is up it does not say whether there was another end, too
+            fallen &= ~rollout.truncations
+        np.testing.assert_array_equal(fallen, rollout.terminations)
+        begun = (rollout.terminations | rollout.truncations)[:-1]
+        assert (np.abs(observations[1:][begun]) <= 0.05).all()
+        with torch.no_grad():
+            distribution = policy.distribution(policy(torch.as_tensor(observations)))
+        expected = distribution.log_prob(torch.as_tensor(actions))
+        np.testing.assert_allclose(rollout.logprobs, expected, atol=1e-5)
+    lengths = np.concatenate([rollout.episodic_lengths for rollout in found])
+    truncated = sum(rollout.truncations.sum() for rollout in found)
+    assert lengths.max() == limit
+    assert 5 < truncated <= (lengths == limit).sum() < len(lengths) - 5
+    np.testing.assert_array_equal(np.concatenate([rollout.episodic_returns for rollout in found]), lengths)
+
+
+@pytest.mark.parametrize(
+    "backend, env_id",
+    [("vector", "CartPole-v1"), ("envpool", "CartPole-v1"), ("envpool", "LunarLander-v3")],
+    indirect=["backend"],
+)
+def test_episodes_are_distributed_as_gymnasiums(backend, env_id):
+    env = gym.make(env_id)
+    policy = CategoricalPolicy(linear(env.observation_space.shape[0], int(env.action_space.n)))
+    thunks = [partial(gym.make, env_id)] * 16
+    episodes = []
+    for env_fns, kwargs in (thunks, {}), (partial(make_vec, backend, env_id), {"num_envs": 16}):
+        (found,) = rollouts(env_fns, policy, 1500, times=1, **kwargs)
+        # Of each row its first four, or short ones would be too many.
+        rows = np.nonzero(found.terminations | found.truncations)[1]
+        assert np.bincount(rows, minlength=16).min() >= 4
+        first = np.concatenate([np.flatnonzero(rows == row)[:4] for row in range(16)])
+        episodes.append([found.episodic_returns[first], found.episodic_lengths[first]])
+    for one, other in zip(*episodes, strict=True):
+        assert stats.ks_2samp(one, other).pvalue > 0.001
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_only_resets_is_not_in_a_rollout(mode):
+    def make(num_envs):
+        lengths = range(2, 2 + num_envs)
+        return SyncVectorEnv([partial(CountingEnv, length) for length in lengths], autoreset_mode=mode)
+
+    lengths = np.array([2, 3, 4, 5])
+    for rollout in rollouts(make, CategoricalPolicy(linear(1, 2)), 7, times=5, num_workers=1, num_envs=4):
+        seen, led_to = rollout.observations[..., 0], following(rollout)[..., 0]
+        np.testing.assert_array_equal(led_to, seen + 1)
+        np.testing.assert_array_equal(led_to, rollout.rewards)
+        np.testing.assert_array_equal(rollout.truncations, led_to == lengths)
+        assert (rollout.observations[1:][rollout.truncations[:-1]] == 0).all()
+        assert np.isin(rollout.episodic_lengths, lengths).all()
+        assert len(rollout.episodic_lengths) >= rollout.truncations.sum()
+        np.testing.assert_array_equal(
+            rollout.episodic_returns, rollout.episodic_lengths * (rollout.episodic_lengths + 1) / 2
+        )
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
+def test_rollouts_equal_those_of_environments_that_step_one_by_one(mode):
+    space = spaces.Dict(a=spaces.Box(-1, 1, (2,)), b=spaces.Discrete(3))
+    thunks = [partial(RandomEnv, space)] * 5
+    policy = CategoricalPolicy(MixedNet(3, 3))
+
+    def make(num_envs):
+        return SyncVectorEnv(thunks[:num_envs], autoreset_mode=mode)
+
+    pairs = zip(rollouts(thunks, policy, 9, 3), rollouts(make, policy, 9, 3, num_envs=5), strict=True)
+    for one, other in pairs:
+        for name in FIELDS.split():
+            assert_same(getattr(other, name), getattr(one, name), name)
+
+
+def test_seeds(backend):
+    def begin(num_workers, seed):
+        with ClusterEnv(partial(make_vec, backend, "CartPole-v1"), num_workers, num_envs=4) as envs:
+            first, _ = envs.reset(seed=seed)
+            again, _ = envs.reset()
+            return first, again, envs.rollout(CategoricalPolicy(linear(4, 2)), 30)
+
+    first, again, rollout = begin(2, seed=1)
+    for one, other in zip((first, again), begin(2, seed=1)[:2], strict=True):
+        np.testing.assert_array_equal(one, other)
+    for name in FIELDS.split():
+        assert_same(getattr(begin(2, seed=1)[2], name), getattr(rollout, name), name)
+    assert (first != again).any()
+    assert (first != begin(2, seed=2)[0]).any()
+    assert len({*first[:, 0], *again[:, 0]}) == 8
+    if backend == "envpool":  # each environment has its own seed there, the seed plus its row
+        np.testing.assert_array_equal(first, begin(1, seed=1)[0])
+
+
+def test_killed_worker_is_replaced(backend, workers):
+    policy = CategoricalPolicy(linear(4, 2))
+    with ClusterEnv(partial(make_vec, backend, "CartPole-v1"), 2, num_envs=4) as envs:
+        envs.reset(seed=1)
+        envs.rollout(policy, 20)
+        os.kill(next(iter(workers())), signal.SIGKILL)
+        for _ in range(2):
+            rollout = envs.rollout(policy, 20)
+            np.testing.assert_allclose(following(rollout), moved(rollout.observations, rollout.actions), atol=1e-5)
+        assert len(envs.restarts) == 1
+
+
+def test_only_a_policy_steps_them():
+    make = partial(make_vec, "vector", "CartPole-v1")
+    with ClusterEnv(make, 2, num_envs=4) as envs:
+        envs.reset(seed=1)
+        for call in (
+            lambda: envs.step(np.zeros(4, int)),
+            lambda: envs.reset(options={"reset_mask": np.array([True, False, False, False])}),
+            lambda: envs.call("spec"),
+        ):
+            with pytest.raises(ValueError, match="for a policy to act in: `rollout`"):
+                call()
+        assert envs.rollout(CategoricalPolicy(linear(4, 2)), 3).rewards.shape == (3, 4)
+    with pytest.raises(ValueError, match="needs num_envs, at least 1, got None"):
+        ClusterEnv(make, 2)
+    with pytest.raises(ValueError, match="num_envs is 3, but there are 2 env_fns"):
+        ClusterEnv([CountingEnv] * 2, 2, num_envs=3)
+    with pytest.raises(ValueError, match="observation_mode 'same', got 'different'"):
+        ClusterEnv(make, 2, num_envs=4, observation_mode="different")
+    with pytest.raises(ValueError, match="backend must be 'vector' or 'envpool', got 'jax'"):
+        make_vec("jax", "CartPole-v1", 2)
+
+
+def test_lunar_lander_v2_which_gymnasium_no_longer_has():
+    pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
+    make = partial(make_vec, "envpool", "LunarLander-v2")
+    (rollout,) = rollouts(make, CategoricalPolicy(linear(8, 4)), 200, times=1, num_envs=2)
+    assert rollout.terminations.any()
+    assert np.isfinite(rollout.observations).all()
+
+
+@pytest.mark.parametrize("script", ["ppo_clusterenv.py", "dqn_clusterenv.py"])
+def test_scripts_train_on_them(backend, script, tmp_path):
+    flags = ["--env-id", "CartPole-v1", "--env-backend", backend, "--envs-per-worker", "4", "--total-timesteps", "3000"]
+    _, summary = scripts.train(script, tmp_path, *flags, "--eval-episodes", "3")
+    assert 0 < summary["eval_return_mean"] <= 500
+    assert summary["args"]["env_backend"] == backend
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--env-backend vector --env-id LunarLander-v3", "doesn't have a vector entry point"),
+        ("--env-backend envpool --env-id Mars-v0", "EnvPool has no Mars-v0"),
+        ("--env-backend vector --env-id CartPole-v1 --capture-video", "--capture-video needs --env-backend gymnasium"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, monkeypatch, flags, says):
+    if "envpool" in flags:
+        pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
+    scripts.check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path, flags.split(), says)
+
+
+def test_no_envpool_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    says = "there is no EnvPool here: pip install envpool"
+    scripts.check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path, ["--env-backend", "envpool"], says)
