@@ -325,7 +325,6 @@ if __name__ == "__main__":
                 for obs, actions, td_target in zip(b_obs, b_actions, b_td_target, strict=True):
                     old_val = q_network(obs).gather(1, actions).squeeze(1)
                     loss = F.mse_loss(td_target, old_val)
-                    # optimize the model
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
@@ -351,6 +350,7 @@ if __name__ == "__main__":
                 writer.add_scalar("charts/episodic_return", returns, global_step)
                 writer.add_scalar("charts/episodic_length", lengths, global_step)
             episodes = []
+            writer.add_scalar("charts/mean_return_100", mean_return, global_step)
             writer.add_scalar("charts/epsilon", policy.epsilon, global_step)
             if loss is not None:
                 writer.add_scalar("losses/td_loss", loss.item(), global_step)

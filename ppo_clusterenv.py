@@ -332,9 +332,8 @@ if __name__ == "__main__":
                 np.random.shuffle(b_inds)
                 epoch = [part[torch.as_tensor(b_inds, device=device)] for part in batch]
                 for start in range(0, args.batch_size, args.minibatch_size):
-                    minibatch = [part[start : start + args.minibatch_size] for part in epoch]
-                    loss, *logged = loss_fn(agent, args, *minibatch)
-                    pg_loss, v_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac = logged
+                    mb = [part[start : start + args.minibatch_size] for part in epoch]
+                    loss, pg_loss, v_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac = loss_fn(agent, args, *mb)
                     clipfracs += [clipfrac.clone()]  # a CUDA graph's next replay overwrites it
                     optimizer.zero_grad()
                     loss.backward()
@@ -351,6 +350,7 @@ if __name__ == "__main__":
             pulls = float(envs.pulls.mean())  # per worker
             kl = float(envs.divergence.mean())  # inf before the workers' first rollout
             history.append((global_step, mean_return, pulls))
+            writer.add_scalar("charts/mean_return_100", mean_return, global_step)
             writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], global_step)
             writer.add_scalar("losses/value_loss", v_loss.item(), global_step)
             writer.add_scalar("losses/policy_loss", pg_loss.item(), global_step)

@@ -39,7 +39,7 @@ def call(command, directory, timeout=None, **variables):
 
 
 def train(script, *flags, python=sys.executable, timeout=None, **variables):
-    """Run a training script; return the scalars of its charts/SPS, and its summary if it leaves one."""
+    """Run a training script; return a function from a tag to its scalars, and its summary if it leaves one."""
     script = Path(script).resolve()
     with tempfile.TemporaryDirectory() as directory:
         # A script of CleanRL's may import cleanrl_utils, which lies beside its folder.
@@ -49,13 +49,13 @@ def train(script, *flags, python=sys.executable, timeout=None, **variables):
         events = EventAccumulator(str(folder))
         events.Reload()
         summary = folder / "summary.json"
-        return events.Scalars("charts/SPS"), json.loads(summary.read_text()) if summary.exists() else None
+        return events.Scalars, json.loads(summary.read_text()) if summary.exists() else None
 
 
 def run(script, *flags, **arguments):
     """Run a training script; return its last charts/SPS, and its summary if it leaves one."""
     scalars, summary = train(script, *flags, **arguments)
-    return scalars[-1].value, summary
+    return scalars("charts/SPS")[-1].value, summary
 
 
 def steady(script, *flags, **arguments):
@@ -64,7 +64,8 @@ def steady(script, *flags, **arguments):
     The last does not overlap with a next one, so what is between is as it would be in a run without an end.
     """
     scalars, _ = train(script, *flags, **arguments)
-    return scalars[-2].step - scalars[0].step, scalars[-2].wall_time - scalars[0].wall_time
+    first, *_, last, _ = scalars("charts/SPS")
+    return last.step - first.step, last.wall_time - first.wall_time
 
 
 def measure(module, *arguments, python=sys.executable, timeout=None):

@@ -2,13 +2,15 @@
 
     python -m benchmarks.throughput
 
-All do the work of `benchmarks/work.py`, in turn, `--rounds` times, with one torch thread per process: ppo_clusterenv.py
-on two workers, as it is and with `--overlap`; a loop in CleanRL's style in a single process, on SyncVectorEnv and on
-AsyncVectorEnv; and as the floor under any wall time, as many processes as we have workers that step and act, without
-learning or communicating. Steady state: imports, start-up and the first iteration are left out, of all alike. Prints
-medians, ranges, and ratios. Takes about a quarter of an hour on two cores.
+All do the work of `benchmarks/work.py`, in turn, `--rounds` times, with one torch thread per process:
+ppo_clusterenv.py as it is, with `--overlap`, compiled, with all environments on one worker, and on EnvPool (after `pip
+install envpool`); a loop in CleanRL's style in a single process, on SyncVectorEnv and on AsyncVectorEnv; and as the
+floor under any wall time, as many processes as we have workers that step and act, without learning or communicating.
+Steady state: imports, start-up and the first iteration are left out, of all alike. Prints medians, ranges, and ratios.
+Takes about twenty minutes on two cores.
 """
 
+import importlib.util
 import itertools
 import multiprocessing
 import signal
@@ -46,8 +48,8 @@ def clusterenv(env_id, iterations, timeout, flags=()):
     )  # fmt: skip
 
 
-def overlapping(env_id, iterations, timeout):
-    return clusterenv(env_id, iterations, timeout, ["--overlap"])
+def clusterenv_with(*flags):
+    return lambda env_id, iterations, timeout: clusterenv(env_id, iterations, timeout, flags)
 
 
 def single_sync(env_id, iterations, timeout):
@@ -88,13 +90,24 @@ def floor(env_id, iterations, timeout):
     return (iterations - 1) * work.BATCH_SIZE, seconds
 
 
+FAST, ENVPOOL = ("--overlap", "--compile"), ("--env-backend", "envpool")
+ONE_WORKER = ("--num-workers", "1", "--envs-per-worker", str(work.NUM_ENVS))  # the learner has the other core
 SYSTEMS = {  # name: (label, how to measure it)
     "clusterenv": ("ClusterEnv, 2 workers", clusterenv),
-    "clusterenv-overlap": ("ClusterEnv, 2 workers, --overlap", overlapping),
+    "clusterenv-overlap": ("ClusterEnv, 2 workers, --overlap", clusterenv_with("--overlap")),
+    "clusterenv-compile": ("ClusterEnv, 2 workers, --overlap --compile", clusterenv_with(*FAST)),
+    "clusterenv-one": ("ClusterEnv, 1 worker, --overlap --compile", clusterenv_with(*FAST, *ONE_WORKER)),
+    "clusterenv-envpool": ("ClusterEnv on EnvPool, 2 workers, --overlap --compile", clusterenv_with(*FAST, *ENVPOOL)),
+    "clusterenv-envpool-one": (
+        "ClusterEnv on EnvPool, 1 worker, --overlap --compile",
+        clusterenv_with(*FAST, *ENVPOOL, *ONE_WORKER),
+    ),
     "single-sync": ("CleanRL-style loop, SyncVectorEnv", single_sync),
     "single-async": ("CleanRL-style loop, AsyncVectorEnv", single_async),
     "floor": ("no learner, 2 processes that step and act", floor),
 }
+if not importlib.util.find_spec("envpool"):
+    SYSTEMS = {name: system for name, system in SYSTEMS.items() if "envpool" not in name}
 
 
 def table(rates, systems, env_ids):
