@@ -22,8 +22,8 @@ from scipy.stats import trim_mean
 BLACK, BLUE, ORANGE = "#000000", "#0072B2", "#D55E00"  # of Okabe and Ito's colors
 RETURN = "return of the last 100 episodes"
 CLAIM = (
-    "{task}: {setting} against {against}, {seeds} seeds: {pulls:.4g} pulls a worker against {pulls_against:.4g}; return "
-    "{return:.1f} against {return_against:.1f}, difference {return_difference:.1f} [{return_low:.1f}, "
+    "{task}: {setting} against {against}, {seeds} seeds: {pulls:.4g} pulls a worker against {pulls_against:.4g}; "
+    "return {return:.1f} against {return_against:.1f}, difference {return_difference:.1f} [{return_low:.1f}, "
     "{return_high:.1f}]; in the evaluation {eval_difference:.1f} [{eval_low:.1f}, {eval_high:.1f}]"
 )
 matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
@@ -98,7 +98,8 @@ def load(results):
 
 
 def iqm(values, axis=0):
-    return np.where(np.isnan(values).any(axis), np.nan, trim_mean(values, 0.25, axis=axis))  # NaN: nothing measured yet
+    missing = np.isnan(values)  # not measured yet; SciPy would take a minute over these
+    return np.where(missing.any(axis), np.nan, trim_mean(np.where(missing, 0, values), 0.25, axis=axis))
 
 
 def difference(a, b, axis=0):
@@ -148,6 +149,7 @@ def draw(axes, task, setting, name, color, **style):
     axes.plot(steps, middle, color=color, label=str(setting), **style)
     axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.locator_params(axis="x", nbins=4)
 
 
 def draw_all(axes, task, settings, name):
@@ -171,9 +173,10 @@ def subplots(rows, columns, width, height, **options):
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def finish(figure, task, title, caption, xlabel, legend=None):
+def finish(figure, task, title, caption, xlabel=None, legend=None):
     figure.suptitle(f"{task.title}: {title}\n{caption}", fontsize=9)
-    figure.supxlabel(xlabel, fontsize=9)
+    if xlabel:
+        figure.supxlabel(xlabel, fontsize=9)
     if legend:
         figure.legend(*legend.get_legend_handles_labels(), loc="outside right center", frameon=False)
     return figure
@@ -193,7 +196,7 @@ def learning_curves(task):
         axes.set_title(str(setting), fontsize=9)
     figure.supylabel("return", fontsize=9)
     size = len(task.curve(settings[0], "return")[0])
-    caption = f"{task.caption(settings)}; each point is the mean of the episodes that ended in 1/{size} of the steps"
+    caption = f"{task.caption(settings)}\nEach point is the mean of the episodes that ended in 1/{size} of the steps"
     return finish(figure, task, "blue by threshold, gray always", caption, "environment steps")
 
 
@@ -205,6 +208,8 @@ def synchronization(task):
     draw_all(right, task, settings, "bytes")
     left.set(yscale="log", ylabel="pulls per worker so far")
     right.set(yscale="log", ylabel="bytes of weights so far, all workers")
+    for axes in (left, right):
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     return finish(figure, task, "synchronization", task.caption(settings), "environment steps", legend=left)
 
 
@@ -237,17 +242,22 @@ def frontier(task):
     if not fixed:
         return None
     figure, ((left, right),) = subplots(1, 2, 9, 4.5, width_ratios=[3, 2])
-    families = (settings, BLUE, "o", "by divergence", 7), (fixed, ORANGE, "s", "fixed interval", -13)
-    for family, color, marker, name, offset in families:
+    families = (
+        (settings, BLUE, "o", "by divergence", (-3, 5, "right")),
+        (fixed, ORANGE, "s", "fixed interval", (3, -9, "left")),
+    )
+    for family, color, marker, name, (right_by, up_by, side) in families:
         pulls = [task.column(setting, "pulls_per_worker").mean() for setting in family]
         points(left, pulls, task, family, "mean_return_100", color, marker=marker, label=name)
         for setting, x in zip(family, pulls, strict=True):
-            spot, how = (x, iqm(task.column(setting, "mean_return_100"))), {"color": color, "fontsize": 7}
-            left.annotate(f"{setting.value:g}", spot, (0, offset), textcoords="offset points", ha="center", **how)
+            spot, how = (x, iqm(task.column(setting, "mean_return_100"))), {"color": color, "fontsize": 7, "ha": side}
+            left.annotate(f"{setting.value:g}", spot, (right_by, up_by), textcoords="offset points", **how)
     left.set(xscale="log", xlabel="pulls per worker (mean)", ylabel=RETURN)
     sent, pulls = (task.column(settings[0], name).sum() for name in ("sync_bytes", "pulls_per_worker"))
     above = left.secondary_xaxis("top", functions=(lambda x: x * sent / pulls, lambda x: x * pulls / sent))
     above.set_xlabel("bytes of weights, all workers")
+    above.xaxis.set_major_formatter(EngFormatter(sep=""))
+    left.xaxis.set_major_formatter("{x:g}")
     rows = [row for row in claims(task) if row["matched"]]
     for place, row in enumerate(rows):
         right.plot(row["return_difference"], place, "o", color=BLUE, markersize=4)
@@ -256,8 +266,8 @@ def frontier(task):
     right.set_yticks(range(len(rows)), [label.format(**row) for row in rows], fontsize=7)
     right.axvline(0, color=BLACK, linewidth=0.8)
     right.set_xlabel("paired difference in return\nat matched pulls (in brackets)")
-    caption = f"{task.caption(settings + fixed)}; beside points their threshold or interval, every 1 is always"
-    return finish(figure, task, "divergence or a fixed interval?", caption, "", legend=left)
+    caption = f"{task.caption(settings + fixed)}; beside points their threshold or interval (1: always)"
+    return finish(figure, task, "divergence or a fixed interval?", caption, legend=left)
 
 
 def lag(task):
