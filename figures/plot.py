@@ -16,7 +16,7 @@ from typing import NamedTuple
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 from scipy.stats import trim_mean
 
 BLACK, BLUE, ORANGE = "#000000", "#0072B2", "#D55E00"  # of Okabe and Ito's colors
@@ -117,10 +117,12 @@ def interval(statistic, *samples, resamples=2000):
 
 
 def matched(task, setting):
-    """Return the fixed interval whose number of pulls is closest in ratio to that of a setting, or None."""
+    """Return the fixed interval with the number of pulls closest in ratio to a setting's, or None if none is close."""
     pulls = {key: task.column(key, "pulls_per_worker").mean() for key in [setting, *task.settings("interval")]}
     wanted = pulls.pop(setting)
-    return min(pulls, key=lambda key: abs(np.log(pulls[key] / wanted)), default=None)
+    ratio = {key: max(found / wanted, wanted / found) for key, found in pulls.items()}
+    best = min(ratio, key=ratio.get, default=None)
+    return best if best and ratio[best] < 1.5 else None
 
 
 def claims(task):
@@ -173,6 +175,12 @@ def subplots(rows, columns, width, height, **options):
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
+def logarithmic(axis):
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(EngFormatter(sep=""))
+
+
 def finish(figure, task, title, caption, xlabel=None, legend=None):
     figure.suptitle(f"{task.title}: {title}\n{caption}", fontsize=9)
     if xlabel:
@@ -197,7 +205,7 @@ def learning_curves(task):
     figure.supylabel("return", fontsize=9)
     size = len(task.curve(settings[0], "return")[0])
     caption = f"{task.caption(settings)}\nEach point is the mean of the episodes that ended in 1/{size} of the steps"
-    return finish(figure, task, "blue by threshold, gray always", caption, "environment steps")
+    return finish(figure, task, "learning curves by threshold, and gray that of always", caption, "environment steps")
 
 
 def synchronization(task):
@@ -208,8 +216,8 @@ def synchronization(task):
     draw_all(right, task, settings, "bytes")
     left.set(yscale="log", ylabel="pulls per worker so far")
     right.set(yscale="log", ylabel="bytes of weights so far, all workers")
-    for axes in (left, right):
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    logarithmic(left.yaxis)
+    logarithmic(right.yaxis)
     return finish(figure, task, "synchronization", task.caption(settings), "environment steps", legend=left)
 
 
@@ -232,6 +240,7 @@ def objectives(task):
         axes.set_xticks(range(len(thresholds)), [f"{value:g}" for value in thresholds])
         axes.set_ylabel(label)
     right.set_yscale("log")
+    logarithmic(right.yaxis)
     title = "the decoupled objective and the plain one"
     return finish(figure, task, title, task.caption(settings), "KL threshold", legend=left)
 
@@ -256,14 +265,15 @@ def frontier(task):
     sent, pulls = (task.column(settings[0], name).sum() for name in ("sync_bytes", "pulls_per_worker"))
     above = left.secondary_xaxis("top", functions=(lambda x: x * sent / pulls, lambda x: x * pulls / sent))
     above.set_xlabel("bytes of weights, all workers")
-    above.xaxis.set_major_formatter(EngFormatter(sep=""))
-    left.xaxis.set_major_formatter("{x:g}")
+    logarithmic(left.xaxis)
+    logarithmic(above.xaxis)
     rows = [row for row in claims(task) if row["matched"]]
     for place, row in enumerate(rows):
         right.plot(row["return_difference"], place, "o", color=BLUE, markersize=4)
         right.hlines(place, row["return_low"], row["return_high"], color=BLUE, linewidth=1)
     label = "{setting} ({pulls:.3g})\n{against} ({pulls_against:.3g})"
     right.set_yticks(range(len(rows)), [label.format(**row) for row in rows], fontsize=7)
+    right.margins(y=0.1)
     right.axvline(0, color=BLACK, linewidth=0.8)
     right.set_xlabel("paired difference in return\nat matched pulls (in brackets)")
     caption = f"{task.caption(settings + fixed)}; beside points their threshold or interval (1: always)"
