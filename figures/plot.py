@@ -261,6 +261,7 @@ def frontier(task):
         for setting, x in zip(family, pulls, strict=True):
             spot, how = (x, iqm(task.column(setting, "mean_return_100"))), {"color": color, "fontsize": 7, "ha": side}
             left.annotate(f"{setting.value:g}", spot, (right_by, up_by), textcoords="offset points", **how)
+    left.margins(y=0.1)
     left.set(xscale="log", xlabel="pulls per worker (mean)", ylabel=RETURN)
     sent, pulls = (task.column(settings[0], name).sum() for name in ("sync_bytes", "pulls_per_worker"))
     above = left.secondary_xaxis("top", functions=(lambda x: x * sent / pulls, lambda x: x * pulls / sent))
