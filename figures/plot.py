@@ -73,8 +73,10 @@ class Task:
 
     def caption(self, settings):
         numbers = sorted({len(self.runs[setting]) for setting in [*settings, *self.always()]})
+        if numbers == [1]:
+            return "1 seed"
         count = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-        return f"Interquartile mean and 95% bootstrap interval over {count} seed{'s' * (numbers != [1])}"
+        return f"Interquartile mean and 95% bootstrap interval over {count} seeds"
 
 
 def load(results):
@@ -289,8 +291,12 @@ def lag(task):
         draw_all(left, task, settings, "kl")
         draw_all(right, task, settings, "lag")
         objective = ", plain" * (not settings[0].decoupled)
-        left.set(yscale="log", ylabel=f"KL, nats{objective}")
-        right.set(yscale="symlog", ylabel=f"policy lag, versions{objective}")
+        left.set_yscale("symlog", linthresh=1e-3)  # DQN's is 0 where the greedy actions are the same
+        right.set_yscale("symlog")
+        left.set(ylabel=f"KL, nats{objective}")
+        right.set(ylabel=f"policy lag, versions{objective}")
+    for axes in grid[0]:
+        axes.set_ylim(bottom=0)  # now that all is drawn, as it fixes the top, too
     title = "how far behind the acting policy is"
     return finish(figure, task, title, task.caption(sum(kinds, [])), "environment steps", legend=grid[0, 0])
 
