@@ -1,12 +1,27 @@
 # make train: LunarLander through two local workers. make test: the whole suite. make lint: style.
+# make figures: a small version of the figures, in runs/quick. make all-figures: those in figures/, which takes hours.
 PYTHON ?= python3
 
-.PHONY: train test lint
+.PHONY: train test lint figures all-figures
 train: .venv/installed
 	.venv/bin/python ppo_clusterenv.py
 
 test: .venv/installed
 	.venv/bin/python -m pytest -n 3 --dist worksteal
+
+# What has finished is skipped, and what has failed is tried again next time. Reversed, PPO comes first.
+RUN = for file in $$(ls -r $(1)/*.yaml); do \
+	.venv/bin/python slurm/sweep.py $$file --output $(2)/$$(basename $$file .yaml) || test $$? -eq 1 || exit; done
+
+figures: .venv/installed
+	$(call RUN,figures/quick,runs/quick)
+	.venv/bin/python -m figures.collect --sweeps figures/quick --runs runs/quick --results runs/quick/results
+	.venv/bin/python -m figures.plot --results runs/quick/results --output runs/quick
+
+all-figures: .venv/installed
+	$(call RUN,figures,runs/figures)
+	.venv/bin/python -m figures.collect
+	.venv/bin/python -m figures.plot
 
 lint: .venv/installed
 	.venv/bin/ruff check .

@@ -13,6 +13,7 @@ with 75 if there is a checkpoint to go on from, else with 143.
 """
 
 import argparse
+import contextlib
 import csv
 import fcntl
 import hashlib
@@ -20,10 +21,12 @@ import itertools
 import json
 import math
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -262,6 +265,23 @@ def open_log(attempt):
     return log
 
 
+def here():
+    """Tell what a result depends on besides its parameters: the versions, and the kind of machine, but not whose."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "numpy", "gymnasium", "pyzmq"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    with contextlib.suppress(OSError):  # no git
+        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        versions |= {"commit": commit} if commit else {}
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):  # only Linux has it
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return {"versions": versions, "machine": f"{cpu}, {os.cpu_count()} cores"}
+
+
 def stop(status):
     print("error: interrupted; what has finished is kept, start again to go on", file=sys.stderr)
     sys.exit(status)
@@ -298,7 +318,8 @@ def run(sweep, flat, directory):
         return f"ended with status {status}; see {attempt}/log.txt"
     try:
         (summary,) = attempt.glob("runs/*/summary.json")
-        result = {"parameters": nest(flat), "summary": json.loads(summary.read_text()), "attempt": attempt.name}
+        summary = json.loads(summary.read_text())
+        result = {"parameters": nest(flat), "summary": summary, "attempt": attempt.name, **here()}
     except ValueError:
         return f"left no readable runs/*/summary.json; see {attempt}/log.txt"
     return replace(directory / "result.json", lambda path: path.write_text(json.dumps(result, indent=2, default=str)))

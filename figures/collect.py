@@ -1,0 +1,130 @@
+"""The runs of the sweep files in a directory, as tables: what figures/plot.py draws from.
+
+    python -m figures.collect                                                           # figures/*.yaml
+    python -m figures.collect --sweeps figures/quick --runs runs/quick --results runs/quick/results
+
+Reads the TensorBoard logs and the result.json of what slurm/sweep.py has finished in RUNS/{name of the sweep file}, and
+writes two tables in the order of the sweep files: runs.csv with a row for each run, and curves.csv with POINTS rows for
+each. Whatever is neither finished nor in the tables yet is left out. A run that is in the tables and no longer on disk
+keeps its rows; one that is in no sweep file any more loses them.
+"""
+
+import argparse
+import csv
+import io
+import shlex
+from pathlib import Path
+
+import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from slurm import sweep
+
+POINTS = 50  # of a curve, evenly spaced in environment steps
+MEAN = {"return": "charts/episodic_return", "kl": "sync/kl", "lag": "sync/policy_lag"}
+LAST = {"pulls": "sync/pulls_per_worker", "bytes": "sync/bytes"}  # cumulative
+SETTINGS = ("sync_mode", "kl_threshold", "sync_interval", "max_policy_lag", "decoupled", "seed")
+MEASURED = ("global_step", "wall_seconds", "pulls_per_worker", "sync_bytes", "mean_return_100", "eval_return_mean")
+
+
+def number(value):
+    return f"{value:.7g}" if isinstance(value, float) else value
+
+
+def command_of(setup, flat):
+    """Return the command of a configuration as one would type it in the repository's root."""
+    macros = sweep.fill_macros(setup, sweep.nest(flat))
+    macros |= {"${env}": [], "${interpreter}": ["python"], "${program}": [setup["program"]]}
+    return shlex.join(part for word in map(str, setup["command"]) for part in macros.get(word, [word]))
+
+
+def curves(logs, total_steps):
+    """Read curves from TensorBoard logs, onto the same grid of steps for every run: {name: POINTS values}.
+
+    A point has the mean of what was logged since the point before it, or for what is cumulative the last of it. If
+    nothing was, say because no episode ended, it repeats the point before.
+    """
+    events = EventAccumulator(str(logs), size_guidance={"scalars": 0})  # 0: all of them
+    events.Reload()
+    grid = total_steps * np.arange(1, POINTS + 1) / POINTS
+    table = {"step": [number(float(step)) for step in grid]}
+    for name, tag in (MEAN | LAST).items():
+        scalars = events.Scalars(tag) if tag in events.Tags()["scalars"] else []
+        values = np.array([scalar.value for scalar in scalars])
+        points = np.searchsorted(grid, [scalar.step for scalar in scalars])
+        table[name], latest = [], ""
+        for point in range(POINTS):
+            if len(new := values[points == point]):
+                latest = number(float(new[-1] if name in LAST else new.mean()))
+            table[name].append(latest)
+    return table
+
+
+def read_run(name, setup, flat, directory):
+    """Return the row of a finished run and its curves, or None if it is not on disk."""
+    result = sweep.result_of(directory)
+    logs = sorted((directory / result["attempt"]).glob("runs/*/events.out.tfevents.*")) if result else []
+    if not logs:
+        return None
+    summary = result["summary"]
+    args = summary["args"]
+    row = {"run": directory.name, "experiment": name, "program": setup["program"], "env_id": args["env_id"]}
+    row |= {key: args.get(key, "") for key in SETTINGS}
+    row |= {key: number(summary[key]) for key in MEASURED}
+    row["versions"] = summary.get("updates", summary.get("policy_versions"))  # that there were to pull
+    row |= {"worker_restarts": len(summary["worker_restarts"]), "resumed": args["resume"] is not None}
+    row |= {"command": command_of(setup, flat), "machine": result["machine"]}
+    row["software"] = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return row, curves(logs[0].parent, args["total_timesteps"])
+
+
+def read_table(path):
+    """Return the rows of a table by their run."""
+    rows = {}
+    if path.exists():
+        with open(path, newline="") as file:
+            for row in csv.DictReader(file):
+                rows.setdefault(row["run"], []).append(row)
+    return rows
+
+
+def write_table(path, rows):
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    sweep.replace(path, lambda temporary: temporary.write_text(text.getvalue()))
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Collect the runs of figures/*.yaml into two tables.")
+    parser.add_argument("--sweeps", type=Path, default="figures", help="where the sweep files are")
+    parser.add_argument("--runs", type=Path, default="runs/figures", help="where they were run, one directory for each")
+    parser.add_argument("--results", type=Path, default="figures/results", help="where the tables are, or go")
+    args = parser.parse_args()
+    paths = args.results / "runs.csv", args.results / "curves.csv"
+    old_runs, old_curves = map(read_table, paths)
+    runs, points, planned = [], [], set()
+    for path in sorted(args.sweeps.glob("*.yaml")):
+        setup = sweep.load(path)
+        for flat in sweep.configurations(setup, seed=1):
+            directory = sweep.directory_of(setup, flat, args.runs / path.stem)
+            planned.add(directory.name)
+            if found := read_run(path.stem, setup, flat, directory):
+                row, table = found
+                runs.append(row)
+                columns = zip(*table.values(), strict=True)
+                points += [{"run": directory.name, **dict(zip(table, point, strict=True))} for point in columns]
+            elif directory.name in old_runs:
+                runs += old_runs[directory.name]
+                points += old_curves[directory.name]
+    sweep.check(runs, f"nothing in {args.runs} has finished, and there is nothing in {args.results}")
+    args.results.mkdir(parents=True, exist_ok=True)
+    write_table(paths[1], points)  # first, so that no run is without its curves whenever this is interrupted
+    write_table(paths[0], runs)
+    gone = len(set(old_runs) - planned)
+    print(f"{len(runs)} of {len(planned)} runs in {args.results}" + f"; dropped {gone} of no sweep file" * bool(gone))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""The figures and the table of claims, from figures/results/*.csv; the same tables give the same bytes.
+
+    python -m figures.plot                                                 # figures/*.png and results/claims.csv
+    python -m figures.plot --results runs/quick/results --output runs/quick
+
+Every value is an interquartile mean (IQM) over seeds with a 95% bootstrap interval: the seeds are drawn anew, and for
+differences between two settings the pairs of one seed (https://arxiv.org/abs/2108.13264; every figure is of one
+environment, so there is one stratum). What has not run yet is left out, and captions say how many seeds there are.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+from scipy.stats import trim_mean
+
+BLACK, BLUE, ORANGE = "#000000", "#0072B2", "#D55E00"  # of Okabe and Ito's colors
+RETURN = "return of the last 100 episodes"
+CLAIM = (
+    "{task}: {setting} against {against}, {seeds} seeds: {pulls:.4g} pulls a worker against {pulls_against:.4g}; "
+    "return {return:.1f} against {return_against:.1f}, difference {return_difference:.1f} [{return_low:.1f}, "
+    "{return_high:.1f}]; in the evaluation {eval_difference:.1f} [{eval_low:.1f}, {eval_high:.1f}]"
+)
+matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+
+
+class Setting(NamedTuple):
+    """What decides when a worker pulls: `kl` above a threshold, or `interval`, every so many versions."""
+
+    mode: str
+    value: float
+    decoupled: bool = True
+
+    def __str__(self):
+        if self == ALWAYS:
+            return "always"
+        return (
+            f"KL > {self.value:g}" + ", plain" * (not self.decoupled) if self.mode == "kl" else f"every {self.value:g}"
+        )
+
+
+ALWAYS = Setting("interval", 1)
+
+
+class Task:
+    """The runs of one script in one environment: for each setting, the rows of its seeds and their curves."""
+
+    def __init__(self, program, env_id):
+        self.algorithm = program.removesuffix("_clusterenv.py").upper()
+        self.title = f"{self.algorithm}, {env_id}"
+        self.name = f"{self.algorithm}_{env_id.partition('-')[0]}".lower()
+        self.runs = {}  # {setting: {seed: row}}
+        self.curves = {}  # {setting: {seed: {name: array}}}
+
+    def settings(self, mode, decoupled=True):
+        return sorted(key for key in self.runs if key.mode == mode and key.decoupled == decoupled)
+
+    def column(self, setting, name, seeds=None):
+        runs = self.runs[setting]
+        return np.array([float(runs[seed][name] or "nan") for seed in seeds or sorted(runs)])
+
+    def curve(self, setting, name):
+        curves = self.curves[setting]
+        return np.array([curves[seed][name] for seed in sorted(curves)])  # (seeds, points)
+
+    def always(self):
+        return [ALWAYS] if ALWAYS in self.runs else []
+
+    def caption(self, settings):
+        numbers = sorted({len(self.runs[setting]) for setting in [*settings, *self.always()]})
+        if numbers == [1]:
+            return "1 seed"
+        count = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+        return f"Interquartile mean and 95% bootstrap interval over {count} seeds"
+
+
+def load(results):
+    """Read the tables; return tasks by name."""
+    with open(results / "curves.csv", newline="") as file:
+        columns = {}
+        for row in csv.DictReader(file):
+            for name, value in row.items():
+                columns.setdefault(row["run"], {}).setdefault(name, []).append(value)
+    tasks = {}
+    with open(results / "runs.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            mode, decoupled = row["sync_mode"], row["decoupled"] != "False"
+            setting = Setting(mode, float(row["sync_interval" if mode == "interval" else "kl_threshold"]), decoupled)
+            task = tasks.setdefault((row["program"], row["env_id"]), Task(row["program"], row["env_id"]))
+            texts = columns[row["run"]]
+            curves = {name: np.array([float(text or "nan") for text in texts[name]]) for name in texts.keys() - {"run"}}
+            task.runs.setdefault(setting, {})[int(row["seed"])] = row
+            task.curves.setdefault(setting, {})[int(row["seed"])] = curves
+    return sorted(tasks.values(), key=lambda task: task.name)
+
+
+def iqm(values, axis=0):
+    missing = np.isnan(values)  # not measured yet; SciPy would take a minute over these
+    return np.where(missing.any(axis), np.nan, trim_mean(np.where(missing, 0, values), 0.25, axis=axis))
+
+
+def difference(a, b, axis=0):
+    return iqm(a, axis) - iqm(b, axis)
+
+
+def interval(statistic, *samples, resamples=2000):
+    """Return a statistic of samples (seeds, ...), paired if there are several, and its 95% percentile interval."""
+    draws = np.random.default_rng(0).integers(len(samples[0]), size=(resamples, len(samples[0])))
+    found = statistic(*(sample[draws] for sample in samples), axis=1)
+    low, high = (
+        np.percentile(found, [2.5, 97.5], axis=0) if len(samples[0]) > 1 else np.full((2, *found[0].shape), np.nan)
+    )
+    return statistic(*samples), low, high
+
+
+def matched(task, setting):
+    """Return the fixed interval with the number of pulls closest in ratio to a setting's, or None if none is close."""
+    pulls = {key: task.column(key, "pulls_per_worker").mean() for key in [setting, *task.settings("interval")]}
+    wanted = pulls.pop(setting)
+    ratio = {key: max(found / wanted, wanted / found) for key, found in pulls.items()}
+    best = min(ratio, key=ratio.get, default=None)
+    return best if best and ratio[best] < 1.5 else None
+
+
+def claims(task):
+    """Compare each setting with always, and by divergence with a fixed interval of as many pulls, seed by seed."""
+    for setting in sorted(task.runs):
+        fair = setting.mode == "kl" and setting.decoupled and matched(task, setting)
+        for other in dict.fromkeys([ALWAYS, fair]):
+            seeds = sorted(task.runs[setting].keys() & task.runs.get(other, {}).keys())
+            if not seeds or other == setting:
+                continue
+            row = {"task": task.title, "setting": str(setting), "against": str(other), "matched": other == fair}
+            pulls, fewer = (task.column(key, "pulls_per_worker", seeds).mean() for key in (other, setting))
+            row |= {"seeds": len(seeds), "pulls": fewer, "pulls_against": pulls, "times_fewer_pulls": pulls / fewer}
+            for name, column in (("return", "mean_return_100"), ("eval", "eval_return_mean")):
+                samples = [task.column(key, column, seeds) for key in (setting, other)]
+                values = [*map(iqm, samples), *interval(difference, *samples, resamples=10000)]
+                keys = name, f"{name}_against", f"{name}_difference", f"{name}_low", f"{name}_high"
+                row |= dict(zip(keys, map(float, values), strict=True))
+            yield row
+
+
+def draw(axes, task, setting, name, color, **style):
+    """Draw a curve with its interval."""
+    steps = next(iter(task.curves[setting].values()))["step"]
+    middle, low, high = interval(iqm, task.curve(setting, name), resamples=1000)
+    axes.plot(steps, middle, color=color, label=str(setting), **style)
+    axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.locator_params(axis="x", nbins=4)
+
+
+def draw_all(axes, task, settings, name):
+    """Draw a curve for each threshold, colored by its order, and the one of always."""
+    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(settings)))
+    for setting, color in zip(settings, colors, strict=True):
+        draw(axes, task, setting, name, color)
+    for setting in task.always():
+        draw(axes, task, setting, name, BLACK, linestyle="--", linewidth=1)
+
+
+def points(axes, places, task, settings, column, color, **style):
+    """Draw a value and its interval for each setting, at these places."""
+    values = np.array([interval(iqm, task.column(setting, column)) for setting in settings]).T
+    axes.plot(places, values[0], color=color, markersize=4, **style)
+    axes.vlines(places, values[1], values[2], color=color, linewidth=1)
+
+
+def subplots(rows, columns, width, height, **options):
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def logarithmic(axis):
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def finish(figure, task, title, caption, xlabel=None, legend=None):
+    figure.suptitle(f"{task.title}: {title}\n{caption}", fontsize=9)
+    if xlabel:
+        figure.supxlabel(xlabel, fontsize=9)
+    if legend:
+        figure.legend(*legend.get_legend_handles_labels(), loc="outside right center", frameon=False)
+    return figure
+
+
+def learning_curves(task):
+    """Return against steps, a panel for each threshold, with that of always behind it."""
+    settings = task.settings("kl")
+    rows, columns = -(-len(settings) // 4), min(len(settings), 4)
+    figure, grid = subplots(rows, columns, 8, 1 + 1.9 * rows, sharex=True, sharey=True)
+    for axes in grid.flat[len(settings) :]:
+        axes.remove()
+    for axes, setting in zip(grid.flat, settings, strict=False):
+        for always in task.always():
+            draw(axes, task, always, "return", "#888888", linewidth=1)
+        draw(axes, task, setting, "return", BLUE, linewidth=1.4)
+        axes.set_title(str(setting), fontsize=9)
+    figure.supylabel("return", fontsize=9)
+    size = len(task.curve(settings[0], "return")[0])
+    caption = f"{task.caption(settings)}\nEach point is the mean of the episodes that ended in 1/{size} of the steps"
+    return finish(figure, task, "learning curves by threshold, and gray that of always", caption, "environment steps")
+
+
+def synchronization(task):
+    """Pulls and bytes so far against steps."""
+    settings = task.settings("kl")
+    figure, ((left, right),) = subplots(1, 2, 8, 3.4)
+    draw_all(left, task, settings, "pulls")
+    draw_all(right, task, settings, "bytes")
+    left.set(yscale="log", ylabel="pulls per worker so far")
+    right.set(yscale="log", ylabel="bytes of weights so far, all workers")
+    logarithmic(left.yaxis)
+    logarithmic(right.yaxis)
+    return finish(figure, task, "synchronization", task.caption(settings), "environment steps", legend=left)
+
+
+def objectives(task):
+    """Final return and pulls at each threshold, with the decoupled objective and the plain one."""
+    kinds = {"decoupled": task.settings("kl"), "plain": task.settings("kl", decoupled=False)}
+    if not kinds["plain"]:
+        return None
+    settings = sum(kinds.values(), [])
+    thresholds = sorted({setting.value for setting in settings})
+    figure, ((left, right),) = subplots(1, 2, 8, 3.4)
+    for axes, column, label in ((left, "mean_return_100", RETURN), (right, "pulls_per_worker", "pulls per worker")):
+        for (name, which), shift, color, marker in zip(kinds.items(), (-0.1, 0.1), (BLUE, ORANGE), "os", strict=True):
+            places = [thresholds.index(setting.value) + shift for setting in which]
+            points(axes, places, task, which, column, color, marker=marker, linestyle="none", label=name)
+        for always in task.always():
+            middle, low, high = interval(iqm, task.column(always, column))
+            axes.axhline(middle, color=BLACK, linestyle="--", linewidth=1, label="always")
+            axes.axhspan(low, high, color=BLACK, alpha=0.1, linewidth=0)
+        axes.set_xticks(range(len(thresholds)), [f"{value:g}" for value in thresholds])
+        axes.set_ylabel(label)
+    right.set_yscale("log")
+    logarithmic(right.yaxis)
+    title = "the decoupled objective and the plain one"
+    return finish(figure, task, title, task.caption(settings), "KL threshold", legend=left)
+
+
+def frontier(task):
+    """Final return against pulls, for divergence and for fixed intervals; and both at matched pulls."""
+    settings, fixed = task.settings("kl"), task.settings("interval")
+    if not fixed:
+        return None
+    figure, ((left, right),) = subplots(1, 2, 9, 4.5, width_ratios=[3, 2])
+    families = (
+        (settings, BLUE, "o", "by divergence", (-3, 5, "right")),
+        (fixed, ORANGE, "s", "fixed interval", (3, -9, "left")),
+    )
+    for family, color, marker, name, (right_by, up_by, side) in families:
+        pulls = [task.column(setting, "pulls_per_worker").mean() for setting in family]
+        points(left, pulls, task, family, "mean_return_100", color, marker=marker, label=name)
+        for setting, x in zip(family, pulls, strict=True):
+            spot, how = (x, iqm(task.column(setting, "mean_return_100"))), {"color": color, "fontsize": 7, "ha": side}
+            left.annotate(f"{setting.value:g}", spot, (right_by, up_by), textcoords="offset points", **how)
+    left.margins(y=0.1)
+    left.set(xscale="log", xlabel="pulls per worker (mean)", ylabel=RETURN)
+    sent, pulls = (task.column(settings[0], name).sum() for name in ("sync_bytes", "pulls_per_worker"))
+    above = left.secondary_xaxis("top", functions=(lambda x: x * sent / pulls, lambda x: x * pulls / sent))
+    above.set_xlabel("bytes of weights, all workers")
+    logarithmic(left.xaxis)
+    logarithmic(above.xaxis)
+    rows = [row for row in claims(task) if row["matched"]]
+    for place, row in enumerate(rows):
+        right.plot(row["return_difference"], place, "o", color=BLUE, markersize=4)
+        right.hlines(place, row["return_low"], row["return_high"], color=BLUE, linewidth=1)
+    label = "{setting} ({pulls:.3g})\n{against} ({pulls_against:.3g})"
+    right.set_yticks(range(len(rows)), [label.format(**row) for row in rows], fontsize=7)
+    right.margins(y=0.1)
+    right.axvline(0, color=BLACK, linewidth=0.8)
+    right.set_xlabel("paired difference in return\nat matched pulls (in brackets)")
+    caption = f"{task.caption(settings + fixed)}; beside points their threshold or interval (1: always)"
+    return finish(figure, task, "divergence or a fixed interval?", caption, legend=left)
+
+
+def lag(task):
+    """KL and policy lag against steps, with the decoupled objective and below with the plain one."""
+    kinds = [task.settings("kl", decoupled) for decoupled in (True, False) if task.settings("kl", decoupled)]
+    figure, grid = subplots(len(kinds), 2, 8, 1 + 2.6 * len(kinds), sharex=True, sharey="col")
+    for (left, right), settings in zip(grid, kinds, strict=True):
+        draw_all(left, task, settings, "kl")
+        draw_all(right, task, settings, "lag")
+        objective = ", plain" * (not settings[0].decoupled)
+        left.set_yscale("symlog", linthresh=1e-3)  # DQN's is 0 where the greedy actions are the same
+        right.set_yscale("symlog")
+        left.set(ylabel=f"KL, nats{objective}")
+        right.set(ylabel=f"policy lag, versions{objective}")
+    for axes in grid[0]:
+        axes.set_ylim(bottom=0)  # now that all is drawn, as it fixes the top, too
+    title = "how far behind the acting policy is"
+    return finish(figure, task, title, task.caption(sum(kinds, [])), "environment steps", legend=grid[0, 0])
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Draw the figures from the tables of figures.collect.")
+    parser.add_argument("--results", type=Path, default="figures/results", help="where the tables are")
+    parser.add_argument("--output", type=Path, default="figures", help="where the figures go")
+    args = parser.parse_args()
+    rows = []
+    for task in load(args.results):
+        for figure_of in (learning_curves, synchronization, objectives, frontier, lag):
+            if task.settings("kl") and (figure := figure_of(task)):
+                path = args.output / f"{task.name}_{figure_of.__name__}.png"
+                figure.savefig(path, dpi=150, metadata={"Software": None})  # not Matplotlib's version
+                print(path)
+        rows += claims(task)
+    with open(args.results / "claims.csv", "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(rows[0] if rows else [])
+        writer.writerows([f"{x:.4g}" if isinstance(x, float) else x for x in row.values()] for row in rows)
+    for row in rows:
+        print(CLAIM.format(**row))
+
+
+if __name__ == "__main__":
+    main()

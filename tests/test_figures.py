@@ -1,0 +1,178 @@
+"""The figures' tables and plots, from small logs whose every value is known."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from scipy.stats import bootstrap
+from torch.utils.tensorboard import SummaryWriter
+
+from figures import collect, plot
+from slurm import sweep
+
+from .scripts import ROOT
+
+STEPS = 1000  # of each run, logged every 10, twice as often as the curves have points
+
+
+def write_run(directory, flat):
+    """Leave what a finished run leaves; its return rises to 10 times its seed, and it has pulled at each step."""
+    parameters = {name: value for (name,), value in flat.items()}
+    logs = directory / "attempt-1" / "runs" / "one"
+    writer = SummaryWriter(str(logs))
+    for step in range(10, STEPS + 1, 10):
+        if step > 300:  # until then no episode has ended
+            writer.add_scalar("charts/episodic_return", 10 * parameters["seed"] * step / STEPS, step)
+        for tag, value in (("kl", 0.01 * step), ("policy_lag", 2), ("pulls_per_worker", step), ("bytes", 4 * step)):
+            writer.add_scalar(f"sync/{tag}", value, step)
+    writer.close()
+    args = {"env_id": "CartPole-v1", "sync_interval": None, "max_policy_lag": None, "resume": None, **parameters}
+    measured = {
+        "global_step": STEPS,
+        "wall_seconds": 1.5,
+        "pulls_per_worker": 1000.0 / parameters.get("sync_interval", 3),
+    }
+    measured |= {
+        "sync_bytes": 4000,
+        "mean_return_100": 10.0 * parameters["seed"],
+        "eval_return_mean": 7.0,
+        "updates": 100,
+    }
+    summary = {**measured, "worker_restarts": [], "args": {**args, "total_timesteps": STEPS}}
+    result = {"parameters": parameters, "attempt": "attempt-1", "summary": summary, **sweep.here()}
+    (directory / "result.json").write_text(json.dumps(result))
+
+
+@pytest.fixture
+def paths(tmp_path, monkeypatch):
+    """Sweeps by divergence and by interval of which all but one configuration have finished, and a way to run main."""
+    monkeypatch.chdir(ROOT)
+    swept = {
+        "kl": {"sync_mode": ["kl"], "kl_threshold": [0.1, 0.5], "decoupled": [True, False], "seed": [1, 2, 3]},
+        "interval": {"sync_mode": ["interval"], "sync_interval": [1, 4], "decoupled": [True], "seed": [1, 2, 3]},
+    }
+    paths = {"--sweeps": tmp_path / "sweeps", "--runs": tmp_path / "runs", "--results": tmp_path / "results"}
+    paths["--sweeps"].mkdir()
+    for name, parameters in swept.items():
+        file = paths["--sweeps"] / f"{name}.yaml"
+        parameters = {key: {"values": values} for key, values in parameters.items()}
+        file.write_text(yaml.safe_dump({"program": "ppo_clusterenv.py", "method": "grid", "parameters": parameters}))
+        setup = sweep.load(file)
+        for flat in sweep.configurations(setup, 1):
+            if flat != {("sync_mode",): "kl", ("kl_threshold",): 0.5, ("decoupled",): True, ("seed",): 3}:
+                write_run(sweep.directory_of(setup, flat, paths["--runs"] / name), flat)
+
+    def call(module, **options):
+        words = [str(word) for pair in {**paths, **options}.items() for word in pair]
+        monkeypatch.setattr("sys.argv", ["figures", *words])
+        module.main()
+
+    paths["--results"].mkdir()
+    return paths, call
+
+
+def rows_of(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def contents(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_tables_hold_what_was_logged_and_keep_it_when_runs_are_gone(paths, capsys):
+    paths, call = paths
+    call(collect)
+    runs, curves = rows_of(paths["--results"] / "runs.csv"), rows_of(paths["--results"] / "curves.csv")
+    assert (len(runs), len(curves)) == (17, 17 * collect.POINTS)
+    assert "17 of 18 runs" in capsys.readouterr().out
+    (run,) = (row for row in runs if (row["sync_interval"], row["seed"]) == ("4", "2"))
+    command = "python ppo_clusterenv.py --decoupled=True --seed=2 --sync_interval=4 --sync_mode=interval"
+    assert sorted(run["command"].split()) == sorted(command.split())
+    assert (run["experiment"], run["pulls_per_worker"], run["mean_return_100"]) == ("interval", "250", "20")
+    assert "torch" in run["software"] and "cores" in run["machine"]
+    curve = [row for row in curves if row["run"] == run["run"]]
+    assert [row["step"] for row in curve[:3]] == ["20", "40", "60"]
+    assert [row["return"] for row in curve[13:17]] == ["", "", "6.3", "6.7"]  # of 310 and 320, of 330 and 340
+    assert curve[1]["kl"] == "0.35" and curve[1]["pulls"] == "40" and curve[1]["bytes"] == "160"
+
+    before = contents(paths["--results"])
+    call(collect)
+    assert contents(paths["--results"]) == before
+    shutil.rmtree(paths["--runs"] / "kl")
+    (paths["--runs"] / "interval" / run["run"] / "result.json").unlink()
+    call(collect)
+    assert contents(paths["--results"]) == before
+    (paths["--sweeps"] / "interval.yaml").unlink()
+    call(collect)
+    assert {row["experiment"] for row in rows_of(paths["--results"] / "runs.csv")} == {"kl"}
+    assert "dropped 6" in capsys.readouterr().out
+
+
+def test_a_resumed_runs_curve_has_no_step_twice_and_gaps_repeat_the_point_before(tmp_path):
+    for purge, values in ((None, {100: 1, 500: 2, 800: 3}), (501, {1000: 7})):
+        writer = SummaryWriter(str(tmp_path), purge_step=purge, filename_suffix=f".{purge}")
+        for step, value in values.items():
+            writer.add_scalar("charts/episodic_return", value, step)
+        writer.close()
+    curve = collect.curves(tmp_path, STEPS)["return"]
+    assert [curve[step // 20 - 1] for step in (80, 100, 480, 500, 800, 980, 1000)] == ["", *"112227"]
+
+
+def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, capsys):
+    paths, call = paths
+    call(collect)
+    outputs = tmp_path / "one", tmp_path / "two"
+    del paths["--sweeps"], paths["--runs"]
+    for output in outputs:
+        output.mkdir()
+        call(plot, **{"--output": output})
+        shutil.copy(paths["--results"] / "claims.csv", output)
+    assert contents(outputs[0]) == contents(outputs[1])
+    kinds = "learning_curves", "synchronization", "objectives", "frontier", "lag"
+    assert set(contents(outputs[0])) == {"claims.csv", *(f"ppo_cartpole_{kind}.png" for kind in kinds)}
+    rows = {(row["setting"], row["against"]): row for row in rows_of(outputs[0] / "claims.csv")}
+    row = rows["KL > 0.1", "every 4"]  # 333 pulls: closer to 250 than to 1000
+    assert (row["matched"], row["seeds"], row["pulls"], row["pulls_against"]) == ("True", "3", "333.3", "250")
+    assert rows["KL > 0.1", "always"]["times_fewer_pulls"] == "3"
+    half = rows["KL > 0.5", "always"]  # pairs: seeds 1 and 2, with returns 10 and 20
+    assert (half["seeds"], half["return"], half["return_difference"], half["return_low"]) == ("2", "15", "0", "0")
+    assert "over 2 to 3 seeds" in plot.load(paths["--results"])[0].caption([plot.Setting("kl", 0.5)])
+
+
+def test_statistics():
+    assert plot.iqm(np.array([8.0, 1, 7, 2, 6, 3, 5, 4])) == 4.5  # the mean of 3, 4, 5, 6
+    assert plot.iqm(np.array([0.0, 100, 1, 2, 3])) == 2
+    assert np.isnan(plot.iqm(np.array([[1.0, np.nan], [1, 1]]))).tolist() == [False, True]
+    values = np.random.default_rng(1).normal(size=(5, 3))
+    ours = plot.interval(plot.iqm, values)
+    options = {"method": "percentile", "n_resamples": 2000, "rng": np.random.default_rng(0), "axis": 0}
+    theirs = bootstrap((values,), plot.iqm, **options).confidence_interval
+    np.testing.assert_allclose(ours[1:], theirs)
+    # Paired, only what differs within pairs counts, whatever the seeds themselves do.
+    noise = np.array([0.0, 50, -300, 20, 900])
+    np.testing.assert_allclose(plot.interval(plot.difference, noise + 3, noise), 3)
+    # Of two seeds: both the first, both the second, or one of each twice as often.
+    assert np.allclose(plot.interval(plot.iqm, np.array([1.0, 2])), (1.5, 1, 2))
+    value, low, high = plot.interval(plot.iqm, np.array([1.0]))
+    assert value == 1 and np.isnan([low, high]).all()
+
+
+def test_the_plan_runs_nothing_twice_and_always_with_every_seed(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    seen, seeds, always = set(), {}, {}
+    for path in Path("figures").glob("*.yaml"):
+        setup = sweep.load(path)
+        for flat in sweep.configurations(setup, 1):
+            key = json.dumps([setup["program"], sorted((name, str(value)) for (name,), value in flat.items())])
+            assert key not in seen, path
+            seen.add(key)
+            task = setup["program"], flat["env_id",]
+            seeds.setdefault(task, set()).add(flat["seed",])
+            if flat.get(("sync_interval",)) == 1:
+                always.setdefault(task, []).append(flat["seed",])
+    assert len(seeds) == 4 and all(sorted(always[task]) == sorted(seeds[task]) == list(range(1, 11)) for task in seeds)
