@@ -26,7 +26,8 @@ SUMMARY = {
     "eval_return_mean", "eval_return_std", "kl_threshold", "seed", "env_id", "args",
 }  # fmt: skip
 METRICS = {
-    "charts/episodic_return", "charts/episodic_length", "charts/epsilon", "charts/SPS", "losses/td_loss",
+    "charts/episodic_return", "charts/episodic_length", "charts/mean_return_100", "charts/epsilon", "charts/SPS",
+    "losses/td_loss",
     "losses/q_values", "sync/kl", "sync/pulls_per_worker", "sync/policy_lag", "sync/bytes", "time/learner_waiting",
     "time/workers_waiting", "throughput/produced_sps", "throughput/consumed_sps", "throughput/replay_ratio",
     "eval/return_mean",

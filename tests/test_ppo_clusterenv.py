@@ -19,7 +19,8 @@ SUMMARY = {
     "eval_return_mean", "eval_return_std", "kl_threshold", "seed", "env_id", "args",
 }  # fmt: skip
 METRICS = {
-    "charts/episodic_return", "charts/episodic_length", "charts/learning_rate", "charts/SPS", "charts/collect_sps",
+    "charts/episodic_return", "charts/episodic_length", "charts/mean_return_100", "charts/learning_rate", "charts/SPS",
+    "charts/collect_sps",
     "losses/value_loss", "losses/policy_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
     "losses/clipfrac", "losses/explained_variance", "sync/kl", "sync/pulls_per_worker", "sync/policy_lag",
     "sync/bytes", "time/collect", "time/learn", "eval/return_mean",
@@ -56,6 +57,9 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert set(events.Tags()["scalars"]) >= METRICS
     assert [event.step for event in events.Scalars("charts/SPS")] == [64, 128, 192, 256, 320]
     assert "hyperparameters/text_summary" in events.Tags()["tensors"]
+    # What is not in there is checkpoints, and the progress line.
+    accounted = sum(event.value for tag in ("time/collect", "time/learn") for event in events.Scalars(tag))
+    assert 0.8 * summary["wall_seconds"] < accounted <= summary["wall_seconds"]
 
 
 def test_bytes_are_pulls_times_the_size_of_the_actor(trained):
