@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -27,8 +29,8 @@ class EnvPoolVectorEnv(VectorEnv):
         import envpool
 
         # One thread each: there is a worker for every core.
-        self._make = lambda **seeds: envpool.make_gymnasium(env_id, num_envs=num_envs, num_threads=1, **kwargs, **seeds)
-        self._pool, self.num_envs = self._make(), num_envs
+        self._make = partial(envpool.make_gymnasium, env_id, num_envs=num_envs, num_threads=1, **kwargs)
+        self._pool, self.num_envs = self._make(seed=secrets.randbits(31)), num_envs  # by default all had the same
         self.metadata = {**self._pool.metadata, "autoreset_mode": AutoresetMode.DISABLED}
         with warnings.catch_warnings():  # of bounds that lose precision as float32
             warnings.simplefilter("ignore")

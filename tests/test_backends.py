@@ -151,6 +151,8 @@ def test_seeds(backend):
     assert (first != again).any()
     assert (first != begin(2, seed=2)[0]).any()
     assert len({*first[:, 0], *again[:, 0]}) == 8
+    with ClusterEnv(partial(make_vec, backend, "CartPole-v1"), 2, num_envs=4) as envs:  # unseeded
+        assert len({*envs.reset()[0][:, 0], *first[:, 0]}) == 8
     if backend == "envpool":  # each environment has its own seed there, the seed plus its row
         np.testing.assert_array_equal(first, begin(1, seed=1)[0])
 
