@@ -61,7 +61,8 @@ def run(script, *flags, **arguments):
 def steady(script, *flags, **arguments):
     """Run a training script; return its environment steps and seconds, without its first and its last iteration.
 
-    The last does not overlap with a next one, so what is between is as it would be in a run without an end.
+    The last does not overlap with a next one, so what is between is as it would be in a run without an end; but with
+    both --overlap and --compile the first of these finds its rollout ready, which is worth up to 2% in 25 iterations.
     """
     scalars, _ = train(script, *flags, **arguments)
     first, *_, last, _ = scalars("charts/SPS")

@@ -11,6 +11,7 @@ import math
 import shlex
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import tyro
@@ -25,7 +26,7 @@ TASKS = {  # environment: (the return at which it counts as solved, flags)
 
 @dataclass
 class Args:
-    env_id: tuple[str, ...] = tuple(TASKS)
+    env_id: tuple[Literal["LunarLander-v3", "CartPole-v1"], ...] = tuple(TASKS)
     """the environments"""
     flags: str = ""
     """further flags, in one string"""

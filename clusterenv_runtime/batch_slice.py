@@ -22,37 +22,43 @@ from .sync import SyncRule
 class EnvPoolVectorEnv(VectorEnv):
     """EnvPool's environments, each with its own seed, that are reset when asked (Gymnasium's disabled autoreset).
 
-    EnvPool fixes the seeds when it makes the environments, so this makes them at `reset` with a seed.
+    EnvPool fixes the seeds when it makes the environments, so they are made at the first `reset`, and at each with
+    seeds; where a seed is None, with a random one. Of the options there is only ``reset_mask``.
     """
+
+    metadata = {"autoreset_mode": AutoresetMode.DISABLED}
 
     def __init__(self, env_id: str, num_envs: int, **kwargs: Any) -> None:
         import envpool
 
-        # One thread each: there is a worker for every core.
-        self._make = partial(envpool.make_gymnasium, env_id, num_envs=num_envs, num_threads=1, **kwargs)
-        self._pool, self.num_envs = self._make(seed=secrets.randbits(31)), num_envs  # by default all had the same
-        self.metadata = {**self._pool.metadata, "autoreset_mode": AutoresetMode.DISABLED}
+        if env_id not in envpool.list_all_envs():
+            raise gym.error.NameNotFound(f"EnvPool has no {env_id}; envpool.list_all_envs() tells what it has")
+        self.num_envs, self._pool = num_envs, None
+        # By default one thread: there is a worker for every core.
+        kwargs = {"num_threads": 1, **kwargs, "num_envs": num_envs}
+        self._make = partial(envpool.make_gymnasium, env_id, **kwargs)
         with warnings.catch_warnings():  # of bounds that lose precision as float32
             warnings.simplefilter("ignore")
-            self.single_observation_space = self._pool.observation_space
-        self.single_action_space = self._pool.action_space
+            spec = envpool.make_spec(env_id, **kwargs)
+            self.single_observation_space = spec.gymnasium_observation_space
+        self.single_action_space = spec.gymnasium_action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        self._observations: Any = None
 
     def reset(self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> Any:
-        if isinstance(seed, int):
-            seed = [seed + i for i in range(self.num_envs)]
-        if seed is not None and None not in seed:
-            self._pool.close()
-            self._pool = self._make(seed=[one % 2**31 for one in seed])
+        seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed or [None] * self.num_envs
         mask = (options or {}).get("reset_mask")
-        if mask is None or self._observations is None:
+        if self._pool is None or any(one is not None for one in seeds):
+            self.close_extras()
+            self._pool = self._make(seed=[secrets.randbits(31) if one is None else one % 2**31 for one in seeds])
+            mask = None
+        if mask is None:
             self._observations, infos = self._pool.reset()
         else:
             some, infos = self._pool.reset(np.flatnonzero(mask).astype(np.int32))
 
             def put(leaf: np.ndarray, new: np.ndarray) -> np.ndarray:
+                leaf = leaf.copy()  # the user has the one from before
                 leaf[mask] = new
                 return leaf
 
@@ -64,13 +70,14 @@ class EnvPoolVectorEnv(VectorEnv):
         return self._observations, *result
 
     def close_extras(self, **_: Any) -> None:
-        self._pool.close()
+        if self._pool is not None:
+            self._pool.close()
 
 
 def make_vec(backend: str, env_id: str, num_envs: int, **kwargs: Any) -> VectorEnv:
     """Make environments that step together, of the backend "vector", which is their own such version, or "envpool".
 
-    ``kwargs`` go to their constructor.
+    ``kwargs`` go to their constructor. Gymnasium itself has such a version, with NumPy, of CartPole only.
 
     Raises:
         gymnasium.error.Error: there is no such environment, or no such version of it.
@@ -86,8 +93,6 @@ def make_vec(backend: str, env_id: str, num_envs: int, **kwargs: Any) -> VectorE
         if error.name != "envpool":
             raise
         raise ModuleNotFoundError("there is no EnvPool here: pip install envpool", name="envpool") from None
-    except AssertionError as error:  # as EnvPool says that it knows no such environment
-        raise gym.error.NameNotFound(f"EnvPool has no {env_id}: {error}") from None
 
 
 class BatchSlice:
@@ -106,13 +111,15 @@ class BatchSlice:
         for env_id, spec in registry.items():
             gym.registry[env_id] = spec
         self.rule, self.num_envs, self._envs = rule, num_envs, env_fns(num_envs)
+        if self._envs.num_envs != num_envs:
+            raise RuntimeError(f"the function was asked for {num_envs} environments and made {self._envs.num_envs}")
         for name in ("observation", "action"):
             expected = {"observation": single_observation_space, "action": single_action_space}[name]
             space = getattr(self._envs, f"single_{name}_space")
             if space != expected:
                 raise RuntimeError(f"the environments' {name} space here is {space}, at the head it was {expected}")
         self.single_observation_space = single_observation_space
-        self._mode = self._envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+        self._mode = AutoresetMode(self._envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self._observations: Any = None
         self._returns, self._lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
         self._dead = np.zeros(num_envs, bool)  # rows that the next step resets, whatever the action
@@ -142,8 +149,7 @@ class BatchSlice:
         rewards, terminations, truncations = np.empty(shape), np.zeros(shape, bool), np.zeros(shape, bool)
         step_of = np.zeros(shape, np.int64)  # which of our steps each transition was
         final_observations = [map_space(lambda leaf: leaf[:0], space, self._observations)]
-        ends: list[np.ndarray] = [np.empty(0, np.int64)]  # the numbers (see below) of the transitions they are of
-        episodes: list[np.ndarray] = [np.empty((0, 3))]
+        episodes: list[np.ndarray] = [np.empty((0, 3))]  # as in `rollout_part`; those beyond our steps come last
         actor.start(*shape)
         aligned, step, count = self._mode != AutoresetMode.NEXT_STEP, 0, np.zeros(self.num_envs, np.int64)
         while True:
@@ -172,8 +178,6 @@ class BatchSlice:
                 rows = np.flatnonzero(ended)
                 numbers = (count[rows] - 1) * self.num_envs + rows
                 episodes.append(np.stack([numbers, self._returns[rows], self._lengths[rows]], 1))
-                rows, numbers = rows[count[rows] <= num_steps], numbers[count[rows] <= num_steps]
-                ends.append(numbers)
                 final = info["final_obs"] if self._mode == AutoresetMode.SAME_STEP else seen
                 final_observations.append(_take(space, final, rows))
                 self._returns[ended] = self._lengths[ended] = 0
@@ -183,12 +187,13 @@ class BatchSlice:
                 self._dead = ended
             self._observations = seen
             step += 1
-        order = np.argsort(np.concatenate(ends))  # by transition, which is not always the order that they came in
         counted = np.concatenate(episodes)
+        order = counted[:, 0].argsort()  # by transition, which is not always the order that they came in
+        ends = order[counted[order, 0] < rewards.size]
         return rollout_part(
             actor, space, observations, rewards, terminations, truncations,
-            map_space(lambda *leaves: np.concatenate(leaves)[order], space, *final_observations),
-            counted[counted[:, 0].argsort()], None if aligned else step_of,
+            map_space(lambda *leaves: np.concatenate(leaves)[ends], space, *final_observations),
+            counted[order], None if aligned else step_of,
         )  # fmt: skip
 
 

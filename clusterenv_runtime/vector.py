@@ -102,7 +102,8 @@ class WorkerVectorEnv(VectorEnv):
         single_observation_space, action_space = (
             getattr(env, f"{prefix}{name}_space") for name in ("observation", "action")
         )
-        self.metadata, self.render_mode = {**env.metadata, "autoreset_mode": self.autoreset_mode}, env.render_mode
+        mode = {} if self._together else {"autoreset_mode": self.autoreset_mode}
+        self.metadata, self.render_mode = {**env.metadata, **mode}, env.render_mode
         self.single_action_space, self.action_space = action_space, batch_space(action_space, self.num_envs)
         env.close()
         self.single_observation_space, self.observation_space = observation_spaces(
@@ -154,6 +155,8 @@ class WorkerVectorEnv(VectorEnv):
 
     def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
         self._assert_idle("reset_async")
+        if options is not None and "reset_mask" in options:
+            self._assert_one_by_one()
         if seed is None:
             seed = [None] * self.num_envs
         elif isinstance(seed, int):
@@ -192,6 +195,7 @@ class WorkerVectorEnv(VectorEnv):
 
     def step_async(self, actions: Any) -> None:
         self._assert_idle("step_async")
+        self._assert_one_by_one()
         if not (
             isinstance(actions, np.ndarray) and actions.ndim and isinstance(self.action_space, Box | MultiDiscrete)
         ):
@@ -221,6 +225,7 @@ class WorkerVectorEnv(VectorEnv):
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         self._assert_idle("call_async")
+        self._assert_one_by_one()
         argument = cloudpickle.dumps((args, kwargs))
         self._start(AsyncState.WAITING_CALL, lambda _: (Call(0, name), (argument,)))
 
@@ -242,6 +247,7 @@ class WorkerVectorEnv(VectorEnv):
                 f"Got `{len(values)}` values for {self.num_envs} environments."
             )
         self._assert_idle("set_attr")
+        self._assert_one_by_one()
         self._start(AsyncState.WAITING_CALL, lambda link: (SetAttr(0, name), (cloudpickle.dumps(values[link.rows]),)))
         self._finish(AsyncState.WAITING_CALL, None)
         self._recovery.attributes[name] = list(values)
@@ -277,6 +283,10 @@ class WorkerVectorEnv(VectorEnv):
         if self.closed:
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
 
+    def _assert_one_by_one(self) -> None:
+        if self._together:
+            raise ValueError("environments that step together are for a policy to act in: `rollout`, `send` and `recv`")
+
     def _assert_idle(self, method: str) -> None:
         self._assert_is_running()
         if self._state != AsyncState.DEFAULT:
@@ -287,8 +297,6 @@ class WorkerVectorEnv(VectorEnv):
 
     def _start(self, state: AsyncState, request: Callable[[Link], tuple[Message, tuple[bytes]]]) -> None:
         self._pending = []
-        if self._together and (state != AsyncState.WAITING_RESET or self._mask is not None):
-            raise ValueError("environments that step together are for a policy to act in: `rollout`, `send` and `recv`")
         for link in self._head.links:
             # With fewer workers than there may be, those that have not come yet are reset when they do.
             whole = state == AsyncState.WAITING_RESET and self._mask is None
