@@ -20,7 +20,7 @@ import tyro
 from . import work
 from .scripts import ROOT, call
 
-RATE = 500  # samples per second
+RATE = 100  # samples per second
 SCRIPT = ROOT / "ppo_clusterenv.py"
 # Sections of the training loop, by the text that the first line of each has in it.
 SECTIONS = {
@@ -101,7 +101,7 @@ if __name__ == "__main__":
         "--num-minibatches", str(work.NUM_MINIBATCHES), *shlex.split(args.flags),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
-        spy = shlex.split(f"py-spy record --subprocesses --rate {RATE} --format raw --output stacks --")
+        spy = shlex.split(f"py-spy record --nonblocking --subprocesses --rate {RATE} --format raw --output stacks --")
         call([*spy, *train], directory, OMP_NUM_THREADS="1")
         lines = Path(directory, "stacks").read_text().splitlines()
     for line in lines:

@@ -411,12 +411,16 @@ def main():
             for mode in args.modes:
                 rows = groups[observation, transport, mode] = []
                 for num_workers in args.workers:
-                    row = in_fresh_process(
-                        measure, args, observation, transport, mode, num_workers, timeout=args.timeout + 60
-                    )
+                    group = args, observation, transport, mode, num_workers
+                    try:
+                        row = in_fresh_process(measure, *group, timeout=args.timeout + 60)
+                    except (EOFError, TimeoutError):
+                        print(f"{observation:7}{transport:10}{mode:11}{num_workers:9d}  not done in {args.timeout:g} s")
+                        continue
                     rows.append(row)
                     numbers = "".join(f"{row[key]:{len(key) + 2}{form}}" for key, form in COLUMNS.items())
                     print(f"{observation:7}{transport:10}{mode:11}{numbers}", flush=True)
+    groups = {group: rows for group, rows in groups.items() if rows}
     with open(args.out / "scale.csv", "w", newline="") as file:
         everything = [row for rows in groups.values() for row in rows]
         writer = csv.DictWriter(file, everything[0].keys())
