@@ -11,7 +11,7 @@ from .chaos import Network, train, why_no_namespaces
     "script, flags",
     [
         ("ppo_clusterenv.py", "--total-timesteps 80000 --eval-episodes 2"),
-        ("dqn_clusterenv.py", "--total-timesteps 40000 --eval-episodes 2 --learning-starts 1000"),
+        ("dqn_clusterenv.py", "--total-timesteps 100000 --eval-episodes 2 --learning-starts 1000"),
     ],
 )
 def test_training_under_fire(tmp_path, script, flags):
