@@ -94,11 +94,8 @@ if __name__ == "__main__":
     args = tyro.cli(Args)
     starts, head, worker = sections(), Counter(), Counter()
     train = [
-        sys.executable, str(SCRIPT), "--env-id", args.env_id, "--eval-episodes", "1", "--no-cuda",
-        "--total-timesteps", str(args.iterations * work.BATCH_SIZE), "--learning-rate", str(work.LEARNING_RATE),
-        "--num-workers", str(work.NUM_WORKERS), "--envs-per-worker", str(work.ENVS_PER_WORKER),
-        "--num-steps", str(work.NUM_STEPS), "--update-epochs", str(work.UPDATE_EPOCHS),
-        "--num-minibatches", str(work.NUM_MINIBATCHES), *shlex.split(args.flags),
+        sys.executable, str(SCRIPT), "--env-id", args.env_id, *work.FLAGS,
+        "--total-timesteps", str(args.iterations * work.BATCH_SIZE), *shlex.split(args.flags),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
         spy = shlex.split(f"py-spy record --nonblocking --subprocesses --rate {RATE} --format raw --output stacks --")

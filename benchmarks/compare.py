@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import tyro
-from scipy.stats import bootstrap, trim_mean
+from scipy.stats import bootstrap
+
+from figures.plot import difference, iqm
 
 from .scripts import ROOT, run
 
@@ -29,14 +31,6 @@ class Args:
     """what both get, in one string"""
     seeds: int = 5
     """seeds, from 1"""
-
-
-def iqm(values, axis=-1):
-    return trim_mean(values, 0.25, axis=axis)
-
-
-def difference(a, b, axis=-1):
-    return iqm(a, axis) - iqm(b, axis)
 
 
 if __name__ == "__main__":

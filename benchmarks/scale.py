@@ -27,7 +27,6 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-import gymnasium as gym
 import matplotlib
 import numpy as np
 import torch
@@ -36,9 +35,11 @@ import zmq
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Launcher, protocol
-from clusterenv_runtime.env_slice import EnvSlice
+from clusterenv_runtime.batch_slice import make_slice
 from clusterenv_runtime.policy import Actor
 from clusterenv_runtime.security import read_key_file
+
+from .idle import Corner, IdleEnv
 
 spawn = multiprocessing.get_context("spawn")
 # name: shape, dtype, environments per worker, bytes of weights (a 64-64 MLP's, a Nature CNN's)
@@ -96,33 +97,6 @@ class Args:
     """where scale.csv and scale.png go"""
 
 
-class IdleEnv(gym.Env):
-    action_space = gym.spaces.Discrete(4)
-
-    def __init__(self, shape, dtype):
-        self.observation_space = gym.spaces.Box(0, 255, shape, dtype)
-        self.observation = np.random.default_rng(1).integers(0, 255, shape).astype(dtype)
-
-    def reset(self, *, seed=None, options=None):
-        return self.observation, {}
-
-    def step(self, action):
-        return self.observation, 0.0, False, False, {}
-
-
-class Corner(nn.Module):
-    """A policy that looks at eight numbers, and has as many weights as wanted. All are zero: actions are uniform."""
-
-    def __init__(self, num_bytes):
-        super().__init__()
-        self.linear, self.rest = nn.Linear(8, 4), nn.Parameter(torch.zeros(num_bytes // 4))
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x):
-        return self.linear(x.flatten(1)[:, :8])
-
-
 class SimulatedWorker:
     def __init__(self, index, socket):
         self.index, self.socket, self.version = index, socket, 0
@@ -163,7 +137,7 @@ class Simulation:
                 self.reply(worker, request, self.observations)
             case protocol.Setup():
                 if self.envs is None:
-                    self.envs = EnvSlice(**pickle.loads(buffers[0]))
+                    self.envs = make_slice(**pickle.loads(buffers[0]))
                     self.observations = pack(self.envs.reset(seed=1)[0])
                 self.reply(worker, request)
             case protocol.Structure():

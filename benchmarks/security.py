@@ -11,13 +11,13 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+
+from .idle import Corner, IdleEnv
 
 TCP = {"bind_address": "127.0.0.1"}
 VARIANTS = {
@@ -36,31 +36,6 @@ class Args:
     """of each measurement"""
     num_workers: int = 2
     """worker processes, with 8 environments each"""
-
-
-class IdleEnv(gym.Env):
-    action_space = gym.spaces.Discrete(4)
-
-    def __init__(self, shape, dtype):
-        self.observation_space = gym.spaces.Box(0, 255, shape, dtype)
-        self.observation = np.random.default_rng(1).integers(0, 255, shape).astype(dtype)
-
-    def reset(self, *, seed=None, options=None):
-        return self.observation, {}
-
-    def step(self, action):
-        return self.observation, 0.0, False, False, {}
-
-
-class Corner(nn.Module):
-    """A policy that looks at eight numbers, so that acting costs as little for images as for vectors."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.linear(x.flatten(1)[:, :8])
 
 
 def steps_per_second(args, env_fn, variant):

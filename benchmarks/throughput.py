@@ -41,10 +41,7 @@ class Args:
 def clusterenv(env_id, iterations, timeout, flags=()):
     return steady(
         ROOT / "ppo_clusterenv.py", "--env-id", env_id, "--total-timesteps", str(iterations * work.BATCH_SIZE),
-        "--num-workers", str(work.NUM_WORKERS), "--envs-per-worker", str(work.ENVS_PER_WORKER),
-        "--num-steps", str(work.NUM_STEPS), "--update-epochs", str(work.UPDATE_EPOCHS),
-        "--num-minibatches", str(work.NUM_MINIBATCHES), "--learning-rate", str(work.LEARNING_RATE),
-        "--eval-episodes", "1", "--no-cuda", *flags, timeout=timeout, OMP_NUM_THREADS="1",
+        *work.FLAGS, *flags, timeout=timeout, OMP_NUM_THREADS="1",
     )  # fmt: skip
 
 

@@ -22,7 +22,8 @@ import zmq
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.security import Gate, read_key_file
 
-from .scale import OBSERVATIONS, TRANSPORTS, Corner, IdleEnv, SimulatedLauncher, spawn
+from .idle import Corner, IdleEnv
+from .scale import OBSERVATIONS, TRANSPORTS, SimulatedLauncher, spawn
 
 
 @dataclass

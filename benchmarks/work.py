@@ -17,6 +17,12 @@ LEARNING_RATE = 2.5e-4  # the same for all: how long episodes last, and so what 
 GAMMA, GAE_LAMBDA = 0.99, 0.95
 CLIP_COEF, ENT_COEF, VF_COEF, MAX_GRAD_NORM = 0.2, 0.01, 0.5, 0.5
 
+FLAGS = [  # of ppo_clusterenv.py
+    "--num-workers", str(NUM_WORKERS), "--envs-per-worker", str(ENVS_PER_WORKER), "--num-steps", str(NUM_STEPS),
+    "--update-epochs", str(UPDATE_EPOCHS), "--num-minibatches", str(NUM_MINIBATCHES),
+    "--learning-rate", str(LEARNING_RATE), "--eval-episodes", "1", "--no-cuda",
+]  # fmt: skip
+
 
 def arguments():
     """Return the environment's id, the number of iterations, and a list of further arguments."""

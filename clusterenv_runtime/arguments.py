@@ -151,15 +151,12 @@ class ClusterArgs:
         names = "num_workers sync_mode kl_threshold sync_interval max_policy_lag on_worker_loss port security key_file "
         names += "max_worker_restarts worker_timeout startup_timeout allow_insecure"
         names += " min_workers" * hasattr(self, "min_workers")  # a flag of scripts that can begin with some of them
-        together = {} if self.env_backend == "gymnasium" else {"num_envs": self.num_workers * self.envs_per_worker}
-        return (
-            {name: getattr(self, name) for name in names.split()}
-            | together
-            | {
-                "bind_address": self.bind_address or self.interface,
-                "launcher": make_launcher(self.launcher, f"{directory}/workers", self.worker_prefix),
-            }
-        )
+        arguments = {name: getattr(self, name) for name in names.split()}
+        if self.env_backend != "gymnasium":
+            arguments["num_envs"] = self.num_workers * self.envs_per_worker
+        arguments["bind_address"] = self.bind_address or self.interface
+        arguments["launcher"] = make_launcher(self.launcher, f"{directory}/workers", self.worker_prefix)
+        return arguments
 
     def require(self, flags: str, fine: Callable[[Any], bool], text: str) -> None:
         """Exit with one line if one of these, separated by blanks, must be ``text`` and is not ``fine``; None is."""

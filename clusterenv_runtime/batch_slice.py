@@ -12,9 +12,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
-from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
+from gymnasium.vector.utils import batch_space
 
-from .env_slice import rollout_part
+from .env_slice import EnvSlice, rollout_part, stack
 from .spaces import map_space
 from .sync import SyncRule
 
@@ -105,18 +105,13 @@ class BatchSlice:
         single_observation_space: gym.Space,
         single_action_space: gym.Space,
         rule: SyncRule,
-        registry: dict[str, Any],
         **_: Any,
     ) -> None:
-        for env_id, spec in registry.items():
-            gym.registry[env_id] = spec
         self.rule, self.num_envs, self._envs = rule, num_envs, env_fns(num_envs)
         if self._envs.num_envs != num_envs:
             raise RuntimeError(f"the function was asked for {num_envs} environments and made {self._envs.num_envs}")
-        for name in ("observation", "action"):
-            expected = {"observation": single_observation_space, "action": single_action_space}[name]
-            space = getattr(self._envs, f"single_{name}_space")
-            if space != expected:
+        for name, expected in (("observation", single_observation_space), ("action", single_action_space)):
+            if (space := getattr(self._envs, f"single_{name}_space")) != expected:
                 raise RuntimeError(f"the environments' {name} space here is {space}, at the head it was {expected}")
         self.single_observation_space = single_observation_space
         self._mode = AutoresetMode(self._envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
@@ -147,11 +142,11 @@ class BatchSlice:
             lambda leaf: np.empty((num_steps + 1, *leaf.shape), leaf.dtype), space, self._observations
         )
         rewards, terminations, truncations = np.empty(shape), np.zeros(shape, bool), np.zeros(shape, bool)
-        step_of = np.zeros(shape, np.int64)  # which of our steps each transition was
         final_observations = [map_space(lambda leaf: leaf[:0], space, self._observations)]
         episodes: list[np.ndarray] = [np.empty((0, 3))]  # as in `rollout_part`; those beyond our steps come last
         actor.start(*shape)
         aligned, step, count = self._mode != AutoresetMode.NEXT_STEP, 0, np.zeros(self.num_envs, np.int64)
+        step_of = None if aligned else np.zeros(shape, np.int64)  # which of our steps each transition was
         while True:
             # The rows whose next observation is still wanted, and where; then those whose next transition is.
             rows = slice(None) if aligned else np.flatnonzero(count <= num_steps)
@@ -166,9 +161,9 @@ class BatchSlice:
             if not aligned:
                 rows = np.flatnonzero(~self._dead & (count < num_steps))
                 here = count[rows], rows
+                step_of[here] = step
             seen, reward, terminated, truncated, info = self._envs.step(actor.act(self._observations))
             rewards[here], terminations[here], truncations[here] = reward[rows], terminated[rows], truncated[rows]
-            step_of[here] = step
             self._returns += reward
             self._lengths += 1
             self._returns[self._dead] = self._lengths[self._dead] = 0
@@ -193,12 +188,18 @@ class BatchSlice:
         return rollout_part(
             actor, space, observations, rewards, terminations, truncations,
             map_space(lambda *leaves: np.concatenate(leaves)[ends], space, *final_observations),
-            counted[order], None if aligned else step_of,
+            counted[order], step_of,
         )  # fmt: skip
 
 
 def _take(space: gym.Space, batch: Any, rows: np.ndarray) -> Any:
     """Return a copy of these rows of a batch, or of an array of objects."""
     if isinstance(batch, np.ndarray) and batch.dtype == object:
-        return concatenate(space, batch[rows], create_empty_array(space, len(rows)))
+        return stack(space, list(batch[rows]))
     return map_space(lambda leaf: leaf[rows], space, batch)
+
+
+def make_slice(registry: dict[str, Any], **settings: Any) -> EnvSlice | BatchSlice:
+    """Build a worker's rows as `ClusterEnv` has set them up, with what the user has registered there."""
+    gym.registry.update(registry)
+    return (BatchSlice if callable(settings["env_fns"]) else EnvSlice)(**settings)

@@ -28,19 +28,14 @@ class EnvSlice(SyncVectorEnv):
         single_observation_space: gym.Space,
         single_action_space: gym.Space,
         rule: SyncRule,
-        registry: dict[str, Any],
     ) -> None:
-        for env_id, spec in registry.items():
-            gym.registry[env_id] = spec
         self.rule = rule
         self.infos: list[tuple[int, dict[str, Any]]] = []  # (environment, info) in the order they arose
         mode = observation_mode if observation_mode == "same" else (gym.spaces.Discrete(1), single_observation_space)
         env_fns = [partial(_build, env_fn, i) for i, env_fn in enumerate(env_fns)]
         super().__init__(env_fns, observation_mode=mode, autoreset_mode=autoreset_mode)
-        for name in ("observation", "action"):
-            expected = {"observation": single_observation_space, "action": single_action_space}[name]
-            space = getattr(self, f"single_{name}_space")
-            if space != expected:
+        for name, expected in (("observation", single_observation_space), ("action", single_action_space)):
+            if (space := getattr(self, f"single_{name}_space")) != expected:
                 raise RuntimeError(
                     f"ClusterEnv(..., observation_mode={observation_mode!r}) however the sub-environments {name} "
                     f"spaces are not equivalent. Environment 0 has {expected}, another has {space}."
@@ -135,7 +130,7 @@ class EnvSlice(SyncVectorEnv):
             self._returns[ended] = self._lengths[ended] = 0
         self._observations = deepcopy(now)
         return rollout_part(
-            actor, space, observations, rewards, terminations, truncations, _stack(space, final_observations), episodes
+            actor, space, observations, rewards, terminations, truncations, stack(space, final_observations), episodes
         )
 
 
@@ -181,7 +176,8 @@ def _copy_arrays(value: Any) -> Any:
     return {key: _copy_arrays(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _stack(space: gym.Space, items: list[Any]) -> Any:
+def stack(space: gym.Space, items: list[Any]) -> Any:
+    """Return a batch of these, which may be none."""
     empty = create_empty_array(space, len(items), np.empty)
     return concatenate(space, items, empty) if items else empty
 

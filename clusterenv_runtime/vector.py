@@ -98,16 +98,16 @@ class WorkerVectorEnv(VectorEnv):
         if self._together and observation_mode != "same":
             raise ValueError(f"one function for all environments has observation_mode 'same', got {observation_mode!r}")
         env = self.env_fns(1) if self._together else self.env_fns[0]()
-        prefix = "single_" * self._together
-        single_observation_space, action_space = (
-            getattr(env, f"{prefix}{name}_space") for name in ("observation", "action")
-        )
+        if self._together:
+            observation_space, action_space = env.single_observation_space, env.single_action_space
+        else:
+            observation_space, action_space = env.observation_space, env.action_space
         mode = {} if self._together else {"autoreset_mode": self.autoreset_mode}
         self.metadata, self.render_mode = {**env.metadata, **mode}, env.render_mode
         self.single_action_space, self.action_space = action_space, batch_space(action_space, self.num_envs)
         env.close()
         self.single_observation_space, self.observation_space = observation_spaces(
-            observation_mode, single_observation_space, self.num_envs, self.env_fns
+            observation_mode, observation_space, self.num_envs, self.env_fns
         )
 
         shares = np.array_split(range(self.num_envs), self.num_workers)
@@ -123,9 +123,9 @@ class WorkerVectorEnv(VectorEnv):
         }
         setups = []
         for part in rows:
-            made = {"num_envs": part.stop - part.start} if self._together else {}
-            made["env_fns"] = self.env_fns if self._together else self.env_fns[part]
-            setups.append(cloudpickle.dumps({**made, **settings}))
+            together = {"env_fns": self.env_fns, "num_envs": part.stop - part.start}
+            mine = together if self._together else {"env_fns": self.env_fns[part]}
+            setups.append(cloudpickle.dumps({**mine, **settings}))
         self._store = PolicyStore(self.num_workers, self.single_observation_space)
         self._recovery = Recovery(
             rows, setups, [path for path in sys.path if path], self._store, self.single_observation_space

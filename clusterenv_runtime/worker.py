@@ -26,7 +26,7 @@ import zmq
 import zmq.utils.monitor
 
 from . import protocol
-from .batch_slice import BatchSlice
+from .batch_slice import BatchSlice, make_slice
 from .env_slice import EnvSlice, failed_env
 from .errors import StartupError
 from .protocol import Error, Hello, Pull, Reply, Request, Weights
@@ -129,8 +129,7 @@ class Worker:
             case protocol.Setup():
                 sys.path.extend(path for path in request.sys_path if path not in sys.path)
                 self._first_row = request.first_row
-                settings = pickle.loads(buffers[0])
-                self._envs = (BatchSlice if callable(settings["env_fns"]) else EnvSlice)(**settings)
+                self._envs = make_slice(**pickle.loads(buffers[0]))
             case protocol.Reset():
                 seeds, options, mask = pickle.loads(buffers[0])
                 if mask is not None:

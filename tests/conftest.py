@@ -8,6 +8,8 @@ import pytest
 
 SECONDS = int(os.environ.get("TEST_SECONDS", 120))  # for one test with its fixtures
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):

@@ -549,7 +549,9 @@ def test_sigterm_and_resume_to_the_last_bit_and_to_the_end(tmp_path, script):
     for state in (before, after):
         del state["seconds"], state["envs"]["policy_version"], state["args"]["total_timesteps"], state["args"]["resume"]
     assert_same_state(after, before)
-    assert len(before["envs"]["generators"]) == 2 and None not in before["envs"]["generators"]
+    generators = before["envs"]["generators"]
+    # DQN learns from the first chunk of any worker; the other's may not have come yet.
+    assert len(generators) == 2 and sum(map(bool, generators)) >= (2 if script == ppo.SCRIPT else 1)
     resume(script, tmp_path, folder, "--total-timesteps", str(total))
     check_the_whole_run(script, folder, total)
 
