@@ -21,6 +21,7 @@ from scipy.stats import trim_mean
 
 BLACK, BLUE, ORANGE = "#000000", "#0072B2", "#D55E00"  # of Okabe and Ito's colors
 RETURN = "return of the last 100 episodes"
+SOLVED = 475  # CartPole-v1
 CLAIM = (
     "{task}: {setting} against {against}, {seeds} seeds: {pulls:.4g} pulls a worker against {pulls_against:.4g}; "
     "return {return:.1f} against {return_against:.1f}, difference {return_difference:.1f} [{return_low:.1f}, "
@@ -53,7 +54,7 @@ class Task:
     def __init__(self, program, env_id):
         self.algorithm = program.removesuffix("_clusterenv.py").upper()
         self.title = f"{self.algorithm}, {env_id}"
-        self.name = f"{self.algorithm}_{env_id.partition('-')[0]}".lower()
+        self.name = f"{self.algorithm}_{env_id}".lower().replace("-", "_")
         self.runs = {}  # {setting: {seed: row}}
         self.curves = {}  # {setting: {seed: {name: array}}}
 
@@ -301,11 +302,39 @@ def lag(task):
     return finish(figure, task, title, task.caption(sum(kinds, [])), "environment steps", legend=grid[0, 0])
 
 
+def slow_network(path):
+    """Return against seconds with workers behind slow links: a panel for each rate, a line for each seed."""
+    runs = {}  # {Mbit/s: {rule: {seed: [(seconds, return)]}}}
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            seeds = runs.setdefault(float(row["mbits"]), {}).setdefault(row["rule"], {})
+            seeds.setdefault(row["seed"], []).append((float(row["seconds"]), float(row["return"])))
+    figure, (panels,) = subplots(1, len(runs), 8, 3.4, sharey=True)
+    for axes, (mbits, rules) in zip(panels, sorted(runs.items()), strict=True):
+        for (rule, seeds), color in zip(sorted(rules.items()), (BLUE, BLACK), strict=True):
+            reached = []
+            for points in seeds.values():
+                seconds, returned = np.array(points).T
+                axes.plot(seconds, returned, color=color, linewidth=0.8)
+                reached.append(next((at for at, value in points if value >= SOLVED), np.inf))
+            middle = np.median(reached)
+            when = f"{middle:.0f} s" if np.isfinite(middle) else f"not in {seconds[-1]:.0f} s"
+            axes.plot([], color=color, label=f"{rule}: {when}")
+        axes.set(title=f"{mbits:g} Mbit/s, {len(seeds)} seeds", xlabel="seconds of training", xscale="log")
+        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=8)
+    panels[0].set_ylabel(RETURN)
+    title = "PPO, CartPole-v1, two hidden layers of 512: workers behind a slow link\n"
+    figure.suptitle(f"{title}Every line is a seed. Below, median seconds to a return of {SOLVED}", fontsize=9)
+    return figure
+
+
 def main():
     parser = argparse.ArgumentParser(description="Draw the figures from the tables of figures.collect.")
     parser.add_argument("--results", type=Path, default="figures/results", help="where the tables are")
     parser.add_argument("--output", type=Path, default="figures", help="where the figures go")
     args = parser.parse_args()
+    if (path := args.results / "slow_network.csv").exists():
+        slow_network(path).savefig(args.output / "slow_network.png", dpi=150, metadata={"Software": None})
     rows = []
     for task in load(args.results):
         for figure_of in (learning_curves, synchronization, objectives, frontier, lag):

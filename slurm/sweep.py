@@ -268,7 +268,7 @@ def open_log(attempt):
 def here():
     """Tell what a result depends on besides its parameters: the versions, and the kind of machine, but not whose."""
     versions = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "gymnasium", "pyzmq"):
+    for package in ("torch", "numpy", "gymnasium", "pyzmq", "envpool"):
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     with contextlib.suppress(OSError):  # no git

@@ -77,6 +77,12 @@ class Network:
             ip("netns", "delete", namespace, check=False)
         ip("link", "delete", self._bridge, check=False)
 
+    def limit(self, index, rate):
+        """Let no more than this rate, such as "10mbit", through a link in either direction."""
+        bucket = ["root", "tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
+        for where, device in (([], self._links[index]), (["-n", self.namespaces[index]], "eth0")):
+            subprocess.run(["tc", *where, "qdisc", "add", "dev", device, *bucket], check=True)
+
     def cut(self, index):
         ip("link", "set", self._links[index], "down")
 

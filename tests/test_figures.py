@@ -11,9 +11,10 @@ import yaml
 from scipy.stats import bootstrap
 from torch.utils.tensorboard import SummaryWriter
 
-from figures import collect, plot
+from figures import collect, plot, slow_network
 from slurm import sweep
 
+from .chaos import why_no_namespaces
 from .scripts import ROOT
 
 STEPS = 1000  # of each run, logged every 10, twice as often as the curves have points
@@ -134,7 +135,7 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, ca
         shutil.copy(paths["--results"] / "claims.csv", output)
     assert contents(outputs[0]) == contents(outputs[1])
     kinds = "learning_curves", "synchronization", "objectives", "frontier", "lag"
-    assert set(contents(outputs[0])) == {"claims.csv", *(f"ppo_cartpole_{kind}.png" for kind in kinds)}
+    assert set(contents(outputs[0])) == {"claims.csv", *(f"ppo_cartpole_v1_{kind}.png" for kind in kinds)}
     rows = {(row["setting"], row["against"]): row for row in rows_of(outputs[0] / "claims.csv")}
     row = rows["KL > 0.1", "every 4"]  # 333 pulls: closer to 250 than to 1000
     assert (row["matched"], row["seeds"], row["pulls"], row["pulls_against"]) == ("True", "3", "333.3", "250")
@@ -175,4 +176,30 @@ def test_the_plan_runs_nothing_twice_and_always_with_every_seed(monkeypatch):
             seeds.setdefault(task, set()).add(flat["seed",])
             if flat.get(("sync_interval",)) == 1:
                 always.setdefault(task, []).append(flat["seed",])
-    assert len(seeds) == 4 and all(sorted(always[task]) == sorted(seeds[task]) == list(range(1, 11)) for task in seeds)
+    assert len(seeds) == 5
+    for task in seeds:
+        last = 5 if task[1] == "LunarLander-v2" else 10  # where nothing is claimed
+        assert sorted(always[task]) == sorted(seeds[task]) == list(range(1, last + 1))
+
+
+@pytest.mark.skipif(bool(why_no_namespaces()), reason=str(why_no_namespaces()))
+def test_training_behind_a_slow_link(tmp_path, monkeypatch, capsys):
+    table = tmp_path / "results" / "slow_network.csv"
+    monkeypatch.setattr(slow_network, "WIDTH", 1024)  # 8 MB for two workers: more than half a second at 100 Mbit/s
+    tiny = "--envs-per-worker 1 --num-steps 8 --num-minibatches 1 --total-timesteps 64"
+    monkeypatch.setattr(slow_network, "FLAGS", f"{slow_network.FLAGS} {tiny}")
+    monkeypatch.setattr("sys.argv", ["slow_network", "--mbits", "100", "--seeds", "1", "--table", str(table)])
+    slow_network.main()
+    with open(table, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["rule"], row["step"]) for row in rows] == [
+        (rule, str(16 * step)) for rule in slow_network.RULES for step in (1, 2, 3, 4)
+    ]
+    always = [row for row in rows if row["rule"] == "always"]
+    assert [row["pulls"] for row in always] == ["1", "2", "3", "4"]
+    seconds, sent = (float(always[-1][name]) - float(always[0][name]) for name in ("seconds", "bytes"))
+    assert sent > 2 * 3 * 4e6 and sent / seconds < 1e8 / 8
+    capsys.readouterr()
+    slow_network.main()  # again: nothing is left to do
+    assert capsys.readouterr().out == ""
+    plot.slow_network(table).savefig(tmp_path / "slow_network.png")

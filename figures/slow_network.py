@@ -1,0 +1,97 @@
+"""Training with workers behind a slow link: seconds to a return, pulling by divergence and pulling always.
+
+    python -m figures.slow_network                 # as root; up to an hour; then python -m figures.plot
+
+All workers are in a network namespace whose only link is held to so many Mbit/s in either direction (the token bucket
+of tc), and the head is outside: tcp with CURVE, --launcher external. PPO on CartPole-v1, with hidden layers of WIDTH
+instead of 64, as one would edit the script. A run that is in the table is not run again, others are added to it.
+"""
+
+import argparse
+import csv
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.chaos import Network, why_no_namespaces
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDTH = 512  # 1 MB of weights
+RULES = {"always": ["--sync-mode", "always"], "KL > 0.1": ["--sync-mode", "kl", "--kl-threshold", "0.1"]}
+FLAGS = "--env-id CartPole-v1 --num-steps 64 --update-epochs 4 --learning-rate 5e-4 --total-timesteps 200000 "
+FLAGS += "--max-seconds 500 --eval-episodes 1 --no-cuda --launcher external"
+COLUMNS = ("mbits", "rule", "seed", "seconds", "step", "return", "pulls", "bytes")
+TAGS = ("charts/mean_return_100", "sync/pulls_per_worker", "sync/bytes")
+
+
+def script_with_wide_networks(directory):
+    """Write the training script as a user would have edited it."""
+    text, count = re.subn(r"\b64\b", str(WIDTH), (ROOT / "ppo_clusterenv.py").read_text())
+    if count != 8:
+        raise RuntimeError(f"expected 64 in 8 places of ppo_clusterenv.py, found it in {count}")
+    path = Path(directory, "ppo_clusterenv.py")
+    path.write_text(text)
+    return path
+
+
+def train(network, flags, directory):
+    """Run the head here and its workers in the namespace; return the rows of the run, without what is in its name."""
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script_with_wide_networks(directory)), *FLAGS.split(), *flags]
+    command += ["--bind-address", network.head, "--worker-prefix", f"nsenter --net=/run/netns/{network.namespaces[0]}"]
+    head = subprocess.Popen(command, cwd=directory, env=env, stdout=subprocess.PIPE, text=True)
+    workers = []
+    try:
+        for line in head.stdout:
+            if line.startswith("nsenter "):
+                workers.append(subprocess.Popen(line, shell=True, cwd=directory, env=env))
+        code = head.wait()
+    finally:
+        head.kill()  # the workers notice
+        for process in (head, *workers):
+            process.wait(60)
+    if code != 0:
+        raise SystemExit(f"error: {' '.join(command)} failed, see above")
+    (logs,) = Path(directory).glob("runs/*/events.out.tfevents.*")
+    events = EventAccumulator(str(logs), size_guidance={"scalars": 0})
+    events.Reload()
+    for speed, *scalars in zip(*map(events.Scalars, ("charts/SPS", *TAGS)), strict=True):
+        yield [f"{value:.7g}" for value in (speed.step / speed.value, speed.step, *(each.value for each in scalars))]
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Train behind slow links; append to a table what is not in it yet.")
+    parser.add_argument("--mbits", type=float, nargs="+", default=[1, 10, 100], help="rates of the link, Mbit/s")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds, from 1")
+    parser.add_argument("--table", type=Path, default="figures/results/slow_network.csv", help="where results go")
+    args = parser.parse_args()
+    if reason := why_no_namespaces():
+        sys.exit(f"error: {reason}")
+    done = set()
+    if args.table.exists():
+        with open(args.table, newline="") as file:
+            done = {(float(row["mbits"]), row["rule"], int(row["seed"])) for row in csv.DictReader(file)}
+    for mbits, seed, rule in itertools.product(args.mbits, range(1, args.seeds + 1), RULES):
+        if (mbits, rule, seed) in done:
+            continue
+        with Network(1) as network, tempfile.TemporaryDirectory() as directory:
+            network.limit(0, f"{mbits:g}mbit")
+            rows = list(train(network, [*RULES[rule], "--seed", str(seed)], directory))
+        args.table.parent.mkdir(parents=True, exist_ok=True)
+        with open(args.table, "a", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerows([] if file.tell() else [COLUMNS])
+            writer.writerows([f"{mbits:g}", rule, seed, *row] for row in rows)
+        seconds, step, returned, pulls, _ = rows[-1]
+        print(f"{mbits:g} Mbit/s, {rule}, seed {seed}: {step} steps in {seconds} s, {pulls} pulls, return {returned}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The figures as arrays of jobs, submitted as a user submits them, on a real Slurm."""
+
+import csv
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import yaml
+
+from ..test_ppo_clusterenv import TINY
+from .test_sweep_array import ROOT
+
+
+def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
+    for name in ("slurm", "clusterenv_runtime", "ppo_clusterenv.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "figures").mkdir()
+    for name in ("collect.py", "plot.py"):
+        shutil.copy(ROOT / "figures" / name, tmp_path / "figures")
+    command = ["${interpreter}", "${program}", *TINY, "--total-timesteps", "128", "${args}"]
+    modes = {"kl": {"sync_mode": {"value": "kl"}}, "interval": {"sync_mode": {"value": "interval"}}}
+    modes["interval"]["sync_interval"] = {"value": 1}
+    for mode, parameters in modes.items():
+        sweep = {"program": "ppo_clusterenv.py", "method": "grid", "command": command}
+        sweep["parameters"] = {**parameters, "kl_threshold": {"value": 0.1}, "seed": {"values": [1, 2]}}
+        (tmp_path / "figures" / f"{mode}.yaml").write_text(yaml.safe_dump(sweep))
+    env = {**slurm.env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{slurm.env['PATH']}"}
+    options = ["--partition=urgent", "--cpus-per-task=1", "--output=log-%j"]
+    first = slurm.submit(*options, "slurm/figures.sbatch", cwd=tmp_path, env=env)
+    slurm.wait(first)
+    said = (tmp_path / f"log-{first}").read_text()
+    arrays, (results,) = re.findall(r"array (\d+) runs the 2 configurations of", said), re.findall(r"job (\d+)", said)
+    assert len(arrays) == 2
+    for job in (*arrays, results):
+        assert {task["Partition"] for task in slurm.wait(job)} == {"urgent"}
+    with open(tmp_path / "figures" / "results" / "runs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["experiment"], row["seed"], row["global_step"]) for row in rows] == [
+        (mode, seed, "128") for mode in ("interval", "kl") for seed in "12"
+    ]
+    assert (tmp_path / "figures" / "ppo_cartpole_v1_frontier.png").exists()
+    again = slurm.submit(*options, "slurm/figures.sbatch", "--results", cwd=tmp_path, env=env)
+    slurm.wait(again)
+    assert "4 of 4 runs in figures/results" in (tmp_path / f"log-{again}").read_text()
