@@ -21,6 +21,7 @@ from scipy.stats import trim_mean
 
 BLACK, BLUE, ORANGE = "#000000", "#0072B2", "#D55E00"  # of Okabe and Ito's colors
 RETURN = "return of the last 100 episodes"
+COLUMNS = {"return": "mean_return_100", "eval": "eval_return_mean", "training": "training_return"}  # of claims.csv
 SOLVED = 475  # CartPole-v1
 CLAIM = (
     "{task}: {setting} against {against}, {seeds} seeds: {pulls:.4g} pulls a worker against {pulls_against:.4g}; "
@@ -95,6 +96,7 @@ def load(results):
             task = tasks.setdefault((row["program"], row["env_id"]), Task(row["program"], row["env_id"]))
             texts = columns[row["run"]]
             curves = {name: np.array([float(text or "nan") for text in texts[name]]) for name in texts.keys() - {"run"}}
+            row["training_return"] = np.nanmean(curves["return"])
             task.runs.setdefault(setting, {})[int(row["seed"])] = row
             task.curves.setdefault(setting, {})[int(row["seed"])] = curves
     return sorted(tasks.values(), key=lambda task: task.name)
@@ -139,7 +141,7 @@ def claims(task):
             row = {"task": task.title, "setting": str(setting), "against": str(other), "matched": other == fair}
             pulls, fewer = (task.column(key, "pulls_per_worker", seeds).mean() for key in (other, setting))
             row |= {"seeds": len(seeds), "pulls": fewer, "pulls_against": pulls, "times_fewer_pulls": pulls / fewer}
-            for name, column in (("return", "mean_return_100"), ("eval", "eval_return_mean")):
+            for name, column in COLUMNS.items():
                 samples = [task.column(key, column, seeds) for key in (setting, other)]
                 values = [*map(iqm, samples), *interval(difference, *samples, resamples=10000)]
                 keys = name, f"{name}_against", f"{name}_difference", f"{name}_low", f"{name}_high"
@@ -253,35 +255,49 @@ def frontier(task):
     settings, fixed = task.settings("kl"), task.settings("interval")
     if not fixed:
         return None
-    figure, ((left, right),) = subplots(1, 2, 9, 4.5, width_ratios=[3, 2])
+    figure, grid = subplots(2, 2, 9, 8.5, width_ratios=[3, 2], sharex="col")
+    rows = [row for row in claims(task) if row["matched"]]
+    names = ("return", RETURN), ("training", "mean return of all of training")
+    for (left, right), (name, label) in zip(grid, names, strict=True):
+        frontier_of(left, task, settings, fixed, COLUMNS[name])
+        left.set_ylabel(label)
+        differences(right, rows, name)
+    sent, pulls = (task.column(settings[0], name).sum() for name in ("sync_bytes", "pulls_per_worker"))
+    above = grid[0, 0].secondary_xaxis("top", functions=(lambda x: x * sent / pulls, lambda x: x * pulls / sent))
+    above.set_xlabel("bytes of weights, all workers")
+    logarithmic(above.xaxis)
+    logarithmic(grid[1, 0].xaxis)
+    grid[1, 0].set_xlabel("pulls per worker (mean)")
+    grid[1, 1].set_xlabel("paired difference in return\nat matched pulls (in brackets)")
+    caption = f"{task.caption(settings + fixed)}; beside points their threshold or interval (1: always)"
+    return finish(figure, task, "divergence or a fixed interval?", caption, legend=grid[0, 0])
+
+
+def frontier_of(axes, task, settings, fixed, column):
+    """Draw a column against pulls."""
     families = (
         (settings, BLUE, "o", "by divergence", (-3, 5, "right")),
         (fixed, ORANGE, "s", "fixed interval", (3, -9, "left")),
     )
     for family, color, marker, name, (right_by, up_by, side) in families:
         pulls = [task.column(setting, "pulls_per_worker").mean() for setting in family]
-        points(left, pulls, task, family, "mean_return_100", color, marker=marker, label=name)
+        points(axes, pulls, task, family, column, color, marker=marker, label=name)
         for setting, x in zip(family, pulls, strict=True):
-            spot, how = (x, iqm(task.column(setting, "mean_return_100"))), {"color": color, "fontsize": 7, "ha": side}
-            left.annotate(f"{setting.value:g}", spot, (right_by, up_by), textcoords="offset points", **how)
-    left.margins(y=0.1)
-    left.set(xscale="log", xlabel="pulls per worker (mean)", ylabel=RETURN)
-    sent, pulls = (task.column(settings[0], name).sum() for name in ("sync_bytes", "pulls_per_worker"))
-    above = left.secondary_xaxis("top", functions=(lambda x: x * sent / pulls, lambda x: x * pulls / sent))
-    above.set_xlabel("bytes of weights, all workers")
-    logarithmic(left.xaxis)
-    logarithmic(above.xaxis)
-    rows = [row for row in claims(task) if row["matched"]]
+            spot, how = (x, iqm(task.column(setting, column))), {"color": color, "fontsize": 7, "ha": side}
+            axes.annotate(f"{setting.value:g}", spot, (right_by, up_by), textcoords="offset points", **how)
+    axes.margins(y=0.1)
+    axes.set_xscale("log")
+
+
+def differences(axes, rows, name):
+    """Draw a column's difference between each threshold and the fixed interval of as many pulls."""
     for place, row in enumerate(rows):
-        right.plot(row["return_difference"], place, "o", color=BLUE, markersize=4)
-        right.hlines(place, row["return_low"], row["return_high"], color=BLUE, linewidth=1)
+        axes.plot(row[f"{name}_difference"], place, "o", color=BLUE, markersize=4)
+        axes.hlines(place, row[f"{name}_low"], row[f"{name}_high"], color=BLUE, linewidth=1)
     label = "{setting} ({pulls:.3g})\n{against} ({pulls_against:.3g})"
-    right.set_yticks(range(len(rows)), [label.format(**row) for row in rows], fontsize=7)
-    right.margins(y=0.1)
-    right.axvline(0, color=BLACK, linewidth=0.8)
-    right.set_xlabel("paired difference in return\nat matched pulls (in brackets)")
-    caption = f"{task.caption(settings + fixed)}; beside points their threshold or interval (1: always)"
-    return finish(figure, task, "divergence or a fixed interval?", caption, legend=left)
+    axes.set_yticks(range(len(rows)), [label.format(**row) for row in rows], fontsize=7)
+    axes.margins(y=0.1)
+    axes.axvline(0, color=BLACK, linewidth=0.8)
 
 
 def lag(task):
