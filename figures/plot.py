@@ -262,6 +262,8 @@ def frontier(task):
         frontier_of(left, task, settings, fixed, COLUMNS[name])
         left.set_ylabel(label)
         differences(right, rows, name)
+    pulls = [task.column(setting, "pulls_per_worker").mean() for setting in settings + fixed]
+    grid[0, 0].set_xlim(min(pulls) / 1.4, max(pulls) * 1.4)
     sent, pulls = (task.column(settings[0], name).sum() for name in ("sync_bytes", "pulls_per_worker"))
     above = grid[0, 0].secondary_xaxis("top", functions=(lambda x: x * sent / pulls, lambda x: x * pulls / sent))
     above.set_xlabel("bytes of weights, all workers")
@@ -275,6 +277,7 @@ def frontier(task):
 
 def frontier_of(axes, task, settings, fixed, column):
     """Draw a column against pulls."""
+    axes.set_xscale("log")
     families = (
         (settings, BLUE, "o", "by divergence", (-3, 5, "right")),
         (fixed, ORANGE, "s", "fixed interval", (3, -9, "left")),
@@ -286,7 +289,6 @@ def frontier_of(axes, task, settings, fixed, column):
             spot, how = (x, iqm(task.column(setting, column))), {"color": color, "fontsize": 7, "ha": side}
             axes.annotate(f"{setting.value:g}", spot, (right_by, up_by), textcoords="offset points", **how)
     axes.margins(y=0.1)
-    axes.set_xscale("log")
 
 
 def differences(axes, rows, name):
