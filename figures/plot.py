@@ -10,6 +10,7 @@ environment, so there is one stratum). What has not run yet is left out, and cap
 
 import argparse
 import csv
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,10 +24,11 @@ BLACK, BLUE, ORANGE = "#000000", "#0072B2", "#D55E00"  # of Okabe and Ito's colo
 RETURN = "return of the last 100 episodes"
 COLUMNS = {"return": "mean_return_100", "eval": "eval_return_mean", "training": "training_return"}  # of claims.csv
 SOLVED = 475  # CartPole-v1
+HELD_OUT = 6  # the first seed of headline_*.yaml
 CLAIM = (
-    "{task}: {setting} against {against}, {seeds} seeds: {pulls:.4g} pulls a worker against {pulls_against:.4g}; "
-    "return {return:.1f} against {return_against:.1f}, difference {return_difference:.1f} [{return_low:.1f}, "
-    "{return_high:.1f}]; in the evaluation {eval_difference:.1f} [{eval_low:.1f}, {eval_high:.1f}]"
+    "{task}: {setting} against {against}, {seeds} seeds (held out: {held_out}): {pulls:.4g} pulls a worker against "
+    "{pulls_against:.4g}; return {return:.1f} against {return_against:.1f}, difference {return_difference:.1f} "
+    "[{return_low:.1f}, {return_high:.1f}]; in the evaluation {eval_difference:.1f} [{eval_low:.1f}, {eval_high:.1f}]"
 )
 matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 
@@ -58,6 +60,7 @@ class Task:
         self.name = f"{self.algorithm}_{env_id}".lower().replace("-", "_")
         self.runs = {}  # {setting: {seed: row}}
         self.curves = {}  # {setting: {seed: {name: array}}}
+        self.bound = ""  # what else makes workers pull
 
     def settings(self, mode, decoupled=True):
         return sorted(key for key in self.runs if key.mode == mode and key.decoupled == decoupled)
@@ -65,6 +68,9 @@ class Task:
     def column(self, setting, name, seeds=None):
         runs = self.runs[setting]
         return np.array([float(runs[seed][name] or "nan") for seed in seeds or sorted(runs)])
+
+    def shared(self, *settings):
+        return sorted(set.intersection(*(set(self.runs.get(setting, ())) for setting in settings)))
 
     def curve(self, setting, name):
         curves = self.curves[setting]
@@ -76,9 +82,9 @@ class Task:
     def caption(self, settings):
         numbers = sorted({len(self.runs[setting]) for setting in [*settings, *self.always()]})
         if numbers == [1]:
-            return "1 seed"
+            return f"1 seed{self.bound}"
         count = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-        return f"Interquartile mean and 95% bootstrap interval over {count} seeds"
+        return f"Interquartile mean and 95% bootstrap interval over {count} seeds{self.bound}"
 
 
 def load(results):
@@ -96,7 +102,9 @@ def load(results):
             task = tasks.setdefault((row["program"], row["env_id"]), Task(row["program"], row["env_id"]))
             texts = columns[row["run"]]
             curves = {name: np.array([float(text or "nan") for text in texts[name]]) for name in texts.keys() - {"run"}}
-            row["training_return"] = np.nanmean(curves["return"])
+            row["training_return"] = str(np.nanmean(curves["return"]))
+            if mode == "kl" and row["max_policy_lag"]:
+                task.bound = f"; besides KL, a lag of more than {row['max_policy_lag']} versions makes a worker pull"
             task.runs.setdefault(setting, {})[int(row["seed"])] = row
             task.curves.setdefault(setting, {})[int(row["seed"])] = curves
     return sorted(tasks.values(), key=lambda task: task.name)
@@ -122,25 +130,37 @@ def interval(statistic, *samples, resamples=2000):
 
 
 def matched(task, setting):
-    """Return the fixed interval with the number of pulls closest in ratio to a setting's, or None if none is close."""
-    pulls = {key: task.column(key, "pulls_per_worker").mean() for key in [setting, *task.settings("interval")]}
-    wanted = pulls.pop(setting)
-    ratio = {key: max(found / wanted, wanted / found) for key, found in pulls.items()}
+    """Return the interval with pulls closest in ratio to a setting's, on the same seeds, or None if none is close."""
+    ratio = {}
+    for other in task.settings("interval"):
+        if seeds := task.shared(setting, other):
+            a, b = (task.column(key, "pulls_per_worker", seeds).mean() for key in (setting, other))
+            ratio[other] = max(a / b, b / a)
     best = min(ratio, key=ratio.get, default=None)
     return best if best and ratio[best] < 1.5 else None
 
 
 def claims(task):
-    """Compare each setting with always, and by divergence with a fixed interval of as many pulls, seed by seed."""
+    """Compare each setting with always, and by divergence with a fixed interval of as many pulls, seed by seed.
+
+    Once more with the held-out seeds alone, where there are some: no setting was chosen for what it did with these.
+    """
     for setting in sorted(task.runs):
         fair = setting.mode == "kl" and setting.decoupled and matched(task, setting)
-        for other in dict.fromkeys([ALWAYS, fair]):
-            seeds = sorted(task.runs[setting].keys() & task.runs.get(other, {}).keys())
-            if not seeds or other == setting:
+        pairs = [(other, task.shared(setting, other)) for other in dict.fromkeys([ALWAYS, fair]) if other != setting]
+        held_out = [(other, [seed for seed in seeds if seed >= HELD_OUT]) for other, seeds in pairs]
+        for other, seeds in pairs + [pair for pair in held_out if pair not in pairs]:
+            if not seeds:
                 continue
             row = {"task": task.title, "setting": str(setting), "against": str(other), "matched": other == fair}
             pulls, fewer = (task.column(key, "pulls_per_worker", seeds).mean() for key in (other, setting))
-            row |= {"seeds": len(seeds), "pulls": fewer, "pulls_against": pulls, "times_fewer_pulls": pulls / fewer}
+            row |= {
+                "seeds": len(seeds),
+                "held_out": seeds[0] >= HELD_OUT,
+                "pulls": fewer,
+                "pulls_against": pulls,
+                "times_fewer_pulls": pulls / fewer,
+            }
             for name, column in COLUMNS.items():
                 samples = [task.column(key, column, seeds) for key in (setting, other)]
                 values = [*map(iqm, samples), *interval(difference, *samples, resamples=10000)]
@@ -209,7 +229,7 @@ def learning_curves(task):
         axes.set_title(str(setting), fontsize=9)
     figure.supylabel("return", fontsize=9)
     size = len(task.curve(settings[0], "return")[0])
-    caption = f"{task.caption(settings)}\nEach point is the mean of the episodes that ended in 1/{size} of the steps"
+    caption = f"{task.caption(settings)}\nEach point is the mean of the logged returns in 1/{size} of the steps"
     return finish(figure, task, "learning curves by threshold, and gray that of always", caption, "environment steps")
 
 
@@ -256,7 +276,7 @@ def frontier(task):
     if not fixed:
         return None
     figure, grid = subplots(2, 2, 9, 8.5, width_ratios=[3, 2], sharex="col")
-    rows = [row for row in claims(task) if row["matched"]]
+    rows = [row for row in claims(task) if row["matched"] and not row["held_out"]]
     names = ("return", RETURN), ("training", "mean return of all of training")
     for (left, right), (name, label) in zip(grid, names, strict=True):
         frontier_of(left, task, settings, fixed, COLUMNS[name])
@@ -296,7 +316,7 @@ def differences(axes, rows, name):
     for place, row in enumerate(rows):
         axes.plot(row[f"{name}_difference"], place, "o", color=BLUE, markersize=4)
         axes.hlines(place, row[f"{name}_low"], row[f"{name}_high"], color=BLUE, linewidth=1)
-    label = "{setting} ({pulls:.3g})\n{against} ({pulls_against:.3g})"
+    label = "{setting} ({pulls:.3g})\n{against} ({pulls_against:.3g}), {seeds} seeds"
     axes.set_yticks(range(len(rows)), [label.format(**row) for row in rows], fontsize=7)
     axes.margins(y=0.1)
     axes.axvline(0, color=BLACK, linewidth=0.8)
@@ -312,11 +332,11 @@ def lag(task):
         objective = ", plain" * (not settings[0].decoupled)
         left.set_yscale("symlog", linthresh=1e-3)  # DQN's is 0 where the greedy actions are the same
         right.set_yscale("symlog")
-        left.set(ylabel=f"KL, nats{objective}")
+        left.set(ylabel=f"KL before a pull, nats{objective}")
         right.set(ylabel=f"policy lag, versions{objective}")
     for axes in grid[0]:
         axes.set_ylim(bottom=0)  # now that all is drawn, as it fixes the top, too
-    title = "how far behind the acting policy is"
+    title = "what the trigger sees, and how old the policies are that act"
     return finish(figure, task, title, task.caption(sum(kinds, [])), "environment steps", legend=grid[0, 0])
 
 
@@ -327,22 +347,21 @@ def slow_network(path):
         for row in csv.DictReader(file):
             seeds = runs.setdefault(float(row["mbits"]), {}).setdefault(row["rule"], {})
             seeds.setdefault(row["seed"], []).append((float(row["seconds"]), float(row["return"])))
-    figure, (panels,) = subplots(1, len(runs), 8, 3.4, sharey=True)
+    figure, (panels,) = subplots(1, len(runs), 8, 3.6, sharey=True)
     for axes, (mbits, rules) in zip(panels, sorted(runs.items()), strict=True):
-        for (rule, seeds), color in zip(sorted(rules.items()), (BLUE, BLACK), strict=True):
-            reached = []
-            for points in seeds.values():
-                seconds, returned = np.array(points).T
-                axes.plot(seconds, returned, color=color, linewidth=0.8)
-                reached.append(next((at for at, value in points if value >= SOLVED), np.inf))
+        for rule, seeds in sorted(rules.items()):
+            color, reached = BLACK if rule == str(ALWAYS) else BLUE, []
+            for curve in seeds.values():
+                axes.plot(*np.array(curve).T, color=color, linewidth=0.8)
+                reached.append(next((seconds for seconds, value in curve if value >= SOLVED), np.inf))
             middle = np.median(reached)
-            when = f"{middle:.0f} s" if np.isfinite(middle) else f"not in {seconds[-1]:.0f} s"
-            axes.plot([], color=color, label=f"{rule}: {when}")
-        axes.set(title=f"{mbits:g} Mbit/s, {len(seeds)} seeds", xlabel="seconds of training", xscale="log")
+            when = f"{middle:.0f} s" if np.isfinite(middle) else "not reached"
+            axes.plot([], color=color, label=f"{rule}, {len(seeds)} seeds: {when}")
+        axes.set(title=f"{mbits:g} Mbit/s", xlabel="seconds of training", xscale="log")
         axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=8)
     panels[0].set_ylabel(RETURN)
-    title = "PPO, CartPole-v1, two hidden layers of 512: workers behind a slow link\n"
-    figure.suptitle(f"{title}Every line is a seed. Below, median seconds to a return of {SOLVED}", fontsize=9)
+    title = "PPO on CartPole-v1, hidden layers of 512, workers behind a slow link: 200,000 steps or 500 seconds\n"
+    figure.suptitle(f"{title}Every line is a seed. Below, the median of when they reached {SOLVED}", fontsize=9)
     return figure
 
 
@@ -351,19 +370,25 @@ def main():
     parser.add_argument("--results", type=Path, default="figures/results", help="where the tables are")
     parser.add_argument("--output", type=Path, default="figures", help="where the figures go")
     args = parser.parse_args()
-    if (path := args.results / "slow_network.csv").exists():
-        slow_network(path).savefig(args.output / "slow_network.png", dpi=150, metadata={"Software": None})
+    slow, runs = (args.results / name for name in ("slow_network.csv", "runs.csv"))
+    if not slow.exists() and not runs.exists():
+        sys.exit(f"error: neither {slow} nor {runs} is there: run python -m figures.collect, see figures/README.md")
+    if slow.exists():
+        slow_network(slow).savefig(args.output / "slow_network.png", dpi=150, metadata={"Software": None})
+        print(args.output / "slow_network.png")
     rows = []
-    for task in load(args.results):
+    for task in load(args.results) if runs.exists() else ():
         for figure_of in (learning_curves, synchronization, objectives, frontier, lag):
             if task.settings("kl") and (figure := figure_of(task)):
                 path = args.output / f"{task.name}_{figure_of.__name__}.png"
                 figure.savefig(path, dpi=150, metadata={"Software": None})  # not Matplotlib's version
                 print(path)
         rows += claims(task)
+    if not rows:
+        return
     with open(args.results / "claims.csv", "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(rows[0] if rows else [])
+        writer.writerow(rows[0])
         writer.writerows([f"{x:.4g}" if isinstance(x, float) else x for x in row.values()] for row in rows)
     for row in rows:
         print(CLAIM.format(**row))

@@ -1,6 +1,6 @@
 """Training with workers behind a slow link: seconds to a return, pulling by divergence and pulling always.
 
-    python -m figures.slow_network                 # as root; up to an hour; then python -m figures.plot
+    python -m figures.slow_network                 # as root, on Linux; about an hour; then python -m figures.plot
 
 All workers are in a network namespace whose only link is held to so many Mbit/s in either direction (the token bucket
 of tc), and the head is outside: tcp with CURVE, --launcher external. PPO on CartPole-v1, with hidden layers of WIDTH
@@ -12,22 +12,40 @@ import csv
 import itertools
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from slurm import sweep
 from tests.chaos import Network, why_no_namespaces
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 512  # 1 MB of weights
 RULES = {"always": ["--sync-mode", "always"], "KL > 0.1": ["--sync-mode", "kl", "--kl-threshold", "0.1"]}
 FLAGS = "--env-id CartPole-v1 --num-steps 64 --update-epochs 4 --learning-rate 5e-4 --total-timesteps 200000 "
-FLAGS += "--max-seconds 500 --eval-episodes 1 --no-cuda --launcher external"
-COLUMNS = ("mbits", "rule", "seed", "seconds", "step", "return", "pulls", "bytes")
+FLAGS += "--max-seconds 500 --eval-episodes 1 --no-cuda --launcher external --on-worker-loss raise --worker-timeout 120"
+COLUMNS = ("mbits", "rule", "seed", "seconds", "step", "return", "pulls", "bytes", "machine", "software")
 TAGS = ("charts/mean_return_100", "sync/pulls_per_worker", "sync/bytes")
+
+
+def why_not():
+    """Say why no link can be slowed down here, or nothing if one can."""
+    if reason := why_no_namespaces():
+        return reason
+    try:
+        with Network(1) as network:
+            network.limit(0, "1mbit")
+    except FileNotFoundError as error:
+        return f"there is no command {error.filename} (package iproute2, or iproute-tc)"
+    except subprocess.CalledProcessError as error:
+        return f"{shlex.join(error.cmd)}: {error.stderr.strip()}"
 
 
 def script_with_wide_networks(directory):
@@ -41,29 +59,37 @@ def script_with_wide_networks(directory):
 
 
 def train(network, flags, directory):
-    """Run the head here and its workers in the namespace; return the rows of the run, without what is in its name."""
+    """Run the head here and its workers in the namespace; return a row of COLUMNS from `seconds` on per iteration."""
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script_with_wide_networks(directory)), *FLAGS.split(), *flags]
     command += ["--bind-address", network.head, "--worker-prefix", f"nsenter --net=/run/netns/{network.namespaces[0]}"]
-    head = subprocess.Popen(command, cwd=directory, env=env, stdout=subprocess.PIPE, text=True)
-    workers = []
-    try:
-        for line in head.stdout:
-            if line.startswith("nsenter "):
-                workers.append(subprocess.Popen(line, shell=True, cwd=directory, env=env))
-        code = head.wait()
-    finally:
-        head.kill()  # the workers notice
-        for process in (head, *workers):
-            process.wait(60)
-    if code != 0:
-        raise SystemExit(f"error: {' '.join(command)} failed, see above")
+    log = Path(directory, "output.txt")
+    with log.open("w") as output:
+        options = {"cwd": directory, "env": env, "stdout": output, "stderr": output}
+        head, workers = subprocess.Popen(command, **options), []
+        try:
+            while head.poll() is None:
+                printed = [line for line in log.read_text().splitlines(keepends=True) if line.startswith("nsenter ")]
+                for line in printed[len(workers) :]:
+                    if line.endswith("\n"):
+                        workers.append(subprocess.Popen(shlex.split(line), **options))
+                if any(worker.poll() for worker in workers):
+                    break  # the head would wait for it to be started once more
+                time.sleep(0.1)
+        finally:
+            for process in (head, *workers):
+                process.kill()
+                process.wait()
+    if head.returncode != 0:
+        last = "\n".join(log.read_text().splitlines()[-15:])
+        sys.exit(f"error: {shlex.join(command)} failed:\n{last}")
     (logs,) = Path(directory).glob("runs/*/events.out.tfevents.*")
     events = EventAccumulator(str(logs), size_guidance={"scalars": 0})
     events.Reload()
-    for speed, *scalars in zip(*map(events.Scalars, ("charts/SPS", *TAGS)), strict=True):
-        yield [f"{value:.7g}" for value in (speed.step / speed.value, speed.step, *(each.value for each in scalars))]
+    seconds = np.cumsum([[each.value for each in events.Scalars(f"time/{what}")] for what in ("collect", "learn")], 1)
+    for total, *scalars in zip(seconds.sum(0), *map(events.Scalars, TAGS), strict=True):
+        yield [f"{value:.7g}" for value in (total, scalars[0].step, *(scalar.value for scalar in scalars))]
 
 
 def main():
@@ -72,9 +98,11 @@ def main():
     parser.add_argument("--seeds", type=int, default=3, help="seeds, from 1")
     parser.add_argument("--table", type=Path, default="figures/results/slow_network.csv", help="where results go")
     args = parser.parse_args()
-    if reason := why_no_namespaces():
+    if reason := why_not():
         sys.exit(f"error: {reason}")
-    done = set()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through every `finally`
+    done, here = set(), sweep.here()
+    where = [here["machine"], ", ".join(f"{name} {version}" for name, version in here["versions"].items())]
     if args.table.exists():
         with open(args.table, newline="") as file:
             done = {(float(row["mbits"]), row["rule"], int(row["seed"])) for row in csv.DictReader(file)}
@@ -88,10 +116,13 @@ def main():
         with open(args.table, "a", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerows([] if file.tell() else [COLUMNS])
-            writer.writerows([f"{mbits:g}", rule, seed, *row] for row in rows)
+            writer.writerows([f"{mbits:g}", rule, seed, *row, *where] for row in rows)
         seconds, step, returned, pulls, _ = rows[-1]
         print(f"{mbits:g} Mbit/s, {rule}, seed {seed}: {step} steps in {seconds} s, {pulls} pulls, return {returned}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted; what has finished is in the table, and is not run again")

@@ -61,6 +61,14 @@ class Network:
         self.head = f"{self._subnet}.1"
 
     def __enter__(self):
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _make(self):
         ip("link", "add", self._bridge, "type", "bridge")
         ip("address", "add", f"{self.head}/24", "dev", self._bridge)
         ip("link", "set", self._bridge, "up")
@@ -70,7 +78,6 @@ class Network:
             ip("link", "set", link, "master", self._bridge, "up")
             ip("-n", namespace, "address", "add", f"{self._subnet}.{index + 2}/24", "dev", "eth0")
             ip("-n", namespace, "link", "set", "eth0", "up")
-        return self
 
     def __exit__(self, *_):
         for namespace in self.namespaces:
@@ -81,7 +88,8 @@ class Network:
         """Let no more than this rate, such as "10mbit", through a link in either direction."""
         bucket = ["root", "tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
         for where, device in (([], self._links[index]), (["-n", self.namespaces[index]], "eth0")):
-            subprocess.run(["tc", *where, "qdisc", "add", "dev", device, *bucket], check=True)
+            command = ["tc", *where, "qdisc", "add", "dev", device, *bucket]
+            subprocess.run(command, check=True, capture_output=True, text=True)
 
     def cut(self, index):
         ip("link", "set", self._links[index], "down")

@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from figures import collect, plot, slow_network
 from slurm import sweep
 
-from .chaos import why_no_namespaces
+from .chaos import Network
 from .scripts import ROOT
 
 STEPS = 1000  # of each run, logged every 10, twice as often as the curves have points
@@ -124,7 +124,7 @@ def test_a_resumed_runs_curve_has_no_step_twice_and_gaps_repeat_the_point_before
     assert [curve[step // 20 - 1] for step in (80, 100, 480, 500, 800, 980, 1000)] == ["", *"112227"]
 
 
-def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, capsys):
+def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, monkeypatch):
     paths, call = paths
     call(collect)
     outputs = tmp_path / "one", tmp_path / "two"
@@ -140,8 +140,14 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, ca
     row = rows["KL > 0.1", "every 4"]  # 333 pulls: closer to 250 than to 1000
     assert (row["matched"], row["seeds"], row["pulls"], row["pulls_against"]) == ("True", "3", "333.3", "250")
     assert rows["KL > 0.1", "always"]["times_fewer_pulls"] == "3"
+    points = [6.3, *(step / 50 - 0.1 for step in range(340, STEPS + 1, 20))]  # of seed 2: the means of two each
+    assert float(row["training"]) == pytest.approx(np.mean(points), rel=1e-3) and row["training_difference"] == "0"
     half = rows["KL > 0.5", "always"]  # pairs: seeds 1 and 2, with returns 10 and 20
     assert (half["seeds"], half["return"], half["return_difference"], half["return_low"]) == ("2", "15", "0", "0")
+    assert {row["held_out"] for row in rows.values()} == {"False"}
+    monkeypatch.setattr(plot, "HELD_OUT", 2)
+    again = [row for row in plot.claims(plot.load(paths["--results"])[0]) if row["matched"] and row["held_out"]]
+    assert {row["setting"]: row["seeds"] for row in again} == {"KL > 0.1": 2, "KL > 0.5": 1}
     assert "over 2 to 3 seeds" in plot.load(paths["--results"])[0].caption([plot.Setting("kl", 0.5)])
 
 
@@ -166,7 +172,7 @@ def test_statistics():
 def test_the_plan_runs_nothing_twice_and_always_with_every_seed(monkeypatch):
     monkeypatch.chdir(ROOT)
     seen, seeds, always = set(), {}, {}
-    for path in Path("figures").glob("*.yaml"):
+    for path in (*Path("figures").glob("*.yaml"), *Path("figures/v2").glob("*.yaml")):
         setup = sweep.load(path)
         for flat in sweep.configurations(setup, 1):
             key = json.dumps([setup["program"], sorted((name, str(value)) for (name,), value in flat.items())])
@@ -182,7 +188,7 @@ def test_the_plan_runs_nothing_twice_and_always_with_every_seed(monkeypatch):
         assert sorted(always[task]) == sorted(seeds[task]) == list(range(1, last + 1))
 
 
-@pytest.mark.skipif(bool(why_no_namespaces()), reason=str(why_no_namespaces()))
+@pytest.mark.skipif(bool(slow_network.why_not()), reason=str(slow_network.why_not()))
 def test_training_behind_a_slow_link(tmp_path, monkeypatch, capsys):
     table = tmp_path / "results" / "slow_network.csv"
     monkeypatch.setattr(slow_network, "WIDTH", 1024)  # 8 MB for two workers: more than half a second at 100 Mbit/s
@@ -202,4 +208,40 @@ def test_training_behind_a_slow_link(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     slow_network.main()  # again: nothing is left to do
     assert capsys.readouterr().out == ""
-    plot.slow_network(table).savefig(tmp_path / "slow_network.png")
+
+
+@pytest.mark.skipif(bool(slow_network.why_not()), reason=str(slow_network.why_not()))
+def test_a_worker_that_fails_behind_a_slow_link_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(slow_network, "FLAGS", f"{slow_network.FLAGS} --env-id NoSuch-v0")
+    with Network(1) as network, pytest.raises(SystemExit, match="NoSuch"):
+        list(slow_network.train(network, [], tmp_path))
+
+
+def test_slow_links_are_drawn_from_what_there_is(tmp_path):
+    table = tmp_path / "slow_network.csv"
+    columns = dict.fromkeys(slow_network.COLUMNS, "1")
+
+    def legends(*runs):
+        with open(table, "w", newline="") as file:
+            writer = csv.DictWriter(file, slow_network.COLUMNS)
+            writer.writeheader()
+            for mbits, rule, seed, curve in runs:
+                for second, value in enumerate(curve):
+                    row = {"mbits": mbits, "rule": rule, "seed": seed, "seconds": 10 + 10 * second, "return": value}
+                    writer.writerow({**columns, **row})
+        axes = plot.slow_network(table).axes
+        return [(each.get_title(), [text.get_text() for text in each.get_legend().get_texts()]) for each in axes]
+
+    assert legends((1, "always", 1, [9, 480])) == [("1 Mbit/s", ["always, 1 seeds: 20 s"])]
+    several = [(1, "always", 1, [9, 480]), (1, "always", 2, [9, 9]), (1, "always", 3, [1, 2, 475])]
+    several.append((1, "KL > 0.1", 1, [9]))
+    assert legends(*several, (10, "always", 1, [500])) == [
+        ("1 Mbit/s", ["KL > 0.1, 1 seeds: not reached", "always, 3 seeds: 30 s"]),
+        ("10 Mbit/s", ["always, 1 seeds: 10 s"]),
+    ]
+
+
+def test_without_tables_there_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["plot", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="error: neither .* is there: run python -m figures.collect"):
+        plot.main()
