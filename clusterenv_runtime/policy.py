@@ -8,7 +8,6 @@ Only the policy's parameters and buffers travel. This module imports torch; work
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -159,11 +158,8 @@ class GaussianPolicy(Policy):
 class EpsilonGreedyPolicy(Policy):
     """Discrete actions, greedy but for a share ``epsilon`` of uniform ones: ``q_network`` gives values ``(batch, n)``.
 
-    ``epsilon`` belongs to the head and travels with each request. The divergence of two greedy policies is infinite
-    wherever they disagree, so it is measured at no less than ``MIN_EPSILON``.
+    ``epsilon`` belongs to the head and travels with each request.
     """
-
-    MIN_EPSILON = 0.01
 
     def __init__(self, q_network: nn.Module, epsilon: float = 1.0) -> None:
         super().__init__()
@@ -191,10 +187,14 @@ class EpsilonGreedyPolicy(Policy):
         return structure
 
     def kl(self, behavior: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
-        """As in `Policy`, at an ``epsilon`` of at least ``MIN_EPSILON``: a constant where the greedy actions differ."""
-        low = max(self.epsilon, self.MIN_EPSILON) / params.shape[-1]
-        high = 1 - low * (params.shape[-1] - 1)
-        return (behavior.argmax(-1) != params.argmax(-1)) * (high - low) * math.log(high / low)
+        """As in `Policy`, but of the softmax of both value functions, whatever ``epsilon`` is.
+
+        Two greedy policies are infinitely far apart wherever their actions differ, also where these are worth the same.
+        The temperature is what the best action is worth above the average one, in the mean over these states, so that
+        the unit of reward does not matter.
+        """
+        temperature = (params.amax(-1) - params.mean(-1)).mean().clamp(min=1e-8)
+        return kl_divergence(Categorical(logits=behavior / temperature), Categorical(logits=params / temperature))
 
 
 class Actor:

@@ -6,6 +6,7 @@ from functools import partial
 import cloudpickle
 import numpy as np
 import pytest
+import scipy.special
 import torch
 from gymnasium import spaces
 from torch import nn
@@ -216,17 +217,30 @@ def test_gaussian_divergence(observations):
     assert divergence(old, new, observations) == pytest.approx(kl.sum(-1).mean().item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("epsilon", [0.0, 0.01, 0.3, 1.0])
-def test_epsilon_greedy_divergence_is_the_rate_of_disagreement_times_a_constant(observations, epsilon):
+@pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
+def test_epsilon_greedy_divergence_is_of_softmax_values_at_the_temperature_of_the_gap(observations, epsilon):
     old, new = two(lambda: EpsilonGreedyPolicy(linear(3, 4), epsilon))
     with torch.no_grad():
-        choices = [policy(torch.as_tensor(observations)).argmax(-1) for policy in (old, new)]
-    rate = (choices[0] != choices[1]).float().mean().item()
-    assert 0.1 < rate < 0.9
-    floored = max(epsilon, EpsilonGreedyPolicy.MIN_EPSILON)
-    greedy, other = 1 - floored + floored / 4, floored / 4  # probabilities of the greedy action and of any other
-    expected = rate * (greedy - other) * math.log(greedy / other)
-    assert divergence(old, new, observations) == pytest.approx(expected, rel=1e-4, abs=1e-7)
+        behavior, values = (policy(torch.as_tensor(observations)).double().numpy() for policy in (old, new))
+    gap = (values.max(-1) - values.mean(-1)).mean()
+    p, q = (scipy.special.softmax(each / gap, -1) for each in (behavior, values))
+    expected = (p * np.log(p / q)).sum(-1).mean()
+    assert expected > 0.1
+    assert divergence(old, new, observations) == pytest.approx(expected, rel=1e-4)
+    for policy in (old, new):  # rewards in another unit, and a value that all actions have
+        with torch.no_grad():
+            policy.q_network[-1].weight.mul_(1000)
+            policy.q_network[-1].bias.mul_(1000).add_(7)
+    assert divergence(old, new, observations) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_divergence_of_values_that_are_all_the_same_is_finite(observations):
+    old, new = two(lambda: EpsilonGreedyPolicy(linear(3, 4), 0.0))
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.zero_()
+    assert divergence(new, new, observations) == 0
+    assert 1 < divergence(old, new, observations) < math.inf
 
 
 @pytest.mark.parametrize(
