@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from figures.network import Network, why_no_namespaces
 from slurm import sweep
-from tests.chaos import Network, why_no_namespaces
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 512  # 1 MB of weights

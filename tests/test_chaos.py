@@ -4,7 +4,9 @@ import contextlib
 
 import pytest
 
-from .chaos import Network, train, why_no_namespaces
+from figures.network import Network, why_no_namespaces
+
+from .chaos import train
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from scipy.stats import bootstrap
 from torch.utils.tensorboard import SummaryWriter
 
 from figures import collect, plot, slow_network
+from figures.network import Network
 from slurm import sweep
 
-from .chaos import Network
 from .scripts import ROOT
 
 STEPS = 1000  # of each run, logged every 10, twice as often as the curves have points
