@@ -49,7 +49,8 @@ class Network:
             ip("-n", namespace, "link", "set", "eth0", "up")
 
     def __exit__(self, *_):
-        for namespace in self.namespaces:
+        for namespace, link in zip(self.namespaces, self._links, strict=True):
+            ip("link", "delete", link, check=False)  # at once; with its namespace it would go some time later
             ip("netns", "delete", namespace, check=False)
         ip("link", "delete", self._bridge, check=False)
 
