@@ -17,7 +17,6 @@ from slurm import sweep
 
 from .scripts import ROOT
 
-OBSTACLE = slow_network.why_not()
 STEPS = 1000  # of each run, logged every 10, twice as often as the curves have points
 
 
@@ -189,7 +188,13 @@ def test_the_plan_runs_nothing_twice_and_always_with_every_seed(monkeypatch):
         assert sorted(always[task]) == sorted(seeds[task]) == list(range(1, last + 1))
 
 
-@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+@pytest.fixture
+def slow_links():
+    if reason := slow_network.why_not():
+        pytest.skip(reason)
+
+
+@pytest.mark.usefixtures("slow_links")
 def test_training_behind_a_slow_link(tmp_path, monkeypatch, capsys):
     table = tmp_path / "results" / "slow_network.csv"
     monkeypatch.setattr(slow_network, "WIDTH", 1024)  # 8 MB for two workers: more than half a second at 100 Mbit/s
@@ -211,7 +216,7 @@ def test_training_behind_a_slow_link(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+@pytest.mark.usefixtures("slow_links")
 def test_a_worker_that_fails_behind_a_slow_link_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(slow_network, "FLAGS", f"{slow_network.FLAGS} --env-id NoSuch-v0")
     with Network(1) as network, pytest.raises(SystemExit, match="NoSuch"):
