@@ -131,7 +131,10 @@ class ClusterEnv(WorkerVectorEnv):
 
     @property
     def divergence(self) -> np.ndarray:
-        """Mean KL(policy a worker last acted on || published policy) in nats, ``(num_workers,)``; inf before it has."""
+        """Mean KL(policy a worker last acted on || published policy) in nats, ``(num_workers,)``; inf before it has.
+
+        The mean is over the states of all workers that acted on the same version.
+        """
         return self._store.divergence.copy()
 
     @property

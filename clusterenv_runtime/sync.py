@@ -1,8 +1,9 @@
 """Adaptive Policy Synchronization: the versions at the head, and the worker's decision to pull.
 
 The head measures, the worker decides. After each update the head evaluates its new policy on observations each worker
-has just acted on, and sends every worker one number, its divergence, with the next request. Weights move only when
-that worker asks for them. Source: *Adaptive Policy Synchronization for Scalable RL* (arXiv 2507.10990).
+has just acted on, and sends every worker one number, its divergence, with the next request. Those that acted on the
+same version get the same number, their mean: so they pull together, and a rollout is not of several policies. Weights
+move only when a worker asks for them. Source: *Adaptive Policy Synchronization for Scalable RL* (arXiv 2507.10990).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class PolicyStore:
         self._policy: Policy | None = None
 
     def publish(self, policy: Policy) -> bool:
-        """Make the current weights of ``policy`` the next version and measure every worker's divergence from them.
+        """Make the current weights of ``policy`` the next version and measure every worker's divergence.
 
         Return whether ``structure`` has changed, so that the workers must be told.
         """
@@ -101,7 +102,9 @@ class PolicyStore:
         known = [worker for worker, version in enumerate(self.behavior) if version]
         if known:
             recent = [self._join(self._recent[worker]) for worker in known]
-            self.divergence[known] = policy.divergence(*zip(*recent, strict=True))
+            divergence = policy.divergence(*zip(*recent, strict=True))
+            _, same = np.unique([self.behavior[worker] for worker in known], return_inverse=True)
+            self.divergence[known] = (np.bincount(same, divergence) / np.bincount(same))[same]
         return changed
 
     def _join(self, recent: list[tuple[Any, np.ndarray]]) -> tuple[Any, np.ndarray]:

@@ -88,8 +88,8 @@ def test_kl_mode_pulls_exactly_when_the_divergence_exceeds_the_threshold():
     _, policy = make_agent()
     with ClusterEnv(VECTOR_ENVS, 2, sync_mode="kl", kl_threshold=0.02) as envs:
         envs.reset(seed=1)
-        versions, pulled_so_far = {}, []
-        held, seen = [0, 0], [[], []]  # by each worker, under the version that it holds
+        versions, pulled_so_far, apart = {}, [], 0.0
+        held, seen = 0, [[], []]  # by each worker, under the version that they hold
         for iteration in range(12):
             change(policy, 0.08 * (iteration % 3))
             pulls = envs.pulls
@@ -97,18 +97,19 @@ def test_kl_mode_pulls_exactly_when_the_divergence_exceeds_the_threshold():
             versions[envs.policy_version] = cloudpickle.loads(cloudpickle.dumps(policy))
             pulled = envs.pulls - pulls
             assert_same(pulled, (envs.divergence > 0.02).astype(np.int64))
+            if iteration == 0:
+                assert envs.divergence.tolist() == [math.inf] * 2
+            else:  # the same for both, as both hold the same version
+                each = [kl_categorical(versions[held], policy, np.concatenate(part)[-256:]) for part in seen]
+                assert envs.divergence == pytest.approx([np.mean(each)] * 2, abs=1e-6)
+                apart = max(apart, abs(each[0] - each[1]))
+            if pulled.any():
+                held, seen = envs.policy_version, [[], []]
+            assert set(rollout.policy_versions) == {held}
             for worker, rows in enumerate((slice(0, 2), slice(2, 3))):
-                if iteration == 0:
-                    assert envs.divergence[worker] == math.inf
-                else:
-                    recent = np.concatenate(seen[worker])[-256:]
-                    expected = kl_categorical(versions[held[worker]], policy, recent)
-                    assert envs.divergence[worker] == pytest.approx(expected, abs=1e-6)
-                if pulled[worker]:
-                    held[worker], seen[worker] = envs.policy_version, []
-                assert set(rollout.policy_versions[rows]) == {held[worker]}
                 seen[worker].append(rollout.observations[:, rows].reshape(-1, 3))
             pulled_so_far.append(pulled)
+        assert apart > 1e-3
         assert 2 < np.sum(pulled_so_far, 0).min() < 10  # some were pulled and some were not
         assert envs.sync_bytes == envs.pulls.sum() * num_bytes(policy)
 
