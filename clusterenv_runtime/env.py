@@ -133,7 +133,7 @@ class ClusterEnv(WorkerVectorEnv):
     def divergence(self) -> np.ndarray:
         """Mean KL(policy a worker last acted on || published policy) in nats, ``(num_workers,)``; inf before it has.
 
-        The mean is over the states of all workers that acted on the same version.
+        `rollout`, and `send` to all, have the workers compare the mean of these, so that all pull or none does.
         """
         return self._store.divergence.copy()
 
@@ -210,8 +210,10 @@ class ClusterEnv(WorkerVectorEnv):
         if worker is not None and not 0 <= worker < self.num_workers:
             raise ValueError(f"worker must be 0 to {self.num_workers - 1}, got {worker}")
         pulling = []  # workers that have nothing else to do, and that will ask for weights now
-        for index in range(self.num_workers) if worker is None else [worker]:
-            request = self._store.request(index, num_steps)
+        workers = range(self.num_workers) if worker is None else [worker]
+        divergence = self._store.mean_divergence(workers)  # one for all that are asked: they pull together
+        for index in workers:
+            request = self._store.request(index, num_steps, divergence)
             if self._rule.wants_pull(self._store.held[index], request) and index not in self._granted.values():
                 pulling.append(index)
             self._granted[self._head.ask(index, request, *self._recovery.generator(index))] = index

@@ -64,7 +64,8 @@ class Policy(nn.Module):
         finally:
             for module in training:
                 module.training = True
-        return np.array([kl.mean().item() for kl in self.kl(behavior, params).split(sizes)])
+        kl = self.kl(behavior, params).cpu().numpy()
+        return np.add.reduceat(kl, np.cumsum([0, *sizes[:-1]])) / sizes
 
     def kl(self, behavior: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
         """Return KL(behavior || params) in nats for each of a batch of distribution parameters, ``(batch,)``."""
@@ -190,11 +191,14 @@ class EpsilonGreedyPolicy(Policy):
         """As in `Policy`, but of the softmax of both value functions, whatever ``epsilon`` is.
 
         Two greedy policies are infinitely far apart wherever their actions differ, also where these are worth the same.
-        The temperature is what the best action is worth above the average one, in the mean over these states, so that
-        the unit of reward does not matter.
+        The temperature is what this policy's best action is worth above the median one, in the mean over all these
+        states, so that the unit of reward does not matter, nor how much worse the worst action is.
         """
-        temperature = (params.amax(-1) - params.mean(-1)).mean().clamp(min=1e-8)
-        return kl_divergence(Categorical(logits=behavior / temperature), Categorical(logits=params / temperature))
+        behavior, params = behavior.double(), params.double()  # values may be large beside what they differ by
+        temperature = (params.amax(-1) - params.quantile(0.5, -1)).mean().clamp(min=1e-8)
+        # Not Categorical's, which is inf where a probability underflows.
+        old, new = (values.div(temperature).log_softmax(-1) for values in (behavior, params))
+        return (old.exp() * (old - new)).sum(-1)
 
 
 class Actor:

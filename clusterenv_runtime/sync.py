@@ -1,15 +1,16 @@
 """Adaptive Policy Synchronization: the versions at the head, and the worker's decision to pull.
 
 The head measures, the worker decides. After each update the head evaluates its new policy on observations each worker
-has just acted on, and sends every worker one number, its divergence, with the next request. Those that acted on the
-same version get the same number, their mean: so they pull together, and a rollout is not of several policies. Weights
-move only when a worker asks for them. Source: *Adaptive Policy Synchronization for Scalable RL* (arXiv 2507.10990).
+has just acted on, and sends it one number, its divergence, with the next request. If all are asked at once that is the
+mean of all, so they pull at once, and a rollout is of one policy. Weights move only when a worker asks for them.
+Source: *Adaptive Policy Synchronization for Scalable RL* (arXiv 2507.10990).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ class PolicyStore:
         self._policy: Policy | None = None
 
     def publish(self, policy: Policy) -> bool:
-        """Make the current weights of ``policy`` the next version and measure every worker's divergence.
+        """Make the current weights of ``policy`` the next version and measure every worker's divergence from them.
 
         Return whether ``structure`` has changed, so that the workers must be told.
         """
@@ -102,9 +103,7 @@ class PolicyStore:
         known = [worker for worker, version in enumerate(self.behavior) if version]
         if known:
             recent = [self._join(self._recent[worker]) for worker in known]
-            divergence = policy.divergence(*zip(*recent, strict=True))
-            _, same = np.unique([self.behavior[worker] for worker in known], return_inverse=True)
-            self.divergence[known] = (np.bincount(same, divergence) / np.bincount(same))[same]
+            self.divergence[known] = policy.divergence(*zip(*recent, strict=True))
         return changed
 
     def _join(self, recent: list[tuple[Any, np.ndarray]]) -> tuple[Any, np.ndarray]:
@@ -116,7 +115,7 @@ class PolicyStore:
 
     def lost(self, worker: int) -> None:
         """Forget what a worker held: another process comes in its place."""
-        self.held[worker] = self.behavior[worker] = 0
+        self.held[worker] = self.behavior[worker] = self._measured[worker] = 0
         self.divergence[worker] = math.inf
 
     def acted(self, worker: int, part: dict[str, Any]) -> None:
@@ -142,8 +141,12 @@ class PolicyStore:
         """The policy's, where it has one, now."""
         return float(getattr(self._policy, "epsilon", 0.0))
 
-    def request(self, worker: int, num_steps: int) -> Collect:
-        divergence = float(self.divergence[worker])
+    def mean_divergence(self, workers: Iterable[int]) -> float:
+        """Return the mean divergence, in nats, of those that have acted; inf if none has."""
+        known = [self.divergence[worker] for worker in workers if self._measured[worker]]
+        return float(np.mean(known)) if known else math.inf
+
+    def request(self, worker: int, num_steps: int, divergence: float) -> Collect:
         return Collect(0, int(num_steps), self.version, self._measured[worker], divergence, self.epsilon)
 
     def state_dict(self) -> dict[str, Any]:

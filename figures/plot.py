@@ -330,7 +330,7 @@ def lag(task):
         draw_all(left, task, settings, "kl")
         draw_all(right, task, settings, "lag")
         objective = ", plain" * (not settings[0].decoupled)
-        left.set_yscale("symlog", linthresh=1e-3)  # DQN's is 0 where the greedy actions are the same
+        left.set_yscale("symlog", linthresh=1e-3)  # it may be 0
         right.set_yscale("symlog")
         left.set(ylabel=f"KL before a pull, nats{objective}")
         right.set(ylabel=f"policy lag, versions{objective}")

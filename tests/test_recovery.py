@@ -362,6 +362,22 @@ def test_a_replacement_pulls_and_acts_as_the_policy_does(pipe):
         assert envs.divergence > 0
 
 
+def test_a_replacement_and_the_others_come_to_act_on_the_same_version_again():
+    with ClusterEnv([RANDOM] * 2, 2, kl_threshold=0.001) as envs:
+        policy = CategoricalPolicy(linear())
+        envs.reset(seed=1)
+        envs.rollout(policy, 50)
+        kill(pid_of(envs, 1))
+        change(policy, 0.02)
+        versions = [envs.rollout(policy, 50).policy_versions.tolist()]
+        while versions[-1][0] == 1 and len(versions) < 50:
+            change(policy, 0.02)
+            versions.append(envs.rollout(policy, 50).policy_versions.tolist())
+        assert versions[0] == versions[-2] == [1, 2]
+        assert versions[-1] == [len(versions) + 1] * 2
+        assert envs.pulls.tolist() == [2, 3]
+
+
 # Enough is enough.
 
 

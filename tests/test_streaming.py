@@ -132,28 +132,6 @@ def test_a_worker_pulls_a_version_once_and_only_for_the_divergence_of_the_one_it
         assert envs.divergence.item() == pytest.approx(0, abs=1e-7)
 
 
-def test_workers_share_a_divergence_while_they_act_on_the_same_version():
-    with ClusterEnv([RANDOM] * 2, 2, kl_threshold=0.0) as envs:
-        policy = CategoricalPolicy(linear())
-        envs.publish(policy)
-        envs.reset(seed=1)
-        envs.send(30)
-        first, second = (envs.recv(worker)[1].observations for worker in range(2))
-        old = [policy(torch.as_tensor(seen)) for seen in (first, second)]
-        change(policy, 1.0)
-        envs.publish(policy)
-        of_both = policy.divergence([first[:, 0], second[:, 0]], [params[:, 0].detach().numpy() for params in old])
-        assert abs(of_both[0] - of_both[1]) > 1e-3
-        assert envs.divergence == pytest.approx([of_both.mean()] * 2, abs=1e-6)
-        envs.send(30, 0)  # which pulls
-        third = envs.recv(0)[1].observations
-        old[0] = policy(torch.as_tensor(third))
-        change(policy, 1.0)
-        envs.publish(policy)
-        each = policy.divergence([third[:, 0], second[:, 0]], [params[:, 0].detach().numpy() for params in old])
-        assert envs.divergence == pytest.approx(each, abs=1e-6)
-
-
 def test_a_divergence_is_of_the_version_it_was_measured_for_and_no_other():
     with ClusterEnv([RANDOM] * 2, 1, kl_threshold=0.0) as envs:
         policy = CategoricalPolicy(linear())
