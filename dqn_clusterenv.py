@@ -87,7 +87,6 @@ class Args(ClusterArgs):  # what is the runtime's, such as num_workers and sync_
     """begin when so many workers are up, the others come in later; by default when all are"""
     sync_check_frequency: int = 20
     """gradient steps between publishing the policy, which measures the workers' divergence from it"""
-    kl_threshold: float = 0.1
     max_policy_lag: int | None = 40
     save_replay: bool = True
     """whether checkpoints hold the replay buffer; without it, a resumed run collects another `--learning-starts` steps

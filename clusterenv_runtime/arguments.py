@@ -49,7 +49,7 @@ class ClusterArgs:
     """print the workers' commands, one a line, and start nothing"""
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
     """when workers pull weights: by divergence (APS), every `--sync-interval` versions, every version, or once"""
-    kl_threshold: float = 0.05
+    kl_threshold: float = 0.1
     """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats"""
     sync_interval: int | None = None
     """with `--sync-mode interval`: pull every so many versions"""

@@ -71,7 +71,7 @@ class ClusterEnv(WorkerVectorEnv):
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         launcher: str | Launcher | None = None,
         sync_mode: str = "kl",
-        kl_threshold: float = 0.05,
+        kl_threshold: float = 0.1,
         sync_interval: int | None = None,
         max_policy_lag: int | None = None,
         on_worker_loss: str = "restart",

@@ -34,7 +34,7 @@ class SyncRule:
     """When a worker pulls. Raises ValueError if the parts do not fit together."""
 
     mode: str = "kl"
-    kl_threshold: float = 0.05
+    kl_threshold: float = 0.1
     interval: int | None = None
     max_lag: int | None = None
 
