@@ -79,12 +79,12 @@ class Task:
     def always(self):
         return [ALWAYS] if ALWAYS in self.runs else []
 
-    def caption(self, settings):
+    def caption(self, settings, more=""):
         numbers = sorted({len(self.runs[setting]) for setting in [*settings, *self.always()]})
         if numbers == [1]:
-            return f"1 seed{self.bound}"
+            return f"1 seed{more}{self.bound}"
         count = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-        return f"Interquartile mean and 95% bootstrap interval over {count} seeds{self.bound}"
+        return f"Interquartile mean and 95% bootstrap interval over {count} seeds{more}{self.bound}"
 
 
 def load(results):
@@ -104,7 +104,7 @@ def load(results):
             curves = {name: np.array([float(text or "nan") for text in texts[name]]) for name in texts.keys() - {"run"}}
             row["training_return"] = str(np.nanmean(curves["return"]))
             if mode == "kl" and row["max_policy_lag"]:
-                task.bound = f"; besides KL, a lag of more than {row['max_policy_lag']} versions makes a worker pull"
+                task.bound = f"\nBesides KL, a lag of more than {row['max_policy_lag']} versions makes a worker pull"
             task.runs.setdefault(setting, {})[int(row["seed"])] = row
             task.curves.setdefault(setting, {})[int(row["seed"])] = curves
     return sorted(tasks.values(), key=lambda task: task.name)
@@ -291,7 +291,7 @@ def frontier(task):
     logarithmic(grid[1, 0].xaxis)
     grid[1, 0].set_xlabel("pulls per worker (mean)")
     grid[1, 1].set_xlabel("paired difference in return\nat matched pulls (in brackets)")
-    caption = f"{task.caption(settings + fixed)}; beside points their threshold or interval (1: always)"
+    caption = task.caption(settings + fixed, "; beside points their threshold or interval (1: always)")
     return finish(figure, task, "divergence or a fixed interval?", caption, legend=grid[0, 0])
 
 
