@@ -26,7 +26,7 @@ COLUMNS = {"return": "mean_return_100", "eval": "eval_return_mean", "training": 
 SOLVED = 475  # CartPole-v1
 HELD_OUT = 6  # the first seed of headline_*.yaml
 CLAIM = (
-    "{task}: {setting} against {against}, {seeds} seeds (held out: {held_out}): {pulls:.4g} pulls a worker against "
+    "{task}: {setting} against {against}, {number} (held out: {held_out}): {pulls:.4g} pulls a worker against "
     "{pulls_against:.4g}; return {return:.1f} against {return_against:.1f}, difference {return_difference:.1f} "
     "[{return_low:.1f}, {return_high:.1f}]; in the evaluation {eval_difference:.1f} [{eval_low:.1f}, {eval_high:.1f}]"
 )
@@ -108,6 +108,10 @@ def load(results):
             task.runs.setdefault(setting, {})[int(row["seed"])] = row
             task.curves.setdefault(setting, {})[int(row["seed"])] = curves
     return sorted(tasks.values(), key=lambda task: task.name)
+
+
+def number_of(seeds):
+    return f"{seeds} seed" + "s" * (seeds != 1)
 
 
 def iqm(values, axis=0):
@@ -316,8 +320,8 @@ def differences(axes, rows, name):
     for place, row in enumerate(rows):
         axes.plot(row[f"{name}_difference"], place, "o", color=BLUE, markersize=4)
         axes.hlines(place, row[f"{name}_low"], row[f"{name}_high"], color=BLUE, linewidth=1)
-    label = "{setting} ({pulls:.3g})\n{against} ({pulls_against:.3g}), {seeds} seeds"
-    axes.set_yticks(range(len(rows)), [label.format(**row) for row in rows], fontsize=7)
+    label = "{setting} ({pulls:.3g})\n{against} ({pulls_against:.3g}), {number}"
+    axes.set_yticks(range(len(rows)), [label.format(**row, number=number_of(row["seeds"])) for row in rows], fontsize=7)
     axes.margins(y=0.1)
     axes.axvline(0, color=BLACK, linewidth=0.8)
 
@@ -356,7 +360,7 @@ def slow_network(path):
                 reached.append(next((seconds for seconds, value in curve if value >= SOLVED), np.inf))
             middle = np.median(reached)
             when = f"{middle:.0f} s" if np.isfinite(middle) else "not reached"
-            axes.plot([], color=color, label=f"{rule}, {len(seeds)} seeds: {when}")
+            axes.plot([], color=color, label=f"{rule}, {number_of(len(seeds))}: {when}")
         axes.set(title=f"{mbits:g} Mbit/s", xlabel="seconds of training", xscale="log")
         axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=8)
     panels[0].set_ylabel(RETURN)
@@ -391,7 +395,7 @@ def main():
         writer.writerow(rows[0])
         writer.writerows([f"{x:.4g}" if isinstance(x, float) else x for x in row.values()] for row in rows)
     for row in rows:
-        print(CLAIM.format(**row))
+        print(CLAIM.format(**row, number=number_of(row["seeds"])))
 
 
 if __name__ == "__main__":
