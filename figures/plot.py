@@ -1,6 +1,6 @@
 """The figures and the table of claims, from figures/results/*.csv; the same tables give the same bytes.
 
-    python -m figures.plot                                                 # figures/*.png and results/claims.csv
+    python -m figures.plot                                        # figures/*.png, and results/claims.csv and .md
     python -m figures.plot --results runs/quick/results --output runs/quick
 
 Every value is an interquartile mean (IQM) over seeds with a 95% bootstrap interval: the seeds are drawn anew, and for
@@ -10,6 +10,7 @@ environment, so there is one stratum). What has not run yet is left out, and cap
 
 import argparse
 import csv
+import functools
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 from scipy.stats import trim_mean
 
@@ -24,11 +26,14 @@ BLACK, BLUE, ORANGE = "#000000", "#0072B2", "#D55E00"  # of Okabe and Ito's colo
 RETURN = "return of the last 100 episodes"
 COLUMNS = {"return": "mean_return_100", "eval": "eval_return_mean", "training": "training_return"}  # of claims.csv
 SOLVED = 475  # CartPole-v1
+ENOUGH = 5  # seeds for an interval
 HELD_OUT = 6  # the first seed of headline_*.yaml
+HEADER = "| | against | seeds | pulls | last 100 episodes | evaluation | all of training |\n" + "|---" * 7 + "|\n"
 CLAIM = (
-    "{task}: {setting} against {against}, {number} (held out: {held_out}): {pulls:.4g} pulls a worker against "
-    "{pulls_against:.4g}; return {return:.1f} against {return_against:.1f}, difference {return_difference:.1f} "
-    "[{return_low:.1f}, {return_high:.1f}]; in the evaluation {eval_difference:.1f} [{eval_low:.1f}, {eval_high:.1f}]"
+    "| {task}: {setting} | {against} | {which} | {pulls:.1f} instead of {pulls_against:.1f} | {return:.1f}: "
+    "{return_difference:+.1f} ({return_low:.1f} to {return_high:.1f}) | {eval:.1f}: {eval_difference:+.1f} "
+    "({eval_low:.1f} to {eval_high:.1f}) | {training:.1f}: {training_difference:+.1f} ({training_low:.1f} to "
+    "{training_high:.1f}) |\n"
 )
 matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 
@@ -84,7 +89,8 @@ class Task:
         if numbers == [1]:
             return f"1 seed{more}{self.bound}"
         count = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-        return f"Interquartile mean and 95% bootstrap interval over {count} seeds{more}{self.bound}"
+        few = f" (of fewer than {ENOUGH} no interval)" * (numbers[0] < ENOUGH)
+        return f"Interquartile mean and 95% bootstrap interval over {count} seeds{few}{more}{self.bound}"
 
 
 def load(results):
@@ -104,8 +110,12 @@ def load(results):
             curves = {name: np.array([float(text or "nan") for text in texts[name]]) for name in texts.keys() - {"run"}}
             row["training_return"] = str(np.nanmean(curves["return"]))
             if mode == "kl" and row["max_policy_lag"]:
-                task.bound = f"\nBesides KL, a lag of more than {row['max_policy_lag']} versions makes a worker pull"
-            task.runs.setdefault(setting, {})[int(row["seed"])] = row
+                task.bound = (
+                    f"\nWhere KL decides, a lag of more than {row['max_policy_lag']} versions makes workers pull, too"
+                )
+            if int(row["seed"]) in task.runs.setdefault(setting, {}):
+                sys.exit(f"error: {results / 'runs.csv'} has two runs of {task.title}, {setting}, seed {row['seed']}")
+            task.runs[setting][int(row["seed"])] = row
             task.curves.setdefault(setting, {})[int(row["seed"])] = curves
     return sorted(tasks.values(), key=lambda task: task.name)
 
@@ -124,31 +134,37 @@ def difference(a, b, axis=0):
 
 
 def interval(statistic, *samples, resamples=2000):
-    """Return a statistic of samples (seeds, ...), paired if there are several, and its 95% percentile interval."""
+    """Return a statistic of samples (seeds, ...), paired if there are several, and its 95% percentile interval.
+
+    Of few seeds that would be little but their range, so it is NaN.
+    """
     draws = np.random.default_rng(0).integers(len(samples[0]), size=(resamples, len(samples[0])))
     found = statistic(*(sample[draws] for sample in samples), axis=1)
-    low, high = (
-        np.percentile(found, [2.5, 97.5], axis=0) if len(samples[0]) > 1 else np.full((2, *found[0].shape), np.nan)
-    )
+    low, high = np.percentile(found, [2.5, 97.5], axis=0) + (0 if len(samples[0]) >= ENOUGH else np.nan)
     return statistic(*samples), low, high
 
 
 def matched(task, setting):
-    """Return the interval with pulls closest in ratio to a setting's, on the same seeds, or None if none is close."""
-    ratio = {}
+    """Return the interval with about as many pulls as a setting, on the same seeds, or None if there is none.
+
+    Of several that one which shares most seeds with it, and of these the closest.
+    """
+    near = []
     for other in task.settings("interval"):
         if seeds := task.shared(setting, other):
             a, b = (task.column(key, "pulls_per_worker", seeds).mean() for key in (setting, other))
-            ratio[other] = max(a / b, b / a)
-    best = min(ratio, key=ratio.get, default=None)
-    return best if best and ratio[best] < 1.5 else None
+            if (ratio := max(a / b, b / a)) < 1.25:
+                near.append((-len(seeds), ratio, other))
+    return min(near)[-1] if near else None
 
 
+@functools.cache
 def claims(task):
     """Compare each setting with always, and by divergence with a fixed interval of as many pulls, seed by seed.
 
     Once more with the held-out seeds alone, where there are some: no setting was chosen for what it did with these.
     """
+    rows = []
     for setting in sorted(task.runs):
         fair = setting.mode == "kl" and setting.decoupled and matched(task, setting)
         pairs = [(other, task.shared(setting, other)) for other in dict.fromkeys([ALWAYS, fair]) if other != setting]
@@ -170,7 +186,8 @@ def claims(task):
                 values = [*map(iqm, samples), *interval(difference, *samples, resamples=10000)]
                 keys = name, f"{name}_against", f"{name}_difference", f"{name}_low", f"{name}_high"
                 row |= dict(zip(keys, map(float, values), strict=True))
-            yield row
+            rows.append(row)
+    return rows
 
 
 def draw(axes, task, setting, name, color, **style):
@@ -220,7 +237,7 @@ def finish(figure, task, title, caption, xlabel=None, legend=None):
 
 
 def learning_curves(task):
-    """Return against steps, a panel for each threshold, with that of always behind it."""
+    """Return against steps, a panel for each threshold, with always and a fixed interval of as many pulls behind it."""
     settings = task.settings("kl")
     rows, columns = -(-len(settings) // 4), min(len(settings), 4)
     figure, grid = subplots(rows, columns, 8, 1 + 1.9 * rows, sharex=True, sharey=True)
@@ -229,12 +246,16 @@ def learning_curves(task):
     for axes, setting in zip(grid.flat, settings, strict=False):
         for always in task.always():
             draw(axes, task, always, "return", "#888888", linewidth=1)
+        if fair := matched(task, setting):
+            draw(axes, task, fair, "return", ORANGE, linewidth=1)
+            axes.set_title(str(fair), fontsize=9, color=ORANGE, loc="right")
         draw(axes, task, setting, "return", BLUE, linewidth=1.4)
-        axes.set_title(str(setting), fontsize=9)
+        axes.set_title(str(setting), fontsize=9, color=BLUE, loc="left")
     figure.supylabel("return", fontsize=9)
     size = len(task.curve(settings[0], "return")[0])
     caption = f"{task.caption(settings)}\nEach point is the mean of the logged returns in 1/{size} of the steps"
-    return finish(figure, task, "learning curves by threshold, and gray that of always", caption, "environment steps")
+    title = "learning curves\nBlue: by divergence; orange: a fixed interval with about as many pulls; gray: always"
+    return finish(figure, task, title, caption, "environment steps")
 
 
 def synchronization(task):
@@ -280,12 +301,13 @@ def frontier(task):
     if not fixed:
         return None
     figure, grid = subplots(2, 2, 9, 8.5, width_ratios=[3, 2], sharex="col")
-    rows = [row for row in claims(task) if row["matched"] and not row["held_out"]]
+    rows = [row for row in claims(task) if row["matched"] and not row["held_out"] and row["seeds"] >= ENOUGH]
     names = ("return", RETURN), ("training", "mean return of all of training")
     for (left, right), (name, label) in zip(grid, names, strict=True):
         frontier_of(left, task, settings, fixed, COLUMNS[name])
         left.set_ylabel(label)
         differences(right, rows, name)
+        right.set_title(label, fontsize=9)
     pulls = [task.column(setting, "pulls_per_worker").mean() for setting in settings + fixed]
     grid[0, 0].set_xlim(min(pulls) / 1.4, max(pulls) * 1.4)
     sent, pulls = (task.column(settings[0], name).sum() for name in ("sync_bytes", "pulls_per_worker"))
@@ -294,8 +316,8 @@ def frontier(task):
     logarithmic(above.xaxis)
     logarithmic(grid[1, 0].xaxis)
     grid[1, 0].set_xlabel("pulls per worker (mean)")
-    grid[1, 1].set_xlabel("paired difference in return\nat matched pulls (in brackets)")
-    caption = task.caption(settings + fixed, "; beside points their threshold or interval (1: always)")
+    grid[1, 1].set_xlabel("paired difference, divergence minus interval\n(in brackets their pulls)")
+    caption = task.caption(settings + fixed, "\nBeside points their threshold or interval (1: always)")
     return finish(figure, task, "divergence or a fixed interval?", caption, legend=grid[0, 0])
 
 
@@ -303,14 +325,15 @@ def frontier_of(axes, task, settings, fixed, column):
     """Draw a column against pulls."""
     axes.set_xscale("log")
     families = (
-        (settings, BLUE, "o", "by divergence", (-3, 5, "right")),
-        (fixed, ORANGE, "s", "fixed interval", (3, -9, "left")),
+        (fixed, ORANGE, "s", "fixed interval", (3, -11, "left")),
+        (settings, BLUE, "o", "by divergence", (-3, 6, "right")),
     )
     for family, color, marker, name, (right_by, up_by, side) in families:
         pulls = [task.column(setting, "pulls_per_worker").mean() for setting in family]
         points(axes, pulls, task, family, column, color, marker=marker, label=name)
         for setting, x in zip(family, pulls, strict=True):
-            spot, how = (x, iqm(task.column(setting, column))), {"color": color, "fontsize": 7, "ha": side}
+            spot, how = (x, iqm(task.column(setting, column))), {"color": color, "fontsize": 8, "ha": side}
+            how["path_effects"] = [withStroke(linewidth=2, foreground="white")]
             axes.annotate(f"{setting.value:g}", spot, (right_by, up_by), textcoords="offset points", **how)
     axes.margins(y=0.1)
 
@@ -335,12 +358,10 @@ def lag(task):
         draw_all(right, task, settings, "lag")
         objective = ", plain" * (not settings[0].decoupled)
         left.set_yscale("symlog", linthresh=1e-3)  # it may be 0
-        right.set_yscale("symlog")
         left.set(ylabel=f"KL before a pull, nats{objective}")
         right.set(ylabel=f"policy lag, versions{objective}")
-    for axes in grid[0]:
-        axes.set_ylim(bottom=0)  # now that all is drawn, as it fixes the top, too
-    title = "what the trigger sees, and how old the policies are that act"
+    grid[0, 0].set_ylim(bottom=0)  # now that all is drawn, as it fixes the top, too
+    title = "what the trigger sees, on average also between pulls, and how old the policies are that act"
     return finish(figure, task, title, task.caption(sum(kinds, [])), "environment steps", legend=grid[0, 0])
 
 
@@ -393,9 +414,10 @@ def main():
     with open(args.results / "claims.csv", "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(rows[0])
-        writer.writerows([f"{x:.4g}" if isinstance(x, float) else x for x in row.values()] for row in rows)
-    for row in rows:
-        print(CLAIM.format(**row, number=number_of(row["seeds"])))
+        writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row.values()] for row in rows)
+    lines = [CLAIM.format(**row, which=f"{row['seeds']}" + ", held out" * row["held_out"]) for row in rows]
+    (args.results / "claims.md").write_text(HEADER + "".join(lines).replace(" (nan to nan)", ""))
+    print(args.results / "claims.csv", args.results / "claims.md", sep="\n")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def write_run(directory, flat):
     measured = {
         "global_step": STEPS,
         "wall_seconds": 1.5,
-        "pulls_per_worker": 1000.0 / parameters.get("sync_interval", 3),
+        "pulls_per_worker": 1000.0 / parameters.get("sync_interval", 10 / 3),
     }
     measured |= {
         "sync_bytes": 4000,
@@ -127,28 +127,39 @@ def test_a_resumed_runs_curve_has_no_step_twice_and_gaps_repeat_the_point_before
 def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, monkeypatch):
     paths, call = paths
     call(collect)
+    shutil.copy(paths["--results"] / "runs.csv", tmp_path)
     outputs = tmp_path / "one", tmp_path / "two"
     del paths["--sweeps"], paths["--runs"]
     for output in outputs:
         output.mkdir()
         call(plot, **{"--output": output})
-        shutil.copy(paths["--results"] / "claims.csv", output)
+        for name in "claims.csv", "claims.md":
+            shutil.copy(paths["--results"] / name, output)
     assert contents(outputs[0]) == contents(outputs[1])
     kinds = "learning_curves", "synchronization", "objectives", "frontier", "lag"
-    assert set(contents(outputs[0])) == {"claims.csv", *(f"ppo_cartpole_v1_{kind}.png" for kind in kinds)}
+    assert set(contents(outputs[0])) == {"claims.csv", "claims.md", *(f"ppo_cartpole_v1_{kind}.png" for kind in kinds)}
     rows = {(row["setting"], row["against"]): row for row in rows_of(outputs[0] / "claims.csv")}
-    row = rows["KL > 0.1", "every 4"]  # 333 pulls: closer to 250 than to 1000
-    assert (row["matched"], row["seeds"], row["pulls"], row["pulls_against"]) == ("True", "3", "333.3", "250")
-    assert rows["KL > 0.1", "always"]["times_fewer_pulls"] == "3"
+    row = rows["KL > 0.1", "every 4"]  # 300 pulls: close to 250, not to 1000
+    assert (row["matched"], row["seeds"], row["pulls"], row["pulls_against"]) == ("True", "3", "300", "250")
+    assert rows["KL > 0.1", "always"]["times_fewer_pulls"] == "3.33333"
     points = [6.3, *(step / 50 - 0.1 for step in range(340, STEPS + 1, 20))]  # of seed 2: the means of two each
     assert float(row["training"]) == pytest.approx(np.mean(points), rel=1e-3) and row["training_difference"] == "0"
     half = rows["KL > 0.5", "always"]  # pairs: seeds 1 and 2, with returns 10 and 20
-    assert (half["seeds"], half["return"], half["return_difference"], half["return_low"]) == ("2", "15", "0", "0")
+    assert (half["seeds"], half["return"], half["return_difference"], half["return_low"]) == ("2", "15", "0", "nan")
     assert {row["held_out"] for row in rows.values()} == {"False"}
+    text = (outputs[0] / "claims.md").read_text()
+    assert "| PPO, CartPole-v1: KL > 0.5 | always | 2 | 300.0 instead of 1000.0 | 15.0: +0.0 | 7.0: +0.0 |" in text
+    with open(paths["--results"] / "runs.csv", "a") as file:
+        file.write((paths["--results"] / "runs.csv").read_text().splitlines(keepends=True)[-1])
+    with pytest.raises(SystemExit, match="two runs of PPO, CartPole-v1, KL > 0.5, plain, seed 3"):
+        call(plot, **{"--output": tmp_path})
+    shutil.copy(tmp_path / "runs.csv", paths["--results"])
     monkeypatch.setattr(plot, "HELD_OUT", 2)
     again = [row for row in plot.claims(plot.load(paths["--results"])[0]) if row["matched"] and row["held_out"]]
     assert {row["setting"]: row["seeds"] for row in again} == {"KL > 0.1": 2, "KL > 0.5": 1}
-    assert "over 2 to 3 seeds" in plot.load(paths["--results"])[0].caption([plot.Setting("kl", 0.5)])
+    assert "over 2 to 3 seeds (of fewer than 5 no interval)" in plot.load(paths["--results"])[0].caption(
+        [plot.Setting("kl", 0.5)]
+    )
 
 
 def test_statistics():
@@ -163,10 +174,9 @@ def test_statistics():
     # Paired, only what differs within pairs counts, whatever the seeds themselves do.
     noise = np.array([0.0, 50, -300, 20, 900])
     np.testing.assert_allclose(plot.interval(plot.difference, noise + 3, noise), 3)
-    # Of two seeds: both the first, both the second, or one of each twice as often.
-    assert np.allclose(plot.interval(plot.iqm, np.array([1.0, 2])), (1.5, 1, 2))
-    value, low, high = plot.interval(plot.iqm, np.array([1.0]))
-    assert value == 1 and np.isnan([low, high]).all()
+    for few in [1.0], [1.0, 1, 1, 1]:
+        value, low, high = plot.interval(plot.iqm, np.array(few))
+        assert value == 1 and np.isnan([low, high]).all()
 
 
 def test_the_plan_runs_nothing_twice_and_always_with_every_seed(monkeypatch):
