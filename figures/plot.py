@@ -383,6 +383,7 @@ def slow_network(path):
             when = f"{middle:.0f} s" if np.isfinite(middle) else "not reached"
             axes.plot([], color=color, label=f"{rule}, {number_of(len(seeds))}: {when}")
         axes.set(title=f"{mbits:g} Mbit/s", xlabel="seconds of training", xscale="log")
+        logarithmic(axes.xaxis)
         axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=8)
     panels[0].set_ylabel(RETURN)
     title = "PPO on CartPole-v1, hidden layers of 512, workers behind a slow link: 200,000 steps or 500 seconds\n"
