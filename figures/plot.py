@@ -416,7 +416,7 @@ def main():
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(rows[0])
         writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row.values()] for row in rows)
-    lines = [CLAIM.format(**row, which=f"{row['seeds']}" + ", held out" * row["held_out"]) for row in rows]
+    lines = [CLAIM.format(**row, which=str(row["seeds"]) + ", held out" * row["held_out"]) for row in rows]
     (args.results / "claims.md").write_text(HEADER + "".join(lines).replace(" (nan to nan)", ""))
     print(args.results / "claims.csv", args.results / "claims.md", sep="\n")
 
