@@ -22,7 +22,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 from scipy.stats import trim_mean
 
-BLACK, BLUE, ORANGE = "#000000", "#0072B2", "#D55E00"  # of Okabe and Ito's colors
+BLACK, BLUE, ORANGE, GREEN = "#000000", "#0072B2", "#D55E00", "#009E73"  # of Okabe and Ito's colors
 RETURN = "return of the last 100 episodes"
 COLUMNS = {"return": "mean_return_100", "eval": "eval_return_mean", "training": "training_return"}  # of claims.csv
 SOLVED = 475  # CartPole-v1
@@ -166,7 +166,7 @@ def claims(task):
     """
     rows = []
     for setting in sorted(task.runs):
-        fair = setting.mode == "kl" and setting.decoupled and matched(task, setting)
+        fair = setting.mode == "kl" and matched(task, setting)
         pairs = [(other, task.shared(setting, other)) for other in dict.fromkeys([ALWAYS, fair]) if other != setting]
         held_out = [(other, [seed for seed in seeds if seed >= HELD_OUT]) for other, seeds in pairs]
         for other, seeds in pairs + [pair for pair in held_out if pair not in pairs]:
@@ -201,10 +201,11 @@ def draw(axes, task, setting, name, color, **style):
 
 
 def draw_all(axes, task, settings, name):
-    """Draw a curve for each threshold, colored by its order, and the one of always."""
-    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(settings)))
-    for setting, color in zip(settings, colors, strict=True):
-        draw(axes, task, setting, name, color)
+    """Draw a curve for each threshold, colored by its order among all of the task, and the one of always."""
+    thresholds = sorted({setting.value for setting in task.runs if setting.mode == "kl"})
+    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(thresholds)))
+    for setting in settings:
+        draw(axes, task, setting, name, colors[thresholds.index(setting.value)])
     for setting in task.always():
         draw(axes, task, setting, name, BLACK, linestyle="--", linewidth=1)
 
@@ -296,19 +297,29 @@ def objectives(task):
 
 
 def frontier(task):
-    """Final return against pulls, for divergence and for fixed intervals; and both at matched pulls."""
-    settings, fixed = task.settings("kl"), task.settings("interval")
+    """Final return against pulls, for divergence and for fixed intervals; and both at matched pulls.
+
+    With the plain objective too, but for thresholds that it never reaches: nobody pulls then after the first time.
+    """
+    settings, plain, fixed = task.settings("kl"), task.settings("kl", decoupled=False), task.settings("interval")
+    plain = [setting for setting in plain if task.column(setting, "pulls_per_worker").max() > 1]
+    families = [
+        (fixed, ORANGE, "s", "fixed interval", (3, -11, "left")),
+        (settings, BLUE, "o", "by divergence", (-3, 6, "right")),
+        (plain, GREEN, "^", "by divergence,\nplain objective", (0, 15, "center")),
+    ]
+    families = [family for family in families if family[0]]
     if not fixed:
         return None
     figure, grid = subplots(2, 2, 9, 8.5, width_ratios=[3, 2], sharex="col")
     rows = [row for row in claims(task) if row["matched"] and not row["held_out"] and row["seeds"] >= ENOUGH]
     names = ("return", RETURN), ("training", "mean return of all of training")
     for (left, right), (name, label) in zip(grid, names, strict=True):
-        frontier_of(left, task, settings, fixed, COLUMNS[name])
+        frontier_of(left, task, families, COLUMNS[name])
         left.set_ylabel(label)
         differences(right, rows, name)
         right.set_title(label, fontsize=9)
-    pulls = [task.column(setting, "pulls_per_worker").mean() for setting in settings + fixed]
+    pulls = [task.column(setting, "pulls_per_worker").mean() for setting in settings + plain + fixed]
     grid[0, 0].set_xlim(min(pulls) / 1.4, max(pulls) * 1.4)
     sent, pulls = (task.column(settings[0], name).sum() for name in ("sync_bytes", "pulls_per_worker"))
     above = grid[0, 0].secondary_xaxis("top", functions=(lambda x: x * sent / pulls, lambda x: x * pulls / sent))
@@ -317,17 +328,13 @@ def frontier(task):
     logarithmic(grid[1, 0].xaxis)
     grid[1, 0].set_xlabel("pulls per worker (mean)")
     grid[1, 1].set_xlabel("paired difference, divergence minus interval\n(in brackets their pulls)")
-    caption = task.caption(settings + fixed, "\nBeside points their threshold or interval (1: always)")
+    caption = task.caption(settings + plain + fixed, "\nBeside points their threshold or interval (1: always)")
     return finish(figure, task, "divergence or a fixed interval?", caption, legend=grid[0, 0])
 
 
-def frontier_of(axes, task, settings, fixed, column):
-    """Draw a column against pulls."""
+def frontier_of(axes, task, families, column):
+    """Draw a column against pulls, for families (settings, color, marker, name, where to write each one's number)."""
     axes.set_xscale("log")
-    families = (
-        (fixed, ORANGE, "s", "fixed interval", (3, -11, "left")),
-        (settings, BLUE, "o", "by divergence", (-3, 6, "right")),
-    )
     for family, color, marker, name, (right_by, up_by, side) in families:
         pulls = [task.column(setting, "pulls_per_worker").mean() for setting in family]
         points(axes, pulls, task, family, column, color, marker=marker, label=name)
@@ -352,7 +359,7 @@ def differences(axes, rows, name):
 def lag(task):
     """KL and policy lag against steps, with the decoupled objective and below with the plain one."""
     kinds = [task.settings("kl", decoupled) for decoupled in (True, False) if task.settings("kl", decoupled)]
-    figure, grid = subplots(len(kinds), 2, 8, 1 + 2.6 * len(kinds), sharex=True, sharey="col")
+    figure, grid = subplots(len(kinds), 2, 8, 1 + 2.6 * len(kinds), sharex=True)
     for (left, right), settings in zip(grid, kinds, strict=True):
         draw_all(left, task, settings, "kl")
         draw_all(right, task, settings, "lag")
@@ -360,9 +367,12 @@ def lag(task):
         left.set_yscale("symlog", linthresh=1e-3)  # it may be 0
         left.set(ylabel=f"KL before a pull, nats{objective}")
         right.set(ylabel=f"policy lag, versions{objective}")
+        right.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    for below in grid[1:, 0]:
+        below.sharey(grid[0, 0])
     grid[0, 0].set_ylim(bottom=0)  # now that all is drawn, as it fixes the top, too
     title = "what the trigger sees, on average also between pulls, and how old the policies are that act"
-    return finish(figure, task, title, task.caption(sum(kinds, [])), "environment steps", legend=grid[0, 0])
+    return finish(figure, task, title, task.caption(sum(kinds, [])), "environment steps")
 
 
 def slow_network(path):
