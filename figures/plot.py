@@ -22,7 +22,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 from scipy.stats import trim_mean
 
-BLACK, BLUE, ORANGE, GREEN = "#000000", "#0072B2", "#D55E00", "#009E73"  # of Okabe and Ito's colors
+BLACK, BLUE, ORANGE, GREEN, PURPLE = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # of Okabe and Ito's colors
 RETURN = "return of the last 100 episodes"
 COLUMNS = {"return": "mean_return_100", "eval": "eval_return_mean", "training": "training_return"}  # of claims.csv
 SOLVED = 475  # CartPole-v1
@@ -44,13 +44,16 @@ class Setting(NamedTuple):
     mode: str
     value: float
     decoupled: bool = True
+    bound: float = np.inf  # on the lag, in versions, if it is tighter than the task's loosest
 
     def __str__(self):
         if self == ALWAYS:
             return "always"
-        return (
-            f"KL > {self.value:g}" + ", plain" * (not self.decoupled) if self.mode == "kl" else f"every {self.value:g}"
-        )
+        return (f"KL > {self.value:g}" if self.mode == "kl" else f"every {self.value:g}") + self.variant
+
+    @property
+    def variant(self):
+        return ", plain" * (not self.decoupled) + (f", lag ≤ {self.bound:g}" if self.bound < np.inf else "")
 
 
 ALWAYS = Setting("interval", 1)
@@ -67,8 +70,11 @@ class Task:
         self.curves = {}  # {setting: {seed: {name: array}}}
         self.bound = ""  # what else makes workers pull
 
-    def settings(self, mode, decoupled=True):
-        return sorted(key for key in self.runs if key.mode == mode and key.decoupled == decoupled)
+    def settings(self, mode, variant=""):
+        return sorted(key for key in self.runs if key.mode == mode and key.variant == variant)
+
+    def variants(self):
+        return sorted({key.variant for key in self.runs if key.mode == "kl"})  # "" is first
 
     def column(self, setting, name, seeds=None):
         runs = self.runs[setting]
@@ -100,23 +106,27 @@ def load(results):
         for row in csv.DictReader(file):
             for name, value in row.items():
                 columns.setdefault(row["run"], {}).setdefault(name, []).append(value)
-    tasks = {}
+    tasks, loosest = {}, {}
     with open(results / "runs.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            mode, decoupled = row["sync_mode"], row["decoupled"] != "False"
-            setting = Setting(mode, float(row["sync_interval" if mode == "interval" else "kl_threshold"]), decoupled)
-            task = tasks.setdefault((row["program"], row["env_id"]), Task(row["program"], row["env_id"]))
-            texts = columns[row["run"]]
-            curves = {name: np.array([float(text or "nan") for text in texts[name]]) for name in texts.keys() - {"run"}}
-            row["training_return"] = str(np.nanmean(curves["return"]))
-            if mode == "kl" and row["max_policy_lag"]:
-                task.bound = (
-                    f"\nWhere KL decides, a lag of more than {row['max_policy_lag']} versions makes workers pull, too"
-                )
-            if int(row["seed"]) in task.runs.setdefault(setting, {}):
-                sys.exit(f"error: {results / 'runs.csv'} has two runs of {task.title}, {setting}, seed {row['seed']}")
-            task.runs[setting][int(row["seed"])] = row
-            task.curves.setdefault(setting, {})[int(row["seed"])] = curves
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        row["task"], row["bound"] = (row["program"], row["env_id"]), float(row["max_policy_lag"] or "inf")
+        if row["sync_mode"] == "kl":
+            loosest[row["task"]] = max(loosest.get(row["task"], 0), row["bound"])
+    for row in rows:
+        mode, decoupled = row["sync_mode"], row["decoupled"] != "False"
+        task, bound = tasks.setdefault(row["task"], Task(*row["task"])), loosest.get(row["task"], np.inf)
+        if bound < np.inf:
+            task.bound = f"\nWhere KL decides, a lag of more than {bound:g} versions makes workers pull, too"
+        value = float(row["sync_interval" if mode == "interval" else "kl_threshold"])
+        setting = Setting(mode, value, decoupled, np.inf if row["bound"] >= bound else row["bound"])
+        texts = columns[row["run"]]
+        curves = {name: np.array([float(text or "nan") for text in texts[name]]) for name in texts.keys() - {"run"}}
+        row["training_return"] = str(np.nanmean(curves["return"]))
+        if int(row["seed"]) in task.runs.setdefault(setting, {}):
+            sys.exit(f"error: {results / 'runs.csv'} has two runs of {task.title}, {setting}, seed {row['seed']}")
+        task.runs[setting][int(row["seed"])] = row
+        task.curves.setdefault(setting, {})[int(row["seed"])] = curves
     return sorted(tasks.values(), key=lambda task: task.name)
 
 
@@ -274,7 +284,7 @@ def synchronization(task):
 
 def objectives(task):
     """Final return and pulls at each threshold, with the decoupled objective and the plain one."""
-    kinds = {"decoupled": task.settings("kl"), "plain": task.settings("kl", decoupled=False)}
+    kinds = {"decoupled": task.settings("kl"), "plain": task.settings("kl", ", plain")}
     if not kinds["plain"]:
         return None
     settings = sum(kinds.values(), [])
@@ -299,18 +309,18 @@ def objectives(task):
 def frontier(task):
     """Final return against pulls, for divergence and for fixed intervals; and both at matched pulls.
 
-    With the plain objective too, but for thresholds that it never reaches: nobody pulls then after the first time.
+    Thresholds that are never reached, as with the plain objective, are left out: nobody pulls then but once.
     """
-    settings, plain, fixed = task.settings("kl"), task.settings("kl", decoupled=False), task.settings("interval")
-    plain = [setting for setting in plain if task.column(setting, "pulls_per_worker").max() > 1]
-    families = [
-        (fixed, ORANGE, "s", "fixed interval", (3, -11, "left")),
-        (settings, BLUE, "o", "by divergence", (-3, 6, "right")),
-        (plain, GREEN, "^", "by divergence,\nplain objective", (0, 15, "center")),
-    ]
-    families = [family for family in families if family[0]]
+    fixed = task.settings("interval")
     if not fixed:
         return None
+    families = [(fixed, ORANGE, "s", "fixed interval", (3, -11, "left"))]
+    styles = (BLUE, "o", (-3, 6, "right")), (GREEN, "^", (0, 15, "center")), (PURPLE, "v", (0, -20, "center"))
+    for variant, (color, marker, where) in zip(task.variants(), styles, strict=False):
+        reached = [key for key in task.settings("kl", variant) if task.column(key, "pulls_per_worker").max() > 1]
+        if reached:
+            families.append((reached, color, marker, "by divergence" + variant.replace(", ", ",\n"), where))
+    settings = sum((family[0] for family in families), [])
     figure, grid = subplots(2, 2, 9, 8.5, width_ratios=[3, 2], sharex="col")
     rows = [row for row in claims(task) if row["matched"] and not row["held_out"] and row["seeds"] >= ENOUGH]
     names = ("return", RETURN), ("training", "mean return of all of training")
@@ -319,16 +329,16 @@ def frontier(task):
         left.set_ylabel(label)
         differences(right, rows, name)
         right.set_title(label, fontsize=9)
-    pulls = [task.column(setting, "pulls_per_worker").mean() for setting in settings + plain + fixed]
+    pulls = [task.column(setting, "pulls_per_worker").mean() for setting in settings]
     grid[0, 0].set_xlim(min(pulls) / 1.4, max(pulls) * 1.4)
-    sent, pulls = (task.column(settings[0], name).sum() for name in ("sync_bytes", "pulls_per_worker"))
+    sent, pulls = (task.column(fixed[0], name).sum() for name in ("sync_bytes", "pulls_per_worker"))
     above = grid[0, 0].secondary_xaxis("top", functions=(lambda x: x * sent / pulls, lambda x: x * pulls / sent))
     above.set_xlabel("bytes of weights, all workers")
     logarithmic(above.xaxis)
     logarithmic(grid[1, 0].xaxis)
     grid[1, 0].set_xlabel("pulls per worker (mean)")
     grid[1, 1].set_xlabel("paired difference, divergence minus interval\n(in brackets their pulls)")
-    caption = task.caption(settings + plain + fixed, "\nBeside points their threshold or interval (1: always)")
+    caption = task.caption(settings, "\nBeside points their threshold or interval (1: always)")
     return finish(figure, task, "divergence or a fixed interval?", caption, legend=grid[0, 0])
 
 
@@ -357,16 +367,16 @@ def differences(axes, rows, name):
 
 
 def lag(task):
-    """KL and policy lag against steps, with the decoupled objective and below with the plain one."""
-    kinds = [task.settings("kl", decoupled) for decoupled in (True, False) if task.settings("kl", decoupled)]
+    """KL and policy lag against steps, and below the same with the plain objective or a tighter bound on the lag."""
+    kinds = [task.settings("kl", variant) for variant in task.variants()]
     figure, grid = subplots(len(kinds), 2, 8, 1 + 2.6 * len(kinds), sharex=True)
     for (left, right), settings in zip(grid, kinds, strict=True):
         draw_all(left, task, settings, "kl")
         draw_all(right, task, settings, "lag")
-        objective = ", plain" * (not settings[0].decoupled)
+        variant = settings[0].variant
         left.set_yscale("symlog", linthresh=1e-3)  # it may be 0
-        left.set(ylabel=f"KL before a pull, nats{objective}")
-        right.set(ylabel=f"policy lag, versions{objective}")
+        left.set(ylabel=f"KL before a pull, nats{variant}")
+        right.set(ylabel=f"policy lag, versions{variant}")
         right.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     for below in grid[1:, 0]:
         below.sharey(grid[0, 0])
