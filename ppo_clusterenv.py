@@ -87,7 +87,7 @@ class Args(ClusterArgs):  # what is the runtime's, such as num_workers and kl_th
 
     # Distribution specific arguments
     decoupled: bool = True
-    """clip against the policy at the start of the update, not against the (perhaps stale) one that acted"""
+    """clip to the policy at the start of the update, not to the one that acted; else KL stays below clip_coef^2 / 2"""
     clip_rho: float = 2.0
     """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
     overlap: bool = False
