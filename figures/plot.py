@@ -257,7 +257,7 @@ def learning_curves(task):
     for axes, setting in zip(grid.flat, settings, strict=False):
         for always in task.always():
             draw(axes, task, always, "return", "#888888", linewidth=1)
-        if fair := matched(task, setting):
+        if (fair := matched(task, setting)) not in (None, ALWAYS):
             draw(axes, task, fair, "return", ORANGE, linewidth=1)
             axes.set_title(str(fair), fontsize=9, color=ORANGE, loc="right")
         draw(axes, task, setting, "return", BLUE, linewidth=1.4)
@@ -298,7 +298,7 @@ def objectives(task):
             middle, low, high = interval(iqm, task.column(always, column))
             axes.axhline(middle, color=BLACK, linestyle="--", linewidth=1, label="always")
             axes.axhspan(low, high, color=BLACK, alpha=0.1, linewidth=0)
-        axes.set_xticks(range(len(thresholds)), [f"{value:g}" for value in thresholds])
+        axes.set_xticks(range(len(thresholds)), [f"{value:g}" for value in thresholds], rotation=45)
         axes.set_ylabel(label)
     right.set_yscale("log")
     logarithmic(right.yaxis)
