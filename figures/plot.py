@@ -11,6 +11,7 @@ environment, so there is one stratum). What has not run yet is left out, and cap
 import argparse
 import csv
 import functools
+import itertools
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +23,11 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 from scipy.stats import trim_mean
 
-BLACK, BLUE, ORANGE, GREEN, PURPLE = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # of Okabe and Ito's colors
+BLACK, BLUE, ORANGE, GREEN = "#000000", "#0072B2", "#D55E00", "#009E73"  # of Okabe and Ito's colors
 RETURN = "return of the last 100 episodes"
 COLUMNS = {"return": "mean_return_100", "eval": "eval_return_mean", "training": "training_return"}  # of claims.csv
 SOLVED = 475  # CartPole-v1
+PLAIN = ", plain"  # a variant of settings
 ENOUGH = 5  # seeds for an interval
 HELD_OUT = 6  # the first seed of headline_*.yaml
 HEADER = "| | against | seeds | pulls | last 100 episodes | evaluation | all of training |\n" + "|---" * 7 + "|\n"
@@ -44,7 +46,7 @@ class Setting(NamedTuple):
     mode: str
     value: float
     decoupled: bool = True
-    bound: float = np.inf  # on the lag, in versions, if it is tighter than the task's loosest
+    bound: float = np.inf  # on the lag, in versions: whoever is further behind pulls, too
 
     def __str__(self):
         if self == ALWAYS:
@@ -53,7 +55,7 @@ class Setting(NamedTuple):
 
     @property
     def variant(self):
-        return ", plain" * (not self.decoupled) + (f", lag ≤ {self.bound:g}" if self.bound < np.inf else "")
+        return PLAIN * (not self.decoupled) + (f", lag ≤ {self.bound:g}" if self.bound < np.inf else "")
 
 
 ALWAYS = Setting("interval", 1)
@@ -68,13 +70,17 @@ class Task:
         self.name = f"{self.algorithm}_{env_id}".lower().replace("-", "_")
         self.runs = {}  # {setting: {seed: row}}
         self.curves = {}  # {setting: {seed: {name: array}}}
-        self.bound = ""  # what else makes workers pull
-
-    def settings(self, mode, variant=""):
-        return sorted(key for key in self.runs if key.mode == mode and key.variant == variant)
 
     def variants(self):
-        return sorted({key.variant for key in self.runs if key.mode == "kl"})  # "" is first
+        """What runs by divergence differ in besides their threshold; the decoupled objective and loose bounds first."""
+        keys = sorted((not key.decoupled, -key.bound, key.variant) for key in self.runs if key.mode == "kl")
+        return list(dict.fromkeys(variant for *_, variant in keys))
+
+    def settings(self, mode, variant=None):
+        """By divergence those of one variant, the first if none is named."""
+        if mode == "kl" and variant is None:
+            variant = next(iter(self.variants()), None)
+        return sorted(key for key in self.runs if key.mode == mode and variant in (None, key.variant))
 
     def column(self, setting, name, seeds=None):
         runs = self.runs[setting]
@@ -93,10 +99,10 @@ class Task:
     def caption(self, settings, more=""):
         numbers = sorted({len(self.runs[setting]) for setting in [*settings, *self.always()]})
         if numbers == [1]:
-            return f"1 seed{more}{self.bound}"
+            return f"1 seed{more}"
         count = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
         few = f" (of fewer than {ENOUGH} no interval)" * (numbers[0] < ENOUGH)
-        return f"Interquartile mean and 95% bootstrap interval over {count} seeds{few}{more}{self.bound}"
+        return f"Interquartile mean and 95% bootstrap interval over {count} seeds{few}{more}"
 
 
 def load(results):
@@ -106,20 +112,14 @@ def load(results):
         for row in csv.DictReader(file):
             for name, value in row.items():
                 columns.setdefault(row["run"], {}).setdefault(name, []).append(value)
-    tasks, loosest = {}, {}
+    tasks = {}
     with open(results / "runs.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        row["task"], row["bound"] = (row["program"], row["env_id"]), float(row["max_policy_lag"] or "inf")
-        if row["sync_mode"] == "kl":
-            loosest[row["task"]] = max(loosest.get(row["task"], 0), row["bound"])
-    for row in rows:
         mode, decoupled = row["sync_mode"], row["decoupled"] != "False"
-        task, bound = tasks.setdefault(row["task"], Task(*row["task"])), loosest.get(row["task"], np.inf)
-        if bound < np.inf:
-            task.bound = f"\nWhere KL decides, a lag of more than {bound:g} versions makes workers pull, too"
         value = float(row["sync_interval" if mode == "interval" else "kl_threshold"])
-        setting = Setting(mode, value, decoupled, np.inf if row["bound"] >= bound else row["bound"])
+        setting = Setting(mode, value, decoupled, float(row["max_policy_lag"] or "inf"))
+        task = tasks.setdefault((row["program"], row["env_id"]), Task(row["program"], row["env_id"]))
         texts = columns[row["run"]]
         curves = {name: np.array([float(text or "nan") for text in texts[name]]) for name in texts.keys() - {"run"}}
         row["training_return"] = str(np.nanmean(curves["return"]))
@@ -155,13 +155,13 @@ def interval(statistic, *samples, resamples=2000):
 
 
 def matched(task, setting):
-    """Return the interval with about as many pulls as a setting, on the same seeds, or None if there is none.
+    """Return the interval (but not always) with about as many pulls as a setting, on the same seeds, or None.
 
     Of several that one which shares most seeds with it, and of these the closest.
     """
     near = []
     for other in task.settings("interval"):
-        if seeds := task.shared(setting, other):
+        if other != ALWAYS and (seeds := task.shared(setting, other)):
             a, b = (task.column(key, "pulls_per_worker", seeds).mean() for key in (setting, other))
             if (ratio := max(a / b, b / a)) < 1.25:
                 near.append((-len(seeds), ratio, other))
@@ -176,8 +176,8 @@ def claims(task):
     """
     rows = []
     for setting in sorted(task.runs):
-        fair = setting.mode == "kl" and matched(task, setting)
-        pairs = [(other, task.shared(setting, other)) for other in dict.fromkeys([ALWAYS, fair]) if other != setting]
+        fair = matched(task, setting) if setting.mode == "kl" else None
+        pairs = [(other, task.shared(setting, other)) for other in (ALWAYS, fair) if other not in (None, setting)]
         held_out = [(other, [seed for seed in seeds if seed >= HELD_OUT]) for other, seeds in pairs]
         for other, seeds in pairs + [pair for pair in held_out if pair not in pairs]:
             if not seeds:
@@ -249,7 +249,8 @@ def finish(figure, task, title, caption, xlabel=None, legend=None):
 
 def learning_curves(task):
     """Return against steps, a panel for each threshold, with always and a fixed interval of as many pulls behind it."""
-    settings = task.settings("kl")
+    settings = [key for variant in task.variants() if variant != PLAIN for key in task.settings("kl", variant)]
+    fair = {setting: matched(task, setting) for setting in settings}
     rows, columns = -(-len(settings) // 4), min(len(settings), 4)
     figure, grid = subplots(rows, columns, 8, 1 + 1.9 * rows, sharex=True, sharey=True)
     for axes in grid.flat[len(settings) :]:
@@ -257,14 +258,15 @@ def learning_curves(task):
     for axes, setting in zip(grid.flat, settings, strict=False):
         for always in task.always():
             draw(axes, task, always, "return", "#888888", linewidth=1)
-        if (fair := matched(task, setting)) not in (None, ALWAYS):
-            draw(axes, task, fair, "return", ORANGE, linewidth=1)
-            axes.set_title(str(fair), fontsize=9, color=ORANGE, loc="right")
+        if fair[setting]:
+            draw(axes, task, fair[setting], "return", ORANGE, linewidth=1)
+            axes.set_title(str(fair[setting]), fontsize=8, color=ORANGE, loc="right")
         draw(axes, task, setting, "return", BLUE, linewidth=1.4)
-        axes.set_title(str(setting), fontsize=9, color=BLUE, loc="left")
+        axes.set_title(str(setting), fontsize=8, color=BLUE, loc="left")
     figure.supylabel("return", fontsize=9)
     size = len(task.curve(settings[0], "return")[0])
-    caption = f"{task.caption(settings)}\nEach point is the mean of the logged returns in 1/{size} of the steps"
+    caption = task.caption([*settings, *filter(None, fair.values())])
+    caption += f"\nEach point is the mean of the logged returns in 1/{size} of the steps"
     title = "learning curves\nBlue: by divergence; orange: a fixed interval with about as many pulls; gray: always"
     return finish(figure, task, title, caption, "environment steps")
 
@@ -284,7 +286,7 @@ def synchronization(task):
 
 def objectives(task):
     """Final return and pulls at each threshold, with the decoupled objective and the plain one."""
-    kinds = {"decoupled": task.settings("kl"), "plain": task.settings("kl", ", plain")}
+    kinds = {"decoupled": task.settings("kl"), "plain": task.settings("kl", PLAIN)}
     if not kinds["plain"]:
         return None
     settings = sum(kinds.values(), [])
@@ -315,19 +317,20 @@ def frontier(task):
     if not fixed:
         return None
     families = [(fixed, ORANGE, "s", "fixed interval", (3, -11, "left"))]
-    styles = (BLUE, "o", (-3, 6, "right")), (GREEN, "^", (0, 15, "center")), (PURPLE, "v", (0, -20, "center"))
+    styles = itertools.cycle([(BLUE, "o", (-3, 6, "right")), (GREEN, "^", (0, 15, "center"))])
     for variant, (color, marker, where) in zip(task.variants(), styles, strict=False):
         reached = [key for key in task.settings("kl", variant) if task.column(key, "pulls_per_worker").max() > 1]
         if reached:
             families.append((reached, color, marker, "by divergence" + variant.replace(", ", ",\n"), where))
     settings = sum((family[0] for family in families), [])
+    colors = {str(key): family[1] for family in families for key in family[0]}
     figure, grid = subplots(2, 2, 9, 8.5, width_ratios=[3, 2], sharex="col")
     rows = [row for row in claims(task) if row["matched"] and not row["held_out"] and row["seeds"] >= ENOUGH]
     names = ("return", RETURN), ("training", "mean return of all of training")
     for (left, right), (name, label) in zip(grid, names, strict=True):
         frontier_of(left, task, families, COLUMNS[name])
         left.set_ylabel(label)
-        differences(right, rows, name)
+        differences(right, rows, name, colors)
         right.set_title(label, fontsize=9)
     pulls = [task.column(setting, "pulls_per_worker").mean() for setting in settings]
     grid[0, 0].set_xlim(min(pulls) / 1.4, max(pulls) * 1.4)
@@ -349,17 +352,18 @@ def frontier_of(axes, task, families, column):
         pulls = [task.column(setting, "pulls_per_worker").mean() for setting in family]
         points(axes, pulls, task, family, column, color, marker=marker, label=name)
         for setting, x in zip(family, pulls, strict=True):
-            spot, how = (x, iqm(task.column(setting, column))), {"color": color, "fontsize": 8, "ha": side}
-            how["path_effects"] = [withStroke(linewidth=2, foreground="white")]
-            axes.annotate(f"{setting.value:g}", spot, (right_by, up_by), textcoords="offset points", **how)
-    axes.margins(y=0.1)
+            spot, text = (x, iqm(task.column(setting, column))), {"color": color, "fontsize": 8, "ha": side}
+            text["path_effects"] = [withStroke(linewidth=2, foreground="white")]
+            axes.annotate(f"{setting.value:g}", spot, (right_by, up_by), textcoords="offset points", **text)
+    axes.margins(y=0.15)
 
 
-def differences(axes, rows, name):
+def differences(axes, rows, name, colors):
     """Draw a column's difference between each threshold and the fixed interval of as many pulls."""
     for place, row in enumerate(rows):
-        axes.plot(row[f"{name}_difference"], place, "o", color=BLUE, markersize=4)
-        axes.hlines(place, row[f"{name}_low"], row[f"{name}_high"], color=BLUE, linewidth=1)
+        color = colors[row["setting"]]
+        axes.plot(row[f"{name}_difference"], place, "o", color=color, markersize=4)
+        axes.hlines(place, row[f"{name}_low"], row[f"{name}_high"], color=color, linewidth=1)
     label = "{setting} ({pulls:.3g})\n{against} ({pulls_against:.3g}), {number}"
     axes.set_yticks(range(len(rows)), [label.format(**row, number=number_of(row["seeds"])) for row in rows], fontsize=7)
     axes.margins(y=0.1)
@@ -373,10 +377,10 @@ def lag(task):
     for (left, right), settings in zip(grid, kinds, strict=True):
         draw_all(left, task, settings, "kl")
         draw_all(right, task, settings, "lag")
-        variant = settings[0].variant
+        left.set_title(settings[0].variant.removeprefix(", "), fontsize=9, loc="left")
         left.set_yscale("symlog", linthresh=1e-3)  # it may be 0
-        left.set(ylabel=f"KL before a pull, nats{variant}")
-        right.set(ylabel=f"policy lag, versions{variant}")
+        left.set(ylabel="KL before a pull, nats")
+        right.set(ylabel="policy lag, versions")
         right.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     for below in grid[1:, 0]:
         below.sharey(grid[0, 0])
