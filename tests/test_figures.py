@@ -163,6 +163,17 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, mo
     )
 
 
+def test_bounds_on_the_lag_and_objectives_are_not_mixed():
+    task, keys = plot.Task("dqn_clusterenv.py", "CartPole-v1"), [plot.ALWAYS]
+    for decoupled, bound in (False, np.inf), (True, 40.0), (True, 512.0):
+        keys += [plot.Setting("kl", value, decoupled, bound) for value in (0.2, 0.1)]
+    task.runs = dict.fromkeys(keys, {})
+    assert task.variants() == [", lag ≤ 512", ", lag ≤ 40", ", plain"]
+    assert list(map(str, task.settings("kl"))) == ["KL > 0.1, lag ≤ 512", "KL > 0.2, lag ≤ 512"]
+    assert list(map(str, task.settings("kl", plot.PLAIN))) == ["KL > 0.1, plain", "KL > 0.2, plain"]
+    assert list(map(str, task.settings("interval"))) == ["always"]
+
+
 def test_statistics():
     assert plot.iqm(np.array([8.0, 1, 7, 2, 6, 3, 5, 4])) == 4.5  # the mean of 3, 4, 5, 6
     assert plot.iqm(np.array([0.0, 100, 1, 2, 3])) == 2
