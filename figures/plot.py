@@ -77,9 +77,7 @@ class Task:
         return list(dict.fromkeys(variant for *_, variant in keys))
 
     def settings(self, mode, variant=None):
-        """By divergence those of one variant, the first if none is named."""
-        if mode == "kl" and variant is None:
-            variant = next(iter(self.variants()), None)
+        """All of a mode, or those of one variant."""
         return sorted(key for key in self.runs if key.mode == mode and variant in (None, key.variant))
 
     def column(self, setting, name, seeds=None):
@@ -250,6 +248,8 @@ def finish(figure, task, title, caption, xlabel=None, legend=None):
 def learning_curves(task):
     """Return against steps, a panel for each threshold, with always and a fixed interval of as many pulls behind it."""
     settings = [key for variant in task.variants() if variant != PLAIN for key in task.settings("kl", variant)]
+    if not settings:
+        return None
     fair = {setting: matched(task, setting) for setting in settings}
     rows, columns = -(-len(settings) // 4), min(len(settings), 4)
     figure, grid = subplots(rows, columns, 8, 1 + 1.9 * rows, sharex=True, sharey=True)
@@ -273,7 +273,7 @@ def learning_curves(task):
 
 def synchronization(task):
     """Pulls and bytes so far against steps."""
-    settings = task.settings("kl")
+    settings = task.settings("kl", task.variants()[0])
     figure, ((left, right),) = subplots(1, 2, 8, 3.4)
     draw_all(left, task, settings, "pulls")
     draw_all(right, task, settings, "bytes")
@@ -286,10 +286,12 @@ def synchronization(task):
 
 def objectives(task):
     """Final return and pulls at each threshold, with the decoupled objective and the plain one."""
-    kinds = {"decoupled": task.settings("kl"), "plain": task.settings("kl", PLAIN)}
-    if not kinds["plain"]:
+    settings = task.settings("kl")
+    kinds = {
+        name: [key for key in settings if key.decoupled == (name == "decoupled")] for name in ("decoupled", "plain")
+    }
+    if not all(kinds.values()):
         return None
-    settings = sum(kinds.values(), [])
     thresholds = sorted({setting.value for setting in settings})
     figure, ((left, right),) = subplots(1, 2, 8, 3.4)
     for axes, column, label in ((left, "mean_return_100", RETURN), (right, "pulls_per_worker", "pulls per worker")):
@@ -429,7 +431,7 @@ def main():
     rows = []
     for task in load(args.results) if runs.exists() else ():
         for figure_of in (learning_curves, synchronization, objectives, frontier, lag):
-            if task.settings("kl") and (figure := figure_of(task)):
+            if task.variants() and (figure := figure_of(task)):
                 path = args.output / f"{task.name}_{figure_of.__name__}.png"
                 figure.savefig(path, dpi=150, metadata={"Software": None})  # not Matplotlib's version
                 print(path)

@@ -153,6 +153,15 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, mo
         file.write((paths["--results"] / "runs.csv").read_text().splitlines(keepends=True)[-1])
     with pytest.raises(SystemExit, match="two runs of PPO, CartPole-v1, KL > 0.5, plain, seed 3"):
         call(plot, **{"--output": tmp_path})
+    with open(paths["--results"] / "runs.csv", "w", newline="") as file:
+        plain = [row for row in rows_of(tmp_path / "runs.csv") if row["decoupled"] == "False"]
+        writer = csv.DictWriter(file, plain[0])
+        writer.writeheader()
+        writer.writerows(plain)
+    (tmp_path / "plain").mkdir()
+    call(plot, **{"--output": tmp_path / "plain"})  # nothing has run yet with the decoupled objective, nor an interval
+    drawn = {f"ppo_cartpole_v1_{kind}.png" for kind in ("synchronization", "lag")}
+    assert set(contents(tmp_path / "plain")) == drawn
     shutil.copy(tmp_path / "runs.csv", paths["--results"])
     monkeypatch.setattr(plot, "HELD_OUT", 2)
     again = [row for row in plot.claims(plot.load(paths["--results"])[0]) if row["matched"] and row["held_out"]]
@@ -169,7 +178,7 @@ def test_bounds_on_the_lag_and_objectives_are_not_mixed():
         keys += [plot.Setting("kl", value, decoupled, bound) for value in (0.2, 0.1)]
     task.runs = dict.fromkeys(keys, {})
     assert task.variants() == [", lag ≤ 512", ", lag ≤ 40", ", plain"]
-    assert list(map(str, task.settings("kl"))) == ["KL > 0.1, lag ≤ 512", "KL > 0.2, lag ≤ 512"]
+    assert list(map(str, task.settings("kl", task.variants()[0]))) == ["KL > 0.1, lag ≤ 512", "KL > 0.2, lag ≤ 512"]
     assert list(map(str, task.settings("kl", plot.PLAIN))) == ["KL > 0.1, plain", "KL > 0.2, plain"]
     assert list(map(str, task.settings("interval"))) == ["always"]
 
