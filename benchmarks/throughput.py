@@ -99,6 +99,10 @@ SYSTEMS = {  # name: (label, how to measure it)
         "ClusterEnv on EnvPool, 1 worker, --overlap --compile",
         clusterenv_with(*FAST, *ENVPOOL, *ONE_WORKER),
     ),
+    "clusterenv-envpool-threads": (
+        "ClusterEnv on EnvPool, 1 worker, 2 threads, --overlap --compile",
+        clusterenv_with(*FAST, *ENVPOOL, *ONE_WORKER, "--env-threads", "2"),
+    ),
     "single-sync": ("CleanRL-style loop, SyncVectorEnv", single_sync),
     "single-async": ("CleanRL-style loop, AsyncVectorEnv", single_async),
     "floor": ("no learner, 2 processes that step and act", floor),

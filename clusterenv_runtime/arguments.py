@@ -40,6 +40,8 @@ class ClusterArgs:
     env_backend: Literal["gymnasium", "vector", "envpool"] = "gymnasium"
     """what steps a worker's environments: a loop over Gymnasium's, the environment's own vectorized version, if it
     has one, or EnvPool's (`pip install envpool`)"""
+    env_threads: int = 1
+    """with `--env-backend envpool`: the number of threads that step each worker's environments"""
     launcher: Literal["local", "slurm", "external"] = "local"
     """where workers run: `local` starts them on this machine, `slurm` as steps of the job that this runs in, `external`
     prints their commands and waits until you have run them"""
@@ -139,7 +141,10 @@ class ClusterArgs:
 
     def env_fns(self, env_fns: list[Callable[[], gym.Env]]) -> Any:
         """Return what `ClusterEnv` takes: these, or with another --env-backend the one function that makes them all."""
-        return env_fns if self.env_backend == "gymnasium" else partial(make_vec, self.env_backend, self.env_id)
+        if self.env_backend == "gymnasium":
+            return env_fns
+        threads = {"num_threads": self.env_threads} if self.env_backend == "envpool" else {}
+        return partial(make_vec, self.env_backend, self.env_id, **threads)
 
     def make_vec(self, env_fns: list[Callable[[], gym.Env]]) -> VectorEnv:
         """Make as many environments in this process, by these functions or by the --env-backend."""
@@ -166,7 +171,7 @@ class ClusterArgs:
 
     def validate(self) -> None:
         """Exit with one line if a value is out of range."""
-        self.require("num_workers envs_per_worker sync_interval", lambda value: value >= 1, "at least 1")
+        self.require("num_workers envs_per_worker env_threads sync_interval", lambda value: value >= 1, "at least 1")
         self.require("max_policy_lag max_worker_restarts", lambda value: value >= 0, "at least 0")
         self.require("kl_threshold", lambda value: value >= 0, "a number of nats >= 0")
         self.require("worker_timeout startup_timeout", lambda value: value > 0, "a number of seconds > 0")
@@ -177,6 +182,8 @@ class ClusterArgs:
             self.require("min_workers", lambda value: 1 <= value <= self.num_workers, up_to)
         video = self.env_backend == "gymnasium" or not getattr(self, "capture_video", False)
         check(video, f"--capture-video needs --env-backend gymnasium, not {self.env_backend}")
+        threaded = self.env_backend == "envpool" or self.env_threads == 1
+        check(threaded, f"--env-threads needs --env-backend envpool, not {self.env_backend}")
         interval = self.sync_mode != "interval" or self.sync_interval is not None
         check(interval, "--sync-mode interval needs --sync-interval, in versions")
         check(not (self.bind_address and self.interface), "give either --bind-address or --interface, not both")

@@ -192,6 +192,20 @@ def test_seeds(backend):
         np.testing.assert_array_equal(first, begin(1, seed=1)[0])
 
 
+def test_threads_change_nothing_but_the_time():
+    pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
+
+    def run(**kwargs):
+        make = partial(make_vec, "envpool", "CartPole-v1", **kwargs)
+        return rollouts(make, CategoricalPolicy(linear(4, 2)), 50, times=3, num_envs=14)
+
+    found = run(num_threads=3)
+    assert all(len(rollout.episodic_lengths) > 20 for rollout in found)
+    for one, other in zip(found, run(), strict=True):
+        for name in FIELDS.split():
+            assert_same(getattr(one, name), getattr(other, name), name)
+
+
 def test_killed_worker_is_replaced(backend, workers):
     policy = CategoricalPolicy(linear(4, 2))
     with ClusterEnv(partial(make_vec, backend, "CartPole-v1"), 2, num_envs=4) as envs:
@@ -238,6 +252,7 @@ def test_lunar_lander_v2_which_gymnasium_no_longer_has():
 def test_scripts_train_on_them(backend, script, tmp_path):
     env_id = {"vector": "CartPole-v1", "envpool": "LunarLander-v2"}[backend]  # Gymnasium has no such LunarLander
     flags = ["--env-id", env_id, "--env-backend", backend, "--envs-per-worker", "4", "--total-timesteps", "3000"]
+    flags += ["--env-threads", "2"] * (backend == "envpool")
     _, summary = scripts.train(script, tmp_path, *flags, "--eval-episodes", "3")
     assert np.isfinite(summary["eval_return_mean"])
     assert summary["mean_return_100"] > 0 if backend == "vector" else summary["mean_return_100"] < 100
@@ -249,6 +264,8 @@ def test_scripts_train_on_them(backend, script, tmp_path):
         ("--env-backend vector --env-id LunarLander-v3", "doesn't have a vector entry point"),
         ("--env-backend envpool --env-id Mars-v0", "EnvPool has no Mars-v0"),
         ("--env-backend vector --env-id CartPole-v1 --capture-video", "--capture-video needs --env-backend gymnasium"),
+        ("--env-backend vector --env-id CartPole-v1 --env-threads 2", "--env-threads needs --env-backend envpool"),
+        ("--env-backend envpool --env-threads 0", "--env-threads must be at least 1, got 0"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, flags, says):
