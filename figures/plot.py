@@ -319,7 +319,7 @@ def frontier(task):
     if not fixed:
         return None
     families = [(fixed, ORANGE, "s", "fixed interval", (3, -11, "left"))]
-    styles = itertools.cycle([(BLUE, "o", (-3, 6, "right")), (GREEN, "^", (0, 15, "center"))])
+    styles = itertools.cycle([(BLUE, "o", (-2, 6, "right")), (GREEN, "^", (0, 22, "center"))])
     for variant, (color, marker, where) in zip(task.variants(), styles, strict=False):
         reached = [key for key in task.settings("kl", variant) if task.column(key, "pulls_per_worker").max() > 1]
         if reached:
@@ -354,10 +354,10 @@ def frontier_of(axes, task, families, column):
         pulls = [task.column(setting, "pulls_per_worker").mean() for setting in family]
         points(axes, pulls, task, family, column, color, marker=marker, label=name)
         for setting, x in zip(family, pulls, strict=True):
-            spot, text = (x, iqm(task.column(setting, column))), {"color": color, "fontsize": 8, "ha": side}
+            spot, text = (x, iqm(task.column(setting, column))), {"color": color, "fontsize": 7, "ha": side}
             text["path_effects"] = [withStroke(linewidth=2, foreground="white")]
             axes.annotate(f"{setting.value:g}", spot, (right_by, up_by), textcoords="offset points", **text)
-    axes.margins(y=0.15)
+    axes.margins(y=0.2)
 
 
 def differences(axes, rows, name, colors):
