@@ -87,15 +87,15 @@ class Task:
     def shared(self, *settings):
         return sorted(set.intersection(*(set(self.runs.get(setting, ())) for setting in settings)))
 
-    def curve(self, setting, name):
+    def curve(self, setting, name, seeds=None):
         curves = self.curves[setting]
-        return np.array([curves[seed][name] for seed in sorted(curves)])  # (seeds, points)
+        return np.array([curves[seed][name] for seed in seeds or sorted(curves)])  # (seeds, points)
 
     def always(self):
         return [ALWAYS] if ALWAYS in self.runs else []
 
-    def caption(self, settings, more=""):
-        numbers = sorted({len(self.runs[setting]) for setting in [*settings, *self.always()]})
+    def caption(self, settings, more="", numbers=None):
+        numbers = sorted(numbers or {len(self.runs[setting]) for setting in [*settings, *self.always()]})
         if numbers == [1]:
             return f"1 seed{more}"
         count = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
@@ -198,10 +198,10 @@ def claims(task):
     return rows
 
 
-def draw(axes, task, setting, name, color, **style):
-    """Draw a curve with its interval."""
+def draw(axes, task, setting, name, color, seeds=None, **style):
+    """Draw a curve with its interval, of these seeds or of all."""
     steps = next(iter(task.curves[setting].values()))["step"]
-    middle, low, high = interval(iqm, task.curve(setting, name), resamples=1000)
+    middle, low, high = interval(iqm, task.curve(setting, name, seeds), resamples=1000)
     axes.plot(steps, middle, color=color, label=str(setting), **style)
     axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -255,19 +255,27 @@ def learning_curves(task):
     figure, grid = subplots(rows, columns, 8, 1 + 1.9 * rows, sharex=True, sharey=True)
     for axes in grid.flat[len(settings) :]:
         axes.remove()
+    numbers = set()
     for axes, setting in zip(grid.flat, settings, strict=False):
-        for always in task.always():
-            draw(axes, task, always, "return", "#888888", linewidth=1)
+        always = [key for key in task.always() if task.shared(setting, key)]
+        seeds = task.shared(setting, *always, *filter(None, [fair[setting]]))
+        numbers.add(len(seeds))
+        for key in always:
+            draw(axes, task, key, "return", "#888888", seeds, linewidth=1)
         if fair[setting]:
-            draw(axes, task, fair[setting], "return", ORANGE, linewidth=1)
+            draw(axes, task, fair[setting], "return", ORANGE, seeds, linewidth=1)
             axes.set_title(str(fair[setting]), fontsize=8, color=ORANGE, loc="right")
-        draw(axes, task, setting, "return", BLUE, linewidth=1.4)
+        draw(axes, task, setting, "return", BLUE, seeds, linewidth=1.4)
         axes.set_title(str(setting), fontsize=8, color=BLUE, loc="left")
+        axes.text(0.98, 0.03, number_of(len(seeds)), transform=axes.transAxes, fontsize=7, ha="right")
     figure.supylabel("return", fontsize=9)
     size = len(task.curve(settings[0], "return")[0])
-    caption = task.caption([*settings, *filter(None, fair.values())])
+    caption = task.caption(settings, ", the same for all in a panel", numbers)
     caption += f"\nEach point is the mean of the logged returns in 1/{size} of the steps"
-    title = "learning curves\nBlue: by divergence; orange: a fixed interval with about as many pulls; gray: always"
+    title = (
+        "learning curves\nBlue: by divergence; orange, where there is one: a fixed interval with about as many pulls; "
+    )
+    title += "gray: always"
     return finish(figure, task, title, caption, "environment steps")
 
 
@@ -295,7 +303,7 @@ def objectives(task):
     thresholds = sorted({setting.value for setting in settings})
     figure, ((left, right),) = subplots(1, 2, 8, 3.4)
     for axes, column, label in ((left, "mean_return_100", RETURN), (right, "pulls_per_worker", "pulls per worker")):
-        for (name, which), shift, color, marker in zip(kinds.items(), (-0.1, 0.1), (BLUE, ORANGE), "os", strict=True):
+        for (name, which), shift, color, marker in zip(kinds.items(), (-0.15, 0.15), (BLUE, ORANGE), "os", strict=True):
             places = [thresholds.index(setting.value) + shift for setting in which]
             points(axes, places, task, which, column, color, marker=marker, linestyle="none", label=name)
         for always in task.always():
@@ -335,7 +343,7 @@ def frontier(task):
         differences(right, rows, name, colors)
         right.set_title(label, fontsize=9)
     pulls = [task.column(setting, "pulls_per_worker").mean() for setting in settings]
-    grid[0, 0].set_xlim(min(pulls) / 1.4, max(pulls) * 1.4)
+    grid[0, 0].set_xlim(min(pulls) / 1.8, max(pulls) * 1.4)
     sent, pulls = (task.column(fixed[0], name).sum() for name in ("sync_bytes", "pulls_per_worker"))
     above = grid[0, 0].secondary_xaxis("top", functions=(lambda x: x * sent / pulls, lambda x: x * pulls / sent))
     above.set_xlabel("bytes of weights, all workers")
@@ -343,7 +351,7 @@ def frontier(task):
     logarithmic(grid[1, 0].xaxis)
     grid[1, 0].set_xlabel("pulls per worker (mean)")
     grid[1, 1].set_xlabel("paired difference, divergence minus interval\n(in brackets their pulls)")
-    caption = task.caption(settings, "\nBeside points their threshold or interval (1: always)")
+    caption = task.caption(settings, "\nBeside points their threshold or interval (orange 1: always)")
     return finish(figure, task, "divergence or a fixed interval?", caption, legend=grid[0, 0])
 
 
@@ -379,7 +387,7 @@ def lag(task):
     for (left, right), settings in zip(grid, kinds, strict=True):
         draw_all(left, task, settings, "kl")
         draw_all(right, task, settings, "lag")
-        left.set_title(settings[0].variant.removeprefix(", "), fontsize=9, loc="left")
+        left.set_title(settings[0].variant.removeprefix(", ") or "decoupled", fontsize=9, loc="left")
         left.set_yscale("symlog", linthresh=1e-3)  # it may be 0
         left.set(ylabel="KL before a pull, nats")
         right.set(ylabel="policy lag, versions")
@@ -387,7 +395,7 @@ def lag(task):
     for below in grid[1:, 0]:
         below.sharey(grid[0, 0])
     grid[0, 0].set_ylim(bottom=0)  # now that all is drawn, as it fixes the top, too
-    title = "what the trigger sees, on average also between pulls, and how old the policies are that act"
+    title = "KL after each update, whether a pull followed or not, and how old the policies are that act"
     return finish(figure, task, title, task.caption(sum(kinds, [])), "environment steps")
 
 

@@ -163,13 +163,16 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, mo
     drawn = {f"ppo_cartpole_v1_{kind}.png" for kind in ("synchronization", "lag")}
     assert set(contents(tmp_path / "plain")) == drawn
     shutil.copy(tmp_path / "runs.csv", paths["--results"])
+    (task,) = plot.load(paths["--results"])
+    panel = next(axes for axes in plot.learning_curves(task).axes if axes.get_title("left") == "KL > 0.5")
+    always, of_all = panel.lines[0].get_ydata(), plot.iqm(task.curve(plot.ALWAYS, "return"))
+    np.testing.assert_array_equal(always, plot.iqm(task.curve(plot.ALWAYS, "return", [1, 2])))
+    assert panel.texts[0].get_text() == "2 seeds" and not np.array_equal(always, of_all)
     monkeypatch.setattr(plot, "HELD_OUT", 2)
-    again = [row for row in plot.claims(plot.load(paths["--results"])[0]) if row["matched"] and row["held_out"]]
+    again = [row for row in plot.claims(task) if row["matched"] and row["held_out"]]
     both = {"KL > 0.1": 2, "KL > 0.5": 1, "KL > 0.1, plain": 2, "KL > 0.5, plain": 2}
     assert {row["setting"]: row["seeds"] for row in again} == both
-    assert "over 2 to 3 seeds (of fewer than 5 no interval)" in plot.load(paths["--results"])[0].caption(
-        [plot.Setting("kl", 0.5)]
-    )
+    assert "over 2 to 3 seeds (of fewer than 5 no interval)" in task.caption([plot.Setting("kl", 0.5)])
 
 
 def test_bounds_on_the_lag_and_objectives_are_not_mixed():
