@@ -152,13 +152,13 @@ def interval(statistic, *samples, resamples=2000):
     return statistic(*samples), low, high
 
 
-def matched(task, setting):
-    """Return the interval (but not always) with about as many pulls as a setting, on the same seeds, or None.
+def matched(task, setting, others):
+    """Return the one of others (but not always) with about as many pulls as a setting, on the same seeds, or None.
 
     Of several that one which shares most seeds with it, and of these the closest.
     """
     near = []
-    for other in task.settings("interval"):
+    for other in others:
         if other != ALWAYS and (seeds := task.shared(setting, other)):
             a, b = (task.column(key, "pulls_per_worker", seeds).mean() for key in (setting, other))
             if (ratio := max(a / b, b / a)) < 1.25:
@@ -170,12 +170,18 @@ def matched(task, setting):
 def claims(task):
     """Compare each setting with always, and by divergence with a fixed interval of as many pulls, seed by seed.
 
+    A variant, such as the plain objective, also with what it is one of: with as many pulls, and at the same threshold.
     Once more with the held-out seeds alone, where there are some: no setting was chosen for what it did with these.
     """
-    rows = []
+    rows, first = [], task.settings("kl", next(iter(task.variants()), None))
     for setting in sorted(task.runs):
-        fair = matched(task, setting) if setting.mode == "kl" else None
-        pairs = [(other, task.shared(setting, other)) for other in (ALWAYS, fair) if other not in (None, setting)]
+        fair, others = None, [ALWAYS]
+        if setting.mode == "kl":
+            fair = matched(task, setting, task.settings("interval"))
+            others.append(fair)
+            if setting not in first:
+                others += [matched(task, setting, first), *(key for key in first if key.value == setting.value)]
+        pairs = [(key, task.shared(setting, key)) for key in dict.fromkeys(others) if key not in (None, setting)]
         held_out = [(other, [seed for seed in seeds if seed >= HELD_OUT]) for other, seeds in pairs]
         for other, seeds in pairs + [pair for pair in held_out if pair not in pairs]:
             if not seeds:
@@ -250,7 +256,7 @@ def learning_curves(task):
     settings = [key for variant in task.variants() if variant != PLAIN for key in task.settings("kl", variant)]
     if not settings:
         return None
-    fair = {setting: matched(task, setting) for setting in settings}
+    fair = {setting: matched(task, setting, task.settings("interval")) for setting in settings}
     rows, columns = -(-len(settings) // 4), min(len(settings), 4)
     figure, grid = subplots(rows, columns, 8, 1 + 1.9 * rows, sharex=True, sharey=True)
     for axes in grid.flat[len(settings) :]:

@@ -146,6 +146,7 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, mo
     assert float(row["training"]) == pytest.approx(np.mean(points), rel=1e-3) and row["training_difference"] == "0"
     half = rows["KL > 0.5", "always"]  # pairs: seeds 1 and 2, with returns 10 and 20
     assert (half["seeds"], half["return"], half["return_difference"], half["return_low"]) == ("2", "15", "0", "nan")
+    assert rows["KL > 0.5, plain", "KL > 0.5"]["seeds"] == "2" and ("KL > 0.5", "KL > 0.5, plain") not in rows
     assert {row["held_out"] for row in rows.values()} == {"False"}
     text = (outputs[0] / "claims.md").read_text()
     assert "| PPO, CartPole-v1: KL > 0.5 | always | 2 | 300.0 instead of 1000.0 | 15.0: +0.0 | 7.0: +0.0 |" in text
