@@ -256,32 +256,29 @@ def learning_curves(task):
     settings = [key for variant in task.variants() if variant != PLAIN for key in task.settings("kl", variant)]
     if not settings:
         return None
-    fair = {setting: matched(task, setting, task.settings("interval")) for setting in settings}
     rows, columns = -(-len(settings) // 4), min(len(settings), 4)
     figure, grid = subplots(rows, columns, 8, 1 + 1.9 * rows, sharex=True, sharey=True)
     for axes in grid.flat[len(settings) :]:
         axes.remove()
     numbers = set()
     for axes, setting in zip(grid.flat, settings, strict=False):
-        always = [key for key in task.always() if task.shared(setting, key)]
-        seeds = task.shared(setting, *always, *filter(None, [fair[setting]]))
+        fair, shown = matched(task, setting, task.settings("interval")), [setting]
+        for other in filter(None, (*task.always(), fair)):
+            shown += [other] * bool(task.shared(other, *shown))  # what has run so far may have no seed in common
+        seeds = task.shared(*shown)
         numbers.add(len(seeds))
-        for key in always:
-            draw(axes, task, key, "return", "#888888", seeds, linewidth=1)
-        if fair[setting]:
-            draw(axes, task, fair[setting], "return", ORANGE, seeds, linewidth=1)
-            axes.set_title(str(fair[setting]), fontsize=8, color=ORANGE, loc="right")
-        draw(axes, task, setting, "return", BLUE, seeds, linewidth=1.4)
-        axes.set_title(str(setting), fontsize=8, color=BLUE, loc="left")
+        for key in (*shown[1:], setting):
+            color = BLUE if key == setting else "#888888" if key == ALWAYS else ORANGE
+            draw(axes, task, key, "return", color, seeds, linewidth=1.4 if key == setting else 1)
+        axes.set_title(str(setting), fontsize=7.5, color=BLUE, loc="left")
+        if fair in shown:
+            axes.set_title(str(fair), fontsize=7.5, color=ORANGE, loc="right")
         axes.text(0.98, 0.03, number_of(len(seeds)), transform=axes.transAxes, fontsize=7, ha="right")
     figure.supylabel("return", fontsize=9)
     size = len(task.curve(settings[0], "return")[0])
     caption = task.caption(settings, ", the same for all in a panel", numbers)
     caption += f"\nEach point is the mean of the logged returns in 1/{size} of the steps"
-    title = (
-        "learning curves\nBlue: by divergence; orange, where there is one: a fixed interval with about as many pulls; "
-    )
-    title += "gray: always"
+    title = "learning curves\nBlue: by divergence; gray: always; orange, if any: an interval with about as many pulls"
     return finish(figure, task, title, caption, "environment steps")
 
 
@@ -393,7 +390,9 @@ def lag(task):
     for (left, right), settings in zip(grid, kinds, strict=True):
         draw_all(left, task, settings, "kl")
         draw_all(right, task, settings, "lag")
-        left.set_title(settings[0].variant.removeprefix(", ") or "decoupled", fontsize=9, loc="left")
+        left.set_title(
+            settings[0].variant.removeprefix(", ") or "decoupled" * (task.algorithm == "PPO"), fontsize=9, loc="left"
+        )
         left.set_yscale("symlog", linthresh=1e-3)  # it may be 0
         left.set(ylabel="KL before a pull, nats")
         right.set(ylabel="policy lag, versions")
