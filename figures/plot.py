@@ -264,7 +264,8 @@ def learning_curves(task):
     for axes, setting in zip(grid.flat, settings, strict=False):
         fair, shown = matched(task, setting, task.settings("interval")), [setting]
         for other in filter(None, (*task.always(), fair)):
-            shown += [other] * bool(task.shared(other, *shown))  # what has run so far may have no seed in common
+            if task.shared(other, *shown):  # what has run so far may have no seed in common
+                shown.append(other)
         seeds = task.shared(*shown)
         numbers.add(len(seeds))
         for key in (*shown[1:], setting):
