@@ -29,7 +29,7 @@ lint: .venv/installed
 	.venv/bin/shellcheck -x slurm/*.sbatch slurm/*.sh .ci/run
 
 .venv/installed: requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed, this is " + sys.version.split()[0])'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed, this is " + sys.version.split()[0])'
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install -r requirements.txt
 	touch $@

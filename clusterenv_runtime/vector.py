@@ -6,7 +6,7 @@ import multiprocessing
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import cloudpickle
 import gymnasium as gym
@@ -25,9 +25,6 @@ from .recovery import Recovery
 from .security import HeadKeys, check_security, read_key_file
 from .spaces import check_reset_mask, map_space, observation_spaces
 from .sync import PolicyStore
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class WorkerVectorEnv(VectorEnv):
