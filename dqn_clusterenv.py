@@ -230,9 +230,8 @@ if __name__ == "__main__":
         import wandb
 
         wandb.init(
-            project=args.wandb_project_name, entity=args.wandb_entity, name=run_name, config=vars(args),
-            sync_tensorboard=True, monitor_gym=args.capture_video, save_code=True,
-            id=saved.get("wandb_id"), resume="allow",
+            project=args.wandb_project_name, entity=args.wandb_entity, name=run_name, config=vars(args), save_code=True,
+            sync_tensorboard=True, monitor_gym=args.capture_video, id=saved.get("wandb_id"), resume="allow",
         )  # fmt: skip
         wandb.define_metric("*", step_metric="global_step")
     writer = SummaryWriter(f"runs/{run_name}", purge_step=global_step + bool(saved))
