@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -46,7 +47,7 @@ class ClusterArgs:
     """where workers run: `local` starts them on this machine, `slurm` as steps of the job that this runs in, `external`
     prints their commands and waits until you have run them"""
     worker_prefix: str = ""
-    """with `--launcher slurm` or `external`: goes before each worker's Python, as in `apptainer exec image.sif`"""
+    """goes before each worker's Python, as in `nice -n 19` or (with `--launcher slurm`) `apptainer exec image.sif`"""
     dry_run: bool = False
     """print the workers' commands, one a line, and start nothing"""
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
@@ -191,8 +192,6 @@ class ClusterArgs:
         tcp = address or self.launcher == "slurm"
         check(tcp or self.port == 0, "--port needs --bind-address or --interface")
         check(tcp or self.launcher != "external", "--launcher external needs --bind-address or --interface")
-        prefixed = self.launcher != "local" or not self.worker_prefix
-        check(prefixed, "--worker-prefix needs --launcher slurm or external")
         named = self.run_name is None or re.fullmatch(r"[\w+=-][\w.+=-]*", self.run_name)
         check(named, f"--run-name must be of letters, digits and -_.+=, not begin with a dot, got {self.run_name}")
         if self.key_file is not None:
@@ -201,6 +200,9 @@ class ClusterArgs:
             there = [name for _, name in socket.if_nameindex()]
             check(self.interface in there, f"--interface must be one of {', '.join(there)}, got {self.interface}")
         try:
+            for program in shlex.split(self.worker_prefix)[:1]:
+                there = self.launcher != "local" or shutil.which(program)
+                check(there, f"--worker-prefix begins with {program}, and there is no such program here")
             check_security(address, self.security, self.allow_insecure)
             if self.key_file is not None:
                 read_key_file(self.key_file, HeadKeys)

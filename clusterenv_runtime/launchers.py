@@ -29,10 +29,13 @@ def worker_flags(
 
 
 class Launcher:
-    """What the head needs to know of how its workers come to be. With ``log_dir`` it may leave files there."""
+    """What the head needs to know of how its workers come to be. With ``log_dir`` it may leave files there.
 
-    def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
-        self._log_dir = None if log_dir is None else Path(log_dir)
+    ``prefix`` is what goes before each worker's command.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
+        self._log_dir, self._prefix = None if log_dir is None else Path(log_dir), shlex.split(prefix)
         self._num_workers, self._flags = 0, list[str]()
 
     @property
@@ -56,6 +59,10 @@ class Launcher:
     def command(self, index: int) -> list[str]:
         """Return the command that starts a worker."""
         raise NotImplementedError
+
+    def arguments(self, index: int) -> list[str]:
+        """Return the arguments of that command's Python."""
+        return [*_WORKER, "--index", str(index), *self._flags]
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that this adds to those of `command`."""
@@ -92,12 +99,15 @@ class Launcher:
 
 
 class LocalLauncher(Launcher):
-    """Workers as subprocesses of this Python. With ``log_dir`` their output goes to ``log_dir/worker-I.log``."""
+    """Workers as subprocesses of this Python. With ``log_dir`` their output goes to ``log_dir/worker-I.log``.
+
+    ``prefix`` must become the worker, as ``nice -n 19`` does, and not have it as its child.
+    """
 
     directory = None  # the system's place for temporary files
 
-    def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
-        super().__init__(log_dir)
+    def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
+        super().__init__(log_dir, prefix)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
@@ -105,7 +115,7 @@ class LocalLauncher(Launcher):
         super().prepare(num_workers, flags, directory)
 
     def command(self, index: int) -> list[str]:
-        return [sys.executable, *_WORKER, "--index", str(index), *self._flags]
+        return [*self._prefix, sys.executable, *self.arguments(index)]
 
     def variables(self) -> dict[str, str]:
         paths = [str(Path(__file__).resolve().parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -124,9 +134,10 @@ class LocalLauncher(Launcher):
 
     def _spawn(self, index: int, output: object) -> subprocess.Popen[bytes]:
         env = {**self._inherited(), **self.variables()}
-        # A session of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.
+        # A process group of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order. No
+        # session: Linux would share the cores out between sessions, whatever the niceness of who is in them.
         return subprocess.Popen(
-            self.command(index), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            self.command(index), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
         )
 
     def _inherited(self) -> dict[str, str]:
@@ -170,19 +181,14 @@ class LocalLauncher(Launcher):
 class ExternalLauncher(Launcher):
     """Workers that you start: it prints their commands and lets the head wait for as long as you need.
 
-    The keys, if there are any, are in a file below ``log_dir``, which their commands name. ``prefix`` is what goes
-    before each command.
+    The keys, if there are any, are in a file below ``log_dir``, which their commands name.
     """
-
-    def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
-        super().__init__(log_dir)
-        self._prefix = shlex.split(prefix)
 
     def address(self, num_workers: int) -> str | None:
         raise ValueError("workers that are started elsewhere need an address to connect to: give bind_address")
 
     def command(self, index: int) -> list[str]:
-        return [*self._prefix, "env", "OMP_NUM_THREADS=1", "python", *_WORKER, "--index", str(index), *self._flags]
+        return [*self._prefix, "env", "OMP_NUM_THREADS=1", "python", *self.arguments(index)]
 
     def start(self) -> None:
         print("run these, each once, wherever you like:")
@@ -205,4 +211,4 @@ def make_launcher(name: str, log_dir: str | os.PathLike[str] | None = None, pref
         from .slurm import SlurmLauncher
 
         return SlurmLauncher(log_dir, prefix)
-    return ExternalLauncher(log_dir, prefix) if name == "external" else LocalLauncher(log_dir)
+    return (ExternalLauncher if name == "external" else LocalLauncher)(log_dir, prefix)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shlex
 import shutil
 import socket
 import subprocess
@@ -92,16 +91,16 @@ def srun_command(index: int, node: str, het: bool, log: str | None, worker: list
 class SlurmLauncher(LocalLauncher):
     """Workers as steps of the job that this process runs in. With ``log_dir`` they log to ``log_dir/worker-I.log``.
 
-    ``log_dir`` must be on a file system that the workers' nodes share: the keys are there, too. ``prefix`` is what goes
-    before a worker's Python, as in "apptainer exec image.sif".
+    ``log_dir`` must be on a file system that the workers' nodes share: the keys are there, too. ``prefix`` may be a
+    container's, as in "apptainer exec image.sif".
 
     Raises:
         StartupError: this is no Slurm job.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
-        super().__init__(log_dir)
-        self._prefix, self._allocation = shlex.split(prefix), read_allocation()
+        super().__init__(log_dir, prefix)
+        self._allocation = read_allocation()
         self._places: list[str] = []  # each worker's node
         self._words: dict[int, IO[bytes]] = {}  # what each srun has said
 
@@ -136,9 +135,8 @@ class SlurmLauncher(LocalLauncher):
             logger.warning("%d workers share fewer cores: besides the head's, %s", num_workers, free)
 
     def command(self, index: int) -> list[str]:
-        _, *arguments = super().command(index)
         # With a prefix, that is a container's: the path of this one means nothing there.
-        worker = [*self._prefix, "python" if self._prefix else sys.executable, *arguments]
+        worker = [*self._prefix, "python" if self._prefix else sys.executable, *self.arguments(index)]
         return srun_command(index, self._places[index], self._allocation.het, self.log(index), worker)
 
     def _inherited(self) -> dict[str, str]:

@@ -16,7 +16,7 @@ import yaml
 
 from clusterenv_runtime import ClusterEnv, head
 from clusterenv_runtime.errors import StartupError
-from clusterenv_runtime.launchers import ExternalLauncher
+from clusterenv_runtime.launchers import ExternalLauncher, LocalLauncher
 from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file
 from clusterenv_runtime.slurm import Allocation, SlurmLauncher, srun_command
 
@@ -57,7 +57,7 @@ def path(tmp_path):
 @pytest.mark.parametrize(
     "golden, flags, env",
     [
-        ("local", "--num-workers 2", {}),
+        ("local", "--num-workers 2 --worker-prefix='nice -n 19'", {}),
         ("slurm", "--launcher slurm --num-workers 4 --port 5555", PLAIN),
         ("hetjob", "--launcher slurm --num-workers 3 --worker-prefix='apptainer exec image.sif'", HET),
         ("external", "--launcher external --num-workers 2 --interface lo", {}),
@@ -104,7 +104,7 @@ def test_a_percent_sign_in_a_log_is_none_to_srun():
         ("--launcher slurm", {**PLAIN, "PATH": os.path.dirname(sys.executable)}, "there is no srun here"),
         ("--launcher slurm", {**PLAIN, "SLURM_JOB_NODELIST": "x"}, "scontrol show hostnames x: slurm_load_node error"),
         ("--launcher external", {}, "--launcher external needs --bind-address or --interface"),
-        ("--worker-prefix nice", {}, "--worker-prefix needs --launcher slurm or external"),
+        ("--worker-prefix nonesuch", {}, "--worker-prefix begins with nonesuch, and there is no such program here"),
         ("--key-file key", {}, "--key-file is for tcp with --security curve"),
         ("--key-file no --bind-address 127.0.0.1", {}, "cannot read the key file no: No such file"),
         ("--run-name ../there", {}, "--run-name must be of letters, digits"),
@@ -115,6 +115,15 @@ def test_mistakes_are_told_before_anything_starts(tmp_path, monkeypatch, path, f
         monkeypatch.setenv(name, value)
     (tmp_path / "empty").mkdir()
     check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path / "empty", [*TINY, *flags.split()], says)
+
+
+def test_a_prefix_lets_the_head_go_before_its_workers(workers):
+    with ClusterEnv([CountingEnv] * 2, 2, launcher=LocalLauncher(prefix="nice -n 3")) as envs:
+        envs.reset()
+        for pid in workers():
+            assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + 3
+            assert os.getsid(pid) == os.getsid(0)  # where sessions share the cores, it counts within them only
+            assert os.getpgid(pid) == pid != os.getpgid(0)  # Ctrl-C is for the head
 
 
 def test_a_name_is_taken_once_a_run_of_it_has_a_checkpoint(tmp_path):
