@@ -3,8 +3,8 @@
     python -m benchmarks.throughput
 
 All do the work of `benchmarks/work.py`, in turn, `--rounds` times, with one torch thread per process:
-ppo_clusterenv.py as it is, with `--overlap`, compiled, with all environments on one worker, and on EnvPool (after `pip
-install envpool`); a loop in CleanRL's style in a single process, on SyncVectorEnv and on AsyncVectorEnv; and as the
+ppo_clusterenv.py as it is, with `--overlap`, compiled, with workers that yield to the learner, with all environments on
+one worker, and on EnvPool (after `pip install envpool`); a loop in CleanRL's style in a single process, on SyncVectorEnv and on AsyncVectorEnv; and as the
 floor under any wall time, as many processes as we have workers that step and act, without learning or communicating.
 Steady state: imports, start-up and the first iteration are left out, of all alike. Prints medians, ranges, and ratios.
 Takes about twenty minutes on two cores.
@@ -93,6 +93,10 @@ SYSTEMS = {  # name: (label, how to measure it)
     "clusterenv": ("ClusterEnv, 2 workers", clusterenv),
     "clusterenv-overlap": ("ClusterEnv, 2 workers, --overlap", clusterenv_with("--overlap")),
     "clusterenv-compile": ("ClusterEnv, 2 workers, --overlap --compile", clusterenv_with(*FAST)),
+    "clusterenv-nice": (
+        "ClusterEnv, 2 workers behind the learner (nice), --overlap --compile",
+        clusterenv_with(*FAST, "--worker-prefix", "nice -n 19"),
+    ),
     "clusterenv-one": ("ClusterEnv, 1 worker, --overlap --compile", clusterenv_with(*FAST, *ONE_WORKER)),
     "clusterenv-envpool": ("ClusterEnv on EnvPool, 2 workers, --overlap --compile", clusterenv_with(*FAST, *ENVPOOL)),
     "clusterenv-envpool-one": (
