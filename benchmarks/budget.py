@@ -9,6 +9,7 @@ processes and leaves out those that wait. Start-up is left out, and of the head 
 
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -92,6 +93,8 @@ def of_worker(frames):
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
+    if shutil.which("py-spy") is None:
+        sys.exit("error: there is no py-spy on the PATH: pip install py-spy")
     starts, head, worker = sections(), Counter(), Counter()
     train = [
         sys.executable, str(SCRIPT), "--env-id", args.env_id, *work.FLAGS,

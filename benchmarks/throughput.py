@@ -3,10 +3,10 @@
     python -m benchmarks.throughput
 
 All do the work of `benchmarks/work.py`, in turn, `--rounds` times, with one torch thread per process:
-ppo_clusterenv.py as it is, with `--overlap`, compiled, with workers that yield to the learner, with all environments on
-one worker, and on EnvPool (after `pip install envpool`); a loop in CleanRL's style in a single process, on SyncVectorEnv
-and on AsyncVectorEnv; and as the floor under any wall time, as many processes as we have workers that step and act,
-without learning or communicating.
+ppo_clusterenv.py as it is, with `--overlap`, compiled, with workers that yield to the learner, with all environments
+on one worker, and on EnvPool (after `pip install envpool`); a loop in CleanRL's style in a single process, on
+SyncVectorEnv and on AsyncVectorEnv; and as the floor under any wall time, as many processes as we have workers that
+step and act, without learning or communicating.
 Steady state: imports, start-up and the first iteration are left out, of all alike. Prints medians, ranges, and ratios.
 Takes about twenty minutes on two cores.
 """
