@@ -47,7 +47,7 @@ class Args(ClusterArgs):  # what is the runtime's, such as num_workers and kl_th
     max_seconds: float | None = None
     """stop cleanly after so many seconds of training"""
     compile: bool = False
-    """if toggled, networks and loss are compiled: half a minute at first, updates in half to two thirds of the time"""
+    """if toggled, networks and loss are compiled: half a minute at first, then updates take two thirds of the time"""
 
     # Algorithm specific arguments
     env_id: str = "LunarLander-v3"
