@@ -95,7 +95,7 @@ SYSTEMS = {  # name: (label, how to measure it)
     "clusterenv-overlap": ("ClusterEnv, 2 workers, --overlap", clusterenv_with("--overlap")),
     "clusterenv-compile": ("ClusterEnv, 2 workers, --overlap --compile", clusterenv_with(*FAST)),
     "clusterenv-nice": (
-        "ClusterEnv, 2 workers behind the learner (nice), --overlap --compile",
+        "ClusterEnv, 2 workers with nice, --overlap --compile",
         clusterenv_with(*FAST, "--worker-prefix", "nice -n 19"),
     ),
     "clusterenv-one": ("ClusterEnv, 1 worker, --overlap --compile", clusterenv_with(*FAST, *ONE_WORKER)),

@@ -194,15 +194,18 @@ class ClusterArgs:
         check(tcp or self.launcher != "external", "--launcher external needs --bind-address or --interface")
         named = self.run_name is None or re.fullmatch(r"[\w+=-][\w.+=-]*", self.run_name)
         check(named, f"--run-name must be of letters, digits and -_.+=, not begin with a dot, got {self.run_name}")
+        try:
+            program = "".join(shlex.split(self.worker_prefix)[:1])
+        except ValueError as error:
+            check(False, f"--worker-prefix {self.worker_prefix}: {error}")
+        there = self.launcher != "local" or not program or shutil.which(program)
+        check(there, f"--worker-prefix begins with {program}, and there is no such program here")
         if self.key_file is not None:
             check(tcp and self.security == "curve", "--key-file is for tcp with --security curve")
         if self.interface:
             there = [name for _, name in socket.if_nameindex()]
             check(self.interface in there, f"--interface must be one of {', '.join(there)}, got {self.interface}")
         try:
-            for program in shlex.split(self.worker_prefix)[:1]:
-                there = self.launcher != "local" or shutil.which(program)
-                check(there, f"--worker-prefix begins with {program}, and there is no such program here")
             check_security(address, self.security, self.allow_insecure)
             if self.key_file is not None:
                 read_key_file(self.key_file, HeadKeys)

@@ -99,10 +99,7 @@ class Launcher:
 
 
 class LocalLauncher(Launcher):
-    """Workers as subprocesses of this Python. With ``log_dir`` their output goes to ``log_dir/worker-I.log``.
-
-    ``prefix`` must become the worker, as ``nice -n 19`` does, and not have it as its child.
-    """
+    """Workers as subprocesses of this Python. With ``log_dir`` their output goes to ``log_dir/worker-I.log``."""
 
     directory = None  # the system's place for temporary files
 
@@ -135,7 +132,7 @@ class LocalLauncher(Launcher):
     def _spawn(self, index: int, output: object) -> subprocess.Popen[bytes]:
         env = {**self._inherited(), **self.variables()}
         # A process group of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order. No
-        # session: Linux would share the cores out between sessions, whatever the niceness of who is in them.
+        # session: Linux may share the cores out between sessions, whatever the niceness of who is in them.
         return subprocess.Popen(
             self.command(index), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
         )

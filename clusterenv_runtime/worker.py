@@ -234,6 +234,10 @@ def main() -> None:
         keys = None if args.key_file is None else read_key_file(args.key_file)
     except StartupError as error:
         sys.exit(f"error: {error}")
+    if args.head_pid is not None and os.getppid() != args.head_pid:
+        with contextlib.suppress(OSError):
+            os.kill(args.head_pid, 0)
+            args.head_pid = None  # it lives, our parent is of a --worker-prefix; the link will tell when it ends
     worker = Worker(args, keys)
     try:
         with contextlib.suppress(_End):

@@ -104,6 +104,7 @@ def test_a_percent_sign_in_a_log_is_none_to_srun():
         ("--launcher slurm", {**PLAIN, "PATH": os.path.dirname(sys.executable)}, "there is no srun here"),
         ("--launcher slurm", {**PLAIN, "SLURM_JOB_NODELIST": "x"}, "scontrol show hostnames x: slurm_load_node error"),
         ("--launcher external", {}, "--launcher external needs --bind-address or --interface"),
+        ("--worker-prefix 'nice", {}, "--worker-prefix 'nice: No closing quotation"),
         ("--worker-prefix nonesuch", {}, "--worker-prefix begins with nonesuch, and there is no such program here"),
         ("--key-file key", {}, "--key-file is for tcp with --security curve"),
         ("--key-file no --bind-address 127.0.0.1", {}, "cannot read the key file no: No such file"),
@@ -121,9 +122,19 @@ def test_a_prefix_lets_the_head_go_before_its_workers(workers):
     with ClusterEnv([CountingEnv] * 2, 2, launcher=LocalLauncher(prefix="nice -n 3")) as envs:
         envs.reset()
         for pid in workers():
-            assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + 3
+            assert os.getpriority(os.PRIO_PROCESS, pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 3, 19)
             assert os.getsid(pid) == os.getsid(0)  # where sessions share the cores, it counts within them only
             assert os.getpgid(pid) == pid != os.getpgid(0)  # Ctrl-C is for the head
+
+
+def test_a_prefix_may_have_the_worker_as_its_child(workers):
+    launcher = LocalLauncher(prefix="sh -c '\"$@\"; exit $?' sh")
+    with ClusterEnv([CountingEnv] * 2, 2, launcher=launcher) as envs:
+        envs.reset()
+        assert {command[0] for command in workers().values()} == {"sh"}
+        os.killpg(min(workers()), signal.SIGKILL)
+        envs.step([0, 0])
+        assert len(envs.restarts) == 1
 
 
 def test_a_name_is_taken_once_a_run_of_it_has_a_checkpoint(tmp_path):
