@@ -246,7 +246,7 @@ if __name__ == "__main__":
     optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     loss_fn, get_value, actor = ppo_loss, agent.get_value, agent.actor
     if args.compile:
-        options = {"cpp.use_decompose_tanh": True}  # on CPUs, several times as fast as their usual one
+        options = {"cpp.use_decompose_tanh": True}  # a tanh that is several times as fast on CPUs
         get_value, actor = (torch.compile(part, dynamic=False, options=options) for part in (get_value, actor))
         loss_fn = torch.compile(ppo_loss, dynamic=False, options=options | {"triton.cudagraphs": device.type == "cuda"})
     recent_returns = deque(saved.get("recent_returns", []), maxlen=100)
