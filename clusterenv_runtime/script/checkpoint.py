@@ -1,32 +1,25 @@
-"""Checkpoints of a training script: written whole or not at all, never unpickled freely; and signals that ask for one.
+"""Checkpoints of a training script: written whole or not at all, never unpickled freely.
 
 A checkpoint is a file of `torch.save` whose name holds its step and its SHA-256: ``checkpoint-STEP-DIGEST.pt``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
 import random
 import re
-import signal
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from .env import ClusterEnv
-from .errors import CheckpointError, Interrupted
+from ..errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{64})\.pt")
-KEEP = 2  # checkpoints in a directory
 
 
 class _Hashed:
@@ -147,47 +140,3 @@ def set_rng_state(state: dict[str, Any]) -> None:
     if torch.cuda.is_available():
         for device, cuda in list(enumerate(state["cuda"]))[: torch.cuda.device_count()]:
             torch.cuda.set_rng_state(cuda, device)
-
-
-@contextlib.contextmanager
-def checkpoints(
-    envs: ClusterEnv, save: Callable[[], None], directory: str, interval: float
-) -> Iterator[Callable[[], None]]:
-    """Give a function that calls ``save`` if ``interval`` seconds have passed, and save when a signal ends the run.
-
-    The function also raises `Interrupted` after a signal, as methods of ``envs`` do.
-
-    On SIGTERM, SIGUSR1 or Ctrl-C: `ClusterEnv.interrupt`, ``save``, say how to resume ``directory``, and exit. The exit
-    code is 75, for which schedulers may requeue (EX_TEMPFAIL), or 130 after Ctrl-C. A second Ctrl-C does what it does
-    elsewhere. Once ``envs`` is closed, nothing waits for workers, and a signal is heeded wherever it finds you.
-    """
-    last, received = time.monotonic(), []  # received: signals
-
-    def save_if_due() -> None:
-        nonlocal last
-        if received:
-            raise Interrupted("interrupted")
-        if time.monotonic() - last > interval:
-            save()
-            last = time.monotonic()
-
-    def handle(number: int, _: Any) -> None:
-        received.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if envs.closed:
-            raise Interrupted("interrupted")
-        envs.interrupt()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    try:
-        yield save_if_due
-    except Interrupted:
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # heeded already, to the end of this process
-            signal.signal(number, signal.SIG_IGN)
-            del before[number]
-        save()
-        print(f"interrupted; to go on: python {sys.argv[0]} --resume {directory}", file=sys.stderr)
-        sys.exit(130 if received[:1] == [signal.SIGINT] else 75)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,0 +1,134 @@
+"""The command line of a training script: the flags that all have, W&B's spellings of booleans, and --resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import sys
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from ..errors import CheckpointError, StartupError
+from ..options import ClusterOptions, Positive, PositiveNumber, Range
+from .checkpoint import load_checkpoint
+
+T = TypeVar("T", bound="ScriptArgs")
+Seed = Annotated[int, Range("from 0 to 4294967295", lambda value: 0 <= value < 2**32)]
+Interval = Annotated[float, Range("a number of seconds >= 0", lambda value: value >= 0)]
+
+
+def check(fine: Any, message: Any) -> None:
+    """Exit with one line if something is not ``fine``."""
+    if not fine:
+        sys.exit(f"error: {message}")
+
+
+def spell(name: str) -> str:
+    """Write a field's name as a flag."""
+    return "--" + name.replace("_", "-")
+
+
+@dataclass
+class ScriptArgs(ClusterOptions):
+    """The flags of every script. Its own add ``env_id``, ``total_timesteps``, and what belongs to the algorithm."""
+
+    envs_per_worker: Positive = 32
+    """the number of parallel game environments on each worker"""
+    env_backend: Literal["gymnasium", "vector", "envpool"] = "gymnasium"
+    """what steps a worker's environments: a loop over Gymnasium's, the environment's own vectorized version, if it
+    has one, or EnvPool's (`pip install envpool`)"""
+    env_threads: Positive = 1
+    """with `--env-backend envpool`: the number of threads that step each worker's environments"""
+    dry_run: bool = False
+    """print the workers' commands, one a line, and start nothing"""
+    run_name: str | None = None
+    """the run goes to `runs/RUN_NAME`; by default it is named after environment, experiment, seed and time"""
+    checkpoint_interval: Interval = 300.0
+    """seconds between checkpoints; there is also one at the end, and at SIGTERM, SIGUSR1 and Ctrl-C"""
+    resume: str | None = None
+    """go on with this run (`runs/NAME`): its flags are the defaults, and those given here override them"""
+
+    exp_name: str = ""
+    """the name of this experiment"""
+    seed: Seed = 1
+    """seed of the experiment"""
+    torch_deterministic: bool = True
+    """if toggled, `torch.backends.cudnn.deterministic=True`"""
+    cuda: bool = True
+    """if toggled, the learner uses a GPU where there is one"""
+    track: bool = False
+    """if toggled, this experiment will be tracked with Weights and Biases"""
+    wandb_project_name: str = "clusterenv"
+    """the wandb's project name"""
+    wandb_entity: str | None = None
+    """the entity (team) of wandb's project"""
+    capture_video: bool = False
+    """whether to record videos of environment 0 (check out the `videos` folder)"""
+    save_model: bool = True
+    """whether to save the model into the `runs/{run_name}` folder"""
+    eval_episodes: Positive = 20
+    """the number of episodes of the final evaluation"""
+    max_seconds: PositiveNumber | None = None
+    """stop cleanly after so many seconds of training"""
+
+    @property
+    def resumed_name(self) -> str | None:
+        """The name, in ``runs``, of the run to go on with, if any."""
+        return None if self.resume is None else os.path.relpath(self.resume, "runs")
+
+    def options(self) -> dict[str, Any]:
+        """Return those of these that are options of `ClusterEnv`, its keyword arguments."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(ClusterOptions)}
+
+
+def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str, Any]]:
+    """Read the command line; with --resume also the checkpoint to go on from, else an empty one.
+
+    ``fixed`` are the flags that must stay as they were, besides the number of workers and of their environments.
+    Mistakes end the process with one line.
+    """
+    # W&B agents write booleans as --flag=True; tyro's spelling is --flag and --no-flag
+    hints = typing.get_type_hints(script_args)
+    booleans = "|".join(name.replace("_", "[-_]") for name, hint in hints.items() if hint is bool)
+    argv = [re.sub(rf"^--({booleans})=[Tt]rue$", r"--\1", arg) for arg in sys.argv[1:]]
+    argv = [re.sub(rf"^--({booleans})=[Ff]alse$", r"--no-\1", arg) for arg in argv]
+    args, saved = tyro.cli(script_args, args=argv), {}
+    if args.resume is not None:
+        in_runs = not args.resumed_name.startswith(".")
+        check(in_runs, f"--resume must be runs/NAME, of the working directory, got {args.resume}")
+        try:
+            saved = load_checkpoint(args.resume)
+        except CheckpointError as error:
+            check(False, error)
+        unknown = ", ".join(spell(name) for name in saved["args"] if name not in hints)
+        check(not unknown, f"{args.resume} is of another script, or version of it: it has {unknown}")
+        args = tyro.cli(script_args, args=argv, default=script_args(**saved["args"]))
+        for name in ("num_workers", "envs_per_worker", *fixed):
+            before, now = saved["args"].get(name), getattr(args, name)
+            check(before == now, f"{spell(name)} cannot change on the way: {args.resume} has {before}, got {now}")
+    _check(args)
+    return args, saved
+
+
+def _check(args: ScriptArgs) -> None:
+    """Exit with one line if a flag that all scripts have is out of range, or does not go with the others."""
+    try:
+        args.check(args.make_launcher(spell=spell), spell)
+        if args.bind_address:
+            socket.create_server((args.bind_address, args.port)).close()
+    except (StartupError, ValueError) as error:
+        check(False, error)
+    except OSError as error:
+        check(False, f"cannot listen on --bind-address {args.bind_address}, port {args.port}: {error.strerror}")
+    video = args.env_backend == "gymnasium" or not args.capture_video
+    check(video, f"--capture-video needs --env-backend gymnasium, not {args.env_backend}")
+    threaded = args.env_backend == "envpool" or args.env_threads == 1
+    check(threaded, f"--env-threads needs --env-backend envpool, not {args.env_backend}")
+    named = args.run_name is None or re.fullmatch(r"[\w+=-][\w.+=-]*", args.run_name)
+    check(named, f"--run-name must be of letters, digits and -_.+=, not begin with a dot, got {args.run_name}")

@@ -1,0 +1,61 @@
+"""The learning curve of a run: the returns of its episodes, and what the synchronization of the policy took."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from ..rollout import Rollout
+
+
+class LearningCurve:
+    """Collects episodes, and points of the curve: (global_step, mean return, pulls per worker, policy versions)."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, float, float, int]] = []
+        self._recent_returns: deque[float] = deque(maxlen=100)
+        self._returns: list[float] = []  # of the episodes since the last point
+        self._lengths: list[int] = []
+
+    def add_episodes(self, rollout: Rollout) -> None:
+        self._recent_returns.extend(rollout.episodic_returns.tolist())
+        self._returns += rollout.episodic_returns.tolist()
+        self._lengths += rollout.episodic_lengths.tolist()
+
+    def add_point(self, global_step: int, pulls: float, versions: int) -> dict[str, float]:
+        """Add a point; return the means of the episodes since the last one, by the names they are logged under."""
+        self.points.append((global_step, self.mean_return, pulls, versions))
+        scalars = {"charts/mean_return_100": self.mean_return}
+        if self._returns:
+            scalars["charts/episodic_return"] = float(np.mean(self._returns))
+            scalars["charts/episodic_length"] = float(np.mean(self._lengths))
+        self._returns, self._lengths = [], []
+        return scalars
+
+    @property
+    def mean_return(self) -> float:
+        """The mean return of the last 100 episodes; NaN before the first."""
+        return float(np.mean(self._recent_returns)) if self._recent_returns else float("nan")
+
+    def state_dict(self) -> dict[str, Any]:
+        recent = list(self._recent_returns)
+        return {"points": self.points, "recent": recent, "returns": self._returns, "lengths": self._lengths}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.points, self._returns, self._lengths = state["points"], state["returns"], state["lengths"]
+        self._recent_returns.extend(state["recent"])
+
+    def plot(self, title: str, path: str) -> None:
+        steps, returns, pulls, versions = np.array(self.points).reshape(-1, 4).T
+        figure = Figure(figsize=(7, 5.5), layout="constrained")
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+        top.plot(steps, returns, color="#0072B2")
+        top.set(title=title, ylabel="mean return of the last 100 episodes")
+        bottom.plot(steps, versions, "--", color="#555555", label="policy versions")
+        bottom.plot(steps, pulls, color="#D55E00", label="pulls per worker")
+        bottom.set(xlabel="environment steps", ylabel="cumulative number")
+        bottom.legend(frameon=False)
+        figure.savefig(path, dpi=150)

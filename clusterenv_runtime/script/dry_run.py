@@ -1,0 +1,30 @@
+"""What --dry-run prints: the workers' commands."""
+
+from __future__ import annotations
+
+import os
+import shlex
+
+import zmq
+
+from .._adapter import listening_address, worker_flags
+from .arguments import ScriptArgs
+
+
+def worker_commands(args: ScriptArgs, log_dir: str) -> list[str]:
+    """Return the workers' commands.
+
+    PORT stands for a random one, KEYS for the directory that the head makes where the launcher wants it.
+    """
+    launcher = args.make_launcher(log_dir)
+    keys, address = os.path.join(launcher.directory or "", "KEYS"), args.address(launcher)
+    if args.interface:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
+            probe.bind(f"tcp://{args.interface}:*")
+            address = probe.last_endpoint.decode().removeprefix("tcp://").rpartition(":")[0]
+    key_file = f"{keys}/key" if address and args.security == "curve" else None
+    address = listening_address(address, args.port or "PORT", keys)
+    launcher.prepare(args.num_workers, worker_flags(address, key_file, args.startup_timeout, args.worker_timeout), keys)
+    variables = [f"{name}={value}" for name, value in launcher.variables().items()]
+    before = ["env", *variables] if variables else []
+    return [shlex.join([*before, *launcher.command(index)]) for index in range(args.num_workers)]

@@ -1,0 +1,97 @@
+"""A script's environments: who makes them, what they look like, and episodes in them to evaluate a policy."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.vector import SyncVectorEnv, VectorEnv
+
+from ..batch_slice import make_vec
+from .arguments import check
+
+EnvFn = Callable[[], gym.Env]
+
+
+def by_backend(args: Any, env_fns: list[EnvFn]) -> Any:
+    """Return what `ClusterEnv` takes: these, or with another --env-backend the one function that makes them all."""
+    if args.env_backend == "gymnasium":
+        return env_fns
+    threads = {"num_threads": args.env_threads} if args.env_backend == "envpool" else {}
+    return partial(make_vec, args.env_backend, args.env_id, **threads)
+
+
+def make_here(args: Any, env_fns: list[EnvFn]) -> VectorEnv:
+    """Make as many environments in this process, by these functions or by the --env-backend."""
+    made = by_backend(args, env_fns)
+    return made(len(env_fns)) if callable(made) else SyncVectorEnv(made)
+
+
+def read_spaces(args: Any, make_env: Callable[..., EnvFn]) -> tuple[gym.Space, gym.Space]:
+    """Return the spaces of an environment's observations and actions; if there can be none, exit with one line."""
+    env_fn = make_env(args.env_id, 1, False, "")
+    try:
+        env = make_here(args, [env_fn])
+        if args.env_backend != "gymnasium":
+            _check_plain(args, make_env)
+    except (ModuleNotFoundError, gym.error.Error) as error:
+        check(False, error)
+    if args.capture_video:
+        check(
+            "rgb_array" in env.metadata.get("render_modes", ()), f"--capture-video: {args.env_id} renders no pictures"
+        )
+        check(importlib.util.find_spec("moviepy"), "--capture-video needs MoviePy: pip install moviepy")
+    env.close()
+    return env.single_observation_space, env.single_action_space
+
+
+def _check_plain(args: Any, make_env: Callable[..., EnvFn]) -> None:
+    """Exit with one line if ``make_env`` does anything that another --env-backend, which does not call it, would not."""
+    env_id = args.env_id
+    try:
+        plain = gym.make(env_id)
+    except gym.error.Error:  # the backend's alone; what make_env does, it may do to another
+        plain = gym.make(env_id := "CartPole-v1")
+    env = make_env(env_id, 1, False, "")()
+    theirs, ours = _description(plain), _description(env)
+    plain.close()
+    env.close()
+    added = [part for part in ours if part not in theirs] or [f"no {part}" for part in theirs if part not in ours]
+    check(
+        not added,
+        f"--env-backend {args.env_backend} makes the environments itself, without what make_env does "
+        f"({', '.join(added)}): use --env-backend gymnasium, or take that out of make_env",
+    )
+
+
+def _description(env: gym.Env) -> list[str]:
+    """Say what an environment is made of: its wrappers, outermost first, its arguments and its spaces."""
+    parts, inner = [], env
+    while isinstance(inner, gym.Wrapper):
+        parts.append(type(inner).__name__)
+        inner = inner.env
+    if "RecordEpisodeStatistics" in parts:  # ClusterEnv counts episodes itself where nobody else does
+        parts.remove("RecordEpisodeStatistics")
+    parts = [f"{part} {parts.count(part)} times" if parts.count(part) > 1 else part for part in dict.fromkeys(parts)]
+    arguments = {**env.spec.kwargs, "max_episode_steps": env.spec.max_episode_steps} if env.spec else {}
+    parts += [f"{name}={value}" for name, value in arguments.items()]
+    return [*parts, type(inner).__name__, f"observations {env.observation_space}", f"actions {env.action_space}"]
+
+
+@torch.no_grad()
+def evaluate(args: Any, make_env: Callable[..., EnvFn], act: Callable[[Any], np.ndarray]) -> np.ndarray:
+    """Let ``act`` play one episode in each of `eval_episodes` new environments; return the returns."""
+    envs = make_here(args, [make_env(args.env_id, 1, False, "") for _ in range(args.eval_episodes)])
+    obs, _ = envs.reset(seed=args.seed + 100_000)
+    returns, running, steps = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool), 0
+    while running.any() and (steps := steps + 1) <= 10_000:  # not every environment ends its episodes
+        obs, reward, terminations, truncations, _ = envs.step(act(obs))
+        returns += reward * running
+        running &= ~(terminations | truncations)
+    envs.close()
+    return returns

@@ -1,0 +1,219 @@
+"""One run of a training script: its directory, its logs, what its checkpoints hold, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from ..env import ClusterEnv
+from ..rollout import Rollout
+from .arguments import check
+from .checkpoint import rng_state, save_checkpoint, set_rng_state
+from .curve import LearningCurve
+from .dry_run import worker_commands
+from .signals import Signals
+
+T = TypeVar("T")
+
+
+class Counters(SimpleNamespace):
+    """Numbers that a script counts, for `Run.keep`: ``Counters(gradient_steps=0)`` has the attribute gradient_steps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class Run:
+    """A run of a script, in ``runs/NAME``. Checkpoints hold its arguments, its steps, and all that it is told to keep.
+
+        args, saved = parse(Args)
+        run = Run(args, saved)  # --dry-run ends here
+        envs = run.keep("envs", ClusterEnv(...))
+        agent = run.keep("agent", Agent(envs))
+        with run.training(envs, agent):
+            for iteration in run.iterations(args.num_iterations, args.batch_size):
+                run.global_step += args.batch_size
+                run.report(rollout, versions=iteration)
+            run.finish(evaluate(args, make_env, act))
+
+    Args:
+        args: the script's, as they are to be logged.
+        saved: the checkpoint to go on from, or an empty dict.
+    """
+
+    def __init__(self, args: Any, saved: dict[str, Any]) -> None:
+        self.args, self._saved = args, saved
+        self.global_step: int = saved.get("global_step", 0)
+        done = f"the {self.global_step} steps that {args.resume} has done"
+        check(
+            args.total_timesteps >= self.global_step,
+            f"--total-timesteps {args.total_timesteps} must be at least {done}",
+        )
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
+        self.name = args.resumed_name or args.run_name or name
+        self.directory = f"runs/{self.name}"
+        self.log_dir = f"{self.directory}/workers"
+        if args.dry_run:
+            print("\n".join(worker_commands(args, self.log_dir)))
+            sys.exit()
+        self._make_directory()
+        self._signals = Signals()
+        self._wandb = None
+        if args.track:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=args.wandb_project_name, entity=args.wandb_entity, name=self.name, config=vars(args),
+                save_code=True, sync_tensorboard=True, monitor_gym=args.capture_video, id=saved.get("wandb_id"),
+                resume="allow",
+            )  # fmt: skip
+            wandb.define_metric("*", step_metric="global_step")
+        self.writer = SummaryWriter(self.directory, purge_step=self.global_step + bool(saved))
+        table = "\n".join([f"|{key}|{value}|" for key, value in vars(args).items()])
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", self.global_step)
+        self._parts: dict[str, Any] = {}
+        self.curve = self.keep("curve", LearningCurve())
+        self._stop = False
+
+    def _make_directory(self) -> None:
+        named = self.args.resume is not None or self.args.run_name is not None
+        try:
+            os.makedirs(self.directory, exist_ok=named)
+        except OSError as error:
+            check(False, f"cannot write to {self.directory}: {error.strerror}")
+        begun = any(name.startswith("checkpoint-") for name in os.listdir(self.directory))
+        to_go_on = f"to go on: --resume {self.directory}, else another --run-name"
+        check(self.args.resume or not begun, f"{self.directory} has begun already; {to_go_on}")
+
+    def keep(self, name: str, part: T) -> T:
+        """Return ``part``, whose ``state_dict`` all checkpoints will hold, and which now is as the last one has it."""
+        if name in self._parts:
+            raise ValueError(f"there is a part {name!r} already")
+        self._parts[name] = part
+        if self._saved:
+            parts = self._saved["parts"]
+            check(name in parts, f"{self.args.resume} is of another version of this script: it has no {name!r}")
+            part.load_state_dict(parts[name])
+        return part
+
+    def save(self) -> None:
+        """Write a checkpoint, and with --save-model the model."""
+        self.writer.flush()  # up to here the logs belong to this checkpoint, what comes later is dropped on resume
+        state = {
+            "parts": {name: part.state_dict() for name, part in self._parts.items()}, "rng": rng_state(),
+            "args": asdict(self.args), "global_step": self.global_step, "seconds": self.seconds,
+            "wandb_id": self._wandb and self._wandb.id,
+        }  # fmt: skip
+        save_checkpoint(self.directory, state, self.global_step)
+        if self.args.save_model:
+            torch.save(self._model.state_dict(), f"{self.directory}/{self.args.exp_name}.cleanrl_model")
+
+    @contextmanager
+    def training(self, envs: ClusterEnv, model: torch.nn.Module) -> Iterator[None]:
+        """Go on with the random numbers of the checkpoint; from here to the end of the block, signals save one.
+
+        The time counts from here, and ``model`` is what --save-model saves.
+        """
+        self._envs, self._model = envs, model
+        if self._saved:
+            set_rng_state(self._saved["rng"])
+        self._start = time.time() - self._saved.get("seconds", 0)
+        self._progress = Progress(TextColumn("{task.fields[status]}"), TimeRemainingColumn(), TextColumn("left"))
+        with envs, self.writer, self._progress, self._signals.saving(envs, self.save, self.directory):
+            yield
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has trained, all its parts together."""
+        return time.time() - self._start
+
+    def iterations(self, number: int, steps: int) -> Iterator[int]:
+        """Count to ``number`` iterations of so many steps each, from where the run is; between two, save if it is due.
+
+        After the last one, which may be the first that `report`s after --max-seconds, save, and end the workers.
+        """
+        self._number, self._steps, done, saved_at = number, steps, self.global_step // steps, time.monotonic()
+        self._task = self._progress.add_task("train", total=number, completed=done, status="starting")
+        self._printed = done * 20 // number
+        for iteration in range(done + 1, number + 1):
+            self._signals.raise_if_received()
+            if time.monotonic() - saved_at > self.args.checkpoint_interval:
+                self.save()
+                saved_at = time.monotonic()
+            yield iteration
+            if self._stop:
+                break
+        self._trained_seconds = self.seconds
+        self._progress.stop()
+        self.save()
+        self._envs.close()
+        self._signals.raise_if_received()
+
+    def _time_is_up(self) -> bool:
+        return self.args.max_seconds is not None and self.seconds > self.args.max_seconds
+
+    def report_is_due(self) -> bool:
+        """Whether to `report` now, of many short iterations: 200 times in a run, and after the last one."""
+        iteration, every = self.global_step // self._steps, max(self._number // 200, 1)
+        return iteration % every == 0 or iteration == self._number or self._time_is_up()
+
+    def report(self, rollout: Rollout, versions: int) -> None:
+        """Log what all scripts do, about the episodes since the last report and the synchronization of the policy.
+
+        ``versions`` is how many times the workers could have pulled, ``rollout`` the last one.
+        """
+        envs, step, sps = self._envs, self.global_step, int(self.global_step / self.seconds)
+        pulls = float(envs.pulls.mean())  # per worker
+        kl = float(envs.divergence.mean())  # inf until every worker has acted
+        scalars = {
+            **self.curve.add_point(step, pulls, versions),
+            "charts/SPS": sps, "charts/worker_restarts": len(envs.restarts), "sync/pulls_per_worker": pulls,
+            "sync/policy_lag": (envs.policy_version - rollout.policy_versions).mean(), "sync/bytes": envs.sync_bytes,
+        }  # fmt: skip
+        if np.isfinite(kl):
+            scalars["sync/kl"] = kl
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, step)
+        iteration, mean_return = step // self._steps, self.curve.mean_return
+        status = f"step {step:,} SPS {sps} return {mean_return:.1f} KL {kl:.3f} pulls {pulls:g}/{versions}"
+        self._progress.update(self._task, completed=iteration, status=status)
+        if not self._progress.console.is_terminal and iteration * 20 // self._number > self._printed:
+            self._printed = iteration * 20 // self._number
+            print(status, flush=True)
+        self._stop = self._time_is_up()
+
+    def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
+        """Log the evaluation, draw the learning curve, and write ``summary.json``, with ``more`` in it."""
+        self.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
+        args, envs, step, seconds = self.args, self._envs, self.global_step, self._trained_seconds
+        mean_return, pulls = self.curve.mean_return, float(envs.pulls.mean())
+        self.curve.plot(f"{args.exp_name} on {args.env_id}, seed {args.seed}", f"{self.directory}/learning_curve.png")
+        summary = {
+            "global_step": step, "wall_seconds": seconds, "sps": step / seconds, **more,
+            "pulls_per_worker": pulls, "sync_bytes": envs.sync_bytes,
+            "mean_return_100": None if np.isnan(mean_return) else mean_return,
+            "eval_return_mean": float(np.mean(eval_returns)), "eval_return_std": float(np.std(eval_returns)),
+            "kl_threshold": args.kl_threshold, "seed": args.seed, "env_id": args.env_id,
+            "worker_restarts": envs.restarts, "args": vars(args),
+        }  # fmt: skip
+        with open(f"{self.directory}/summary.json", "w") as file:
+            json.dump(summary, file, indent=2)
+        if self._wandb:
+            self._wandb.summary.update(summary)
+        print(f"{step:,} steps in {seconds:.0f} s; {pulls:g} pulls a worker")
+        print(f"mean return {mean_return:.1f}, in the evaluation {np.mean(eval_returns):.1f}; see {self.directory}")

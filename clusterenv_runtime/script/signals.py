@@ -1,0 +1,64 @@
+"""Signals that end a run in order: SIGTERM and SIGUSR1, as schedulers send them, and Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..env import ClusterEnv
+from ..errors import Interrupted
+
+PREEMPTED, CTRL_C = 75, 130  # exit codes: EX_TEMPFAIL, for which schedulers may requeue, and the shell's 128 + SIGINT
+
+
+class Signals:
+    """Heeds the first of these signals, wherever nothing is half done; further ones change nothing but a second Ctrl-C.
+
+    Before and after the training there is nothing to save, and it ends the process where it is. For the time between
+    see `saving`. A second Ctrl-C does what it does elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self._code: int | None = None  # the exit code, once a signal has come
+        self._envs: ClusterEnv | None = None  # what the training waits for
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _: Any) -> None:
+        for other in (signal.SIGTERM, signal.SIGUSR1):  # a scheduler may tell this process twice, and amid its saving
+            signal.signal(other, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._code = CTRL_C if number == signal.SIGINT else PREEMPTED
+        if self._envs is None:
+            self._exit("interrupted")
+        if self._envs.closed:
+            raise Interrupted("interrupted")
+        self._envs.interrupt()
+
+    def _exit(self, text: str) -> None:
+        print(text, file=sys.stderr)
+        sys.exit(PREEMPTED if self._code is None else self._code)
+
+    def raise_if_received(self) -> None:
+        """Raise `Interrupted` if a signal has come."""
+        if self._code is not None:
+            raise Interrupted("interrupted")
+
+    @contextmanager
+    def saving(self, envs: ClusterEnv, save: Callable[[], None], directory: str) -> Iterator[None]:
+        """Have a signal `interrupt` the wait for workers, then call ``save``, say how to resume, and exit.
+
+        Between two waits only `raise_if_received` heeds it. Once ``envs`` is closed there is nothing to wait for, and a
+        signal is heeded wherever it finds you.
+        """
+        self._envs = envs
+        try:
+            yield
+        except Interrupted:
+            save()
+            self._exit(f"interrupted; to go on: python {sys.argv[0]} --resume {directory}")
+        finally:
+            self._envs = None
