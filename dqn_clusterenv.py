@@ -38,7 +38,7 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     target_network_frequency: Positive = 500
     """the timesteps it takes to update the target network"""
     batch_size: Positive = 128
-    """the batch size of sample from the reply memory"""
+    """the batch size of sample from the replay memory"""
     start_e: Fraction = 1.0
     """the starting epsilon for exploration"""
     end_e: Fraction = 0.05
@@ -148,9 +148,9 @@ if __name__ == "__main__":
     args.num_envs = int(args.num_workers * args.envs_per_worker)
     args.chunk_size = int(args.envs_per_worker * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
-    chunk = f"a chunk of {args.envs_per_worker} environments x {args.num_steps} steps = {args.chunk_size}"
-    check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {chunk}")
-    check(args.buffer_size >= args.chunk_size, f"--buffer-size {args.buffer_size} must be at least {chunk}")
+    a_chunk = f"a chunk of {args.envs_per_worker} environments x {args.num_steps} steps = {args.chunk_size}"
+    check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {a_chunk}")
+    check(args.buffer_size >= args.chunk_size, f"--buffer-size {args.buffer_size} must be at least {a_chunk}")
     target_every, rest = divmod(args.target_network_frequency, args.train_frequency)  # in gradient steps
     check(rest == 0, "--target-network-frequency must be a multiple of --train-frequency: it counts environment steps")
     obs_space, action_space = read_spaces(args, make_env)
@@ -201,8 +201,8 @@ if __name__ == "__main__":
         # Who may send the next chunk, and whose to take next (None: whichever is ready). Nothing sent is left unused.
         turns = itertools.cycle(range(args.num_workers) if args.deterministic else [None])
         ahead = list(range(args.num_workers)) * (1 if args.deterministic else args.outstanding)
-        done = run.global_step // args.chunk_size
-        for worker in ahead[: max(args.num_iterations - done, 0)]:
+        left = args.num_iterations - run.global_step // args.chunk_size
+        for worker in ahead[:left]:
             envs.send(args.num_steps, worker)
         loss = None
         for iteration in run.iterations(args.num_iterations, args.chunk_size):

@@ -16,7 +16,6 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,8 +26,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import dqn_clusterenv
 import ppo_clusterenv
 from clusterenv_runtime import CategoricalPolicy, CheckpointError, ClusterEnv, Interrupted
-from clusterenv_runtime.arguments import parse
-from clusterenv_runtime.checkpoint import checkpoints, load_checkpoint, rng_state, save_checkpoint, set_rng_state
+from clusterenv_runtime.script import Run, parse
+from clusterenv_runtime.script.checkpoint import load_checkpoint, rng_state, save_checkpoint, set_rng_state
+from clusterenv_runtime.script.signals import Signals
 
 from . import scripts
 from . import test_dqn_clusterenv as dqn
@@ -238,7 +238,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, item):
 
 
 def test_a_checkpoint_is_not_unpickled_freely(tmp_path, monkeypatch):
-    monkeypatch.setattr("clusterenv_runtime.checkpoint._check", lambda *_: None)
+    monkeypatch.setattr("clusterenv_runtime.script.checkpoint._check", lambda *_: None)
     save_checkpoint(tmp_path, {"a": partial(os.mkdir, tmp_path / "owned")}, 1)
     with pytest.raises(pickle.UnpicklingError):
         load_checkpoint(tmp_path)
@@ -269,7 +269,7 @@ def test_a_full_disk_says_so_and_leaves_nothing_but_the_one_before(tmp_path):
 
 SAVER = """
 import sys, torch
-from clusterenv_runtime.checkpoint import load_checkpoint, save_checkpoint
+from clusterenv_runtime.script.checkpoint import load_checkpoint, save_checkpoint
 step = load_checkpoint(sys.argv[1])["step"]
 while True:
     step += 1
@@ -330,75 +330,108 @@ def test_random_numbers_go_on_where_they_were():
 # Signals.
 
 
+class Envs:
+    """What a run asks of a `ClusterEnv` that has nothing to do."""
+
+    closed, interruptions = False, 0
+
+    def interrupt(self):
+        self.interruptions += 1
+
+    def close(self):
+        self.closed = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+NUMBERS = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+
+
 @pytest.fixture
-def envs():
-    envs = SimpleNamespace(closed=False, interruptions=0)
-
-    def interrupt():
-        envs.interruptions += 1
-
-    envs.interrupt = interrupt
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    yield envs
-    for number, handler in before.items():  # `checkpoints` leaves a scheduler's ignored
+def signals():
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    yield Signals()
+    for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(
+CODES = pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)], ids=lambda value: str(value)
 )
-def test_a_signal_interrupts_then_all_is_saved_and_the_handlers_are_back_but_a_schedulers(envs, capsys, number, code):
-    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
-    saves = []
-    with pytest.raises(SystemExit) as exit, checkpoints(envs, lambda: saves.append(1), "runs/x", 300):
+
+
+@CODES
+def test_a_signal_interrupts_then_all_is_saved_and_a_schedulers_next_is_ignored(signals, capsys, number, code):
+    envs, saves = Envs(), []
+    with pytest.raises(SystemExit) as exit, signals.saving(envs, lambda: saves.append(1), "runs/x"):
         signal.raise_signal(number)
         assert envs.interruptions == 1 and not saves
         raise Interrupted
     assert exit.value.code == code and saves == [1]
     assert capsys.readouterr().err == f"interrupted; to go on: python {sys.argv[0]} --resume runs/x\n"
-    signals = {signal.SIGTERM: before[0], signal.SIGUSR1: before[1], signal.SIGINT: before[2]}
-    ignored = {signal.SIGTERM: signal.SIG_IGN, signal.SIGUSR1: signal.SIG_IGN}  # heeded, to the end of the process
-    assert {each: signal.getsignal(each) for each in signals} == signals | ignored
+    left = [signal.getsignal(each) for each in NUMBERS]
+    assert left == [signal.SIG_IGN, signal.SIG_IGN, signal.default_int_handler]
 
 
-def test_a_signal_during_the_last_update_is_heeded_before_the_evaluation(envs):
-    saves = []
-    with pytest.raises(SystemExit) as exit, checkpoints(envs, lambda: saves.append(1), "runs/x", 300) as save_if_due:
-        save_if_due()
+@CODES
+def test_a_signal_before_the_training_or_after_it_ends_the_process_where_it_is(signals, capsys, number, code):
+    with signals.saving(Envs(), None, "runs/x"):
+        pass
+    with pytest.raises(SystemExit) as exit:
+        signal.raise_signal(number)
+        pytest.fail("it was not heeded")
+    assert (exit.value.code, capsys.readouterr().err) == (code, "interrupted\n")
+
+
+def test_a_signal_during_the_last_update_is_heeded_before_the_evaluation(signals):
+    envs, saves = Envs(), []
+    with pytest.raises(SystemExit) as exit, signals.saving(envs, lambda: saves.append(1), "runs/x"):
+        signals.raise_if_received()
         signal.raise_signal(signal.SIGTERM)
-        envs.closed = True
-        save_if_due()
+        envs.close()
+        signals.raise_if_received()
         pytest.fail("it was not heeded")
     assert exit.value.code == 75 and saves == [1]
 
 
-def test_a_second_ctrl_c_is_the_usual_one(envs):
-    with pytest.raises(KeyboardInterrupt), checkpoints(envs, None, "runs/x", 300):
+def test_a_second_ctrl_c_is_the_usual_one(signals):
+    envs = Envs()
+    with pytest.raises(KeyboardInterrupt), signals.saving(envs, None, "runs/x"):
         signal.raise_signal(signal.SIGINT)
         assert envs.interruptions == 1
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_signal_is_heeded_at_once_when_there_are_no_workers_to_wait_for(envs):
-    envs.closed, saves = True, []
+def test_a_signal_is_heeded_at_once_when_there_are_no_workers_to_wait_for(signals):
+    envs, saves = Envs(), []
+    envs.close()
 
     def save():  # a scheduler may say it twice
         signal.raise_signal(signal.SIGTERM)
         saves.append(1)
 
-    with pytest.raises(SystemExit) as exit, checkpoints(envs, save, "runs/x", 300):
+    with pytest.raises(SystemExit) as exit, signals.saving(envs, save, "runs/x"):
         signal.raise_signal(signal.SIGTERM)
         pytest.fail("it was not heeded")
     assert exit.value.code == 75 and saves == [1]
 
 
-def test_saves_are_due_when_the_interval_is_over(envs):
-    for interval, count in ((0, 2), (300, 0)):
-        saves = []
-        with checkpoints(envs, lambda: saves.append(1), "runs/x", interval) as save_if_due:  # noqa: B023
-            save_if_due()
-            save_if_due()
-        assert len(saves) == count
+@pytest.mark.parametrize(("interval", "at"), [(0, [0, 8, 16, 24]), (300, [24])])
+def test_saves_are_due_when_the_interval_is_over_and_at_the_end(signals, tmp_path, monkeypatch, interval, at):
+    monkeypatch.chdir(tmp_path)
+    envs, saved_at = Envs(), []
+    run = Run(dqn_clusterenv.Args(checkpoint_interval=interval), {})
+    monkeypatch.setattr(run, "save", lambda: saved_at.append(run.global_step))
+    with run.training(envs, linear()):
+        for _ in run.iterations(3, 8):
+            assert not envs.closed
+            run.global_step += 8
+        assert envs.closed
+    assert saved_at == at
 
 
 # The command line.
@@ -427,7 +460,7 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
     args, saved = parse(ppo_clusterenv.Args, fixed=["env_id"])
     changed = {"num_workers": 3, "max_policy_lag": 7, "learning_rate": 0.25, "total_timesteps": 9, "cuda": False}
     assert vars(args) == vars(ppo_clusterenv.Args(**changed, resume="runs/x"))
-    assert saved["global_step"] == 5 and args.named == "x"
+    assert saved["global_step"] == 5 and args.resumed_name == "x"
 
 
 @pytest.mark.parametrize(
@@ -471,7 +504,7 @@ def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypat
         ("--interface none0", "got none0"),
         ("--bind-address 0.0.0.0", "--bind-address must be one address or network interface, not all"),
         ("--bind-address 192.0.2.1", "cannot listen on --bind-address 192.0.2.1, port 0: "),
-        ("--bind-address 10.0.0.1 --security none", "use 'curve', or set --allow-insecure"),
+        ("--bind-address 10.0.0.1 --security none", "use curve, or set --allow-insecure"),
     ],
 )
 def test_a_flag_of_the_runtime_out_of_range_is_one_line(monkeypatch, flags, says):
@@ -483,9 +516,10 @@ def test_a_cluster_env_takes_what_the_flags_say(monkeypatch, tmp_path):
     flags = ["--interface", "lo", "--num-workers=1", "--kl-threshold=0.5", "--min-workers=1"]
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
     args, saved = parse(dqn_clusterenv.Args)
-    assert saved == {} and args.named is None
-    assert args.cluster("runs/x")["bind_address"] == "lo" and args.cluster("runs/x")["max_policy_lag"] == 40
-    with ClusterEnv([CountingEnv], **args.cluster("runs/x")) as envs:
+    assert saved == {} and args.resumed_name is None
+    options = args.options()
+    assert options["interface"] == "lo" and options["max_policy_lag"] == 40
+    with ClusterEnv([CountingEnv], **options) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         envs.reset()
 
@@ -537,7 +571,7 @@ def all_have_delivered(directory):
     """Whether the only run's newest checkpoint, if it has one, has heard from every worker."""
     (folder,) = directory.glob("runs/*")
     saved = any(folder.glob("checkpoint-*.pt")) and load_checkpoint(folder)
-    return saved and None not in saved["envs"]["generators"]
+    return saved and None not in saved["parts"]["envs"]["generators"]
 
 
 @pytest.mark.parametrize("script", RUNS)
@@ -555,11 +589,13 @@ def test_sigterm_and_resume_to_the_last_bit_and_to_the_end(tmp_path, script):
     resume(script, tmp_path, folder, "--total-timesteps", str(before["global_step"]))
     after = load_checkpoint(folder)
     assert before["seconds"] < after["seconds"] < before["seconds"] + 3  # not the time in between, nor to start
-    assert after["envs"]["policy_version"] == before["envs"]["policy_version"] + 1  # published for the new workers
+    versions = [state["parts"]["envs"].pop("policy_version") for state in (before, after)]
+    assert versions[1] == versions[0] + 1  # published for the new workers
     for state in (before, after):
-        del state["seconds"], state["envs"]["policy_version"], state["args"]["total_timesteps"], state["args"]["resume"]
+        del state["seconds"], state["args"]["total_timesteps"], state["args"]["resume"]
     assert_same_state(after, before)
-    assert len(before["envs"]["generators"]) == 2 and None not in before["envs"]["generators"]
+    generators = before["parts"]["envs"]["generators"]
+    assert len(generators) == 2 and None not in generators
     resume(script, tmp_path, folder, "--total-timesteps", str(total))
     check_the_whole_run(script, folder, total)
 
@@ -586,9 +622,9 @@ def test_kill_at_random_moments_and_resume_to_the_end(tmp_path, script):
         (folder,) = tmp_path.glob("runs/*")
         saved = load_checkpoint(folder)
         assert saved["global_step"] < total  # none of these has come after the training
-        envs = saved["envs"]
+        envs = saved["parts"]["envs"]
         counters.append([saved["global_step"], envs["policy_version"], *envs["pulls"], envs["sync_bytes"]])
-        counters[-1] += [saved["seconds"], saved.get("gradient_steps", 0)]
+        counters[-1] += [saved["seconds"], saved["parts"].get("count", {}).get("gradient_steps", 0)]
         command = [sys.executable, str(scripts.ROOT / script), "--resume", f"runs/{folder.name}"]
     resume(script, tmp_path, folder)
     summary = check_the_whole_run(script, folder, total)
@@ -604,13 +640,14 @@ def test_without_its_replay_buffer_a_run_collects_first(tmp_path):
     )
     folder = tmp_path / scripts.check_interruption(process, workers, signal.SIGUSR1, 75)
     saved = load_checkpoint(folder)
-    assert saved["replay"] == {} and saved["gradient_steps"] == (saved["global_step"] - 16) // 10
+    gradient_steps = saved["parts"]["count"]["gradient_steps"]
+    assert saved["parts"]["rb"] == {} and gradient_steps == (saved["global_step"] - 16) // 10
     result = resume(dqn.SCRIPT, tmp_path, folder, "--learning-starts", "100")
     assert "not in checkpoints" in result.stdout
     assert "no replay buffer in the checkpoint: collecting 100 steps before learning" in result.stdout
     summary = check_the_whole_run(dqn.SCRIPT, folder, total)
     left = total - saved["global_step"]
-    assert summary["gradient_steps"] == saved["gradient_steps"] + max(left - 100, 0) // 10
+    assert summary["gradient_steps"] == gradient_steps + max(left - 100, 0) // 10
     assert summary["transitions_inserted"] == left
 
 

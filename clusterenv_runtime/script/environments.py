@@ -51,7 +51,7 @@ def read_spaces(args: Any, make_env: Callable[..., EnvFn]) -> tuple[gym.Space, g
 
 
 def _check_plain(args: Any, make_env: Callable[..., EnvFn]) -> None:
-    """Exit with one line if ``make_env`` does anything that another --env-backend, which does not call it, would not."""
+    """Exit with one line if ``make_env`` does more than `gym.make`: another --env-backend does not call it."""
     env_id = args.env_id
     try:
         plain = gym.make(env_id)

@@ -59,6 +59,8 @@ class Run:
     def __init__(self, args: Any, saved: dict[str, Any]) -> None:
         self.args, self._saved = args, saved
         self.global_step: int = saved.get("global_step", 0)
+        self._parts: dict[str, Any] = {}
+        self.curve = self.keep("curve", LearningCurve())
         done = f"the {self.global_step} steps that {args.resume} has done"
         check(
             args.total_timesteps >= self.global_step,
@@ -86,9 +88,6 @@ class Run:
         self.writer = SummaryWriter(self.directory, purge_step=self.global_step + bool(saved))
         table = "\n".join([f"|{key}|{value}|" for key, value in vars(args).items()])
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", self.global_step)
-        self._parts: dict[str, Any] = {}
-        self.curve = self.keep("curve", LearningCurve())
-        self._stop = False
 
     def _make_directory(self) -> None:
         named = self.args.resume is not None or self.args.run_name is not None
@@ -106,7 +105,7 @@ class Run:
             raise ValueError(f"there is a part {name!r} already")
         self._parts[name] = part
         if self._saved:
-            parts = self._saved["parts"]
+            parts = self._saved.get("parts", {})
             check(name in parts, f"{self.args.resume} is of another version of this script: it has no {name!r}")
             part.load_state_dict(parts[name])
         return part
@@ -117,7 +116,7 @@ class Run:
         state = {
             "parts": {name: part.state_dict() for name, part in self._parts.items()}, "rng": rng_state(),
             "args": asdict(self.args), "global_step": self.global_step, "seconds": self.seconds,
-            "wandb_id": self._wandb and self._wandb.id,
+            "wandb_id": self._wandb.id if self._wandb else None,
         }  # fmt: skip
         save_checkpoint(self.directory, state, self.global_step)
         if self.args.save_model:
@@ -149,7 +148,7 @@ class Run:
         """
         self._number, self._steps, done, saved_at = number, steps, self.global_step // steps, time.monotonic()
         self._task = self._progress.add_task("train", total=number, completed=done, status="starting")
-        self._printed = done * 20 // number
+        self._printed, self._stop = done * 20 // number, False
         for iteration in range(done + 1, number + 1):
             self._signals.raise_if_received()
             if time.monotonic() - saved_at > self.args.checkpoint_interval:

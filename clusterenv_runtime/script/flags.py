@@ -1,0 +1,69 @@
+"""The page docs/flags.md: ``python -m clusterenv_runtime.script.flags > docs/flags.md``, where the scripts are."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterable
+
+from ..options import ClusterOptions
+from .arguments import ScriptArgs, spell
+
+SCRIPTS = {"PPO": "ppo_clusterenv", "DQN": "dqn_clusterenv"}
+HEAD = """# Flags
+
+Of `ppo_clusterenv.py` and `dqn_clusterenv.py`. Hyphens and underscores are both accepted, booleans as `--x`, `--no-x`,
+`--x=True` and `--x=False`. This page is generated from the code: `python -m clusterenv_runtime.script.flags`.
+"""
+
+
+def page() -> str:
+    """Return the page, in Markdown."""
+    kinds = {name: importlib.import_module(module).Args for name, module in SCRIPTS.items()}
+    options, shared = names(ClusterOptions), names(ScriptArgs)
+    parts = [HEAD]
+    parts += ["## Workers, their link, and when they pull", "", table(kinds, options)]
+    parts += ["## The run", "", table(kinds, [name for name in shared if name not in options])]
+    for name, kind in kinds.items():
+        own = [flag for flag in names(kind) if flag not in shared]
+        parts += [f"## {name}", "", table({name: kind}, own)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def table(kinds: dict[str, type], flags: Iterable[str]) -> str:
+    """Return a table of these flags, with a column of defaults for each script."""
+    heads = ["flag", *(f"{name}'s default" for name in kinds), ""]
+    rows = [heads, ["---"] * len(heads)]
+    for flag in flags:
+        texts = dict.fromkeys(text_of(kind, flag) for kind in kinds.values())
+        rows.append([f"`{spell(flag)}`", *(default(kind, flag) for kind in kinds.values()), "; ".join(texts)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def default(kind: type, flag: str) -> str:
+    value = getattr(kind(), flag)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "" if value in (None, "") else f"`{value}`"
+
+
+def text_of(kind: type, flag: str) -> str:
+    """Return the docstring below a field, of this class or of one that it inherits from, as one line."""
+    for cls in kind.__mro__:
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body if cls is not object else []
+        for statement, after in zip(body, body[1:], strict=False):
+            field = isinstance(statement, ast.AnnAssign) and statement.target.id == flag
+            if field and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                return " ".join(after.value.value.split()).replace("|", "\\|")
+    raise LookupError(f"{kind.__qualname__}.{flag} has no text")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

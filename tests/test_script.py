@@ -1,0 +1,158 @@
+"""What the scripts share: a run keeps what it is told to, environments of a backend are the script's, and the flags."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ppo_clusterenv
+from clusterenv_runtime.script import Counters, Run, flags
+from clusterenv_runtime.script.checkpoint import load_checkpoint
+
+from . import scripts
+from .scripts import ROOT
+from .test_ppo_clusterenv import TINY
+
+SCRIPT = "ppo_clusterenv.py"
+
+
+def edited(directory, *edits):
+    """Write a copy of the PPO script as a user would have edited it; return its path."""
+    text = (ROOT / SCRIPT).read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    directory.mkdir(exist_ok=True)
+    path = directory / "edited_clusterenv.py"
+    path.write_text(text)
+    return path
+
+
+def after(line, *lines):
+    """An edit that adds lines after one, indented as that is."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    return line, "\n".join([line, *(indent + new for new in lines)])
+
+
+# What a run keeps.
+
+SHUFFLE = "                np.random.shuffle(b_inds)"
+EDITS = [
+    ("script import Run,", "script import Counters, Run,"),
+    after("    policy = CategoricalPolicy(agent.actor)  # what travels to the workers",
+          'extra = run.keep("extra", nn.Linear(1, 1, bias=False, device=device))',  # a module
+          'count = run.keep("count", Counters(epochs=0))'),  # a counter
+    after('        "clipfrac": clipfrac,', '"ratio": ratio.mean(),'),  # a metric
+    after(SHUFFLE, "count.epochs += 1", "extra.weight.data.fill_(count.epochs)"),
+]  # fmt: skip
+
+
+def test_a_module_a_counter_and_a_metric_are_a_line_each_and_resumed(tmp_path):
+    script, epochs = edited(tmp_path / "scripts", *EDITS), ppo_clusterenv.Args.update_epochs
+    flags = [*TINY, "--total-timesteps", "3840", "--checkpoint-interval", "0.1"]
+    process, workers = scripts.start_and_await_training(script, tmp_path, *flags)
+    folder = tmp_path / scripts.check_interruption(process, workers, signal.SIGTERM, 75)
+    before = load_checkpoint(folder)
+    done = before["global_step"] // 64
+    assert 0 < done < 60 and before["parts"]["count"] == {"epochs": done * epochs}
+    result = scripts.run(script, tmp_path, "--resume", f"runs/{folder.name}")
+    assert result.returncode == 0, result.stderr
+    parts = load_checkpoint(folder)["parts"]
+    assert parts["count"] == {"epochs": 60 * epochs}
+    assert parts["extra"]["weight"].item() == 60 * epochs
+    assert scripts.scalars(folder, "losses/ratio") == pytest.approx([1] * 60, abs=0.5)
+
+
+@pytest.fixture
+def new_run(tmp_path, monkeypatch):
+    """A function that begins a run, or goes on with a state of one."""
+    monkeypatch.chdir(tmp_path)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    runs = []
+
+    def new(saved):
+        runs.append(Run(ppo_clusterenv.Args(run_name="x", resume="runs/x" if saved else None), saved))
+        return runs[-1]
+
+    yield new
+    for run in runs:
+        run.writer.close()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_what_is_kept_is_as_the_checkpoint_has_it(new_run):
+    curve = new_run({}).curve.state_dict()
+    run = new_run({"global_step": 8, "parts": {"curve": curve, "count": {"a": 3}, "net": {"weight": torch.ones(1, 1)}}})
+    assert (run.global_step, run.name, run.directory) == (8, "x", "runs/x")
+    assert vars(run.keep("count", Counters(a=0, b=5))) == {"a": 3, "b": 5}
+    assert run.keep("net", torch.nn.Linear(1, 1, bias=False)).weight.item() == 1
+    with pytest.raises(ValueError, match="there is a part 'net' already"):
+        run.keep("net", Counters())
+
+
+def test_a_checkpoint_without_a_part_of_the_script_is_one_line(new_run):
+    run = new_run({"parts": {"curve": new_run({}).curve.state_dict()}})
+    with pytest.raises(SystemExit) as exit:
+        run.keep("extra", Counters())
+    assert exit.value.code == "error: runs/x is of another version of this script: it has no 'extra'"
+
+
+# Environments of another backend.
+
+MAKE = 'gym.make(env_id, render_mode="rgb_array") if record else gym.make(env_id)'
+
+
+@pytest.mark.parametrize(
+    "make, names",
+    [
+        ("gym.wrappers.TransformReward(gym.make(env_id), lambda reward: 1000 * reward)", "(TransformReward)"),
+        ("gym.wrappers.TimeLimit(gym.make(env_id), 9)", "(TimeLimit 2 times, max_episode_steps=9)"),
+        ("gym.make(env_id, max_episode_steps=9)", "(max_episode_steps=9)"),
+        ("gym.make(env_id, sutton_barto_reward=True)", "(sutton_barto_reward=True)"),
+        ("gym.make(env_id, disable_env_checker=True).env", "(no TimeLimit"),
+    ],
+)
+def test_what_a_backend_would_leave_out_is_refused_by_name(tmp_path, monkeypatch, make, names):
+    script = edited(tmp_path / "scripts", (MAKE, make))
+    (tmp_path / "empty").mkdir()
+    flags = ["--env-backend", "vector", "--env-id", "CartPole-v1"]
+    scripts.check_refusal_here(monkeypatch, script, tmp_path / "empty", flags, names)
+    says = "--env-backend vector makes the environments itself, without what make_env does"
+    scripts.check_refusal_here(monkeypatch, script, tmp_path / "empty", flags, says)
+
+
+def test_counting_episodes_is_not_refused_and_neither_is_an_id_that_only_the_backend_has(tmp_path):
+    pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
+    script = edited(tmp_path / "scripts", (MAKE, "gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))"))
+    flags = ["--env-backend", "envpool", "--env-id", "LunarLander-v2", "--dry-run"]
+    result = scripts.run(script, tmp_path, *flags)
+    assert result.returncode == 0, result.stderr
+
+
+def test_wrappers_are_refused_where_only_the_backend_has_the_id(tmp_path, monkeypatch):
+    pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
+    script = edited(tmp_path / "scripts", (MAKE, "gym.wrappers.NormalizeReward(gym.make(env_id))"))
+    (tmp_path / "empty").mkdir()
+    flags = ["--env-backend", "envpool", "--env-id", "LunarLander-v2"]
+    scripts.check_refusal_here(monkeypatch, script, tmp_path / "empty", flags, "(NormalizeReward)")
+
+
+# Flags and imports.
+
+
+def test_the_page_of_flags_is_the_one_that_the_code_gives():
+    assert (ROOT / "docs" / "flags.md").read_text() == flags.page()
+
+
+def test_the_runtime_needs_nothing_of_the_scripts():
+    code = "import sys, clusterenv_runtime.policy, clusterenv_runtime.worker; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {name.partition(".")[0] for name in result.stdout.split()} | set(result.stdout.split())
+    assert not imported & {"tyro", "rich", "tensorboard", "matplotlib", "wandb", "clusterenv_runtime.script"}
+    for path in Path(ROOT, "clusterenv_runtime").rglob("*.py"):
+        if path.parent.name != "script":
+            assert ".script" not in path.read_text(), path
