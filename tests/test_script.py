@@ -110,10 +110,10 @@ MAKE = 'gym.make(env_id, render_mode="rgb_array") if record else gym.make(env_id
     "make, names",
     [
         ("gym.wrappers.TransformReward(gym.make(env_id), lambda reward: 1000 * reward)", "(TransformReward)"),
-        ("gym.wrappers.TimeLimit(gym.make(env_id), 9)", "(TimeLimit 2 times, max_episode_steps=9)"),
+        ("gym.wrappers.TimeLimit(gym.make(env_id), 9)", "(TimeLimit, max_episode_steps=9)"),
         ("gym.make(env_id, max_episode_steps=9)", "(max_episode_steps=9)"),
         ("gym.make(env_id, sutton_barto_reward=True)", "(sutton_barto_reward=True)"),
-        ("gym.make(env_id, disable_env_checker=True).env", "(no TimeLimit"),
+        ("gym.make(env_id).env", "(max_episode_steps=None, no TimeLimit)"),
     ],
 )
 def test_what_a_backend_would_leave_out_is_refused_by_name(tmp_path, monkeypatch, make, names):

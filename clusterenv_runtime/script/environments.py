@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from ..batch_slice import make_vec
 from .arguments import check
 
 EnvFn = Callable[[], gym.Env]
+NEUTRAL = "RecordEpisodeStatistics", "PassiveEnvChecker", "OrderEnforcing"  # wrappers that change no step
 
 
 def by_backend(args: Any, env_fns: list[EnvFn]) -> Any:
@@ -58,29 +60,28 @@ def _check_plain(args: Any, make_env: Callable[..., EnvFn]) -> None:
     except gym.error.Error:  # the backend's alone; what make_env does, it may do to another
         plain = gym.make(env_id := "CartPole-v1")
     env = make_env(env_id, 1, False, "")()
-    theirs, ours = _description(plain), _description(env)
+    theirs, ours = _parts(plain), _parts(env)
+    changed = [*(ours - theirs), *(f"no {part}" for part in theirs - ours if "=" not in part)]
+    if not changed:
+        names = "observation_space", "action_space"
+        changed = [f"another {name}" for name in names if getattr(env, name) != getattr(plain, name)]
     plain.close()
     env.close()
-    added = [part for part in ours if part not in theirs] or [f"no {part}" for part in theirs if part not in ours]
     check(
-        not added,
+        not changed,
         f"--env-backend {args.env_backend} makes the environments itself, without what make_env does "
-        f"({', '.join(added)}): use --env-backend gymnasium, or take that out of make_env",
+        f"({', '.join(changed)}): use --env-backend gymnasium, or take that out of make_env",
     )
 
 
-def _description(env: gym.Env) -> list[str]:
-    """Say what an environment is made of: its wrappers, outermost first, its arguments and its spaces."""
-    parts, inner = [], env
+def _parts(env: gym.Env) -> Counter[str]:
+    """Return the names of an environment and of its wrappers, innermost last, and its arguments."""
+    parts, inner = Counter[str](), env
     while isinstance(inner, gym.Wrapper):
-        parts.append(type(inner).__name__)
+        parts[type(inner).__name__] += type(inner).__name__ not in NEUTRAL
         inner = inner.env
-    if "RecordEpisodeStatistics" in parts:  # ClusterEnv counts episodes itself where nobody else does
-        parts.remove("RecordEpisodeStatistics")
-    parts = [f"{part} {parts.count(part)} times" if parts.count(part) > 1 else part for part in dict.fromkeys(parts)]
     arguments = {**env.spec.kwargs, "max_episode_steps": env.spec.max_episode_steps} if env.spec else {}
-    parts += [f"{name}={value}" for name, value in arguments.items()]
-    return [*parts, type(inner).__name__, f"observations {env.observation_space}", f"actions {env.action_space}"]
+    return parts + Counter([type(inner).__name__, *(f"{name}={value}" for name, value in arguments.items())])
 
 
 @torch.no_grad()
