@@ -16,9 +16,11 @@ import gymnasium as gym
 import zmq
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
-from .batch_slice import make_vec
+from .backends import make_vec
 from .errors import CheckpointError, StartupError
-from .launchers import Launcher, listening_address, make_launcher, worker_flags
+from .head.transport import listening_address
+from .launchers import Launcher, make_launcher
+from .launchers.base import worker_flags
 from .security import HeadKeys, check_security, read_key_file
 
 T = TypeVar("T", bound="ClusterArgs")

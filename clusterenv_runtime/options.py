@@ -1,0 +1,243 @@
+"""Every option of a `ClusterEnv`, once: name, type, range, default and text. Its arguments and the scripts' flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import ipaddress
+import os
+import shlex
+import shutil
+import socket
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from .launchers import Launcher, launcher_names, make_launcher
+from .security import HeadKeys, read_key_file
+from .sync import SyncRule
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a value must be, in words and as a function that says whether it is."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+# Of the types of options and flags. A NaN is in none of these.
+Positive = Annotated[int, Range("at least 1", lambda value: value >= 1)]
+NotNegative = Annotated[int, Range("at least 0", lambda value: value >= 0)]
+PositiveNumber = Annotated[float, Range("a number > 0", lambda value: value > 0)]
+Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
+Seconds = Annotated[float, Range("a number of seconds > 0", lambda value: value > 0)]
+Nats = Annotated[float, Range("a number of nats >= 0", lambda value: value >= 0)]
+Port = Annotated[int, Range("from 0 to 65535", lambda value: 0 <= value < 2**16)]
+
+
+@dataclass
+class ClusterOptions:
+    """Where workers run, how they are supervised, and when they pull."""
+
+    num_workers: Positive = 2
+    """the number of environment worker processes, each with a contiguous share of the environments"""
+    launcher: str = "local"
+    """where workers run: `local` starts them on this machine, `slurm` as steps of the job that this runs in, `external`
+    prints their commands and waits until you have run them; or a launcher that another package adds"""
+    worker_prefix: str = ""
+    """goes before each worker's Python, as in `nice -n 19` or (with the launcher `slurm`) `apptainer exec image.sif`"""
+    sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
+    """when workers pull weights: by divergence (APS), every `sync_interval` versions, every version, or once"""
+    kl_threshold: Nats = 0.1
+    """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats"""
+    sync_interval: Positive | None = None
+    """with the mode `interval`: pull every so many versions"""
+    max_policy_lag: NotNegative | None = None
+    """pull anyway, whatever the mode, when more than this many versions behind at the time of the request"""
+    on_worker_loss: Literal["restart", "raise"] = "restart"
+    """what happens when a worker dies or falls silent: another takes its place, or the run ends with an error"""
+    max_worker_restarts: NotNegative = 3
+    """the run ends when so many replacements of one worker in a row have died without an answer"""
+    min_workers: Positive | None = None
+    """begin when so many workers are up, the others join when they come; by default when all are"""
+    worker_timeout: Seconds = 30.0
+    """seconds of silence of a worker's process or link (not of a slow step) until it counts as dead"""
+    startup_timeout: Seconds = 60.0
+    """seconds for a worker to start, and then to build its environments"""
+    bind_address: str | None = None
+    """listen for workers on this IP address over tcp; by default on a socket that only you can open, and with the
+    launcher `slurm` on the address that the workers' nodes reach"""
+    interface: str | None = None
+    """instead of an address: the network interface whose address to listen on"""
+    port: Port = 0
+    """the tcp port to listen on; 0 for a random free one"""
+    security: Literal["curve", "none"] = "curve"
+    """over tcp: `curve` encrypts and admits only workers that have this run's keys, `none` does neither"""
+    allow_insecure: bool = False
+    """permit the security `none` on an address that other machines can reach"""
+    key_file: str | None = None
+    """over tcp: the keys, in a file of `python -m clusterenv_runtime.keys FILE`; by default each run makes its own"""
+
+    @property
+    def rule(self) -> SyncRule:
+        """When a worker pulls."""
+        return SyncRule(self.sync_mode, self.kl_threshold, self.sync_interval, self.max_policy_lag)
+
+    def make_launcher(
+        self, log_dir: str | os.PathLike[str] | None = None, spell: Callable[[str], str] = str
+    ) -> Launcher:
+        """Return the launcher of this name, whose workers may log to files in ``log_dir``.
+
+        Raises:
+            ValueError: there is none of this name.
+            StartupError: it cannot start workers here; the text says what to do.
+        """
+        names = launcher_names()
+        self._require(
+            self.launcher in names,
+            f"{spell('launcher')} must be one of {', '.join(map(repr, names))}, got {self.launcher!r}",
+        )
+        return make_launcher(self.launcher, log_dir, self.worker_prefix)
+
+    def address(self, launcher: Launcher) -> str | None:
+        """Return the address or interface to listen on over tcp; None for a socket file of this machine."""
+        return self.bind_address or self.interface or launcher.address(self.num_workers)
+
+    def keys(self) -> HeadKeys | None:
+        """Return the keys that were made ahead, if any were.
+
+        Raises:
+            StartupError: the file does not hold them, or others can read it.
+        """
+        return None if self.key_file is None else read_key_file(self.key_file, HeadKeys)
+
+    def check(self, launcher: Launcher, spell: Callable[[str], str] = str) -> None:
+        """Raise ValueError if an option is out of range, or does not go with the others; the text is for the user.
+
+        ``spell`` writes an option's name as the user knows it.
+
+        Raises:
+            StartupError: the launcher cannot start workers here, or the key file is not one.
+        """
+        check_ranges(self, spell)
+        self._require(
+            self.min_workers is None or self.min_workers <= self.num_workers,
+            f"{spell('min_workers')} must be from 1 to {spell('num_workers')}, {self.num_workers}, "
+            f"got {self.min_workers}",
+        )
+        self._require(
+            self.sync_mode != "interval" or self.sync_interval is not None,
+            f"{spell('sync_mode')} 'interval' needs {spell('sync_interval')}: pull every how many policy versions?",
+        )
+        self._check_prefix(launcher, spell)
+        self._check_address(launcher, spell)
+
+    def _check_prefix(self, launcher: Launcher, spell: Callable[[str], str]) -> None:
+        try:
+            program = "".join(shlex.split(self.worker_prefix)[:1])
+        except ValueError as error:
+            raise ValueError(f"{spell('worker_prefix')} {self.worker_prefix}: {error}") from None
+        self._require(
+            launcher.remote or not program or shutil.which(program),
+            f"{spell('worker_prefix')} begins with {program}, and there is no such program here",
+        )
+
+    def _check_address(self, launcher: Launcher, spell: Callable[[str], str]) -> None:
+        either = f"{spell('bind_address')} or {spell('interface')}"
+        self._require(not (self.bind_address and self.interface), f"give either {either}, not both")
+        if self.interface:
+            there = [name for _, name in socket.if_nameindex()]
+            self._require(
+                self.interface in there,
+                f"{spell('interface')} must be one of {', '.join(there)}, got {self.interface}",
+            )
+        address = self.bind_address or self.interface
+        self._require(
+            address not in ("*", "0.0.0.0", "::"),
+            f"{spell('bind_address')} must be one address or network interface, not all of them ({address})",
+        )
+        address = self.address(launcher)
+        self._require(
+            address or not launcher.remote,
+            f"the launcher {launcher.name} needs {either}: an address that its workers can connect to",
+        )
+        self._require(address or self.port == 0, f"{spell('port')} needs {either}")
+        self._require(
+            self.key_file is None or (address and self.security == "curve"),
+            f"{spell('key_file')} is for tcp with {spell('security')} curve",
+        )
+        self._require(
+            self.security == "curve" or self.allow_insecure or _is_loopback(address),
+            f"{spell('security')} none on {address} would let anyone run your policy's rollouts and read it: use curve, "
+            f"or set {spell('allow_insecure')} where the network is yours alone",
+        )
+        self.keys()
+
+    @staticmethod
+    def _require(holds: Any, text: str) -> None:
+        if not holds:
+            raise ValueError(text)
+
+
+def _is_loopback(address: str | None) -> bool:
+    if address is None or address in ("lo", "localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # an interface's name
+        return False
+
+
+def check_ranges(options: Any, spell: Callable[[str], str] = str) -> None:
+    """Raise ValueError if a field of this dataclass is not in the `Range` or `Literal` of its type; None may be."""
+    for name, hint in typing.get_type_hints(type(options), include_extras=True).items():
+        value = getattr(options, name)
+        if value is None:
+            continue
+        for part in (hint, *typing.get_args(hint)):  # of a union as well
+            if typing.get_origin(part) is Literal and value not in typing.get_args(part):
+                words = " or ".join(map(repr, typing.get_args(part)))
+                raise ValueError(f"{spell(name)} must be {words}, got {value!r}")
+            for range_ in getattr(part, "__metadata__", ()):
+                if isinstance(range_, Range) and not range_.holds(value):
+                    raise ValueError(f"{spell(name)} must be {range_.text}, got {value}")
+
+
+def parse_options(
+    options: dict[str, Any], log_dir: str | os.PathLike[str] | None
+) -> tuple[ClusterOptions, Launcher]:
+    """Return a `ClusterEnv`'s keyword arguments as options, and the launcher that they name or are.
+
+    Raises:
+        TypeError: there is no option of a name.
+        ValueError: there is no such launcher, or it has workers already, or a ``log_dir`` of its own.
+        StartupError: the launcher cannot start workers here.
+    """
+    names = [field.name for field in dataclasses.fields(ClusterOptions)]
+    if unknown := [name for name in options if name not in names]:
+        raise TypeError(f"ClusterEnv has no option {unknown[0]!r}; its options are {', '.join(names)}")
+    launcher = options.get("launcher") or "local"
+    if not isinstance(launcher, Launcher):
+        parsed = ClusterOptions(**{**options, "launcher": launcher})
+        return parsed, parsed.make_launcher(log_dir)
+    kind = type(launcher).__name__
+    if log_dir is not None or options.get("worker_prefix"):
+        raise ValueError(f"log_dir and worker_prefix belong to the launcher: {kind}(log_dir, prefix)")
+    if launcher.started:
+        raise ValueError(f"a {kind} starts the workers of one ClusterEnv: make another")
+    return ClusterOptions(**{**options, "launcher": launcher.name}), launcher
+
+
+def with_options(cls: type) -> type:
+    """Show the options in the signature of a class that takes them as ``**options``."""
+    parameters = inspect.signature(cls).parameters
+    own = [parameter for parameter in parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    options = [
+        parameter.replace(kind=parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(ClusterOptions).parameters.items()
+        if name not in parameters
+    ]
+    cls.__signature__ = inspect.Signature([*own, *options])
+    return cls
