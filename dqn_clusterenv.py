@@ -12,8 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.optim as optim
 
-from clusterenv_runtime import EpsilonGreedyPolicy
-from clusterenv_runtime._adapter import ClusterEnv
+from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
 from clusterenv_runtime.options import Fraction, NotNegative, Positive, PositiveNumber
 from clusterenv_runtime.script import Counters, Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
 

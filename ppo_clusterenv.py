@@ -12,8 +12,7 @@ import torch.nn as nn
 import torch.optim as optim
 from torch.distributions import Categorical, Distribution
 
-from clusterenv_runtime import CategoricalPolicy
-from clusterenv_runtime._adapter import ClusterEnv
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.options import Fraction, Nats, NotNegativeNumber, Number, Positive, PositiveNumber
 from clusterenv_runtime.script import Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
 

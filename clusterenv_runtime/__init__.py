@@ -16,7 +16,7 @@ A `ClusterEnv` is also a plain ``gymnasium.vector.VectorEnv``: ``envs.step(actio
 
 from typing import TYPE_CHECKING, Any
 
-from .batch_slice import make_vec
+from .backends import make_vec
 from .env import ClusterEnv
 from .errors import (
     CheckpointError,
@@ -28,7 +28,7 @@ from .errors import (
     StartupError,
     WorkerDiedError,
 )
-from .launchers import ExternalLauncher, Launcher, LocalLauncher
+from .launchers import Exit, ExternalLauncher, Launcher, LocalLauncher
 from .rollout import Rollout
 
 if TYPE_CHECKING:
@@ -43,9 +43,10 @@ __all__ = [
     "DeadlineError",
     "EnvError",
     "EpsilonGreedyPolicy",
+    "Exit",
+    "ExternalLauncher",
     "GaussianPolicy",
     "Interrupted",
-    "ExternalLauncher",
     "Launcher",
     "LocalLauncher",
     "Policy",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from ._adapter import Launcher, launcher_names, make_launcher
+from .launchers import Launcher, launcher_names, make_launcher
 from .security import HeadKeys, read_key_file
 from .sync import SyncRule
 
@@ -94,7 +94,7 @@ class ClusterOptions:
         """Return the launcher of this name, whose workers may log to files in ``log_dir``.
 
         Raises:
-            ValueError: there is none of this name.
+            ValueError: there is none of this name, or the prefix is not a command line.
             StartupError: it cannot start workers here; the text says what to do.
         """
         names = launcher_names()
@@ -102,6 +102,10 @@ class ClusterOptions:
             self.launcher in names,
             f"{spell('launcher')} must be one of {', '.join(map(repr, names))}, got {self.launcher!r}",
         )
+        try:
+            shlex.split(self.worker_prefix)
+        except ValueError as error:
+            raise ValueError(f"{spell('worker_prefix')} {self.worker_prefix}: {error}") from None
         return make_launcher(self.launcher, log_dir, self.worker_prefix)
 
     def address(self, launcher: Launcher) -> str | None:
@@ -138,10 +142,7 @@ class ClusterOptions:
         self._check_address(launcher, spell)
 
     def _check_prefix(self, launcher: Launcher, spell: Callable[[str], str]) -> None:
-        try:
-            program = "".join(shlex.split(self.worker_prefix)[:1])
-        except ValueError as error:
-            raise ValueError(f"{spell('worker_prefix')} {self.worker_prefix}: {error}") from None
+        program = "".join(launcher.prefix[:1])
         self._require(
             launcher.remote or not program or shutil.which(program),
             f"{spell('worker_prefix')} begins with {program}, and there is no such program here",
@@ -173,8 +174,8 @@ class ClusterOptions:
         )
         self._require(
             self.security == "curve" or self.allow_insecure or _is_loopback(address),
-            f"{spell('security')} none on {address} would let anyone run your policy's rollouts and read it: use curve, "
-            f"or set {spell('allow_insecure')} where the network is yours alone",
+            f"{spell('security')} none on {address} would let anyone run your policy's rollouts and read it: use "
+            f"curve, or set {spell('allow_insecure')} where the network is yours alone",
         )
         self.keys()
 
@@ -208,19 +209,27 @@ def check_ranges(options: Any, spell: Callable[[str], str] = str) -> None:
                     raise ValueError(f"{spell(name)} must be {range_.text}, got {value}")
 
 
-def parse_options(options: dict[str, Any]) -> tuple[ClusterOptions, Launcher | None]:
-    """Return a `ClusterEnv`'s keyword arguments as options, and the launcher, if it is given as an object.
+def parse_options(options: dict[str, Any], log_dir: str | os.PathLike[str] | None) -> tuple[ClusterOptions, Launcher]:
+    """Return a `ClusterEnv`'s keyword arguments as options, and the launcher that they name or are.
 
     Raises:
         TypeError: there is no option of a name.
+        ValueError: there is no such launcher, or it has workers already, or a ``log_dir`` of its own.
+        StartupError: the launcher cannot start workers here.
     """
     names = [field.name for field in dataclasses.fields(ClusterOptions)]
     if unknown := [name for name in options if name not in names]:
         raise TypeError(f"ClusterEnv has no option {unknown[0]!r}; its options are {', '.join(names)}")
-    launcher = options.get("launcher")
-    if isinstance(launcher, Launcher):
-        return ClusterOptions(**{**options, "launcher": launcher.name}), launcher
-    return ClusterOptions(**{**options, "launcher": launcher or "local"}), None
+    launcher = options.get("launcher") or "local"
+    if not isinstance(launcher, Launcher):
+        parsed = ClusterOptions(**{**options, "launcher": launcher})
+        return parsed, parsed.make_launcher(log_dir)
+    kind = type(launcher).__name__
+    if log_dir is not None or options.get("worker_prefix"):
+        raise ValueError(f"log_dir and worker_prefix belong to the launcher: {kind}(log_dir, prefix)")
+    if launcher.started:
+        raise ValueError(f"a {kind} starts the workers of one ClusterEnv: make another")
+    return ClusterOptions(**{**options, "launcher": launcher.name}), launcher
 
 
 def with_options(cls: type) -> type:

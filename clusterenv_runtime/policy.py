@@ -75,7 +75,9 @@ class Policy(nn.Module):
     def _tensors(self) -> list[torch.Tensor]:
         return [*self.parameters(), *self.buffers()]
 
-    def _with_empty_tensors(self, device: str) -> Policy:
+    def with_empty_tensors(self, device: str) -> Policy:
+        """Return a copy whose parameters and buffers have shapes but no data, on this device."""
+
         # Through deepcopy's memo, so that nothing is copied and tied weights stay tied.
         def empty(tensor: torch.Tensor) -> torch.Tensor:
             new = torch.empty_like(tensor, device=device, requires_grad=False)
@@ -85,7 +87,7 @@ class Policy(nn.Module):
 
     def structure(self) -> Policy:
         """Return a copy whose parameters and buffers have shapes but no data (torch's meta device)."""
-        return self._with_empty_tensors("meta")
+        return self.with_empty_tensors("meta")
 
     @torch.no_grad()
     def flat_weights(self) -> torch.Tensor:
@@ -199,46 +201,3 @@ class EpsilonGreedyPolicy(Policy):
         # Not Categorical's, which is inf where a probability underflows.
         old, new = (values.div(temperature).log_softmax(-1) for values in (behavior, params))
         return (old.exp() * (old - new)).sum(-1)
-
-
-class Actor:
-    """A worker's policy at work: one forward per step, log-probabilities once per rollout. It acts in eval mode."""
-
-    def __init__(self, structure: Policy, generator: torch.Generator) -> None:
-        torch.set_num_threads(1)  # workers share their machine with other workers
-        self.policy = structure._with_empty_tensors("cpu").eval()
-        self._generator = generator
-
-    def load_generator_state(self, state: Any) -> None:
-        """Go on from the state of a `torch.Generator`, of any readable buffer."""
-        self._generator.set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
-
-    def start(self, num_steps: int, num_envs: int) -> None:
-        self._num_steps, self._num_envs = num_steps, num_envs
-        self._step_params: list[torch.Tensor] = []
-        self._actions: list[torch.Tensor] = []
-
-    @torch.inference_mode()
-    def act(self, observations: Any) -> np.ndarray:
-        """Return one action per environment for observations ``(num_envs, ...)``."""
-        params = self.policy(to_tensor(observations, torch.device("cpu")))
-        step = len(self._actions) % self._num_steps
-        if step == 0:
-            self._noise = self.policy.noise(self._num_steps, self._num_envs, params.shape[-1], self._generator)
-        actions = self.policy.act(params, self._noise[step])
-        self._step_params.append(params)
-        self._actions.append(actions)
-        return actions.numpy().copy()  # the environments may write to it
-
-    @torch.inference_mode()
-    def finish(self, states: np.ndarray, steps: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return actions, log-probs ``(num_steps, num_envs, ...)``, and the parameters at ``states`` (flat indices).
-
-        ``steps`` ``(num_steps, num_envs)``: which step each is of, if there were more than num_steps.
-        """
-        params, actions = torch.stack(self._step_params), torch.stack(self._actions)
-        if steps is not None:
-            which = torch.from_numpy(steps), torch.arange(self._num_envs)
-            params, actions = params[which], actions[which]
-        logprobs = self.policy.distribution(params).log_prob(actions)
-        return actions.numpy(), logprobs.numpy(), params.flatten(0, 1)[torch.from_numpy(states)].numpy()

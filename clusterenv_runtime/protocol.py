@@ -1,9 +1,9 @@
-"""The wire: what head and workers say to each other, and how values become frames.
+"""The wire: what head and workers say to each other.
 
-A message is one msgpack header (a tagged struct, validated when decoded) followed by raw buffers. Every request has
-a ``seq``; it gets exactly one `Reply` or `Error` with the same ``seq``. Towards the worker, buffers may hold pickles,
-because a worker runs the head's code anyway; towards the head nothing is ever pickled: `pack` and `unpack` carry
-arrays, numbers, strings, bytes, None and containers of these, and nothing else.
+A message is one msgpack header followed by raw buffers. The header is a pair: ``seq``, and one of the structs below,
+validated when decoded. ``seq`` numbers a request, and comes back with its answer: exactly one `Reply`, `Part` or
+`Error`, after a `Pull` or none. What is neither has the ``seq`` None. Towards the worker, buffers may hold pickles,
+because a worker runs the head's code anyway; towards the head, values are what `codec.pack` makes.
 """
 
 from __future__ import annotations
@@ -12,60 +12,53 @@ import contextlib
 import functools
 import importlib.metadata
 import platform
-import re
 from typing import Any
 
 import msgspec
-import numpy as np
 import zmq
-from gymnasium.spaces import GraphInstance
 
-from .errors import ProtocolError
+from .sync import SyncRule
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 2**31  # a peer that sends more in one frame is cut off
 
 
 class Message(msgspec.Struct, tag=True):
-    """Base of every header; the class name travels as the tag."""
+    """Base of what a header holds; the class name travels as the tag."""
 
 
 # Head to worker. Comments name the buffers that follow the header.
-class Setup(Message):  # cloudpickle of EnvSlice's arguments
-    seq: int
+class Setup(Message):  # cloudpickle of what `worker.build_environments` takes
+    """Build the environments. From now on pull by this rule."""
+
     sys_path: list[str]
     first_row: int
+    rule: SyncRule
 
 
 class Reset(Message):  # pickle of (seeds, options, reset_mask or None)
-    seq: int
     partial: bool = False  # whether there is a mask
 
 
 class Step(Message):  # pickle of one action per environment
-    seq: int
+    pass
 
 
-class Lost(Message):
-    """Answer a `Step` whose episodes an earlier process took along: they are cut off."""
-
-    seq: int  # followed by a pickle of (observations before, which rows are cut off)
+class CutOff(Message):  # pickle of (observations before, which rows are cut off)
+    """Answer as to a `Step` that ends the episodes which an earlier process took along."""
 
 
 class Call(Message):  # pickle of (args, kwargs)
-    seq: int
     name: str
 
 
 class SetAttr(Message):  # pickle of one value per environment
-    seq: int
     name: str
 
 
 class Collect(Message):  # nothing, or the state of a torch.Generator to go on from
     """Act and step for ``num_steps``; ``divergence`` is mean KL(version ``behavior`` || ``version``), in nats."""
 
-    seq: int
     num_steps: int
     version: int
     behavior: int  # the version that the divergence is of, which the worker may hold no longer; 0 for none
@@ -74,14 +67,16 @@ class Collect(Message):  # nothing, or the state of a torch.Generator to go on f
 
 
 class Structure(Message):  # cloudpickle of the policy without its weights, which the worker then pulls
-    seq: int
+    pass
 
 
 class Weights(Message):  # the policy's parameters and buffers, flat
+    """Answers a `Pull`."""
+
     version: int
 
 
-class Ping(Message):  # no answer, and nothing to do: it is for the head to see whether it can be sent
+class Ping(Message):  # nothing to do: it is for the head to see whether it can be sent
     pass
 
 
@@ -99,33 +94,43 @@ class Hello(Message):
 
 
 class Reply(Message):  # the buffers of ``value`` and ``infos``
-    seq: int
     value: Any
     infos: Any = None
     dropped: list[str] = []  # what of ``infos`` could not be sent
-    generator: bytes = b""  # after a `Collect`: the state of the worker's random numbers
+
+
+class Part(Message):  # the buffers of ``part``
+    """Answers a `Collect`."""
+
+    part: dict[str, Any]  # the packed fields of a `rollout.RolloutPart`
+    generator: bytes  # the state of the policy's random numbers afterwards, of a torch.Generator
+    waited: float  # seconds without a request to work on, or without weights, since the part before
 
 
 class Pull(Message):
-    seq: int
+    """Asks for weights before a `Collect`, whose ``seq`` it has, is answered."""
+
     version: int  # the version the worker holds; 0 for none
 
 
 class Error(Message):
-    seq: int
     env: int | None
     kind: str
     message: str
     traceback: str
-    fatal: bool
+    fatal: bool  # whether the worker ends
 
 
-Requests = list[Any]  # of pairs: a message and its buffers
-Request = Setup | Reset | Step | Lost | Call | SetAttr | Structure | Collect | Weights | Ping | Close
-Answer = Hello | Reply | Pull | Error
+Request = Setup | Reset | Step | CutOff | Call | SetAttr | Structure | Collect | Weights | Ping | Close
+Answer = Hello | Reply | Part | Pull | Error
 _encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_request = msgspec.msgpack.Decoder(tuple[int | None, Request]).decode
+decode_answer = msgspec.msgpack.Decoder(tuple[int | None, Answer]).decode
+
+
+def frames(seq: int | None, message: Message, *buffers: Any) -> list[Any]:
+    """Return the frames of one message, ready for ``send_multipart``."""
+    return [_encode((seq, message)), *buffers]
 
 
 @functools.cache
@@ -138,97 +143,21 @@ def shared_versions() -> dict[str, str]:
     return versions
 
 
+def mismatch(hello: Hello) -> str | None:
+    """Return why the sender of ``hello`` cannot be a worker of this head, or None if it can."""
+    if hello.protocol != PROTOCOL_VERSION:
+        return (
+            f"speaks protocol {hello.protocol}, the head {PROTOCOL_VERSION}: install the same clusterenv_runtime on both"
+        )
+    ours, theirs = shared_versions(), hello.versions
+    if differing := [name for name in ours if theirs.get(name, ours[name]) != ours[name]]:
+        names = ", ".join(f"{name} {theirs[name]} (head: {ours[name]})" for name in differing)
+        return f"runs {names}: install the same versions on both"
+    return None
+
+
 def set_limits(socket: zmq.Socket[bytes], silence: float) -> None:
     """Cap what ``socket`` receives, and close a link that has been silent for so many seconds (ZMTP's PING)."""
     socket.maxmsgsize = MAX_FRAME_BYTES
     socket.heartbeat_ivl = max(int(silence * 250), 1)
     socket.heartbeat_timeout = max(int(silence * 750), 1)
-
-
-_DTYPE = re.compile(r"[<>|][biufcSUmM]\d{1,9}(\[\w+\])?")  # plain data of a fixed size
-_CONTAINERS = {"list": list, "tuple": tuple, "GraphInstance": lambda items: GraphInstance(*items)}
-
-
-def frames(message: Message, *buffers: Any) -> list[Any]:
-    """Return the frames of one message, ready for ``send_multipart``."""
-    return [_encode(message), *buffers]
-
-
-def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Any:
-    """Turn ``value`` into a tree msgpack can carry, appending the data of its arrays to ``buffers``.
-
-    Types survive exactly (tuple or list, ``np.float32`` or ``float``), but for
-    subclasses of containers, which arrive as their base. With ``dropped`` a dict entry that cannot be
-    packed is left out and its key noted there; otherwise it raises TypeError.
-    """
-    kind = type(value)
-    if value is None or kind in (bool, float, str, bytes):
-        return value
-    if kind is int:
-        return value if -(2**63) <= value < 2**63 else ["int", hex(value)]
-    if (
-        isinstance(value, np.ndarray | np.generic)
-        and _DTYPE.fullmatch(value.dtype.str)
-        and (value.nbytes or not value.ndim or not value.size)
-    ):
-        array = np.ascontiguousarray(value).reshape(-1)
-        buffers.append(array.view(np.uint8).data if array.nbytes else b"")
-        name = "scalar" if isinstance(value, np.generic) else "array"
-        return [name, len(buffers) - 1, value.dtype.str, list(value.shape)]
-    if isinstance(value, list | tuple):
-        name = kind.__name__ if kind in (list, GraphInstance) else "tuple"
-        return [name, [pack(item, buffers, dropped) for item in value]]
-    if isinstance(value, dict):
-        items = []
-        for key, item in value.items():
-            used = len(buffers)
-            try:
-                items.append([pack(key, buffers), pack(item, buffers, dropped)])
-            except TypeError:
-                if dropped is None:
-                    raise
-                del buffers[used:]
-                dropped.append(f"{key} ({type(item).__name__})")
-        return ["dict", items]
-    if kind is np.random.Generator:
-        return ["Generator", pack(value.bit_generator.state, buffers)]
-    raise TypeError(
-        f"a {kind.__module__}.{kind.__qualname__} cannot be sent to the head, only arrays, numbers, strings, bytes, "
-        "None and containers of these (nothing is unpickled there)"
-    )
-
-
-def unpack(tree: Any, buffers: list[Any], copy: bool = True) -> Any:
-    """Undo `pack`. Arrays are fresh and writable, or with ``copy=False`` read-only views of ``buffers``.
-
-    Raises:
-        ProtocolError: ``tree`` is not what `pack` makes, or does not fit ``buffers``.
-    """
-    if not isinstance(tree, list):
-        return tree
-    try:
-        kind, data = tree[0], tree[1]
-        if kind in _CONTAINERS:
-            return _CONTAINERS[kind]([unpack(item, buffers, copy) for item in data])
-        if kind == "dict":
-            return {unpack(key, buffers, copy): unpack(item, buffers, copy) for key, item in data}
-        if kind == "int":
-            return int(data, 16)
-        if kind in ("array", "scalar"):
-            if not _DTYPE.fullmatch(tree[2]) or any(type(length) is not int or length < 0 for length in tree[3]):
-                raise ValueError(f"dtype {tree[2]}, shape {tree[3]}")
-            dtype = np.dtype(tree[2])
-            # np.str_("") has no bytes; an array of such would be as long as the sender likes
-            flat = np.frombuffer(buffers[data], dtype) if dtype.itemsize or tree[3] else np.zeros((), dtype)
-            array = flat.reshape(tree[3])
-            return array[()] if kind == "scalar" else array.copy() if copy else array
-        if kind == "Generator":
-            state = unpack(data, buffers)
-            if state["bit_generator"] not in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"):
-                raise ValueError(f"bit generator {state['bit_generator']!r}")
-            bits = getattr(np.random, state["bit_generator"])()
-            bits.state = state
-            return np.random.Generator(bits)
-    except Exception as error:  # whatever a malformed tree makes NumPy raise
-        raise ProtocolError(f"malformed value in a message: {error}") from None
-    raise ProtocolError(f"unknown kind of value in a message: {kind!r}")

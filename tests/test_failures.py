@@ -314,7 +314,7 @@ def test_a_launcher_serves_one_cluster():
     ],
 )
 def test_workers_that_do_not_match(workers, instead_of_python, patch, text):
-    code = f"from clusterenv_runtime import protocol, worker; protocol.{patch}; worker.main()"
+    code = f"from clusterenv_runtime import protocol; from clusterenv_runtime.worker.__main__ import main; protocol.{patch}; main()"
     instead_of_python(f'exec {sys.executable} -c "{code}" "$@"')
     with at_most(15), pytest.raises(StartupError, match=text):
         ClusterEnv([CountingEnv] * 2, 2)
@@ -474,7 +474,7 @@ def test_a_rollout_that_is_interrupted_does_not_hang_what_comes_after(monkeypatc
     with ClusterEnv([CountingEnv], 1) as envs:
         envs.reset()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(envs._head, "_receive", lambda *_: signal.raise_signal(signal.SIGINT))
+            patch.setattr(envs._pool.transport, "receive", lambda *_: signal.raise_signal(signal.SIGINT))
             envs.rollout(CategoricalPolicy(linear(1, 2)), 3)
         envs.reset_async()
         assert_same(envs.reset_wait(timeout=10), (np.zeros((1, 1), np.float32), {}))
@@ -494,26 +494,26 @@ def address_of(workers):
 
 def header(value):
     """A Reply's header around a value that is msgpack already, or is not."""
-    return frames(Reply(1, None))[0].replace(b"\xa5value\xc0", b"\xa5value" + value)
+    return frames(1, Reply(None))[0].replace(b"\xa5value\xc0", b"\xa5value" + value)
 
 
-RAW = {"type": "Reply", "seq": 1, "value": None}
+RAW = {"type": "Reply", "value": None}
 GARBAGE = {
     "nothing": [[b""]],
     "many frames": [[b"x"] * 50],
     "no msgpack": [[b"\xc1"], [os.urandom(99)], [b"GET / HTTP/1.1\r\n\r\n"]],
-    "half a message": [[frames(Hello(1, 0, "host", 1, {}))[0][:-3]]],
-    "another message": [[msgspec.msgpack.encode({**RAW, "type": "Step"})], [msgspec.msgpack.encode([1, 2])]],
-    "wrong types": [[msgspec.msgpack.encode({**RAW, "seq": "1"})], [msgspec.msgpack.encode({**RAW, "seq": 2**64 - 1})]],
+    "half a message": [[frames(None, Hello(1, 0, "host", 1, {}))[0][:-3]]],
+    "another message": [[msgspec.msgpack.encode([1, {**RAW, "type": "Step"}])], [msgspec.msgpack.encode([1, 2])]],
+    "wrong types": [[msgspec.msgpack.encode(["1", RAW])], [msgspec.msgpack.encode([1, {**RAW, "dropped": 1}])]],
     "a long list that is not there": [[header(b"\xdd\xff\xff\xff\xff")]],
     "not UTF-8": [[header(b"\xa2\xff\xfe")]],
     "very deep": [[header(b"\x91" * 20000 + b"\xc0")]],
     "keys that cannot be": [[header(b"\x81\x81\x01\x01\x01")]],
-    "replies": [[*frames(Reply(seq, ["array", 0, "<f8", [1]])), b"8 bytes."] for seq in range(3000)],
-    "errors": [frames(Error(seq, 0, "builtins.ValueError", "no", "no", True)) for seq in range(3000)],
-    "pulls": [frames(Pull(seq, 0)) for seq in range(3000)],
+    "replies": [[*frames(seq, Reply(["array", 0, "<f8", [1]])), b"8 bytes."] for seq in range(3000)],
+    "errors": [frames(seq, Error(0, "builtins.ValueError", "no", "no", True)) for seq in range(3000)],
+    "pulls": [frames(seq, Pull(0)) for seq in range(3000)],
     "hellos": [
-        frames(Hello(version, index, "host", 1, {"numpy": "0"})) for version in (0, 1) for index in (-1, 0, 1, 9)
+        frames(None, Hello(version, index, "host", 1, {"numpy": "0"})) for version in (0, 1) for index in (-1, 0, 1, 9)
     ],
 }
 
@@ -521,13 +521,13 @@ GARBAGE = {
 @pytest.mark.parametrize("messages", GARBAGE.values(), ids=GARBAGE)
 def test_what_a_stranger_sends_changes_nothing(cluster, workers, caplog, messages):
     (steps,) = set(cluster.get_attr("count"))
-    dropped = cluster._head.dropped
+    dropped = cluster._pool.transport.dropped
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.sndhwm = stranger.linger = 0
         stranger.connect(address_of(workers()))
         for message in messages:
             stranger.send_multipart(message)
-        while cluster._head.dropped < dropped + len(messages):
+        while cluster._pool.transport.dropped < dropped + len(messages):
             steps += 1
             assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
         assert tuple(sorted(cluster.call("pid"))) == tuple(sorted(workers()))

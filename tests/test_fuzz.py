@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clusterenv_runtime import ClusterEnv, ProtocolError
+from clusterenv_runtime.codec import pack, unpack
 from clusterenv_runtime.protocol import (
     Call,
     Collect,
@@ -28,8 +29,6 @@ from clusterenv_runtime.protocol import (
     Step,
     decode_request,
     frames,
-    pack,
-    unpack,
 )  # fmt: skip
 
 from .envs import CountingEnv
@@ -63,15 +62,15 @@ def valid_messages(*, to_head):
     buffers = []
     value = pack({"a": np.arange(3), "b": [1.5, None, ("x", np.float32(2))]}, buffers)
     if to_head:
-        yield [*frames(Reply(7, value, value, ["x"])), *buffers]
-        yield frames(Error(7, 0, "builtins.ValueError", "no", "no", True))
-        yield frames(Pull(7, 3))
-        yield frames(Hello(1, 0, "host", 1, {"numpy": "2"}))
+        yield [*frames(7, Reply(value, value, ["x"])), *buffers]
+        yield frames(7, Error(0, "builtins.ValueError", "no", "no", True))
+        yield frames(7, Pull(3))
+        yield frames(None, Hello(1, 0, "host", 1, {"numpy": "2"}))
     else:
-        yield frames(Collect(7, 8, 1, 1, 0.1, 0.1))
-        yield [*frames(Step(7)), b"not a pickle"]
-        yield [*frames(Reset(7)), b"not a pickle"]
-        yield frames(Call(7, "pid"))
+        yield frames(7, Collect(8, 1, 1, 0.1, 0.1))
+        yield [*frames(7, Step()), b"not a pickle"]
+        yield [*frames(7, Reset()), b"not a pickle"]
+        yield frames(7, Call("pid"))
 
 
 def mutated(rng, message):
@@ -115,10 +114,10 @@ def test_a_strangers_mutations_change_nothing(cluster, workers):
         stranger.linger = stranger.sndhwm = 0
         stranger.connect(command[command.index("--connect") + 1])
         for _ in range(FRAMES // 100):
-            dropped = cluster._head.dropped
+            dropped = cluster._pool.transport.dropped
             for _ in range(100):
                 stranger.send_multipart(mutated(rng, rng.choice(originals)))
-            while cluster._head.dropped < dropped + 100:
+            while cluster._pool.transport.dropped < dropped + 100:
                 steps += 1
                 assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
             sizes.append(resident_bytes(os.getpid()))
@@ -128,8 +127,7 @@ def test_a_strangers_mutations_change_nothing(cluster, workers):
 
 def test_a_worker_drops_what_it_cannot_decode(cluster, workers):
     rng, originals = random.Random(2), list(valid_messages(to_head=False))
-    link = cluster._head.links[1]
-    pid = int(link.place.rpartition(" ")[2])
+    worker = cluster._pool.workers[1]
     sizes = []
     for _ in range(10):
         for number in range(FRAMES // 10):
@@ -137,10 +135,10 @@ def test_a_worker_drops_what_it_cannot_decode(cluster, workers):
             with contextlib.suppress(Exception):
                 decode_request(header)
                 continue  # one that the worker would obey
-            cluster._head._socket.send_multipart([link.identity, header])
+            cluster._pool.transport.send(worker.identity, [header])
             if number % 500 == 0:
-                assert cluster.call("pid")[1] == pid
-        assert cluster.call("pid")[1] == pid
-        sizes.append(resident_bytes(pid))
+                assert cluster.call("pid")[1] == worker.pid
+        assert cluster.call("pid")[1] == worker.pid
+        sizes.append(resident_bytes(worker.pid))
     assert sizes[-1] < sizes[2] + 20e6
-    assert pid in workers()
+    assert worker.pid in workers()

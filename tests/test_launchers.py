@@ -14,11 +14,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from clusterenv_runtime import ClusterEnv, head
+from clusterenv_runtime import ClusterEnv
 from clusterenv_runtime.errors import StartupError
+from clusterenv_runtime.head import supervisor
 from clusterenv_runtime.launchers import ExternalLauncher, LocalLauncher
+from clusterenv_runtime.launchers.slurm import Allocation, SlurmLauncher, srun_command
 from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file
-from clusterenv_runtime.slurm import Allocation, SlurmLauncher, srun_command
 
 from .envs import CountingEnv
 from .scripts import ROOT, check_refusal, check_refusal_here, environment, run
@@ -84,7 +85,7 @@ def test_a_steps_environment_has_nothing_that_makes_srun_divide_the_cores(monkey
         monkeypatch.setenv(name, value)
     for name in ("SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NPROCS"):
         monkeypatch.setenv(name, "1")
-    kept = {name for name in SlurmLauncher()._inherited() if name.startswith(("SLURM", "SRUN"))}
+    kept = {name for name in SlurmLauncher().inherited() if name.startswith(("SLURM", "SRUN"))}
     assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"}
 
 
@@ -207,7 +208,7 @@ class Queue(ExternalLauncher):
 
     waits = 3
 
-    def restart(self, index):
+    def start_worker(self, index):
         pass
 
     def pending(self, index):
@@ -216,7 +217,7 @@ class Queue(ExternalLauncher):
 
 
 def test_time_in_a_queue_is_told_and_does_not_count(monkeypatch, caplog):
-    monkeypatch.setattr(head, "NOTICE_S", 0.0)
+    monkeypatch.setattr(supervisor, "NOTICE_S", 0.0)
     launcher = Queue()
     with pytest.raises(StartupError, match="did not come up and build its environments within 0.01 s"):
         ClusterEnv([CountingEnv], 1, launcher=launcher, bind_address="127.0.0.1", startup_timeout=0.01)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from clusterenv_runtime import ProtocolError
-from clusterenv_runtime.protocol import Error, Hello, Pull, Reply, decode_answer, frames, pack, unpack
+from clusterenv_runtime.codec import pack, unpack
+from clusterenv_runtime.protocol import Error, Hello, Pull, Reply, decode_answer, frames
 
 from .envs import assert_same
 
@@ -54,7 +55,7 @@ def over_the_wire(value, copy=True, dropped=None):
     """Pack, encode, decode and unpack ``value``, as worker and head do."""
     buffers = []
     tree = pack(value, buffers, dropped)
-    header, *buffers = (bytes(frame) for frame in frames(Reply(1, tree), *buffers))
+    header, *buffers = (bytes(frame) for frame in frames(1, Reply(tree), *buffers))
     return unpack(decode_answer(header).value, buffers, copy)
 
 
@@ -236,13 +237,14 @@ def test_too_deep_values_are_protocol_errors():
 
 
 MESSAGES = [
-    Reply(3, ["list", [1, 2.5, None]], ["x (set)"]),
-    Pull(2**62, 7),
-    Error(1, None, "builtins.ValueError", "text\0ü", "traceback", True),
+    Reply(["list", [1, 2.5, None]], ["x (set)"]),
+    Pull(7),
+    Error(None, "builtins.ValueError", "text\0ü", "traceback", True),
     Hello(1, 0, "host", 4, {"numpy": "2.0"}),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_messages_come_back(message):
-    assert decode_answer(frames(message)[0]) == message
+    for seq in (None, 1, 2**62):
+        assert decode_answer(frames(seq, message)[0]) == (seq, message)

@@ -17,7 +17,8 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, LocalLauncher, WorkerDiedError, head
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, LocalLauncher, WorkerDiedError
+from clusterenv_runtime.head import pool, supervisor
 
 from .envs import BlockingEnv, CountingEnv, RandomEnv, Words, assert_same
 from .nets import change, linear
@@ -54,7 +55,7 @@ class OnceEnv(BlockingEnv):
 
 
 def pid_of(envs, worker):
-    return int(envs._head.links[worker].place.rpartition(" ")[2])
+    return envs._pool.workers[worker].pid
 
 
 @contextlib.contextmanager
@@ -340,8 +341,8 @@ def test_what_the_environments_have_started_ends_with_their_worker(tmp_path):
 
 
 def test_pings_that_a_long_step_leaves_unread_are_not_taken_for_death(monkeypatch):
-    monkeypatch.setattr(head, "POLL_MS", 1)
-    monkeypatch.setattr(head, "PING_S", 0.001)
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.001)
+    monkeypatch.setattr(pool, "PING_S", 0.001)
     with ClusterEnv([partial(CountingEnv, delay=4)], 1, worker_timeout=1) as envs:
         envs.reset()
         assert envs.step([0])[3].tolist() == [False]
@@ -473,7 +474,8 @@ def test_training_starts_with_few_workers_and_grows():
             worker, chunk = envs.recv()
             assert worker == 0 and chunk.rows.tolist() == [0, 1, 2]
             envs.send(2, 0)
-        launcher.restart(1)
+        launcher.kill(1)
+        launcher.start_worker(1)
         deadline = time.monotonic() + 20
         while worker == 0:
             assert time.monotonic() < deadline
@@ -487,8 +489,8 @@ def test_training_starts_with_few_workers_and_grows():
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ({"min_workers": 0}, "min_workers must be 1 to 2, got 0"),
-        ({"min_workers": 3}, "min_workers must be 1 to 2, got 3"),
+        ({"min_workers": 0}, "min_workers must be at least 1, got 0"),
+        ({"min_workers": 3}, "min_workers must be from 1 to num_workers, 2, got 3"),
         ({"max_worker_restarts": -1}, "max_worker_restarts must be at least 0, got -1"),
         ({"on_worker_loss": "cry"}, "on_worker_loss must be 'restart' or 'raise', got 'cry'"),
     ],

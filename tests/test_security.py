@@ -69,7 +69,7 @@ def intruders(keys):
 def test_an_intruder_is_not_heard(cluster, workers, caplog, who):
     keys = read_key_file(flag_of(workers, "--key-file"))
     name, keys = list(intruders(keys).items())[who]
-    refused = cluster._head._gate.refused
+    refused = cluster._pool.transport.refused
     with zmq.Context() as context, context.socket(zmq.DEALER) as intruder:
         intruder.linger = 0
         if keys is not None:
@@ -79,7 +79,7 @@ def test_an_intruder_is_not_heard(cluster, workers, caplog, who):
         intruder.connect(flag_of(workers, "--connect"))
         with contextlib.suppress(zmq.Again):  # once refused
             for _ in range(5):
-                intruder.send_multipart(frames(Hello(PROTOCOL_VERSION, 0, name, 1, {})), zmq.NOBLOCK)
+                intruder.send_multipart(frames(None, Hello(PROTOCOL_VERSION, 0, name, 1, {})), zmq.NOBLOCK)
         assert monitor.poll(5000)
         assert recv_monitor_message(monitor)["event"] & refusals
         for _ in range(3):
@@ -87,7 +87,7 @@ def test_an_intruder_is_not_heard(cluster, workers, caplog, who):
         assert not intruder.poll(0)
         intruder.disable_monitor()
     assert name not in caplog.text
-    assert (cluster._head._gate.refused > refused) == (name == "a foreign key and the right server key")
+    assert (cluster._pool.transport.refused > refused) == (name == "a foreign key and the right server key")
 
 
 class Bomb:
@@ -96,17 +96,17 @@ class Bomb:
 
 
 BOMBS = {
-    "a pickle": [[pickle.dumps(Bomb())], frames(Reply(1, None)) + [pickle.dumps(Bomb())]],
+    "a pickle": [[pickle.dumps(Bomb())], frames(1, Reply(None)) + [pickle.dumps(Bomb())]],
     "a pickle as every frame": [[pickle.dumps(Bomb())] * 20],
-    "an object array": [[*frames(Reply(seq, ["array", 0, "|O", [1]])), pickle.dumps(Bomb())] for seq in range(200)],
-    "a terabyte": [[*frames(Reply(seq, ["array", 0, "|S1", [2**40]])), b"x"] for seq in range(200)],
-    "a gigabyte of nothing": [[*frames(Reply(seq, ["array", 0, "|S0", [2**30]])), b""] for seq in range(200)],
+    "an object array": [[*frames(seq, Reply(["array", 0, "|O", [1]])), pickle.dumps(Bomb())] for seq in range(200)],
+    "a terabyte": [[*frames(seq, Reply(["array", 0, "|S1", [2**40]])), b"x"] for seq in range(200)],
+    "a gigabyte of nothing": [[*frames(seq, Reply(["array", 0, "|S0", [2**30]])), b""] for seq in range(200)],
 }
 
 
 @pytest.mark.parametrize("messages", {**GARBAGE, **BOMBS}.values(), ids={**GARBAGE, **BOMBS})
 def test_with_the_right_keys_what_no_worker_says_changes_nothing(cluster, workers, messages):
-    dropped = cluster._head.dropped
+    dropped = cluster._pool.transport.dropped
     keys = read_key_file(flag_of(workers, "--key-file"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.sndhwm = stranger.linger = 0
@@ -114,7 +114,7 @@ def test_with_the_right_keys_what_no_worker_says_changes_nothing(cluster, worker
         stranger.connect(flag_of(workers, "--connect"))
         for message in messages:
             stranger.send_multipart(message)
-        while cluster._head.dropped < dropped + len(messages):
+        while cluster._pool.transport.dropped < dropped + len(messages):
             step(cluster)
         assert not stranger.poll(0)
 

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import cloudpickle
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, GaussianPolicy
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, GaussianPolicy, LocalLauncher
+from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.protocol import Collect
-from clusterenv_runtime.sync import PolicyStore, SyncRule, sampled_states
+from clusterenv_runtime.sync import SyncRule, sampled_states
+from clusterenv_runtime.versions import PolicyCopy, PolicyStore
 
 from .envs import CountingEnv, RandomEnv, assert_same
 from .nets import change, linear
@@ -22,17 +25,17 @@ from .nets import change, linear
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ({"mode": "often"}, "sync_mode must be one of kl, interval, always, never, got 'often'"),
+        ({"sync_mode": "often"}, "sync_mode must be 'kl' or 'interval' or 'always' or 'never', got 'often'"),
         ({"kl_threshold": -0.1}, "kl_threshold must be a number of nats >= 0, got -0.1"),
         ({"kl_threshold": math.nan}, "kl_threshold must be a number of nats >= 0, got nan"),
-        ({"mode": "interval"}, "sync_mode 'interval' needs sync_interval"),
-        ({"mode": "interval", "interval": 0}, "sync_interval must be at least 1, got 0"),
-        ({"max_lag": -1}, "max_policy_lag must be at least 0, got -1"),
+        ({"sync_mode": "interval"}, "sync_mode 'interval' needs sync_interval"),
+        ({"sync_mode": "interval", "sync_interval": 0}, "sync_interval must be at least 1, got 0"),
+        ({"max_policy_lag": -1}, "max_policy_lag must be at least 0, got -1"),
     ],
 )
 def test_rules_that_do_not_fit_together(arguments, text):
     with pytest.raises(ValueError, match=text):
-        SyncRule(**arguments)
+        ClusterOptions(**arguments).check(LocalLauncher())
 
 
 KL, NEVER, ALWAYS = SyncRule("kl", 0.1), SyncRule("never"), SyncRule("always")
@@ -62,13 +65,13 @@ EVERY_THIRD, AT_MOST_TWO_BEHIND = SyncRule("interval", interval=3), SyncRule("ne
     ],
 )
 def test_decisions(rule, held, version, divergence, wants_pull):
-    assert rule.wants_pull(held, Collect(1, 8, version, held, divergence, 0.0)) is wants_pull
+    assert rule.wants_pull(held, Collect(8, version, held, divergence, 0.0)) is wants_pull
 
 
 @pytest.mark.parametrize("rule", [KL, NEVER, ALWAYS, EVERY_THIRD, AT_MOST_TWO_BEHIND], ids=str)
 @pytest.mark.parametrize("version", [1, 9])
 def test_a_worker_without_weights_always_pulls(rule, version):
-    assert rule.wants_pull(0, Collect(1, 8, version, 0, 0.0, 0.0)) is True
+    assert rule.wants_pull(0, Collect(8, version, 0, 0.0, 0.0)) is True
 
 
 def num_bytes(policy):
@@ -306,13 +309,14 @@ def test_of_many_workers_fewer_states_are_kept(num_workers, most):
             self.pairs = list(zip(observations, behavior_params, strict=True))
             return np.zeros(len(self.pairs))
 
-    store, policy = PolicyStore(num_workers, spaces.Box(-1, 1, (3,))), Recording(linear())
+    copies, policy = [PolicyCopy() for _ in range(num_workers)], Recording(linear())
+    store = PolicyStore(copies, spaces.Box(-1, 1, (3,)))
     store.publish(policy)
     for size, expected in ((most // 2, most // 2), (most // 4, most // 2 + most // 4), (most, most), (1000, most)):
         states = np.random.default_rng(size).normal(size=(size, 3)).astype(np.float32)
         params = states[sampled_states(size)]  # as a worker sends them; here they are the observations themselves
-        part = {"version": 1, "rewards": np.zeros((size, 1)), "observations": states[:, None], "params": params}
-        store.acted(num_workers - 1, part)
+        rewards = np.zeros((size, 1))
+        store.acted(copies[-1], SimpleNamespace(version=1, rewards=rewards, observations=states[:, None], params=params))
         store.publish(policy)
         ((observations, behavior_params),) = policy.pairs
         assert len(observations) == expected

@@ -7,7 +7,8 @@ import shlex
 
 import zmq
 
-from .._adapter import listening_address, worker_flags
+from ..head.transport import listening_address
+from ..launchers.base import worker_flags
 from .arguments import ScriptArgs
 
 

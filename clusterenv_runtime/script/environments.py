@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
-from ..batch_slice import make_vec
+from ..backends import make_vec
 from .arguments import check
 
 EnvFn = Callable[[], gym.Env]

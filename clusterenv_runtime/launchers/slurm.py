@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -10,11 +11,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from typing import IO
 
-from .errors import StartupError
-from .launchers import Launcher, LocalLauncher
+from ..errors import StartupError
+from .base import Exit, Launcher
+from .local import LocalLauncher, kill_group
 
 logger = logging.getLogger(__name__)
 
@@ -98,13 +101,15 @@ class SlurmLauncher(LocalLauncher):
         StartupError: this is no Slurm job.
     """
 
+    name, remote = "slurm", True
+    directory = Launcher.directory
+
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         super().__init__(log_dir, prefix)
         self._allocation = read_allocation()
         self._places: list[str] = []  # each worker's node
         self._words: dict[int, IO[bytes]] = {}  # what each srun has said
-
-    directory = Launcher.directory
+        self._patience: dict[int, float] = {}  # until when a killed srun may end by itself, by `time.monotonic`
 
     def address(self, num_workers: int) -> str:
         """Return this machine's address on its way to the workers' nodes.
@@ -136,43 +141,48 @@ class SlurmLauncher(LocalLauncher):
 
     def command(self, index: int) -> list[str]:
         # With a prefix, that is a container's: the path of this one means nothing there.
-        worker = [*self._prefix, "python" if self._prefix else sys.executable, *self.arguments(index)]
+        worker = [*self.prefix, "python" if self.prefix else sys.executable, *self.arguments(index)]
         return srun_command(index, self._places[index], self._allocation.het, self.log(index), worker)
 
-    def _inherited(self) -> dict[str, str]:
+    def inherited(self) -> dict[str, str]:
         # What the job asked for by task is not for these steps: with it srun gives each cores of its own, see above.
         unset = re.compile("(SLURM|SRUN)_(CPUS_PER_TASK|TRES_PER_TASK|NTASKS.*|NPROCS)(_HET_GROUP_.)?")
-        return {name: value for name, value in super()._inherited().items() if not unset.fullmatch(name)}
+        return {name: value for name, value in super().inherited().items() if not unset.fullmatch(name)}
 
-    def restart(self, index: int) -> None:
+    def start_worker(self, index: int) -> None:
         if index in self._processes:
-            self.kill(index)
             alone = set(self._places) == {self._allocation.head}  # listening for nobody else
             if "task 0: " not in self._said(index) and not alone:  # not the worker ended: its node may be down
                 nodes = list(self._allocation.free)
                 self._places[index] = nodes[(nodes.index(self._places[index]) + 1) % len(nodes)]
             self._words[index].close()
         self._words[index] = tempfile.TemporaryFile()  # noqa: SIM115
-        self._processes[index] = self._spawn(index, self._words[index])
+        super().start_worker(index)
+
+    def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes]]:
+        return contextlib.nullcontext(self._words[index])  # srun's; the worker's own goes to its log, see srun_command
 
     def pending(self, index: int) -> str | None:
         said = self._said(index)
         return None if "tasks started" in said else (said.splitlines() or ["srun has said nothing yet"])[-1]
 
-    def exit_reason(self, index: int) -> str | None:
+    def exit(self, index: int) -> Exit | None:
         code = self._processes[index].poll()
         if code is None:
             return None
-        errors = re.findall(r"^srun: error: (.*)", self._said(index), re.MULTILINE)
-        return "; ".join(errors) or f"srun ended with exit code {code}"
+        errors = "; ".join(re.findall(r"^srun: error: (.*)", self._said(index), re.MULTILINE))
+        return Exit(errors or f"srun ended with exit code {code}", by_signal=code < 0 or code > 128)
 
     def kill(self, index: int) -> None:
-        process = self._processes[index]
-        process.terminate()  # srun kills its task then, if the node can be reached
-        try:
-            process.wait(3)
-        except subprocess.TimeoutExpired:
-            super().kill(index)  # a worker that lives on ends when it finds its link closed
+        self._processes[index].terminate()  # srun kills its task then, if the node can be reached
+        self._patience[index] = time.monotonic() + 3
+
+    def has_ended(self, index: int) -> bool:
+        if super().has_ended(index):
+            return True
+        if time.monotonic() > self._patience[index]:
+            kill_group(self._processes[index])  # a worker that lives on ends when it finds its link closed
+        return False
 
     def stop(self, timeout: float) -> None:
         super().stop(timeout)

@@ -1,0 +1,43 @@
+"""Errors that workers report, as the exceptions that the user gets."""
+
+from __future__ import annotations
+
+import builtins
+
+import gymnasium as gym
+
+from ..errors import EnvError
+from ..protocol import Error
+
+
+def to_exception(errors: list[tuple[str, Error]]) -> Exception:
+    """Return what to raise for errors of workers that are described by texts: the last, with its `EnvError` as cause.
+
+    All are logged as Gymnasium's AsyncVectorEnv does it, where a worker is one environment.
+    """
+    for _, error in errors:
+        if error.fatal and error.env is not None:
+            gym.logger.error(f"Received the following error from Worker-{error.env} - Shutting it down")
+            gym.logger.error("%s", error.traceback)
+    worker, error = errors[-1]
+    if error.fatal and error.env is not None:
+        gym.logger.error("Raising the last exception back to the main process.")
+    which = "the policy or an environment" if error.env is None else f"environment {error.env}"
+    env_error = EnvError(f"{which} on {worker} raised {error.kind}: {error.message}\n\n{error.traceback}")
+    exception = _local_exception(error)
+    if exception is None:
+        return env_error
+    exception.__cause__ = env_error
+    return exception
+
+
+def _local_exception(error: Error) -> Exception | None:
+    """Make the exception a worker names, if it is one of Python's or Gymnasium's that takes one text."""
+    module, _, name = error.kind.rpartition(".")
+    kind = getattr({"builtins": builtins, "gymnasium.error": gym.error}.get(module), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return None
+    try:
+        return kind(error.message)
+    except TypeError:  # UnicodeDecodeError and the like want more
+        return None

@@ -1,0 +1,70 @@
+"""One worker, as the head knows it: all that is known of it, in one object."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from ..launchers import Exit
+from ..versions import PolicyCopy
+from .episodes import Episodes
+
+
+class State(enum.Enum):
+    """What a worker's process is doing. The order is that of its life, which begins anew with a replacement."""
+
+    STARTING = "starting"  # it has not said hello
+    BUILDING = "building"  # it has, and builds its environments
+    READY = "ready"  # it answers requests
+    LOST = "lost"  # its process or its link is gone: the head reads its last words and finds out why
+    KILLED = "killed"  # it is being ended for good, so that another can take its place
+    ENDED = "ended"  # there will be no other
+
+
+@dataclass
+class WorkerHandle:
+    """A worker: the process of now, what it was told, and what outlives its processes."""
+
+    index: int
+    rows: slice  # its environments
+    setup: bytes  # cloudpickle of what builds them
+    episodes: Episodes  # in its environments, as the user knows them
+
+    # The process. Times are those of the pool's clock, in seconds.
+    state: State = State.STARTING
+    identity: bytes | None = None  # of its connection; None until it has said hello
+    host: str = ""
+    pid: int = 0
+    building: int | None = None  # the seq of the request that builds its environments
+    deadline: float = 0.0  # when the state must have changed
+    heard: float = 0.0  # when its last message came
+    noticed: float = 0.0  # when the user was last told that it has not been started
+    exit: Exit | None = None  # how it was lost, once that is known
+    ended_because: str = ""  # of a worker that has ended
+
+    # What it was told, and what it has said.
+    copy: PolicyCopy = field(default_factory=PolicyCopy)
+    seeds: list[int | None] | None = None  # of its last reset; None before the first
+    user_seeds: list[int | None] | None = None  # of the user's last reset of all environments
+    generator: bytes = b""  # the state of its policy's random numbers after its last answer
+    restores_generator: bool = False  # whether its process gets that with its next request to act
+    waited: float = 0.0  # seconds so far without a request to work on, or without weights
+    has_been_ready: bool = False
+    losses: int = 0  # of its processes, since there was an answer
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether messages can be sent to it."""
+        return self.state in (State.BUILDING, State.READY)
+
+    def describe(self, log: str | None = None) -> str:
+        """Return its name for the user, with where it runs and the path of its log."""
+        where = f"{self.host}, pid {self.pid}" if self.host else "no hello yet"
+        where += f", environments {self.rows.start} to {self.rows.stop - 1}"
+        where += f", {self.ended_because}" if self.ended_because else ""
+        return f"worker {self.index} ({where}{'' if log is None else f', log {log}'})"
+
+    def take_generator(self) -> tuple[bytes, ...]:
+        """Return the buffers of its next request to act: the state of its random numbers, if its process lacks it."""
+        restores, self.restores_generator = self.restores_generator, False
+        return (self.generator,) if restores and self.generator else ()

@@ -1,0 +1,102 @@
+"""What a process must be told to be a worker: the first of its rows, or one in place of another that died."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from ..protocol import Collect, CutOff, Message, Reset, SetAttr, Setup, Step, Structure
+from ..sync import SyncRule
+from ..versions import PolicyStore
+from .handle import WorkerHandle
+from .requests import Request
+
+logger = logging.getLogger(__name__)
+Order = tuple[int | None, Message, tuple[Any, ...]]  # seq, if it is known, message and buffers
+
+
+def _resets_all(message: Message) -> bool:
+    return isinstance(message, Reset) and not message.partial
+
+
+class Recovery:
+    """Makes a replacement what its predecessor was, except that it begins new episodes.
+
+    A dead process takes its episodes with it. The one in its place builds the environments anew, resets them with fresh
+    seeds, and draws its policy's noise where the last answer left off. If the user steps the environments, the step
+    says that the old episodes are truncated.
+    """
+
+    def __init__(self, rule: SyncRule, store: PolicyStore) -> None:
+        self._rule, self._store = rule, store
+        self._sys_path = [path for path in sys.path if path]
+        self.attributes: dict[str, list[Any]] = {}  # of all environments, as the user has set them last
+        self._options: dict[str, Any] | None = None  # of the user's last reset of all
+        self.restarts: list[dict[str, Any]] = []  # worker, time, reason and seeds of each
+        self._loaded = False  # whether the workers' random numbers come from a checkpoint
+
+    def orders(self, worker: WorkerHandle, unanswered: list[Request]) -> list[Order]:
+        """Return what makes a process this worker, and then what it is to answer."""
+        orders: list[Order] = [(None, Setup(self._sys_path, worker.rows.start, self._rule), (worker.setup,))]
+        if self._store.structure:
+            orders.append((None, Structure(), (self._store.structure,)))
+        for name, values in self.attributes.items():
+            orders.append((None, SetAttr(name), (cloudpickle.dumps(values[worker.rows]),)))
+        if worker.seeds is not None and not any(_resets_all(request.message) for request in unanswered):
+            orders.append((None, Reset(), (cloudpickle.dumps((worker.seeds, self._options, None)),)))
+        for request in unanswered:
+            message, buffers = request.message, request.buffers
+            if isinstance(message, Step | CutOff) and worker.episodes.are_cut:
+                message, *buffers = worker.episodes.step(None)
+            elif isinstance(message, Collect):
+                buffers = worker.take_generator() or buffers
+            orders.append((request.seq, message, tuple(buffers)))
+        return orders
+
+    def lost(self, worker: WorkerHandle, text: str, unanswered: list[Request]) -> None:
+        """Note that a worker's process has died, and will be replaced."""
+        worker.copy.forget()
+        worker.restores_generator = True
+        if worker.seeds is not None:
+            worker.episodes.lost()
+            if not any(_resets_all(request.message) for request in unanswered):  # else the seeds of the user
+                worker.seeds = self._fresh_seeds(worker)
+        self.restarts.append({"worker": worker.index, "time": time.time(), "reason": text, "seeds": worker.seeds})
+        number = sum(restart["worker"] == worker.index for restart in self.restarts)
+        logger.warning("%s; another is started (its %d.), with seeds %s", text, number, worker.seeds)
+
+    def _fresh_seeds(self, worker: WorkerHandle) -> list[int | None]:
+        given = worker.user_seeds
+        number = sum(restart["worker"] == worker.index for restart in self.restarts) + 1
+        entropy = [*(seed for seed in given if seed is not None), worker.rows.start, number]
+        fresh = np.random.SeedSequence(entropy).generate_state(len(given)).tolist()
+        return [None if old is None else new for old, new in zip(given, fresh, strict=True)]
+
+    def reset(
+        self, workers: Iterable[WorkerHandle], seeds: list[int | None], options: dict[str, Any] | None
+    ) -> None:
+        """Note that the user resets all environments; seeds reset the noise, too, unless it was just loaded."""
+        self._options = options
+        for worker in workers:
+            worker.user_seeds = worker.seeds = seeds[worker.rows]
+            worker.episodes.reset()
+            if not self._loaded:
+                worker.generator = b""
+        self._loaded = False
+
+    def state_dict(self, workers: Iterable[WorkerHandle]) -> dict[str, Any]:
+        generators = [worker.generator or None for worker in workers]
+        return {"generators": generators, "restarts": list(self.restarts)}
+
+    def load_state_dict(self, workers: list[WorkerHandle], state: dict[str, Any]) -> None:
+        if len(state["generators"]) != len(workers):
+            raise ValueError(f"the state is of {len(state['generators'])} workers, these are {len(workers)}")
+        for worker, generator in zip(workers, state["generators"], strict=True):
+            worker.generator, worker.restores_generator = generator or b"", True
+        self.restarts, self._loaded = list(state["restarts"]), True

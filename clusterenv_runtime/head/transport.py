@@ -1,0 +1,141 @@
+"""The head's one listening socket. It knows connections, and no workers; nothing above it is called from here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from .. import protocol
+from ..errors import StartupError
+from ..protocol import Answer
+from ..security import Gate, HeadKeys
+
+logger = logging.getLogger(__name__)
+
+
+def listening_address(bind_address: str | None, port: int | str, directory: str) -> str:
+    """Return where to listen for workers, as ZeroMQ writes it."""
+    return f"tcp://{bind_address}:{port}" if bind_address else f"ipc://{directory}/head"
+
+
+@dataclass
+class Received:
+    """A message: from which connection, of which request, and with which raw buffers after it."""
+
+    identity: bytes
+    seq: int | None
+    message: Answer
+    frames: list[Any]  # raw buffers, the header's first
+
+
+class Transport:
+    """Receives and sends messages. A simulation of it needs `receive`, `wait`, `send`, `drop` and `close`.
+
+    Args:
+        bind_address: an IP address or network interface to listen on over tcp; None for a socket file.
+        port: to listen on over tcp; 0 for a random free one.
+        security: over tcp "curve" or "none".
+        keys: made ahead, or None for fresh ones.
+        silence: seconds after which a silent link counts as broken.
+        parent: where the private directory with socket and keys is made; None for the system's place.
+
+    Raises:
+        StartupError: it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        bind_address: str | None,
+        port: int,
+        security: str,
+        keys: HeadKeys | None,
+        silence: float,
+        parent: Path | None,
+    ) -> None:
+        self.dropped = 0  # messages so far that were malformed or of strangers
+        self._complained_of: set[bytes] = set()
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        # 0700: nobody else can dial in
+        self._temporary = tempfile.TemporaryDirectory(prefix="clusterenv-", dir=parent)
+        self.directory, self.key_file = self._temporary.name, None
+        self._context, self._gate = zmq.Context(), None
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.router_mandatory = True  # a message to a worker that has gone raises instead of vanishing
+        self._socket.sndhwm = 0  # one that does not read must not block the head; what it is sent is bounded
+        # libzmq's own thread notices a silent link, whatever Python does at either end; a message to it then fails.
+        protocol.set_limits(self._socket, silence)
+        try:
+            if bind_address and security == "curve":
+                self.key_file = Path(self.directory) / "key"
+                self._gate = Gate(self._context, self._socket, self.key_file, keys)
+            self._bind(listening_address(bind_address, port or "*", self.directory))
+        except BaseException:
+            self.close()
+            raise
+        self.address = self._socket.last_endpoint.decode().rstrip("\0")
+
+    def _bind(self, address: str) -> None:
+        if address.startswith("ipc://") and len(address) > len("ipc://") + 107:
+            raise StartupError(f"the socket's path {address} is longer than 107 bytes: set TMPDIR to a shorter one")
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise StartupError(f"cannot listen on {address}: {error.strerror}") from None
+
+    @property
+    def refused(self) -> int:
+        """Connections with a foreign key so far."""
+        return 0 if self._gate is None else self._gate.refused
+
+    def receive(self) -> Received | None:
+        """Return the next message that is well-formed, or None if there is none yet."""
+        while True:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            buffers = [frame.buffer for frame in frames]
+            try:
+                seq, message = protocol.decode_answer(buffers[0])
+            except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: a stranger may send anything
+                self.drop(identity.bytes, f"a malformed message: {error}")
+                continue
+            return Received(identity.bytes, seq, message, buffers)
+
+    def wait(self, seconds: float) -> None:
+        """Return when there is something to receive, or after so many seconds."""
+        self._socket.poll(seconds * 1000)
+
+    def send(self, identity: bytes, frames: list[Any]) -> bool:
+        """Send a message, and say whether the connection is open still."""
+        try:
+            self._socket.send_multipart([identity, *frames], copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def drop(self, identity: bytes, text: str) -> None:
+        """Count a message that is not for us; say so once per peer, and of a hundred peers at most."""
+        self.dropped += 1
+        if identity not in self._complained_of and len(self._complained_of) < 100:
+            self._complained_of.add(identity)
+            logger.warning("dropped %s", text)
+
+    def close(self) -> None:
+        """Close the socket and remove the directory. Safe to call twice."""
+        self._socket.close()
+        if self._gate is not None:
+            self._gate.close()
+        with contextlib.suppress(zmq.ZMQError):
+            self._context.term()
+        self._temporary.cleanup()

@@ -1,0 +1,29 @@
+"""Workers that you start, wherever you like."""
+
+from __future__ import annotations
+
+import shlex
+
+from .base import Launcher
+
+
+class ExternalLauncher(Launcher):
+    """Prints the workers' commands and lets the head wait for as long as you need to run them.
+
+    The keys, if there are any, are in a file below ``log_dir``, which the commands name.
+    """
+
+    name = "external"
+
+    def command(self, index: int) -> list[str]:
+        return [*self.prefix, "env", "OMP_NUM_THREADS=1", "python", *self.arguments(index)]
+
+    def start(self) -> None:
+        print("run these, each once, wherever you like:")
+        super().start()
+
+    def start_worker(self, index: int) -> None:
+        print(shlex.join(self.command(index)), flush=True)
+
+    def pending(self, index: int) -> str | None:
+        return "nobody has run its command yet"

@@ -1,0 +1,106 @@
+"""Workers as subprocesses of this Python."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+from .base import Exit, Launcher
+
+
+class LocalLauncher(Launcher):
+    """Starts workers on this machine. With ``log_dir`` their output goes to ``log_dir/worker-I.log``."""
+
+    name, remote = "local", False
+    directory = None  # the system's place for temporary files
+
+    def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
+        super().__init__(log_dir, prefix)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._replaced: list[subprocess.Popen[bytes]] = []  # killed, and perhaps not yet reaped
+
+    def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
+        flags = [*flags, "--head-directory", directory, "--head-pid", str(os.getpid())]
+        super().prepare(num_workers, flags, directory)
+
+    def command(self, index: int) -> list[str]:
+        return [*self.prefix, sys.executable, *self.arguments(index)]
+
+    def variables(self) -> dict[str, str]:
+        paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        # One BLAS thread each: a worker's cores are its environments'.
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": os.pathsep.join(paths)}
+
+    def inherited(self) -> dict[str, str]:
+        """Return the environment variables of this process that workers get as well."""
+        return dict(os.environ)
+
+    def start_worker(self, index: int) -> None:
+        if index in self._processes:
+            self._replaced = [process for process in self._replaced if process.poll() is None]
+            self._replaced.append(self._processes[index])
+        env = {**self.inherited(), **self.variables()}
+        with self.output(index) as output:
+            # A process group of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.
+            # No session: Linux may share the cores out between sessions, whatever the niceness of who is in them.
+            self._processes[index] = subprocess.Popen(
+                self.command(index), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
+            )
+
+    def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes] | None]:
+        """Open the file to which a command's output goes; None is this process's."""
+        log = self.log(index)
+        return contextlib.nullcontext() if log is None else open(log, "ab")
+
+    def log(self, index: int) -> str | None:
+        return None if self.log_dir is None else str(self.log_dir / f"worker-{index}.log")
+
+    def exit(self, index: int) -> Exit | None:
+        code = self._processes[index].poll()
+        if code is None:
+            return None
+        if code >= 0:
+            return Exit(f"exit code {code}", by_signal=code > 128)  # as a shell, which may be the prefix, tells it
+        names = {number.value: number.name for number in signal.Signals}
+        return Exit(f"killed by {names.get(-code, f'signal {-code}')}", by_signal=True)
+
+    def kill(self, index: int) -> None:
+        kill_group(self._processes[index])
+
+    def has_ended(self, index: int) -> bool:
+        return self._processes[index].poll() is not None
+
+    def stop(self, timeout: float) -> None:
+        deadline, processes = time.monotonic() + timeout, [*self._processes.values(), *self._replaced]
+        if not _await(processes, deadline):
+            for process in processes:
+                process.terminate()
+            if not _await(processes, deadline + 1):
+                for process in processes:
+                    process.kill()
+                _await(processes, deadline + 6)  # one that is in the kernel, on a file system that is gone, stays
+        for process in processes:
+            kill_group(process)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process with what its environments have started, which may have outlived it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _await(processes: Iterable[subprocess.Popen[bytes]], deadline: float) -> bool:
+    """Wait until these have ended, or until a time of `time.monotonic`; return whether they have."""
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            return False
+    return True

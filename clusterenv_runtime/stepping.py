@@ -1,0 +1,203 @@
+"""Gymnasium's vector API on workers, with actions chosen at the head: each call is one request to each of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from gymnasium.spaces import Box, MultiDiscrete
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.async_vector_env import AsyncState
+from gymnasium.vector.utils import create_empty_array, iterate
+
+from .blueprint import Blueprint
+from .codec import unpack
+from .errors import DeadlineError
+from .head.handle import WorkerHandle
+from .head.pool import WorkerPool
+from .head.recovery import Recovery
+from .protocol import Call, Message, Reply, Reset, SetAttr
+from .spaces import check_reset_mask, map_space
+
+Infos = list[tuple[int, dict[str, Any]]]  # (environment of the worker's, info)
+
+
+class Stepper:
+    """The call that is under way, and what becomes of the answers.
+
+    Args:
+        pool, recovery: the workers, and what their replacements are told.
+        blueprint: their environments.
+        copy: whether each batch of observations is made of fresh arrays.
+        skips_absent: whether a reset leaves out workers that have not come up yet; they are reset when they do.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, recovery: Recovery, blueprint: Blueprint, copy: bool, skips_absent: bool
+    ) -> None:
+        self._pool, self._recovery, self._blueprint = pool, recovery, blueprint
+        self._space, self._copy, self._skips_absent = blueprint.single_observation_space, copy, skips_absent
+        self.state = AsyncState.DEFAULT
+        self.was_reset = False
+        self._pending: list[int | None] = []  # the seq each worker is to answer; None for one that is not asked
+        self._mask: np.ndarray | None = None  # of the reset under way
+        self._observations: Any = None  # of all environments, the last ones
+        self._warned: set[str] = set()  # info keys that were left out
+
+    def assert_idle(self, method: str) -> None:
+        """Raise AlreadyPendingCallError if a call is under way."""
+        if self.state != AsyncState.DEFAULT:
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while waiting for a pending call to `{self.state.value}` to complete.",
+                str(self.state.value),
+            )
+
+    def _assert_one_by_one(self) -> None:
+        if self._blueprint.steps_together:
+            raise ValueError("environments that step together are for a policy to act in: `rollout`, `send` and `recv`")
+
+    def _ask(self, state: AsyncState, request: Callable[[WorkerHandle], tuple[Message, bytes]]) -> None:
+        self._pending = []
+        for worker in self._pool.workers:
+            whole = state == AsyncState.WAITING_RESET and self._mask is None
+            if whole and self._skips_absent and not worker.has_been_ready:
+                self._pending.append(None)
+            else:
+                self._pending.append(self._pool.ask(worker, *request(worker)))
+        self.state = state
+
+    def _replies(self, state: AsyncState, timeout: float | None) -> list[Reply]:
+        """Return the replies, one for each worker, with their values unpacked."""
+        if self.state != state:
+            raise NoAsyncCallError(
+                f"Calling `{state.value}_wait` without any prior call to `{state.value}_async`.", state.value
+            )
+        try:
+            served = self._pool.gather([seq for seq in self._pending if seq is not None], timeout)
+        except DeadlineError as error:
+            raise multiprocessing.TimeoutError(
+                f"The call to `{state.value}_wait` has timed out after {timeout} second(s). {error}"
+            ) from None
+        finally:
+            self.state = AsyncState.DEFAULT
+        replies = {}
+        for request, reply, buffers in served:
+            reply.value, reply.infos = unpack(reply.value, buffers), unpack(reply.infos, buffers)
+            replies[request.worker] = reply
+            self._warn_of(reply.dropped)
+        return [replies.get(worker.index) or self._nothing(worker) for worker in self._pool.workers]
+
+    def _nothing(self, worker: WorkerHandle) -> Reply:
+        return Reply(create_empty_array(self._space, worker.rows.stop - worker.rows.start), [])
+
+    def _warn_of(self, dropped: list[str]) -> None:
+        for key in dropped:
+            if key not in self._warned:
+                self._warned.add(key)
+                gym.logger.warn(
+                    f"Info {key} is left out: only arrays, numbers, strings and their containers leave a worker."
+                )
+
+    def reset(self, seed: int | list[int | None] | None, options: dict[str, Any] | None) -> None:
+        """Ask for a reset of all environments, or of those of ``options["reset_mask"]``."""
+        mask, num_envs = None, self._blueprint.num_envs
+        if options is not None and "reset_mask" in options:
+            self._assert_one_by_one()
+            mask = options.pop("reset_mask")
+            check_reset_mask(mask, num_envs)
+        seeds = seed
+        if seed is None or isinstance(seed, int):
+            seeds = [None if seed is None else seed + i for i in range(num_envs)]
+        if len(seeds) != num_envs:
+            raise ValueError(
+                f"If seeds are passed as a list the length must match num_envs={num_envs} but got length={len(seeds)}."
+            )
+        self.was_reset, self._mask = True, mask
+        if mask is None:
+            self._recovery.reset(self._pool.workers, seeds, options)
+
+        def request(worker: WorkerHandle) -> tuple[Message, bytes]:
+            part = None if mask is None else mask[worker.rows]
+            return Reset(mask is not None), cloudpickle.dumps((seeds[worker.rows], options, part))
+
+        self._ask(AsyncState.WAITING_RESET, request)
+
+    def finish_reset(self, timeout: float | None) -> tuple[Any, list[Infos]]:
+        """Return the observations, and each worker's infos."""
+        replies = self._replies(AsyncState.WAITING_RESET, timeout)
+        parts = []
+        for worker, reply in zip(self._pool.workers, replies, strict=True):
+            if self._mask is None:
+                worker.episodes.saw(reply.value)
+                parts.append(reply.value)
+            else:
+                parts.append(worker.episodes.saw_reset(reply.value, self._mask[worker.rows]))
+        return self._join(parts), [reply.infos for reply in replies]
+
+    def step(self, actions: Any) -> None:
+        """Ask for a step of all environments."""
+        self._assert_one_by_one()
+        space, num_envs = self._blueprint.action_space, self._blueprint.num_envs
+        is_array = isinstance(actions, np.ndarray) and actions.ndim > 0
+        if not (is_array and isinstance(space, Box | MultiDiscrete)):
+            actions = list(iterate(space, actions))
+        if len(actions) != num_envs:
+            raise ValueError(f"Expected {num_envs} actions, one for each environment, got {len(actions)}")
+        self._ask(AsyncState.WAITING_STEP, lambda worker: worker.episodes.step(actions[worker.rows]))
+
+    def finish_step(self, timeout: float | None) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, list[Infos]]:
+        """Return observations, rewards, terminations, truncations, and each worker's infos."""
+        replies = self._replies(AsyncState.WAITING_STEP, timeout)
+        shows_ends = self._blueprint.autoreset_mode != AutoresetMode.SAME_STEP  # before what follows them
+        for worker, reply in zip(self._pool.workers, replies, strict=True):
+            observations, _, terminations, truncations = reply.value
+            worker.episodes.saw(observations, (terminations | truncations) & shows_ends)
+        parts, *arrays = zip(*(reply.value for reply in replies), strict=True)
+        return self._join(parts), *map(np.concatenate, arrays), [reply.infos for reply in replies]
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Ask for a call of each environment's method, or for its attribute."""
+        self._assert_one_by_one()
+        argument = cloudpickle.dumps((args, kwargs))
+        self._ask(AsyncState.WAITING_CALL, lambda _: (Call(name), argument))
+
+    def finish_call(self, timeout: float | None) -> tuple[Any, ...]:
+        """Return one result for each environment."""
+        return tuple(result for reply in self._replies(AsyncState.WAITING_CALL, timeout) for result in reply.value)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of each environment, also of those that a replacement builds."""
+        self._assert_one_by_one()
+        num_envs = self._blueprint.num_envs
+        values = list(values) if isinstance(values, list | tuple) else [values] * num_envs
+        if len(values) != num_envs:
+            raise ValueError(
+                "Values must be a list or tuple with length equal to the number of environments. "
+                f"Got `{len(values)}` values for {num_envs} environments."
+            )
+        self._ask(AsyncState.WAITING_CALL, lambda worker: (SetAttr(name), cloudpickle.dumps(values[worker.rows])))
+        self._replies(AsyncState.WAITING_CALL, None)
+        self._recovery.attributes[name] = values
+
+    def _join(self, parts: Sequence[Any]) -> Any:
+        """Join the workers' observations, in the same arrays each time if the user wants no copy, as Gymnasium does."""
+        if self._copy or self._observations is None:
+            self._observations = map_space(_concatenate, self._space, *parts)
+        else:
+            self._observations = map_space(_concatenate_into, self._space, self._observations, *parts)
+        return self._observations
+
+
+def _concatenate(*leaves: Any) -> Any:
+    if isinstance(leaves[0], np.ndarray):
+        return np.concatenate(leaves)
+    return tuple(item for leaf in leaves for item in leaf)
+
+
+def _concatenate_into(out: Any, *leaves: Any) -> Any:
+    return np.concatenate(leaves, out=out) if isinstance(out, np.ndarray) else _concatenate(*leaves)

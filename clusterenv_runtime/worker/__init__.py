@@ -1,0 +1,1 @@
+"""The worker process: ``python -m clusterenv_runtime.worker --connect ADDRESS --index I``."""

@@ -1,0 +1,54 @@
+"""The command line of a worker."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import logging
+import os
+import sys
+
+from ..errors import StartupError
+from ..security import read_key_file
+from .connection import Connection, Head
+from .worker import Worker
+
+
+def main() -> None:
+    """Be a worker until the head says that it is enough, or is gone."""
+    parser = argparse.ArgumentParser(prog="clusterenv_runtime.worker", description="A ClusterEnv environment worker.")
+    parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the head's address, as ZeroMQ writes it")
+    parser.add_argument("--index", required=True, type=int, help="which of the head's workers this is, from 0")
+    parser.add_argument("--startup-timeout", type=float, default=60, help="seconds to try to reach the head")
+    parser.add_argument("--head-timeout", type=float, default=30, help="seconds of a silent link before giving up")
+    parser.add_argument("--head-pid", type=int, help="the head's, if it is this process's parent")
+    parser.add_argument("--head-directory", metavar="DIR", help="to remove, should that parent vanish")
+    parser.add_argument("--key-file", metavar="FILE", help="the run's keys, for tcp; only its owner may read it")
+    args = parser.parse_args()
+    logging.basicConfig(format=f"worker {args.index}: %(message)s")
+    try:
+        keys = None if args.key_file is None else read_key_file(args.key_file)
+    except StartupError as error:
+        sys.exit(f"error: {error}")
+    head = Head(
+        args.connect, keys, args.startup_timeout, args.head_timeout, args.head_pid, directory=args.head_directory
+    )
+    if head.has_left_us:
+        with contextlib.suppress(OSError):
+            os.kill(head.parent, 0)
+            head.parent = None  # it lives, our parent is of a --worker-prefix; the link will tell when it ends
+    connection = Connection(head, args.index)
+    worker = Worker(connection)
+    try:
+        connection.greet()
+        worker.run()
+    finally:
+        worker.close()
+        connection.close()
+        head.tidy_up()
+        gc.freeze()  # this process ends: to collect what torch has made would take most of a second
+
+
+if __name__ == "__main__":
+    main()

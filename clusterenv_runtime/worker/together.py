@@ -1,0 +1,131 @@
+"""A worker's rows in a vector environment that steps them together: Gymnasium's own, or EnvPool's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+from ..backends import EnvPoolVectorEnv
+from ..rollout import RolloutPart
+from ..spaces import map_space
+from .transitions import Transitions, stack
+
+if TYPE_CHECKING:
+    from .actor import Actor
+
+
+class EnvsTogether:
+    """Environments for a policy to act in, at a stretch. Errors in them cannot be told apart.
+
+    Raises:
+        RuntimeError: the environments are not as many, or not of the head's spaces.
+    """
+
+    def __init__(
+        self,
+        env_fns: Callable[[int], VectorEnv],
+        num_envs: int,
+        single_observation_space: gym.Space,
+        single_action_space: gym.Space,
+        **_: Any,
+    ) -> None:
+        self.num_envs, self._envs = num_envs, env_fns(num_envs)
+        if self._envs.num_envs != num_envs:
+            raise RuntimeError(f"the function was asked for {num_envs} environments and made {self._envs.num_envs}")
+        for name, expected in (("observation", single_observation_space), ("action", single_action_space)):
+            if (space := getattr(self._envs, f"single_{name}_space")) != expected:
+                raise RuntimeError(f"the environments' {name} space here is {space}, at the head it was {expected}")
+        self.single_observation_space = single_observation_space
+        self._mode = AutoresetMode(self._envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        self.observations: Any = None  # the last ones
+        self._returns, self._lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
+        self._dead = np.zeros(num_envs, bool)  # rows that the next step resets, whatever the action
+
+    def close(self) -> None:
+        self._envs.close()
+
+    def take_infos(self) -> list[Any]:
+        """Return none: infos of a reset have no place in a rollout."""
+        return []
+
+    def reset(self, *, seed: list[int | None], options: dict[str, Any] | None) -> Any:
+        one_each = isinstance(self._envs, EnvPoolVectorEnv | SyncVectorEnv)  # Gymnasium wants one for all
+        self.observations, infos = self._envs.reset(seed=seed if one_each else seed[0], options=options)
+        self._returns[:], self._lengths[:], self._dead[:] = 0, 0, False
+        return deepcopy(self.observations), infos  # it is sent without copying, perhaps while we go on
+
+    def collect(self, actor: Actor, num_steps: int) -> RolloutPart:
+        """Act and step until each row has ``num_steps`` transitions.
+
+        Where the step after an episode's last one only resets (Gymnasium's next-step autoreset), rows get there at
+        different times. What those that were first do until the last one has is not in the rollout.
+        """
+        space, num_envs = self.single_observation_space, self.num_envs
+        transitions = Transitions(space, self.observations, num_steps, num_envs)
+        final_observations = [_take(space, self.observations, slice(0))]
+        episodes: list[np.ndarray] = [np.empty((0, 3))]  # as `Transitions.part` takes them; those beyond it come last
+        actor.start(num_steps, num_envs)
+        aligned, step, count = self._mode != AutoresetMode.NEXT_STEP, 0, np.zeros(num_envs, np.int64)
+        # Which of the actor's steps each transition was.
+        step_of = None if aligned else np.zeros((num_steps, num_envs), np.int64)
+        while True:
+            # The rows whose next observation is still wanted, and where it goes.
+            rows = slice(None) if aligned else np.flatnonzero(count <= num_steps)
+            here = step if aligned else (count[rows], rows)
+            _put(space, transitions.observations, here, self.observations, rows)
+            if count.min() >= num_steps:
+                break
+            if not aligned:  # the rows whose next transition is wanted
+                rows = np.flatnonzero(~self._dead & (count < num_steps))
+                here = count[rows], rows
+                step_of[here] = step
+            seen, reward, terminated, truncated, info = self._envs.step(actor.act(self.observations))
+            transitions.rewards[here] = reward[rows]
+            transitions.terminations[here], transitions.truncations[here] = terminated[rows], truncated[rows]
+            self._count(reward)
+            count += ~self._dead
+            ended = terminated | truncated
+            if ended.any():
+                rows = np.flatnonzero(ended)
+                numbers = (count[rows] - 1) * num_envs + rows
+                episodes.append(np.stack([numbers, self._returns[rows], self._lengths[rows]], 1))
+                final = info["final_obs"] if self._mode == AutoresetMode.SAME_STEP else seen
+                final_observations.append(_take(space, final, rows))
+                self._returns[ended] = self._lengths[ended] = 0
+                if self._mode == AutoresetMode.DISABLED:
+                    seen, _ = self._envs.reset(options={"reset_mask": ended})
+            if not aligned:
+                self._dead = ended
+            self.observations = seen
+            step += 1
+        counted = np.concatenate(episodes)
+        order = counted[:, 0].argsort()  # by transition, which is not always the order that they came in
+        ends = order[counted[order, 0] < transitions.rewards.size]
+        final = map_space(lambda *leaves: np.concatenate(leaves)[ends], space, *final_observations)
+        return transitions.part(actor, final, counted[order], step_of)
+
+    def _count(self, reward: np.ndarray) -> None:
+        self._returns += reward
+        self._lengths += 1
+        self._returns[self._dead] = self._lengths[self._dead] = 0
+
+
+def _put(space: gym.Space, batches: Any, here: Any, batch: Any, rows: Any) -> None:
+    """Write these rows of a batch to their places in one with a dimension more."""
+
+    def put(leaf: np.ndarray, new: np.ndarray) -> None:
+        leaf[here] = new[rows]
+
+    map_space(put, space, batches, batch)
+
+
+def _take(space: gym.Space, batch: Any, rows: Any) -> Any:
+    """Return a copy of these rows of a batch, or of an array of objects."""
+    if isinstance(batch, np.ndarray) and batch.dtype == object:
+        return stack(space, list(batch[rows]))
+    return map_space(lambda leaf: leaf[rows], space, batch)

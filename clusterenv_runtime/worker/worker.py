@@ -1,0 +1,158 @@
+"""A worker: it is handed its environments, and answers one request after another. torch is imported when it must act."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+import traceback
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import gymnasium as gym
+
+from .. import protocol
+from ..codec import pack
+from ..protocol import Error, Part, Pull, Reply, Request, Weights
+from ..rollout import RolloutPart
+from ..sync import SyncRule
+from .connection import Connection
+from .one_by_one import EnvRaised, EnvsOneByOne
+from .together import EnvsTogether
+
+if TYPE_CHECKING:
+    from .actor import Actor
+
+
+class End(BaseException):
+    """There is nothing more to do: the head has said so, perhaps instead of sending weights, or a request failed."""
+
+
+def build_environments(registry: dict[str, Any], **arguments: Any) -> EnvsOneByOne | EnvsTogether:
+    """Build a worker's rows as a `blueprint.Blueprint` says, with what the user has registered at the head."""
+    gym.registry.update(registry)
+    return (EnvsTogether if callable(arguments["env_fns"]) else EnvsOneByOne)(**arguments)
+
+
+class Worker:
+    """Environments, and what acts in them."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._later: deque[tuple[int | None, Request, list[Any]]] = deque()  # what came while weights were awaited
+        self._envs: EnvsOneByOne | EnvsTogether | None = None
+        self._first_row, self._rule = 0, SyncRule()
+        self._actor: Actor | None = None
+        self._seed: list[int] | None = None  # of the policy's noise; None before the first reset with seeds
+
+    def run(self) -> None:
+        """Answer requests until the head says that it is enough, or one has failed."""
+        with contextlib.suppress(End):
+            while True:
+                self._answer(*(self._later.popleft() if self._later else self._receive()))
+
+    def close(self) -> None:
+        """Close the environments."""
+        if self._envs is not None:
+            self._envs.close()
+
+    def _receive(self) -> tuple[int | None, Request, list[Any]]:
+        received = self._connection.receive()
+        if isinstance(received[1], protocol.Close):
+            raise End
+        return received
+
+    def _answer(self, seq: int | None, request: Request, buffers: list[Any]) -> None:
+        try:
+            answer_buffers: list[Any] = []
+            answer = self._part_or_reply(seq, request, buffers, answer_buffers)
+            self._connection.send(seq, answer, *answer_buffers)
+        except (Exception, SystemExit) as error:
+            # An environment that raised while it was built, reset or stepped is in no state to go on.
+            fatal = not isinstance(request, protocol.Call | protocol.SetAttr)
+            self._connection.send(seq, self._describe(error, fatal))
+            if fatal:
+                raise End from error
+
+    def _part_or_reply(self, seq: int | None, request: Request, buffers: list[Any], out: list[Any]) -> Part | Reply:
+        if isinstance(request, protocol.Collect):
+            waited, part = self._collect(seq, request, buffers)
+            return Part(part.pack(out), self._actor.generator_state, waited)
+        value, dropped = pack(self._handle(request, buffers), out), list[str]()
+        return Reply(value, pack(self._envs.take_infos(), out, dropped), dropped)
+
+    def _describe(self, error: BaseException, fatal: bool) -> Error:
+        env = None
+        if isinstance(error, EnvRaised):
+            env, error = self._first_row + error.env, error.__cause__
+        return Error(
+            env=env,
+            kind=f"{type(error).__module__}.{type(error).__qualname__}",
+            message=str(error.args[0]) if len(error.args) == 1 else str(error),
+            traceback="".join(traceback.format_exception(error)),
+            fatal=fatal,
+        )
+
+    def _handle(self, request: Request, buffers: list[Any]) -> Any:
+        match request:
+            case protocol.Setup():
+                sys.path.extend(path for path in request.sys_path if path not in sys.path)
+                self._first_row, self._rule = request.first_row, request.rule
+                self._envs = build_environments(**pickle.loads(buffers[0]))
+            case protocol.Reset():
+                return self._reset(*pickle.loads(buffers[0]))
+            case protocol.Step():
+                return self._envs.step(pickle.loads(buffers[0]))[:4]
+            case protocol.CutOff():
+                return self._envs.cut_off(*pickle.loads(buffers[0]))
+            case protocol.Call():
+                args, kwargs = pickle.loads(buffers[0])
+                return self._envs.call(request.name, *args, **kwargs)
+            case protocol.SetAttr():
+                self._envs.set_attr(request.name, pickle.loads(buffers[0]))
+            case protocol.Structure():
+                self._load_structure(buffers[0])
+        return None
+
+    def _reset(self, seeds: list[int | None], options: dict[str, Any] | None, mask: Any) -> Any:
+        observations = self._envs.observations
+        if mask is not None:
+            options = {**options, "reset_mask": mask}
+        # A reset mask with no row here would be Gymnasium's error; nothing is to be done then.
+        if mask is None or mask.any():
+            observations, _ = self._envs.reset(seed=seeds, options=options)
+        self._connection.waited = 0.0  # from here on the head may have work
+        if seeds[0] is not None:
+            self._seed = [seeds[0], self._first_row]
+            if self._actor is not None:
+                self._actor.seed(self._seed)
+        return observations
+
+    def _load_structure(self, structure: Any) -> None:
+        from .actor import Actor  # brings torch, which a worker that only steps does not need
+
+        if self._actor is None:
+            self._actor = Actor()
+            self._actor.seed(self._seed)
+        self._actor.load_structure(pickle.loads(structure))
+
+    def _collect(self, seq: int | None, request: protocol.Collect, buffers: list[Any]) -> tuple[float, RolloutPart]:
+        if buffers:
+            self._actor.load_generator_state(buffers[0])
+        if self._rule.wants_pull(self._actor.version, request):
+            self._pull(seq)
+        self._actor.set_epsilon(request.epsilon)
+        waited, self._connection.waited = self._connection.waited, 0.0
+        return waited, self._envs.collect(self._actor, request.num_steps)
+
+    def _pull(self, seq: int | None) -> None:
+        self._connection.send(seq, Pull(self._actor.version))
+        while True:
+            other, message, buffers = self._receive()
+            if isinstance(message, Weights):
+                break
+            if isinstance(message, protocol.Structure):  # the weights to come are its
+                self._answer(other, message, buffers)
+            else:
+                self._later.append((other, message, buffers))
+        self._actor.load_weights(message.version, buffers[0])

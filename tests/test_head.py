@@ -1,0 +1,364 @@
+"""The head without processes, sockets or a wall clock: who is lost when, who is served meanwhile, and what is said."""
+
+import itertools
+from collections import deque
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from clusterenv_runtime import DeadlineError, Exit, Launcher, StartupError, WorkerDiedError
+from clusterenv_runtime.head.episodes import Episodes
+from clusterenv_runtime.head.handle import State, WorkerHandle
+from clusterenv_runtime.head.pool import WorkerPool
+from clusterenv_runtime.head.recovery import Recovery
+from clusterenv_runtime.head.supervisor import KILL_S, LOOK_S, REASON_S, Supervisor
+from clusterenv_runtime.head.transport import Received
+from clusterenv_runtime.protocol import (
+    PROTOCOL_VERSION,
+    Call,
+    Error,
+    Hello,
+    Reply,
+    Setup,
+    decode_request,
+    frames,
+    shared_versions,
+)
+from clusterenv_runtime.sync import SyncRule
+from clusterenv_runtime.versions import PolicyStore
+
+SPACE = spaces.Box(-1, 1, (1,))
+STARTUP_S, SILENCE_S = 60.0, 30.0
+SIGKILL = Exit("killed by SIGKILL", by_signal=True)
+
+
+class Network:
+    """A transport on a clock of its own. What is sent to a worker goes to its `Process`, which may answer."""
+
+    address, key_file, directory, dropped = "ipc://nowhere", None, "nowhere", 0
+
+    def __init__(self):
+        self.now, self.inbox, self.processes, self.closed = 0.0, deque(), {}, False
+
+    def clock(self):
+        return self.now
+
+    def receive(self):
+        self.now += 1e-4  # also a busy head grows older
+        return self.inbox.popleft() if self.inbox else None
+
+    def wait(self, seconds):
+        if not self.inbox:
+            self.now += max(seconds, 0.001)
+
+    def send(self, identity, message):
+        process = self.processes.get(identity)
+        if process is None or process.cut_off:
+            return False
+        seq, request = decode_request(message[0])
+        process.hear(seq, request)
+        return True
+
+    def deliver(self, identity, seq, message):
+        self.inbox.append(Received(identity, seq, message, frames(seq, message)))
+
+    def drop(self, identity, text):
+        self.dropped += 1
+
+    def close(self):
+        self.closed = True
+
+
+class Process:
+    """A worker's process: it says hello, and answers at once, unless it is ``stopped``, ``cut_off`` or has an ``exit``."""
+
+    numbers = itertools.count()
+
+    def __init__(self, network, index):
+        self.network, self.index, self.identity = network, index, b"%d" % next(self.numbers)
+        self.stopped, self.cut_off, self.exit, self.heard = False, False, None, []
+        network.processes[self.identity] = self
+
+    def greet(self, protocol=PROTOCOL_VERSION):
+        hello = Hello(protocol, self.index, "host", 1000 + self.index, shared_versions())
+        self.network.deliver(self.identity, None, hello)
+
+    def hear(self, seq, request):
+        self.heard.append(request)
+        if not self.stopped and isinstance(request, Setup | Call):
+            self.network.deliver(self.identity, seq, Reply(self.index))
+
+    def die(self, exit=SIGKILL):
+        self.exit, self.cut_off = exit, True
+
+
+class Processes(Launcher):
+    """A launcher of such processes, which greet as soon as they are started."""
+
+    name, greets = "simulated", True
+
+    def __init__(self, network):
+        super().__init__()
+        self.network, self.of, self.started_at, self.killed = network, {}, {}, []
+
+    def start_worker(self, index):
+        self.of[index] = Process(self.network, index)
+        self.started_at.setdefault(index, []).append(self.network.now)
+        if self.greets:
+            self.of[index].greet()
+
+    def exit(self, index):
+        return self.of[index].exit
+
+    def kill(self, index):
+        self.killed.append((index, self.network.now))
+        self.of[index].die()
+
+    def has_ended(self, index):
+        return self.of[index].exit is not None
+
+
+class Simulation:
+    """A pool of ``number`` workers with one environment each, on a `Network`."""
+
+    def __init__(self, number, max_restarts=3, launcher=Processes, start=True):
+        self.network = Network()
+        self.launcher = launcher(self.network)
+        self.workers = [
+            WorkerHandle(index, slice(index, index + 1), b"setup", Episodes(1, SPACE)) for index in range(number)
+        ]
+        store = PolicyStore([worker.copy for worker in self.workers], SPACE)
+        self.recovery = Recovery(SyncRule(), store)
+        self.supervisor = Supervisor(
+            self.workers, self.launcher, STARTUP_S, SILENCE_S, max_restarts, self.network.clock
+        )
+        self.pool = WorkerPool(
+            self.workers, self.network, self.launcher, self.supervisor, self.recovery, store, self.network.clock
+        )
+        if start:
+            self.pool.start(number, STARTUP_S, SILENCE_S)
+
+    def call(self, *indices, timeout=None):
+        """Ask these workers, or all, and return what they answer."""
+        asked = [self.workers[index] for index in indices] if indices else self.workers
+        seqs = [self.pool.ask(worker, Call("name")) for worker in asked]
+        return [reply.value for _, reply, _ in self.pool.gather(seqs, timeout)]
+
+    def wait(self, seconds):
+        """Serve the workers for so long, whoever is awaited."""
+        end = self.network.now + seconds
+        self.pool.wait_until(lambda: self.network.now >= end, self.never())
+
+    def never(self):
+        """A request that is not answered."""
+        self.launcher.of[0].stopped = True
+        return [self.pool.ask(self.workers[0], Call("name"))]
+
+
+def test_all_are_up_and_answer():
+    simulation = Simulation(5)
+    assert {worker.state for worker in simulation.workers} == {State.READY}
+    assert simulation.call() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("number", [1, 3, 100])
+@pytest.mark.parametrize("how", ["died", "cut off"])
+def test_many_losses_take_as_long_as_one(number, how):
+    """Also those that nobody waits for; and the others are served meanwhile."""
+    simulation = Simulation(number + 2)
+    processes = dict(simulation.launcher.of)
+    lost = list(range(2, number + 2))
+    for index in lost:
+        if how == "died":
+            processes[index].die()
+        else:
+            processes[index].cut_off = True
+    start, answers = simulation.network.now, []
+    waiting = simulation.never()
+
+    def one_more():
+        if len(answers) < 10_000:  # worker 1 answers on and on
+            answers.append((simulation.network.now, simulation.workers[2].state))
+            simulation.pool.ask(simulation.workers[1], Call("name"))
+        return simulation.launcher.started_at.keys() >= set(lost) and all(
+            len(simulation.launcher.started_at[index]) == 2 and simulation.workers[index].state == State.READY
+            for index in lost
+        )
+
+    simulation.pool.wait_until(one_more, waiting)
+    took = simulation.network.now - start
+    assert took <= 1 + LOOK_S + 0.1 + (REASON_S if how == "cut off" else 0)  # the second until a ping fails
+    assert len({simulation.launcher.started_at[index][1] for index in lost}) == 1  # replaced at the same time
+    assert len(simulation.recovery.restarts) == number
+    if how == "cut off":
+        assert any(state in (State.LOST, State.KILLED) for _, state in answers)  # taken while others were being lost
+
+
+def test_an_idle_worker_is_replaced_while_another_is_awaited():
+    simulation = Simulation(2)
+    simulation.launcher.of[1].die()
+    simulation.wait(1)
+    (restart,) = simulation.recovery.restarts
+    assert restart["worker"] == 1 and "died: killed by SIGKILL" in restart["reason"]
+    assert simulation.workers[1].state == State.READY
+    assert simulation.call(1) == [1]
+
+
+def test_what_a_lost_worker_had_not_answered_is_asked_again_and_what_it_had_is_not():
+    simulation = Simulation(1)
+    first, (worker,) = simulation.launcher.of[0], simulation.workers
+    first.stopped = True
+    seqs = [simulation.pool.ask(worker, Call(name)) for name in ("answered", "lost", "lost too")]
+    simulation.network.deliver(first.identity, seqs[0], Reply("from the first"))  # its last words
+    first.die()
+    answers = [reply.value for _, reply, _ in simulation.pool.gather(seqs)]
+    assert answers == ["from the first", 0, 0]
+    assert [request.name for request in simulation.launcher.of[0].heard if isinstance(request, Call)] == [
+        "lost",
+        "lost too",
+    ]
+    simulation.network.deliver(first.identity, seqs[1], Reply("too late"))
+    assert simulation.call() == [0] and simulation.network.dropped == 0
+
+
+def test_kills_at_random_do_not_hit_the_limit_as_long_as_there_are_answers():
+    """Every 2 seconds one of four is killed, whatever it does; coming up takes a look or two, and so do answers."""
+    simulation, rng = Simulation(4, max_restarts=2), np.random.default_rng(1)
+    for _ in range(200):
+        simulation.launcher.of[int(rng.integers(4))].die()
+        end = simulation.network.now + 2
+        while simulation.network.now < end:
+            assert simulation.call() == [0, 1, 2, 3]
+            simulation.network.now += 0.1
+    assert len(simulation.recovery.restarts) == 200
+
+
+def test_a_death_by_signal_before_hello_is_repaired():
+    class DiesOnce(Processes):
+        def start_worker(self, index):
+            self.greets = index in self.started_at or index != 1
+            super().start_worker(index)
+            if not self.greets:
+                self.of[index].die()
+
+    simulation = Simulation(3, launcher=DiesOnce)
+    assert simulation.call() == [0, 1, 2]
+    assert [restart["worker"] for restart in simulation.recovery.restarts] == [1]
+
+
+def test_a_process_that_ends_by_itself_before_hello_ends_the_start():
+    class Ends(Processes):
+        def start_worker(self, index):
+            super().start_worker(index)
+            if index == 1:
+                self.of[index].die(Exit("exit code 9"))
+
+    with pytest.raises(WorkerDiedError, match="^worker 1 .* died: exit code 9$"):
+        Simulation(2, launcher=Ends)
+
+
+def test_a_process_that_is_killed_again_and_again_before_hello_ends_the_start():
+    class Dies(Processes):
+        greets = False
+
+        def start_worker(self, index):
+            super().start_worker(index)
+            self.of[index].die()
+
+    with pytest.raises(WorkerDiedError, match=r"died: killed by SIGKILL \(and so did 2 before it"):
+        Simulation(1, max_restarts=2, launcher=Dies)
+
+
+class Silent(Processes):
+    greets = False
+
+
+def test_workers_that_say_nothing_are_named_together():
+    simulation = Simulation(3, launcher=Silent, start=False)
+    text = f"worker 0 .*, worker 1 .*, worker 2 .* did not come up .* within {STARTUP_S:g} s$"
+    with pytest.raises(StartupError, match=text):
+        simulation.pool.start(3, STARTUP_S, SILENCE_S)
+    assert STARTUP_S < simulation.network.now < STARTUP_S + 2 * LOOK_S
+
+
+def test_with_fewer_workers_than_may_come_one_that_is_late_is_a_loss():
+    class SecondIsLate(Processes):
+        def start_worker(self, index):
+            self.greets = index == 0
+            super().start_worker(index)
+
+    simulation = Simulation(2, launcher=SecondIsLate, start=False)
+    simulation.pool.start(1, STARTUP_S, SILENCE_S)
+    simulation.wait(STARTUP_S + 1)
+    (restart,) = simulation.recovery.restarts
+    assert restart["worker"] == 1 and "did not come up" in restart["reason"]
+    assert simulation.launcher.killed[0][0] == 1
+
+
+def test_a_process_that_cannot_be_killed_is_given_up_in_time():
+    class Immortal(Processes):
+        def kill(self, index):
+            self.killed.append((index, self.network.now))
+
+    simulation = Simulation(2, launcher=Immortal)
+    simulation.launcher.of[1].cut_off = True
+    start = simulation.network.now
+    simulation.wait(1 + REASON_S + KILL_S + 1)
+    assert len(simulation.recovery.restarts) == 1
+    assert simulation.launcher.started_at[1][1] - start <= 1 + REASON_S + KILL_S + 3 * LOOK_S
+
+
+def test_a_worker_of_another_version_is_refused_at_the_start_and_lost_later():
+    class Old(Processes):
+        greets = False
+
+        def start_worker(self, index):
+            super().start_worker(index)
+            self.of[index].greet(protocol=1)
+
+    simulation = Simulation(1, launcher=Old, start=False)
+    with pytest.raises(StartupError, match="speaks protocol 1, the head"):
+        simulation.pool.start(1, STARTUP_S, SILENCE_S)
+
+    simulation = Simulation(1)
+    simulation.launcher.greets = False
+    simulation.launcher.of[0].die()
+    seq = simulation.pool.ask(simulation.workers[0], Call("name"))
+    simulation.pool.wait_until(lambda: len(simulation.launcher.started_at[0]) == 2, [seq])
+    simulation.launcher.greets = True
+    simulation.launcher.of[0].greet(protocol=1)
+    assert [reply.value for _, reply, _ in simulation.pool.gather([seq])] == [0]
+    assert "speaks protocol 1" in simulation.recovery.restarts[-1]["reason"]
+
+
+def test_an_error_ends_its_worker_and_is_raised_once_the_others_have_answered():
+    simulation = Simulation(3)
+    simulation.launcher.of[1].stopped = True
+    seqs = [simulation.pool.ask(worker, Call("name")) for worker in simulation.workers]
+    error = Error(1, "builtins.ValueError", "on purpose", "Traceback", fatal=True)
+    simulation.network.deliver(simulation.launcher.of[1].identity, seqs[1], error)
+    simulation.launcher.of[1].die(Exit("exit code 0"))
+    with pytest.raises(ValueError, match="^on purpose$"):
+        simulation.pool.gather(seqs)
+    assert simulation.workers[1].state == State.ENDED and not simulation.recovery.restarts
+    assert simulation.call(0, 2) == [0, 2]
+    with pytest.raises(WorkerDiedError, match="worker 1 .*shut down after its error.* is gone"):
+        simulation.call(1)
+
+
+def test_a_deadline_names_who_is_missing():
+    simulation = Simulation(3)
+    simulation.launcher.of[1].stopped = True
+    start = simulation.network.now
+    with pytest.raises(DeadlineError, match="^No answer from worker 1 "):
+        simulation.call(timeout=7)
+    assert 7 <= simulation.network.now - start < 7.1
+
+
+def test_closing_asks_first_and_ends_in_time():
+    simulation = Simulation(2)
+    start = simulation.network.now
+    simulation.pool.close(timeout=3)  # they stay connected, as these do not leave when they are told to
+    assert 3 <= simulation.network.now - start < 3.1 and simulation.network.closed
+    simulation.pool.close(timeout=3)
