@@ -186,7 +186,7 @@ if __name__ == "__main__":
     target_network.load_state_dict(q_network.state_dict())
     run.keep("target_network", target_network)
     rb = run.keep("rb", ReplayBuffer(args.buffer_size, envs.single_observation_space, args.save_replay))
-    # warm_up: environment steps without learning; waiting: seconds
+    # warm_up: environment steps before learning; waiting: seconds of waiting for chunks
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts, waiting=0.0))
     if (
         run.global_step and not rb.inserted
@@ -258,7 +258,7 @@ if __name__ == "__main__":
             writer.add_scalar("throughput/consumed_sps", learned / run.seconds, run.global_step)
             writer.add_scalar("throughput/replay_ratio", learned / run.global_step, run.global_step)
 
-        def act(obs):  # as the workers do, with epsilon at its end
+        def act(obs):  # as the workers act, with epsilon at its end
             actions = q_network(torch.Tensor(obs).to(device)).argmax(dim=1).cpu().numpy()
             explore = np.random.rand(len(actions)) < args.end_e
             actions[explore] = np.random.randint(envs.single_action_space.n, size=explore.sum())

@@ -270,7 +270,7 @@ if __name__ == "__main__":
             writer.add_scalar("time/collect", learn_start - collect_start, run.global_step)
             writer.add_scalar("time/learn", time.time() - learn_start, run.global_step)
 
-        def act(obs):  # as the workers do: a sample
+        def act(obs):  # as the workers act
             action, _, _, _ = agent.get_action_and_value(torch.Tensor(obs).to(device))
             return action.cpu().numpy()
 

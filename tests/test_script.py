@@ -1,15 +1,19 @@
 """What the scripts share: a run keeps what it is told to, environments of a backend are the script's, and the flags."""
 
+import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
+import gymnasium as gym
 import pytest
 import torch
 
 import ppo_clusterenv
-from clusterenv_runtime.script import Counters, Run, flags
+from clusterenv_runtime.script import Counters, Run, environments, flags
 from clusterenv_runtime.script.checkpoint import load_checkpoint
 
 from . import scripts
@@ -133,12 +137,21 @@ def test_counting_episodes_is_not_refused_and_neither_is_an_id_that_only_the_bac
     assert result.returncode == 0, result.stderr
 
 
-def test_wrappers_are_refused_where_only_the_backend_has_the_id(tmp_path, monkeypatch):
-    pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
-    script = edited(tmp_path / "scripts", (MAKE, "gym.wrappers.NormalizeReward(gym.make(env_id))"))
-    (tmp_path / "empty").mkdir()
-    flags = ["--env-backend", "envpool", "--env-id", "LunarLander-v2"]
-    scripts.check_refusal_here(monkeypatch, script, tmp_path / "empty", flags, "(NormalizeReward)")
+@pytest.mark.parametrize(
+    "wrap, says",
+    [
+        (lambda env: env, None),
+        (gym.wrappers.NormalizeReward, "(NormalizeReward)"),
+        (lambda env: env.ale, "(AttributeError on CartPole-v1)"),
+    ],
+)
+def test_what_make_env_does_to_an_id_that_only_the_backend_has_is_seen_on_another(wrap, says):
+    def make_env(env_id, *_):
+        return lambda: wrap(gym.make(env_id))
+
+    args = SimpleNamespace(env_id="Mars-v0", env_backend="envpool")
+    with pytest.raises(SystemExit, match=re.escape(says)) if says else nullcontext():
+        environments.check_plain(args, make_env)
 
 
 # Flags and imports.

@@ -40,38 +40,43 @@ def read_spaces(args: Any, make_env: Callable[..., EnvFn]) -> tuple[gym.Space, g
     try:
         env = make_here(args, [env_fn])
         if args.env_backend != "gymnasium":
-            _check_plain(args, make_env)
+            check_plain(args, make_env)
     except (ModuleNotFoundError, gym.error.Error) as error:
         check(False, error)
     if args.capture_video:
-        check(
-            "rgb_array" in env.metadata.get("render_modes", ()), f"--capture-video: {args.env_id} renders no pictures"
-        )
+        modes = env.metadata.get("render_modes", ())
+        check("rgb_array" in modes, f"--capture-video: {args.env_id} renders no pictures")
         check(importlib.util.find_spec("moviepy"), "--capture-video needs MoviePy: pip install moviepy")
     env.close()
     return env.single_observation_space, env.single_action_space
 
 
-def _check_plain(args: Any, make_env: Callable[..., EnvFn]) -> None:
+def check_plain(args: Any, make_env: Callable[..., EnvFn]) -> None:
     """Exit with one line if ``make_env`` does more than `gym.make`: another --env-backend does not call it."""
     env_id = args.env_id
     try:
         plain = gym.make(env_id)
     except gym.error.Error:  # the backend's alone; what make_env does, it may do to another
         plain = gym.make(env_id := "CartPole-v1")
-    env = make_env(env_id, 1, False, "")()
-    theirs, ours = _parts(plain), _parts(env)
-    changed = [*(ours - theirs), *(f"no {part}" for part in theirs - ours if "=" not in part)]
-    if not changed:
-        names = "observation_space", "action_space"
-        changed = [f"another {name}" for name in names if getattr(env, name) != getattr(plain, name)]
-    plain.close()
-    env.close()
+    try:
+        changes = _changes(make_env(env_id, 1, False, "")(), plain)
+    except Exception as error:
+        if env_id == args.env_id:
+            raise
+        changes = [f"{type(error).__name__} on {env_id}"]
     check(
-        not changed,
+        not changes,
         f"--env-backend {args.env_backend} makes the environments itself, without what make_env does "
-        f"({', '.join(changed)}): use --env-backend gymnasium, or take that out of make_env",
+        f"({', '.join(changes)}): use --env-backend gymnasium, or take that out of make_env",
     )
+
+
+def _changes(env: gym.Env, plain: gym.Env) -> list[str]:
+    """Name the wrappers and arguments that one environment has and the other has not; or the spaces that differ."""
+    ours, theirs = _parts(env), _parts(plain)
+    changes = [*(ours - theirs), *(f"no {part}" for part in theirs - ours if "=" not in part)]
+    spaces = "observation_space", "action_space"
+    return changes or [f"another {name}" for name in spaces if getattr(env, name) != getattr(plain, name)]
 
 
 def _parts(env: gym.Env) -> Counter[str]:

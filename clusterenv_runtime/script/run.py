@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Counters(SimpleNamespace):
-    """Numbers that a script counts, for `Run.keep`: ``Counters(gradient_steps=0)`` has the attribute gradient_steps."""
+    """A script's own numbers, for `Run.keep`: ``Counters(gradient_steps=0)`` has an attribute ``gradient_steps``."""
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -39,7 +39,7 @@ class Counters(SimpleNamespace):
 
 
 class Run:
-    """A run of a script, in ``runs/NAME``. Checkpoints hold its arguments, its steps, and all that it is told to keep.
+    """A run of a script, in ``runs/NAME``: its logs, its checkpoints, which hold all that it is told to keep, its end.
 
         args, saved = parse(Args)
         run = Run(args, saved)  # --dry-run ends here
@@ -52,8 +52,8 @@ class Run:
             run.finish(evaluate(args, make_env, act))
 
     Args:
-        args: the script's, as they are to be logged.
-        saved: the checkpoint to go on from, or an empty dict.
+        args: the script's arguments, as they are to be logged.
+        saved: the checkpoint to go on from, or an empty dict, as `parse` returns it.
     """
 
     def __init__(self, args: Any, saved: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class Run:
         check(self.args.resume or not begun, f"{self.directory} has begun already; {to_go_on}")
 
     def keep(self, name: str, part: T) -> T:
-        """Return ``part``, whose ``state_dict`` all checkpoints will hold, and which now is as the last one has it."""
+        """Have all checkpoints hold the ``state_dict`` of ``part``, and return it; if resumed, as the last one has it."""
         if name in self._parts:
             raise ValueError(f"there is a part {name!r} already")
         self._parts[name] = part
@@ -124,9 +124,10 @@ class Run:
 
     @contextmanager
     def training(self, envs: ClusterEnv, model: torch.nn.Module) -> Iterator[None]:
-        """Go on with the random numbers of the checkpoint; from here to the end of the block, signals save one.
+        """Train in this block: the time counts, and a signal writes a checkpoint and ends the run.
 
-        The time counts from here, and ``model`` is what --save-model saves.
+        ``model`` is what --save-model saves. All that draws random numbers to be built must have been built before: a
+        resumed run takes those of its checkpoint up here.
         """
         self._envs, self._model = envs, model
         if self._saved:
@@ -142,11 +143,13 @@ class Run:
         return time.time() - self._start
 
     def iterations(self, number: int, steps: int) -> Iterator[int]:
-        """Count to ``number`` iterations of so many steps each, from where the run is; between two, save if it is due.
+        """Yield the iterations that are left of ``number``, of so many environment ``steps`` each, counted from 1.
 
-        After the last one, which may be the first that `report`s after --max-seconds, save, and end the workers.
+        Between two of them a checkpoint is written if one is due, and signals are heeded. The last is the one that
+        `report`s after --max-seconds, if that comes first. Then there is a checkpoint, and the workers end.
         """
-        self._number, self._steps, done, saved_at = number, steps, self.global_step // steps, time.monotonic()
+        self._number, self._steps = number, steps
+        done, saved_at = self.global_step // steps, time.monotonic()
         self._task = self._progress.add_task("train", total=number, completed=done, status="starting")
         self._printed, self._stop = done * 20 // number, False
         for iteration in range(done + 1, number + 1):
@@ -167,14 +170,16 @@ class Run:
         return self.args.max_seconds is not None and self.seconds > self.args.max_seconds
 
     def report_is_due(self) -> bool:
-        """Whether to `report` now, of many short iterations: 200 times in a run, and after the last one."""
+        """Whether to `report` this iteration, where there are many short ones: 200 times in a run, and the last."""
         iteration, every = self.global_step // self._steps, max(self._number // 200, 1)
         return iteration % every == 0 or iteration == self._number or self._time_is_up()
 
     def report(self, rollout: Rollout, versions: int) -> None:
-        """Log what all scripts do, about the episodes since the last report and the synchronization of the policy.
+        """Log what all scripts do: the episodes since the last report, and the synchronization of the policy.
 
-        ``versions`` is how many times the workers could have pulled, ``rollout`` the last one.
+        Args:
+            rollout: the last one.
+            versions: how many policy versions the workers could have pulled so far.
         """
         envs, step, sps = self._envs, self.global_step, int(self.global_step / self.seconds)
         pulls = float(envs.pulls.mean())  # per worker

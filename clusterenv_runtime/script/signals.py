@@ -15,10 +15,9 @@ PREEMPTED, CTRL_C = 75, 130  # exit codes: EX_TEMPFAIL, for which schedulers may
 
 
 class Signals:
-    """Heeds the first of these signals, wherever nothing is half done; further ones change nothing but a second Ctrl-C.
+    """The first of these signals ends the run. Later ones are ignored, but a second Ctrl-C does what it does elsewhere.
 
-    Before and after the training there is nothing to save, and it ends the process where it is. For the time between
-    see `saving`. A second Ctrl-C does what it does elsewhere.
+    Outside of `saving` there is nothing to save, and the signal ends the process wherever it is.
     """
 
     def __init__(self) -> None:
@@ -49,10 +48,10 @@ class Signals:
 
     @contextmanager
     def saving(self, envs: ClusterEnv, save: Callable[[], None], directory: str) -> Iterator[None]:
-        """Have a signal `interrupt` the wait for workers, then call ``save``, say how to resume, and exit.
+        """Have a signal end this block where nothing is half done: call ``save``, say how to resume, and exit.
 
-        Between two waits only `raise_if_received` heeds it. Once ``envs`` is closed there is nothing to wait for, and a
-        signal is heeded wherever it finds you.
+        That is in a wait for workers, which it interrupts, and in `raise_if_received`. Once ``envs`` is closed nothing
+        is ever half done.
         """
         self._envs = envs
         try:
