@@ -493,7 +493,7 @@ def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypat
     ("flags", "says"),
     [
         ("--min-workers 3", "--min-workers must be from 1 to --num-workers, 2, got 3"),
-        ("--min-workers 0", "--min-workers must be from 1 to --num-workers, 2, got 0"),
+        ("--min-workers 0", "--min-workers must be at least 1, got 0"),
         ("--max-worker-restarts -1", "--max-worker-restarts must be at least 0, got -1"),
         ("--worker-timeout 0", "--worker-timeout must be a number of seconds > 0, got 0.0"),
         ("--startup-timeout nan", "--startup-timeout must be a number of seconds > 0, got nan"),

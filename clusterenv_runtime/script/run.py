@@ -100,7 +100,7 @@ class Run:
         check(self.args.resume or not begun, f"{self.directory} has begun already; {to_go_on}")
 
     def keep(self, name: str, part: T) -> T:
-        """Have all checkpoints hold the ``state_dict`` of ``part``, and return it; if resumed, as the last one has it."""
+        """Have checkpoints hold the ``state_dict`` of ``part``, and return it; if resumed, as the last one has it."""
         if name in self._parts:
             raise ValueError(f"there is a part {name!r} already")
         self._parts[name] = part
