@@ -208,7 +208,7 @@ class ClusterEnv(VectorEnv):
             ValueError: the observations are not arrays, or ``num_steps`` is not positive.
         """
         self._assert_is_running()
-        if not self._collector.has_overlapped:
+        if self._collector.overlapped is None:
             self._assert_idle("rollout")
         self._collector.assert_can_act("rollout", num_steps, self._stepper.was_reset)
         return self._collector.rollout(policy, num_steps, overlap)
@@ -225,10 +225,9 @@ class ClusterEnv(VectorEnv):
             ValueError: nothing is published, the observations are not arrays, ``num_steps`` is not positive, or there
                 is no such worker.
         """
-        self._assert_is_running()
-        self._stepper.assert_idle("send")
+        self._assert_idle("send")
         self._collector.assert_can_act("send", num_steps, self._stepper.was_reset)
-        if self._collector.has_overlapped:
+        if self._collector.overlapped is not None:
             raise AlreadyPendingCallError("Calling `send` while an overlapped `rollout` is outstanding.", "rollout")
         if worker is not None and not 0 <= worker < self.num_workers:
             raise ValueError(f"worker must be 0 to {self.num_workers - 1}, got {worker}")
@@ -289,5 +288,8 @@ class ClusterEnv(VectorEnv):
 
     def _assert_idle(self, method: str) -> None:
         self._assert_is_running()
-        self._stepper.assert_idle(method)
-        self._collector.assert_idle(method)
+        state, granted = self._stepper.state, self._collector.granted and method != "send"  # one after another is fine
+        if pending := state.value if state != AsyncState.DEFAULT else "send" if granted else None:
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.", str(pending)
+            )

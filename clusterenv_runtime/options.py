@@ -170,8 +170,8 @@ class ClusterOptions:
         )
         self._require(
             self.security == "curve" or self.allow_insecure or _is_loopback(address),
-            f"{spell('security')} none on {address} would let anyone run your policy's rollouts and read it: use curve, "
-            f"or set {spell('allow_insecure')} where the network is yours alone",
+            f"{spell('security')} none on {address} would let anyone run your policy's rollouts and read it: use "
+            f"curve, or set {spell('allow_insecure')} where the network is yours alone",
         )
         self.keys()
 
@@ -205,9 +205,7 @@ def check_ranges(options: Any, spell: Callable[[str], str] = str) -> None:
                     raise ValueError(f"{spell(name)} must be {range_.text}, got {value}")
 
 
-def parse_options(
-    options: dict[str, Any], log_dir: str | os.PathLike[str] | None
-) -> tuple[ClusterOptions, Launcher]:
+def parse_options(options: dict[str, Any], log_dir: str | os.PathLike[str] | None) -> tuple[ClusterOptions, Launcher]:
     """Return a `ClusterEnv`'s keyword arguments as options, and the launcher that they name or are.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 import gymnasium as gym
 import numpy as np
-from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from gymnasium.error import NoAsyncCallError
 from gymnasium.spaces import Box, MultiDiscrete
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState
@@ -18,6 +18,7 @@ from gymnasium.vector.utils import create_empty_array, iterate
 from .blueprint import Blueprint
 from .codec import unpack
 from .errors import DeadlineError
+from .head.episodes import Episodes
 from .head.handle import WorkerHandle
 from .head.pool import WorkerPool
 from .head.recovery import Recovery
@@ -49,14 +50,6 @@ class Stepper:
         self._observations: Any = None  # of all environments, the last ones
         self._warned: set[str] = set()  # info keys that were left out
 
-    def assert_idle(self, method: str) -> None:
-        """Raise AlreadyPendingCallError if a call is under way."""
-        if self.state != AsyncState.DEFAULT:
-            raise AlreadyPendingCallError(
-                f"Calling `{method}` while waiting for a pending call to `{self.state.value}` to complete.",
-                str(self.state.value),
-            )
-
     def _assert_one_by_one(self) -> None:
         if self._blueprint.steps_together:
             raise ValueError("environments that step together are for a policy to act in: `rollout`, `send` and `recv`")
@@ -69,6 +62,7 @@ class Stepper:
                 self._pending.append(None)
             else:
                 self._pending.append(self._pool.ask(worker, *request(worker)))
+        self._pool.flush()
         self.state = state
 
     def _replies(self, state: AsyncState, timeout: float | None) -> list[Reply]:
@@ -93,7 +87,7 @@ class Stepper:
         return [replies.get(worker.index) or self._nothing(worker) for worker in self._pool.workers]
 
     def _nothing(self, worker: WorkerHandle) -> Reply:
-        return Reply(create_empty_array(self._space, worker.rows.stop - worker.rows.start), [])
+        return Reply(create_empty_array(self._space, worker.num_envs), [])
 
     def _warn_of(self, dropped: list[str]) -> None:
         for key in dropped:
@@ -133,10 +127,10 @@ class Stepper:
         parts = []
         for worker, reply in zip(self._pool.workers, replies, strict=True):
             if self._mask is None:
-                worker.episodes.saw(reply.value)
+                worker.episodes = Episodes.begun(reply.value, worker.num_envs)
                 parts.append(reply.value)
             else:
-                parts.append(worker.episodes.saw_reset(reply.value, self._mask[worker.rows]))
+                parts.append(worker.episodes.saw_reset(self._space, reply.value, self._mask[worker.rows]))
         return self._join(parts), [reply.infos for reply in replies]
 
     def step(self, actions: Any) -> None:
@@ -156,7 +150,7 @@ class Stepper:
         shows_ends = self._blueprint.autoreset_mode != AutoresetMode.SAME_STEP  # before what follows them
         for worker, reply in zip(self._pool.workers, replies, strict=True):
             observations, _, terminations, truncations = reply.value
-            worker.episodes.saw(observations, (terminations | truncations) & shows_ends)
+            worker.episodes = Episodes(observations, (terminations | truncations) & shows_ends)
         parts, *arrays = zip(*(reply.value for reply in replies), strict=True)
         return self._join(parts), *map(np.concatenate, arrays), [reply.infos for reply in replies]
 

@@ -26,7 +26,7 @@ def start_pool(
     """
     space = blueprint.single_observation_space
     workers = [
-        WorkerHandle(index, rows, blueprint.setup(rows), Episodes(rows.stop - rows.start, space))
+        WorkerHandle(index, rows, blueprint.setup(rows), Episodes.begun(None, rows.stop - rows.start))
         for index, rows in enumerate(blueprint.shares(options.num_workers))
     ]
     store = PolicyStore([worker.copy for worker in workers], space)
