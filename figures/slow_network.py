@@ -24,7 +24,7 @@ import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from figures.network import Network, why_no_namespaces
-from slurm import sweep
+from sweeps.attempts import here
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 512  # 1 MB of weights
@@ -101,8 +101,8 @@ def main():
     if reason := why_not():
         sys.exit(f"error: {reason}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through every `finally`
-    done, here = set(), sweep.here()
-    where = [here["machine"], ", ".join(f"{name} {version}" for name, version in here["versions"].items())]
+    done, this = set(), here()
+    where = [this["machine"], ", ".join(f"{name} {version}" for name, version in this["versions"].items())]
     if args.table.exists():
         with open(args.table, newline="") as file:
             done = {(float(row["mbits"]), row["rule"], int(row["seed"])) for row in csv.DictReader(file)}

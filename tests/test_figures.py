@@ -13,7 +13,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from figures import collect, plot, slow_network
 from figures.network import Network
-from slurm import sweep
+from sweeps.attempts import directory_of, here
+from sweeps.configurations import configurations, load
 
 from .scripts import ROOT
 
@@ -44,7 +45,7 @@ def write_run(directory, flat):
         "updates": 100,
     }
     summary = {**measured, "worker_restarts": [], "args": {**args, "total_timesteps": STEPS}}
-    result = {"parameters": parameters, "attempt": "attempt-1", "summary": summary, **sweep.here()}
+    result = {"parameters": parameters, "attempt": "attempt-1", "summary": summary, **here()}
     (directory / "result.json").write_text(json.dumps(result))
 
 
@@ -62,10 +63,10 @@ def paths(tmp_path, monkeypatch):
         file = paths["--sweeps"] / f"{name}.yaml"
         parameters = {key: {"values": values} for key, values in parameters.items()}
         file.write_text(yaml.safe_dump({"program": "ppo_clusterenv.py", "method": "grid", "parameters": parameters}))
-        setup = sweep.load(file)
-        for flat in sweep.configurations(setup, 1):
+        setup = load(file)
+        for flat in configurations(setup, 1):
             if flat != {("sync_mode",): "kl", ("kl_threshold",): 0.5, ("decoupled",): True, ("seed",): 3}:
-                write_run(sweep.directory_of(setup, flat, paths["--runs"] / name), flat)
+                write_run(directory_of(setup, flat, paths["--runs"] / name), flat)
 
     def call(module, **options):
         words = [str(word) for pair in {**paths, **options}.items() for word in pair]
@@ -208,8 +209,8 @@ def test_the_plan_runs_nothing_twice_and_always_with_every_seed(monkeypatch):
     monkeypatch.chdir(ROOT)
     seen, seeds, always = set(), {}, {}
     for path in (*Path("figures").glob("*.yaml"), *Path("figures/v2").glob("*.yaml")):
-        setup = sweep.load(path)
-        for flat in sweep.configurations(setup, 1):
+        setup = load(path)
+        for flat in configurations(setup, 1):
             key = json.dumps([setup["program"], sorted((name, str(value)) for (name,), value in flat.items())])
             assert key not in seen, path
             seen.add(key)

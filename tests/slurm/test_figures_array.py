@@ -14,7 +14,7 @@ from .test_sweep_array import ROOT
 
 
 def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
-    for name in ("slurm", "clusterenv_runtime", "ppo_clusterenv.py"):
+    for name in ("slurm", "sweeps", "clusterenv_runtime", "ppo_clusterenv.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "figures").mkdir()
     for name in ("collect.py", "plot.py"):
