@@ -114,7 +114,7 @@ def measure(args, observation, transport, mode, num_workers, pipe):
 
         messages = steps = 0
         send_s = recv_s = policy_s = 0.0  # CPU of the main thread
-        publish = envs.publish
+        publish = envs._collector.publish
 
         def timed_publish(policy):
             nonlocal policy_s
@@ -122,7 +122,7 @@ def measure(args, observation, transport, mode, num_workers, pipe):
             publish(policy)
             policy_s += time.thread_time() - before
 
-        envs.publish = timed_publish  # which `rollout` calls
+        envs._collector.publish = timed_publish
         if mode == "send/recv":
             for _ in range(args.outstanding):
                 envs.send(args.num_steps)

@@ -13,10 +13,11 @@ from collections import deque
 import torch
 import zmq
 
-from clusterenv_runtime import Launcher, protocol
-from clusterenv_runtime.batch_slice import make_slice
-from clusterenv_runtime.policy import Actor
+from clusterenv_runtime import Exit, Launcher, protocol
+from clusterenv_runtime.codec import pack
 from clusterenv_runtime.security import read_key_file
+from clusterenv_runtime.worker.actor import Actor
+from clusterenv_runtime.worker.worker import build_environments
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -35,9 +36,9 @@ class Simulation:
         self.envs = self.actor = None
         self.canned = {}  # (number of steps, version): a value and its buffers
 
-    def answer(self, worker, request, buffers):
+    def answer(self, worker, seq, request, buffers):
         if worker.pulling and not isinstance(request, protocol.Weights | protocol.Ping):
-            worker.later.append((request, buffers))
+            worker.later.append((seq, request, buffers))
             return
         match request:
             case protocol.Ping():
@@ -47,42 +48,38 @@ class Simulation:
                 worker.version, worker.pulling = request.version, False
                 while worker.later and not worker.pulling:
                     self.answer(worker, *worker.later.popleft())
-            case protocol.Collect() if self.envs.rule.wants_pull(worker.version, request):
+            case protocol.Collect() if self.rule.wants_pull(worker.version, request):
                 worker.pulling = True
-                worker.later.append((request, buffers))
-                worker.socket.send_multipart(protocol.frames(protocol.Pull(request.seq, worker.version)))
+                worker.later.append((seq, request, buffers))
+                worker.socket.send_multipart(protocol.frames(seq, protocol.Pull(worker.version)))
             case protocol.Collect():
                 if (request.num_steps, worker.version) not in self.canned:
-                    part = self.envs.collect(self.actor, request.num_steps)
-                    part = {"version": worker.version, "waited": 0.0, **part}
-                    self.canned[request.num_steps, worker.version] = pack(part)
-                self.reply(worker, request, self.canned[request.num_steps, worker.version], self.generator)
+                    self.actor.version = worker.version
+                    part, part_buffers = self.envs.collect(self.actor, request.num_steps), []
+                    message = protocol.Part(part.pack(part_buffers), self.actor.generator_state, 0.0)
+                    self.canned[request.num_steps, worker.version] = message, part_buffers
+                self.send(worker, seq, *self.canned[request.num_steps, worker.version])
             case protocol.Reset():
-                self.reply(worker, request, self.observations)
+                self.send(worker, seq, *self.observations)
             case protocol.Setup():
                 if self.envs is None:
-                    self.envs = make_slice(**pickle.loads(buffers[0]))
-                    self.observations = pack(self.envs.reset(seed=1)[0])
-                self.reply(worker, request)
+                    self.rule, self.envs = request.rule, build_environments(**pickle.loads(buffers[0]))
+                    observation_buffers = []
+                    value = pack(self.envs.reset(seed=1)[0], observation_buffers)
+                    self.observations = protocol.Reply(value, ["list", []]), observation_buffers
+                self.send(worker, seq, protocol.Reply(None, ["list", []]))
             case protocol.Structure():
                 worker.version = 0
                 if self.actor is None:
-                    generator = torch.Generator()
-                    self.generator = generator.get_state().numpy().tobytes()
-                    self.actor = Actor(pickle.loads(buffers[0]), generator)
-                    self.actor.policy.load_flat_weights(bytes(self.actor.policy.flat_weights().numel()))  # all zero
-                self.reply(worker, request)
+                    self.actor = Actor()
+                    self.actor.load_structure(pickle.loads(buffers[0]))
+                    self.actor.load_weights(0, bytes(self.actor.policy.flat_weights().numel()))  # all zero
+                self.send(worker, seq, protocol.Reply(None, ["list", []]))
 
-    def reply(self, worker, request, canned=(None, ()), generator=b""):
-        value, buffers = canned
-        message = protocol.frames(protocol.Reply(request.seq, value, ["list", []], [], generator), *buffers)
-        self.frame_bytes[: len(message)] = list(map(len, message))
-        worker.socket.send_multipart(message, copy=False)
-
-
-def pack(value):
-    buffers = []
-    return protocol.pack(value, buffers), buffers
+    def send(self, worker, seq, message, buffers=()):
+        frames = protocol.frames(seq, message, *buffers)
+        self.frame_bytes[: len(frames)] = list(map(len, frames))
+        worker.socket.send_multipart(frames, copy=False)
 
 
 def simulate(indices, flags, weights_at, frame_bytes):
@@ -103,7 +100,7 @@ def simulate(indices, flags, weights_at, frame_bytes):
             keys.secure(socket)
         socket.connect(flags["--connect"])
         hello = protocol.Hello(protocol.PROTOCOL_VERSION, index, "simulated", os.getpid(), versions)
-        socket.send_multipart(protocol.frames(hello))
+        socket.send_multipart(protocol.frames(None, hello))
         workers[socket.FD] = SimulatedWorker(index, socket)
         epoll.register(socket.FD, select.EPOLLIN)
     ready = list(workers)
@@ -117,12 +114,12 @@ def simulate(indices, flags, weights_at, frame_bytes):
                     header, *buffers = worker.socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     break
-                request = protocol.decode_request(header.buffer)
+                seq, request = protocol.decode_request(header.buffer)
                 if isinstance(request, protocol.Close):
                     epoll.unregister(fd)
                     workers.pop(fd).socket.close()
                     break
-                simulation.answer(worker, request, [buffer.buffer for buffer in buffers])
+                simulation.answer(worker, seq, request, [buffer.buffer for buffer in buffers])
         ready = [fd for fd, _ in epoll.poll()] if workers else []
     context.term()
 
@@ -130,22 +127,24 @@ def simulate(indices, flags, weights_at, frame_bytes):
 class SimulatedLauncher(Launcher):
     """Simulated workers in a few processes."""
 
+    remote = False
+
     def __init__(self, processes):
         super().__init__()
         self._processes = [None] * processes
 
     def start(self):
-        self.weights_at = spawn.RawArray("d", self._num_workers)  # time.monotonic() when a worker last got any
+        self.weights_at = spawn.RawArray("d", self.num_workers)  # time.monotonic() when a worker last got any
         self.frame_bytes = spawn.RawArray("q", 32)  # of the last answer
         for i in range(len(self._processes)):
-            indices = range(i, self._num_workers, len(self._processes))
-            arguments = indices, self._flags, self.weights_at, self.frame_bytes
+            indices = range(i, self.num_workers, len(self._processes))
+            arguments = indices, self.flags, self.weights_at, self.frame_bytes
             self._processes[i] = spawn.Process(target=simulate, args=arguments, daemon=True)
             self._processes[i].start()
 
-    def exit_reason(self, index):
+    def exit(self, index):
         code = self._processes[index % len(self._processes)].exitcode
-        return None if code is None else f"exit code {code}"
+        return None if code is None else Exit(f"exit code {code}")
 
     def stop(self, timeout):
         deadline = time.monotonic() + timeout

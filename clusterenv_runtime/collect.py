@@ -6,19 +6,18 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from gymnasium import Space
 from gymnasium.error import NoAsyncCallError, ResetNeeded
 from gymnasium.vector.utils import create_empty_array
 
+from .blueprint import Blueprint
 from .errors import ProtocolError
 from .head.episodes import Episodes
 from .head.handle import State, WorkerHandle
-from .head.pool import Served, WorkerPool
+from .head.pool import Served
+from .head.start import Head
 from .protocol import Collect, Structure
 from .rollout import Rollout, RolloutPart
 from .spaces import is_batched
-from .sync import SyncRule
-from .versions import PolicyStore
 
 if TYPE_CHECKING:
     from .policy import Policy
@@ -28,13 +27,13 @@ class Collector:
     """What workers were asked to act, and what becomes of their parts.
 
     Args:
-        pool, store: the workers, and the policy's versions.
-        rule: when they pull.
-        space: the single observation space.
+        head: the workers, and the policy's versions.
+        blueprint: their environments.
     """
 
-    def __init__(self, pool: WorkerPool, store: PolicyStore, rule: SyncRule, space: Space) -> None:
-        self._pool, self._store, self._rule, self._space = pool, store, rule, space
+    def __init__(self, head: Head, blueprint: Blueprint) -> None:
+        self._pool, self._store, self._rule = head.pool, head.store, head.rule
+        self._space = space = blueprint.single_observation_space
         self._is_batched = is_batched(space)
         self._example = create_empty_array(space, 1) if self._is_batched else None
         self.granted: dict[int, int] = {}  # seq -> worker, of requests to act that are outstanding, oldest first
