@@ -11,7 +11,7 @@ test: .venv/installed
 
 # What has finished is skipped, and what has failed is tried again next time. Reversed, PPO comes first.
 RUN = for file in $$(ls -r $(1)/*.yaml); do \
-	.venv/bin/python slurm/sweep.py $$file --output $(2)/$$(basename $$file .yaml) || test $$? -eq 1 || exit; done
+	.venv/bin/python sweeps/run.py $$file --output $(2)/$$(basename $$file .yaml) || test $$? -eq 1 || exit; done
 
 figures: .venv/installed
 	$(call RUN,figures/quick,runs/quick)

@@ -4,9 +4,11 @@
     python -m benchmarks.budget --flags="--overlap --compile"
 
 Trains with ppo_clusterenv.py, on the work of `benchmarks/work.py`, under py-spy, which samples the stacks of all
-processes and leaves out those that wait. Start-up is left out, and of the head whatever does not run Python.
+processes and leaves out those that wait. Start-up is left out, and of the head whatever does not run Python. What the
+script does itself, without calling a function that is known here, is listed by its lines, those below 1% in one.
 """
 
+import linecache
 import re
 import shlex
 import shutil
@@ -23,29 +25,27 @@ from .scripts import ROOT, call
 
 RATE = 100  # samples per second
 SCRIPT = ROOT / "ppo_clusterenv.py"
-# Sections of the training loop, by the text that the first line of each has in it.
-SECTIONS = {
-    "save_if_due()": "checkpoints, learning rate",
-    "rollout = envs.rollout(": "rollout",
-    "global_step += args.batch_size": "tensors",
-    "# bootstrap value if not done": "values and advantages",
-    "# Optimizing the policy": "update",
-    "y_pred, y_true": "logging",
-}
-# Finer: the section or function, a pattern for a frame, what it is. The first that fits counts.
+# What a function is part of, by a pattern for the frames of those that the script calls: the first that fits counts.
 HEAD = (
-    ("update", r"(zero_grad|step) \(torch/optim", "update: Adam"),
-    ("update", r"clip_grad_norm_", "update: gradient clipping"),
-    ("update", r"backward", "update: backward"),
-    ("update", r"ppo_loss", "update: loss"),
-    ("update", r"", "update: shuffling, minibatches"),
-    ("rollout", r"publish \(clusterenv_runtime/sync", "rollout: publish, divergence"),
-    ("rollout", r"join \(clusterenv_runtime/rollout", "rollout: join the workers' parts"),
-    ("rollout", r"", "rollout: messages"),
+    (r"evaluate", None),  # after training
+    (r"(?<!<module>) \(torch/_dynamo/convert_frame", "compiling, or loading what was compiled"),
+    (r"publish \(clusterenv_runtime", "rollout: publish, divergence"),
+    (r"join \(clusterenv_runtime", "rollout: join the workers' parts"),
+    (r"rollout \(clusterenv_runtime", "rollout: messages"),
+    (r"save_if_due", "checkpoints"),
+    (r"ppo_loss", "update: loss"),
+    (r"backward \(torch", "update: backward"),
+    (r"clip_grad_norm_|\(torch/nn/utils/clip_grad", "update: gradient clipping"),
+    (r"(zero_grad|step|wrapper) \(torch/optim", "update: Adam"),
+    (r"get_value|(forward|_call_impl) \(torch/nn|\(torch/distributions", "values, proximal policy"),
+    (r"compile_wrapper \(torch/_dynamo", "calling what was compiled"),
+    (r"add_scalar|\(rich/", "logging"),
 )
+# Below a line of the script that works itself: its comprehensions, and what operators call.
+OWN = r"<\w+> \(" + re.escape(SCRIPT.name) + r"|\((numpy|torch/_tensor\.py)"
 WORKER = (
     (r"forward \(torch/nn/modules/container|_call_impl", "policy: forward"),
-    (r"(act|finish|noise|to_tensor) \(clusterenv_runtime/policy", "policy: noise, sampling, log-probs"),
+    (r"(act|finish|noise|to_tensor) \(clusterenv_runtime/(policy|worker/actor)", "policy: noise, sampling, log-probs"),
     (r"step \((?!clusterenv_runtime)", "environments: step"),
     (r"reset \((?!clusterenv_runtime)", "environments: reset"),
     (r"collect", "bookkeeping of steps"),
@@ -63,30 +63,20 @@ class Args:
     """iterations, of 8192 steps and one update"""
 
 
-def sections():
-    """Return the first line of each section of the training loop, and its name, last first."""
-    lines = SCRIPT.read_text().splitlines()
-    found = []
-    for text, name in SECTIONS.items():
-        (number,) = (number for number, line in enumerate(lines, 1) if text in line and line.startswith(" " * 12))
-        found.append((number, name))
-    return found[::-1]
-
-
-def of_head(frames, starts):
-    """Return what a stack of the head is part of, or None if that is not the training loop."""
-    module = [re.fullmatch(rf"<module> \({SCRIPT.name}:(\d+)\)", frame) for frame in frames]
-    lines = [int(match[1]) for match in module if match]
-    section = next((name for start, name in starts if lines and lines[0] >= start), None)
-    if section == "logging" and any("evaluate" in frame or "savefig" in frame for frame in frames):
-        return None
-    stack = "; ".join(frames)
-    return next((name for part, pattern, name in HEAD if part == section and re.search(pattern, stack)), section)
+def of_head(frames):
+    """Return what a stack of the head is part of, or the number of the line that works itself, or None."""
+    for i, frame in enumerate(frames):
+        if module := re.fullmatch(rf"<module> \({re.escape(SCRIPT.name)}:(\d+)\)", frame):
+            called = frames[i + 1 :]
+            own = int(module[1]) if all(re.search(OWN, frame) for frame in called) else None
+            stack = "; ".join(called)
+            return next((name for pattern, name in HEAD if re.search(pattern, stack)), own)
+    return None
 
 
 def of_worker(frames):
     stack = "; ".join(frames)
-    if "worker.py" not in stack or "_handle" in stack and "collect" not in stack:
+    if "clusterenv_runtime/worker" not in stack or "_handle" in stack and "collect" not in stack:
         return None  # importing, or building environments
     return next((name for pattern, name in WORKER if re.search(pattern, stack)), None)
 
@@ -95,7 +85,7 @@ if __name__ == "__main__":
     args = tyro.cli(Args)
     if shutil.which("py-spy") is None:
         sys.exit("error: there is no py-spy on the PATH: pip install py-spy")
-    starts, head, worker = sections(), Counter(), Counter()
+    head, worker = Counter(), Counter()
     train = [
         sys.executable, str(SCRIPT), "--env-id", args.env_id, *work.FLAGS,
         "--total-timesteps", str(args.iterations * work.BATCH_SIZE), *shlex.split(args.flags),
@@ -106,9 +96,16 @@ if __name__ == "__main__":
         lines = Path(directory, "stacks").read_text().splitlines()
     for line in lines:
         stack, _, count = line.rpartition(" ")
+        if not count.isdigit():
+            continue  # part of a command that has line breaks, of torch.compile
         frames, of_a_worker = stack.split(";"), "clusterenv_runtime.worker" in stack
-        if name := of_worker(frames) if of_a_worker else of_head(frames, starts):
+        if name := of_worker(frames) if of_a_worker else of_head(frames):
             (worker if of_a_worker else head)[name] += int(count)
+    few = sum(head.values()) / 100
+    for line in [key for key in head if isinstance(key, int)]:
+        count = head.pop(line)
+        text = linecache.getline(str(SCRIPT), line).strip()
+        head[f"line {line}: {text}" if count >= few else "other lines"] += count
     for title, found, processes in (("head", head, 1), ("each worker", worker, work.NUM_WORKERS)):
         print(f"{title}, CPU ms per iteration of {work.BATCH_SIZE} steps:")
         for name, count in found.most_common():

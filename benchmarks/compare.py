@@ -5,7 +5,7 @@
 
 Runs the script as it is and with `--flags`, in turn, once per seed; `--common` goes to both. Prints for both the
 interquartile mean over the seeds of the return of the last 100 episodes and of the final evaluation, the mean number of
-pulls, and the median time; and the differences of the returns with 95% bootstrap intervals over the seeds.
+pulls, and the median time; and the differences of the returns with 95% bootstrap intervals over the seeds, each a pair.
 """
 
 import shlex
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import tyro
-from scipy.stats import bootstrap
 
-from figures.plot import difference, iqm
+from sweeps.estimates import difference, interval, iqm
 
 from .scripts import ROOT, run
 
@@ -30,7 +29,7 @@ class Args:
     common: str = ""
     """what both get, in one string"""
     seeds: int = 5
-    """seeds, from 1"""
+    """seeds, from 1; fewer than 5 give no interval"""
 
 
 if __name__ == "__main__":
@@ -60,7 +59,5 @@ if __name__ == "__main__":
         )
     for key in ("mean_return_100", "eval_return_mean"):
         samples = [column(way, key) for way in ways]
-        interval = bootstrap(samples, difference, method="percentile", rng=np.random.default_rng(0)).confidence_interval
-        print(
-            f"{key}, as it is minus {args.flags}: {difference(*samples):.1f} [{interval.low:.1f}, {interval.high:.1f}]"
-        )
+        value, low, high = interval(difference, *samples, resamples=10000)
+        print(f"{key}, as it is minus {args.flags}: {value:.1f} [{low:.1f}, {high:.1f}]")

@@ -23,7 +23,8 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.security import Gate, read_key_file
 
 from .idle import Corner, IdleEnv
-from .scale import OBSERVATIONS, TRANSPORTS, SimulatedLauncher, spawn
+from .scale import OBSERVATIONS, TRANSPORTS
+from .simulation import SimulatedLauncher, spawn
 
 
 @dataclass

@@ -1,50 +1,43 @@
-"""Adaptive Policy Synchronization as the user sees it: publish a policy, let workers act on it or on the one they hold."""
+"""Adaptive Policy Synchronization as the user sees it: publish, and let workers act on that policy or on their own."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from gymnasium import Space
-from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
+from gymnasium.error import NoAsyncCallError, ResetNeeded
+from gymnasium.vector.utils import create_empty_array
 
+from .blueprint import Blueprint
 from .errors import ProtocolError
+from .head.episodes import Episodes
 from .head.handle import State, WorkerHandle
-from .head.pool import ServedRequest, WorkerPool
-from .protocol import Structure
+from .head.pool import Served
+from .head.start import Head
+from .protocol import Collect, Structure
 from .rollout import Rollout, RolloutPart
 from .spaces import is_batched
-from .sync import SyncRule
-from .versions import PolicyStore
 
 if TYPE_CHECKING:
     from .policy import Policy
-
-logger = logging.getLogger(__name__)
 
 
 class Collector:
     """What workers were asked to act, and what becomes of their parts.
 
     Args:
-        pool, store: the workers, and the policy's versions.
-        rule: when they pull.
-        space: the single observation space.
+        head: the workers, and the policy's versions.
+        blueprint: their environments.
     """
 
-    def __init__(self, pool: WorkerPool, store: PolicyStore, rule: SyncRule, space: Space) -> None:
-        self._pool, self._store, self._rule, self._space = pool, store, rule, space
-        self._granted: dict[int, int] = {}  # seq -> worker, of requests to act that are outstanding, oldest first
-        self._overlapped: int | None = None  # the steps of the rollout that was requested ahead
-
-    def assert_idle(self, method: str) -> None:
-        """Raise AlreadyPendingCallError if workers were asked to act, and have not been heard."""
-        if self._granted:
-            raise AlreadyPendingCallError(
-                f"Calling `{method}` while waiting for a pending call to `send` to complete.", "send"
-            )
+    def __init__(self, head: Head, blueprint: Blueprint) -> None:
+        self._pool, self._store, self._rule = head.pool, head.store, head.rule
+        self._space = space = blueprint.single_observation_space
+        self._is_batched = is_batched(space)
+        self._example = create_empty_array(space, 1) if self._is_batched else None
+        self.granted: dict[int, int] = {}  # seq -> worker, of requests to act that are outstanding, oldest first
+        self.overlapped: int | None = None  # the steps of the rollout that was requested ahead
 
     def assert_can_act(self, method: str, num_steps: int, was_reset: bool) -> None:
         """Raise ValueError or ResetNeeded if a policy cannot act for so many steps."""
@@ -52,13 +45,8 @@ class Collector:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
         if not was_reset:
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`.")
-        if not is_batched(self._space):
+        if not self._is_batched:
             raise ValueError(f"a policy needs observations that become arrays, got {self._space}")
-
-    @property
-    def has_overlapped(self) -> bool:
-        """Whether a rollout was requested ahead."""
-        return self._overlapped is not None
 
     def publish(self, policy: Policy) -> int:
         """Make the policy's weights the next version, and return its number."""
@@ -69,68 +57,78 @@ class Collector:
 
     def rollout(self, policy: Policy, num_steps: int, overlap: bool) -> Rollout:
         """Publish ``policy``, let all workers act, and join their parts; see `ClusterEnv.rollout`."""
-        if self._overlapped not in (None, num_steps):
-            raise ValueError(f"the overlapped rollout was requested with {self._overlapped} steps, not {num_steps}")
-        was_ahead, self._overlapped = self.has_overlapped, None
-        if not was_ahead:
-            self.publish(policy)
+        if self.overlapped not in (None, num_steps):
+            raise ValueError(f"the overlapped rollout was requested with {self.overlapped} steps, not {num_steps}")
+        was_ahead, self.overlapped = self.overlapped is not None, None
         try:
             if not was_ahead:
-                self.send(num_steps, self._pool.workers)
-            seqs = sorted(self._granted, key=self._granted.__getitem__)
+                self._grant(num_steps, self._pool.workers, policy)
+            seqs = sorted(self.granted, key=self.granted.__getitem__)
             parts = [self._open(served) for served in self._pool.gather(seqs)]
-        finally:  # also of an interrupted rollout nothing is left
-            self._pool.forget(self._granted)
-            self._granted = {}
+        except BaseException:  # also of an interrupted rollout nothing is left
+            self._pool.forget(self.granted)
+            raise
+        finally:
+            self.granted = {}
         if was_ahead:
             self.publish(policy)
         if overlap:
             try:
                 self.send(num_steps, self._pool.workers)
             finally:
-                self._overlapped = num_steps if self._granted else None
+                self.overlapped = num_steps if self.granted else None
         return Rollout.join(self._space, parts, np.arange(self._pool.workers[-1].rows.stop))
 
     def send(self, num_steps: int, workers: Sequence[WorkerHandle]) -> None:
         """Ask these workers to act, and serve all until those that will pull have their weights."""
         if not self._store.version:
             raise ValueError("there is no policy to act on: `publish` it first")
-        busy = set(self._granted.values())
+        busy = set(self.granted.values())
         pulling = []  # workers that have nothing else to do, and that will ask for weights now
-        divergence = self._store.mean_divergence(worker.copy for worker in workers)  # one for all: they pull together
-        for worker in workers:
-            request = self._store.request(worker.copy, num_steps, divergence)
-            if self._rule.wants_pull(worker.copy.held, request) and worker.index not in busy:
+        for worker, request in self._grant(num_steps, workers):
+            if worker.index not in busy and self._rule.wants_pull(worker.copy.held, request):
                 pulling.append(worker)
-            self._granted[self._pool.ask(worker, request, *worker.take_generator())] = worker.index
 
         def lacks_weights(worker: WorkerHandle) -> bool:
             return worker.state == State.READY and worker.copy.held != self._store.version
 
         # Answered now, so that they need not wait until you have learned, and get these weights and no later ones.
-        self._pool.wait_until(lambda: self._pool.has_failed or not any(map(lacks_weights, pulling)), self._granted)
+        self._pool.wait_until(lambda: self._pool.has_failed or not any(map(lacks_weights, pulling)), self.granted)
+
+    def _grant(
+        self, num_steps: int, workers: Sequence[WorkerHandle], policy: Policy | None = None
+    ) -> list[tuple[WorkerHandle, Collect]]:
+        """Publish ``policy``, if there is a new one, and ask these workers to act."""
+        if policy is not None:
+            self.publish(policy)
+        requests = self._store.requests([worker.copy for worker in workers], num_steps)
+        granted = list(zip(workers, requests, strict=True))
+        for worker, request in granted:
+            state = worker.take_generator() if worker.restores_generator else ()
+            self.granted[self._pool.ask(worker, request, *state)] = worker.index
+        return granted
 
     def recv(self, worker: int | None) -> tuple[int, Rollout]:
         """Return the next answer to `send`, of this worker or of whichever is first; see `ClusterEnv.recv`."""
-        seqs: Collection[int] = self._granted  # of all; or the oldest of one
+        seqs: Collection[int] = self.granted  # of all; or the oldest of one
         if worker is not None:
-            seqs = [seq for seq, index in self._granted.items() if index == worker][:1]
+            seqs = [seq for seq, index in self.granted.items() if index == worker][:1]
         if not seqs:
             raise NoAsyncCallError("Calling `recv` without any prior call to `send`.", "recv")
         served = self._pool.first(seqs)
-        index = self._granted.pop(served[0].seq)
+        index = self.granted.pop(served[0].seq)
         part, rows = self._open(served), self._pool.workers[index].rows
         return index, Rollout.join(self._space, [part], np.arange(rows.start, rows.stop))
 
-    def _open(self, served: ServedRequest) -> RolloutPart:
+    def _open(self, served: Served) -> RolloutPart:
         """Return a worker's part, and note what it tells of the worker."""
         request, message, buffers = served
         worker = self._pool.workers[request.worker]
-        num_envs = worker.rows.stop - worker.rows.start
+        num_steps, num_envs = request.message.num_steps, len(worker.episodes.ended)
         try:
-            part = RolloutPart.unpack(message.part, buffers, self._space, request.message.num_steps, num_envs)
+            part = RolloutPart.unpack(message.part, buffers, self._space, self._example, num_steps, num_envs)
         except ProtocolError as error:
             raise ProtocolError(f"{worker.describe()}: {error}") from None
         self._store.acted(worker.copy, part)
-        worker.episodes.saw(part.next_observations)
+        worker.episodes = Episodes(part.next_observations, np.zeros(num_envs, bool))
         return part

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import weakref
 from typing import TYPE_CHECKING, Any, Self
@@ -15,7 +14,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 
 from .blueprint import Blueprint, EnvFns
 from .collect import Collector
-from .head.start import start_pool
+from .head.start import start_head
 from .options import parse_options, with_options
 from .rollout import Rollout
 from .stepping import Stepper
@@ -32,9 +31,9 @@ class ClusterEnv(VectorEnv):
     `rollout` the workers act: they keep their policy until its KL divergence from the head's exceeds ``kl_threshold``.
 
     Args:
-        env_fns: functions that make the environments. The first is also called once here, to read the spaces. Or one
-            function that makes a `VectorEnv` of as many as it is told, as ``functools.partial(make_vec, "envpool",
-            "CartPole-v1")`` does: each worker's rows. These only `rollout` and `send` can step.
+        env_fns: functions that make the environments; the first is also called here, to read the spaces. Or one that
+            makes a `VectorEnv` of as many as it is told, as ``functools.partial(make_vec, "envpool", "CartPole-v1")``
+            does: each worker's rows. Only `rollout` and `send` can step these.
         num_workers: worker processes; never more than environments. Each gets a contiguous share of the rows.
         num_envs: how many environments that one function is to make, in all.
         copy, observation_mode, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
@@ -63,15 +62,12 @@ class ClusterEnv(VectorEnv):
     ) -> None:
         self.closed = True  # until there is something to close
         parsed, launcher = parse_options({"num_workers": num_workers, **options}, log_dir)
-        parsed.check(launcher)
         blueprint = Blueprint(env_fns, num_envs, observation_mode, autoreset_mode)
         blueprint.describe(self)
-        self.num_workers, self.copy = min(num_workers, self.num_envs), copy
-        parsed = dataclasses.replace(parsed, num_workers=self.num_workers)
-        self._pool, self._recovery, self._store = start_pool(blueprint, parsed, launcher)
-        skips_absent = parsed.min_workers is not None and parsed.min_workers < self.num_workers
-        self._stepper = Stepper(self._pool, self._recovery, blueprint, copy, skips_absent)
-        self._collector = Collector(self._pool, self._store, parsed.rule, self.single_observation_space)
+        self._head = start_head(blueprint, parsed, launcher)
+        self._pool, self._store = self._head.pool, self._head.store
+        self.num_workers, self.copy = len(self._pool.workers), copy
+        self._stepper, self._collector = Stepper(self._head, blueprint, copy), Collector(self._head, blueprint)
         self._finalizer = weakref.finalize(self, self._pool.close, timeout=2)
         self.closed = False
 
@@ -127,17 +123,14 @@ class ClusterEnv(VectorEnv):
         self._stepper.set_attr(name, values)
 
     def render(self) -> tuple[Any, ...]:
-        """Return the environments' frames."""
         return self.call("render")
 
     @property
     def np_random(self) -> tuple[np.random.Generator, ...]:
-        """The environments' random number generators (copies of them)."""
         return self.get_attr("np_random")
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:
-        """The environments' seeds."""
         return self.get_attr("np_random_seed")
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
@@ -171,10 +164,7 @@ class ClusterEnv(VectorEnv):
 
     @property
     def divergence(self) -> np.ndarray:
-        """Mean KL(policy a worker last acted on || published policy) in nats, ``(num_workers,)``; inf before it has.
-
-        `rollout`, and `send` to all, have the workers compare the mean of these, so that all pull or none does.
-        """
+        """Mean KL(policy a worker last acted on || published policy) in nats, ``(num_workers,)``; inf before it has."""
         return np.array([worker.copy.divergence for worker in self._pool.workers])
 
     @property
@@ -185,7 +175,7 @@ class ClusterEnv(VectorEnv):
     @property
     def restarts(self) -> list[dict[str, Any]]:
         """One dict for each worker process that was replaced: worker, time (Unix), reason, its environments' seeds."""
-        return list(self._recovery.restarts)
+        return list(self._head.recovery.restarts)
 
     # Workers that act.
     def publish(self, policy: Policy) -> int:
@@ -199,16 +189,16 @@ class ClusterEnv(VectorEnv):
     def rollout(self, policy: Policy, num_steps: int, *, overlap: bool = False) -> Rollout:
         """Publish ``policy`` and let all workers act on it, or on the version they hold, for ``num_steps`` steps.
 
-        Nothing crosses the network between a worker's first and last step. Episodes that end are reset within the
-        step, whatever ``autoreset_mode`` is. With ``overlap`` the next rollout is requested before this one is
-        returned, so that the workers collect while you learn; when it comes, it is one version older than without.
+        Nothing crosses the network between a worker's first and last step. Episodes that end are reset within the step,
+        whatever ``autoreset_mode`` is. With ``overlap`` the next rollout is requested before this one is returned: the
+        workers collect while you learn, on a policy that is one version older.
 
         Raises:
             ResetNeeded, AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
             ValueError: the observations are not arrays, or ``num_steps`` is not positive.
         """
         self._assert_is_running()
-        if not self._collector.has_overlapped:
+        if self._collector.overlapped is None:
             self._assert_idle("rollout")
         self._collector.assert_can_act("rollout", num_steps, self._stepper.was_reset)
         return self._collector.rollout(policy, num_steps, overlap)
@@ -225,10 +215,9 @@ class ClusterEnv(VectorEnv):
             ValueError: nothing is published, the observations are not arrays, ``num_steps`` is not positive, or there
                 is no such worker.
         """
-        self._assert_is_running()
-        self._stepper.assert_idle("send")
+        self._assert_idle("send")
         self._collector.assert_can_act("send", num_steps, self._stepper.was_reset)
-        if self._collector.has_overlapped:
+        if self._collector.overlapped is not None:
             raise AlreadyPendingCallError("Calling `send` while an overlapped `rollout` is outstanding.", "rollout")
         if worker is not None and not 0 <= worker < self.num_workers:
             raise ValueError(f"worker must be 0 to {self.num_workers - 1}, got {worker}")
@@ -237,8 +226,6 @@ class ClusterEnv(VectorEnv):
     def recv(self, worker: int | None = None) -> tuple[int, Rollout]:
         """Return the next answer to `send`, of this worker or of whichever is first: its number, and its rows' rollout.
 
-        Row *i* of it is environment ``rollout.rows[i]``.
-
         Raises:
             NoAsyncCallError: there is nothing outstanding.
         """
@@ -246,13 +233,11 @@ class ClusterEnv(VectorEnv):
         return self._collector.recv(worker)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs of this: the counters, and the state of each worker's random numbers.
+        """Return what a checkpoint needs of this, as plain data: the counters, and the state of each worker's noise.
 
-        The latter is the one after the last rollout or chunk that has arrived. Environments are not in it. It holds
-        nothing but dicts, lists, numbers, bytes and None.
+        The latter is the one after the last rollout or chunk that has arrived. Environments are not in it.
         """
-        waiting = {"waiting_seconds": self.waiting_seconds.tolist()}
-        return {**self._store.state_dict(), **self._recovery.state_dict(self._pool.workers), **waiting}
+        return self._head.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict` of as many workers. They pull the policy that is published next.
@@ -262,25 +247,20 @@ class ClusterEnv(VectorEnv):
             ValueError: it is of another number of workers.
         """
         self._assert_idle("load_state_dict")
-        self._recovery.load_state_dict(self._pool.workers, state)
-        self._store.load_state_dict(state)
-        for worker, waited in zip(self._pool.workers, state["waiting_seconds"], strict=True):
-            worker.waited = waited
+        self._head.load_state_dict(state)
 
     def interrupt(self) -> None:
         """Make the wait for workers that is under way, or else the next one, raise `Interrupted` within 0.3 seconds.
 
-        Signal handlers and other threads may call it. What the learner holds is whole when it is raised, for only
-        `rollout`, `recv`, `send`, `step` and the like wait. A request that was interrupted is given up; those of `send`
-        remain outstanding.
+        Signal handlers and other threads may call it. The learner is whole then, as only methods of this wait. What was
+        interrupted is given up, except that requests of `send` remain outstanding.
         """
         self._pool.interrupted = True
 
-    def _join_infos(self, parts: list[list[Any]]) -> dict[str, Any]:
+    def _join_infos(self, parts: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
         infos: dict[str, Any] = {}
-        for worker, part in zip(self._pool.workers, parts, strict=True):
-            for env, info in part:
-                infos = self._add_info(infos, info, worker.rows.start + env)
+        for env, info in parts:
+            infos = self._add_info(infos, info, env)
         return infos
 
     def _assert_is_running(self) -> None:
@@ -289,5 +269,8 @@ class ClusterEnv(VectorEnv):
 
     def _assert_idle(self, method: str) -> None:
         self._assert_is_running()
-        self._stepper.assert_idle(method)
-        self._collector.assert_idle(method)
+        state, granted = self._stepper.state, self._collector.granted and method != "send"  # one after another is fine
+        if pending := state.value if state != AsyncState.DEFAULT else "send" if granted else None:
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.", str(pending)
+            )

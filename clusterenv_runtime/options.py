@@ -214,22 +214,25 @@ def parse_options(options: dict[str, Any], log_dir: str | os.PathLike[str] | Non
 
     Raises:
         TypeError: there is no option of a name.
-        ValueError: there is no such launcher, or it has workers already, or a ``log_dir`` of its own.
+        ValueError: an option is out of range, or does not go with the others.
         StartupError: the launcher cannot start workers here.
     """
     names = [field.name for field in dataclasses.fields(ClusterOptions)]
     if unknown := [name for name in options if name not in names]:
         raise TypeError(f"ClusterEnv has no option {unknown[0]!r}; its options are {', '.join(names)}")
     launcher = options.get("launcher") or "local"
-    if not isinstance(launcher, Launcher):
+    if isinstance(launcher, Launcher):
+        kind = type(launcher).__name__
+        if log_dir is not None or options.get("worker_prefix"):
+            raise ValueError(f"log_dir and worker_prefix belong to the launcher: {kind}(log_dir, prefix)")
+        if launcher.started:
+            raise ValueError(f"a {kind} starts the workers of one ClusterEnv: make another")
+        parsed = ClusterOptions(**{**options, "launcher": launcher.name})
+    else:
         parsed = ClusterOptions(**{**options, "launcher": launcher})
-        return parsed, parsed.make_launcher(log_dir)
-    kind = type(launcher).__name__
-    if log_dir is not None or options.get("worker_prefix"):
-        raise ValueError(f"log_dir and worker_prefix belong to the launcher: {kind}(log_dir, prefix)")
-    if launcher.started:
-        raise ValueError(f"a {kind} starts the workers of one ClusterEnv: make another")
-    return ClusterOptions(**{**options, "launcher": launcher.name}), launcher
+        launcher = parsed.make_launcher(log_dir)
+    parsed.check(launcher)
+    return parsed, launcher
 
 
 def with_options(cls: type) -> type:

@@ -123,14 +123,14 @@ class Error(Message):
 
 Request = Setup | Reset | Step | CutOff | Call | SetAttr | Structure | Collect | Weights | Ping | Close
 Answer = Hello | Reply | Part | Pull | Error
-_encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder().encode  # of (seq, message)
 decode_request = msgspec.msgpack.Decoder(tuple[int | None, Request]).decode
 decode_answer = msgspec.msgpack.Decoder(tuple[int | None, Answer]).decode
 
 
 def frames(seq: int | None, message: Message, *buffers: Any) -> list[Any]:
     """Return the frames of one message, ready for ``send_multipart``."""
-    return [_encode((seq, message)), *buffers]
+    return [encode((seq, message)), *buffers]
 
 
 @functools.cache
@@ -146,9 +146,8 @@ def shared_versions() -> dict[str, str]:
 def mismatch(hello: Hello) -> str | None:
     """Return why the sender of ``hello`` cannot be a worker of this head, or None if it can."""
     if hello.protocol != PROTOCOL_VERSION:
-        return (
-            f"speaks protocol {hello.protocol}, the head {PROTOCOL_VERSION}: install the same clusterenv_runtime on both"
-        )
+        both = f"speaks protocol {hello.protocol}, the head {PROTOCOL_VERSION}"
+        return f"{both}: install the same clusterenv_runtime on both"
     ours, theirs = shared_versions(), hello.versions
     if differing := [name for name in ours if theirs.get(name, ours[name]) != ours[name]]:
         names = ", ".join(f"{name} {theirs[name]} (head: {ours[name]})" for name in differing)

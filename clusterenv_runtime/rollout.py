@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 from gymnasium import Space
-from gymnasium.vector.utils import create_empty_array
 
 from .codec import pack, unpack
 from .errors import ProtocolError
-from .spaces import map_space
+from .spaces import join, join_arrays, leaves_of, take
 from .sync import sampled_states
+
+OBSERVATIONS = "observations", "final_observations", "next_observations"
 
 
 class RolloutPart(msgspec.Struct):
@@ -43,9 +44,9 @@ class RolloutPart(msgspec.Struct):
 
     @classmethod
     def unpack(
-        cls, fields: dict[str, Any], buffers: list[Any], space: Space, num_steps: int, num_envs: int
+        cls, fields: dict[str, Any], buffers: list[Any], space: Space, example: Any, num_steps: int, num_envs: int
     ) -> RolloutPart:
-        """Undo `pack`, with views of ``buffers``; ``space`` is the single observation space.
+        """Undo `pack`, with views of ``buffers``; ``example`` is any batch of ``space``, the single observation space.
 
         Raises:
             ProtocolError: it is not such a part, or not one of so many steps and environments.
@@ -55,40 +56,33 @@ class RolloutPart(msgspec.Struct):
             part = msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
             raise ProtocolError(f"a part of a rollout is malformed: {error}") from None
-        part._check(space, num_steps, num_envs)
+        try:
+            leaves = [leaves_of(space, batch) for batch in (example, *(getattr(part, name) for name in OBSERVATIONS))]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"observations in a part of a rollout are not of {space}: {error!r}") from None
+        part._check(num_steps, num_envs, *leaves)
         return part
 
-    def _check(self, space: Space, num_steps: int, num_envs: int) -> None:
-        steps = num_steps, num_envs
-
-        def require(name: str, array: Any, shape: tuple[int, ...], kind: str) -> None:
-            fits = isinstance(array, np.ndarray) and array.shape[: len(shape)] == shape and array.dtype.kind in kind
-            if not fits:
-                found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-                raise ProtocolError(f"{name} in a part of a rollout must be {shape} and of kind {kind!r}, got {found}")
-
-        for name, kind in (("rewards", "f"), ("logprobs", "f"), ("terminations", "b"), ("truncations", "b")):
-            require(name, getattr(self, name), steps, kind)
-            if getattr(self, name).ndim != 2:
-                raise ProtocolError(f"{name} in a part of a rollout has {getattr(self, name).ndim} dimensions, not 2")
-        require("actions", self.actions, steps, "biuf")
-        require("params", self.params, (len(sampled_states(num_steps * num_envs)),), "f")
-        for name, kind in (("episodes", "i"), ("episodic_returns", "f"), ("episodic_lengths", "i")):
-            require(name, getattr(self, name), (self.episodes.size,), kind)
-        ends = int(np.count_nonzero(self.terminations | self.truncations))
-        leading = {"observations": steps, "next_observations": steps[1:], "final_observations": (ends,)}
-        for name, shape in leading.items():
-            try:
-                map_space(
-                    lambda leaf, one, name=name, shape=shape: require(name, leaf, shape + one.shape[1:], one.dtype.kind),
-                    space, getattr(self, name), _one(space),
-                )  # fmt: skip
-            except (KeyError, TypeError, ValueError) as error:  # not of the space's structure
-                raise ProtocolError(f"{name} in a part of a rollout are not of {space}: {error!r}") from None
+    def _check(self, num_steps: int, num_envs: int, example: list[np.ndarray], *observations: list[Any]) -> None:
+        steps, ends = (num_steps, num_envs), int(np.count_nonzero(self.terminations | self.truncations))
+        for name, kinds in (("rewards", "f"), ("logprobs", "f"), ("terminations", "b"), ("truncations", "b")):
+            _check_array(name, getattr(self, name), steps, kinds, ndim=2)
+        _check_array("actions", self.actions, steps, "biuf")
+        _check_array("params", self.params, (len(sampled_states(num_steps * num_envs)),), "f")
+        for name, kinds in (("episodes", "i"), ("episodic_returns", "f"), ("episodic_lengths", "i")):
+            _check_array(name, getattr(self, name), (self.episodes.size,), kinds, ndim=1)
+        for name, leading, leaves in zip(OBSERVATIONS, (steps, (ends,), (num_envs,)), observations, strict=True):
+            for leaf, one in zip(leaves, example, strict=True):
+                shape = leading + one.shape[1:]
+                _check_array(name, leaf, shape, one.dtype.kind, len(shape))
 
 
-def _one(space: Space) -> Any:
-    return create_empty_array(space, 1)
+def _check_array(name: str, array: Any, leading: tuple[int, ...], kinds: str, ndim: int | None = None) -> None:
+    if not isinstance(array, np.ndarray):
+        raise ProtocolError(f"{name} in a part of a rollout must be an array, got a {type(array).__name__}")
+    if array.shape[: len(leading)] != leading or array.dtype.kind not in kinds or ndim not in (None, array.ndim):
+        found = f"{array.dtype} of shape {array.shape}"
+        raise ProtocolError(f"{name} in a part of a rollout must be of shape {leading} and kind {kinds!r}, got {found}")
 
 
 @dataclass
@@ -119,43 +113,24 @@ class Rollout:
         ended = _in_order((np.flatnonzero(part.terminations | part.truncations) for part in parts), sizes)
         counted = _in_order((part.episodes for part in parts), sizes)
 
-        def join(name: str, joined: Callable[[Sequence[np.ndarray]], np.ndarray]) -> Any:
-            return joined([getattr(part, name) for part in parts])
-
-        def join_observations(name: str, joined: Callable[[Sequence[np.ndarray]], np.ndarray]) -> Any:
-            return map_space(lambda *leaves: joined(leaves), space, *(getattr(part, name) for part in parts))
-
-        def by_episode(order: Any) -> Callable[[Sequence[np.ndarray]], np.ndarray]:
-            return lambda leaves: np.concatenate(leaves)[order]
-
+        each = {name: [getattr(part, name) for part in parts] for name in RolloutPart.__struct_fields__}
         return cls(
             rows=rows,
-            observations=join_observations("observations", _join_steps),
-            final_observations=join_observations("final_observations", by_episode(ended)),
-            next_observations=join_observations("next_observations", np.concatenate),
-            policy_versions=np.repeat([part.version for part in parts], sizes),
-            episodic_returns=join("episodic_returns", by_episode(counted)),
-            episodic_lengths=join("episodic_lengths", by_episode(counted)),
+            policy_versions=np.repeat(each["version"], sizes),
+            episodic_returns=np.concatenate(each["episodic_returns"])[counted],
+            episodic_lengths=np.concatenate(each["episodic_lengths"])[counted],
+            observations=join(space, each["observations"], axis=1),
+            next_observations=join(space, each["next_observations"], copy=True),  # the head keeps the views
+            final_observations=take(space, join(space, each["final_observations"]), ended),
             **{
-                name: join(name, _join_steps)
+                name: join_arrays(each[name], axis=1)
                 for name in ("actions", "logprobs", "rewards", "terminations", "truncations")
             },
         )
 
 
-def _join_steps(leaves: Sequence[np.ndarray]) -> np.ndarray:
-    """Join arrays ``(num_steps, num_envs, ...)`` along the environments."""
-    if len(leaves) > 1:
-        return np.concatenate(leaves, 1)
-    (leaf,) = leaves
-    # A large one remains a view of its message, whose memory is nobody else's; small ones would each keep all of it.
-    # Where a frame begins, not every dtype may.
-    large = leaf.nbytes >= 2**16 and leaf.flags.aligned and leaf.flags.writeable
-    return leaf if large else leaf.copy()
-
-
 def _in_order(flat: Iterable[np.ndarray], sizes: list[int]) -> Any:
-    """Return the order by step, then environment, of what each worker has numbered ``step * its environments + one``."""
+    """Return the order by step, then environment, of what workers number by ``step * num_envs + environment``."""
     if len(sizes) == 1:
         return ...
     first_rows, num_envs = np.cumsum([0, *sizes[:-1]]), sum(sizes)

@@ -72,6 +72,45 @@ def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:
     return function(*trees)
 
 
+def leaves_of(space: Space, batch: Any) -> list[Any]:
+    """Return the leaves of a batch of ``space``, in order.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not of the structure of ``space``.
+    """
+    leaves: list[Any] = []
+    map_space(leaves.append, space, batch)
+    return leaves
+
+
+def take(space: Space, batch: Any, indices: Any) -> Any:
+    """Return a copy of these rows of a batch of ``space``, whose leaves are arrays."""
+    return map_space(lambda leaf: leaf[indices], space, batch)
+
+
+def flatten_steps(space: Space, batches: Any) -> Any:
+    """Return arrays ``(num_steps, num_envs, ...)`` as ``(num_steps * num_envs, ...)``."""
+    return map_space(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), space, batches)
+
+
+def join(space: Space, batches: Sequence[Any], axis: int = 0, copy: bool = False) -> Any:
+    """Return batches of ``space``, whose leaves are arrays, along an axis, as one; see `join_arrays`."""
+    return map_space(lambda *leaves: join_arrays(leaves, axis, copy), space, *batches)
+
+
+def join_arrays(arrays: Sequence[np.ndarray], axis: int = 0, copy: bool = False) -> np.ndarray:
+    """Return arrays along an axis as one, writable. A single one is copied, unless without ``copy`` it is large.
+
+    Then it remains a view, such as of a received message, whose memory is nobody else's. A small view would keep all of
+    that. Where a frame of a message begins, not every dtype may.
+    """
+    if len(arrays) > 1:
+        return np.concatenate(arrays, axis)
+    (array,) = arrays
+    large = array.nbytes >= 2**16 and array.flags.aligned and array.flags.writeable
+    return array if large and not copy else array.copy()
+
+
 def merge_rows(space: Space, mask: np.ndarray, there: Any, elsewhere: Any) -> Any:
     """Return a batch of ``space`` with the rows of ``there`` where ``mask`` is True, and of ``elsewhere`` where not."""
 

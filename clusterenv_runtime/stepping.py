@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 import gymnasium as gym
 import numpy as np
-from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from gymnasium.error import NoAsyncCallError
 from gymnasium.spaces import Box, MultiDiscrete
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState
@@ -18,44 +18,34 @@ from gymnasium.vector.utils import create_empty_array, iterate
 from .blueprint import Blueprint
 from .codec import unpack
 from .errors import DeadlineError
+from .head.episodes import Episodes
 from .head.handle import WorkerHandle
-from .head.pool import WorkerPool
-from .head.recovery import Recovery
+from .head.start import Head
 from .protocol import Call, Message, Reply, Reset, SetAttr
 from .spaces import check_reset_mask, map_space
 
-Infos = list[tuple[int, dict[str, Any]]]  # (environment of the worker's, info)
+Infos = list[tuple[int, dict[str, Any]]]  # (environment, info)
 
 
 class Stepper:
     """The call that is under way, and what becomes of the answers.
 
     Args:
-        pool, recovery: the workers, and what their replacements are told.
+        head: the workers, and what their replacements are told.
         blueprint: their environments.
         copy: whether each batch of observations is made of fresh arrays.
-        skips_absent: whether a reset leaves out workers that have not come up yet; they are reset when they do.
     """
 
-    def __init__(
-        self, pool: WorkerPool, recovery: Recovery, blueprint: Blueprint, copy: bool, skips_absent: bool
-    ) -> None:
-        self._pool, self._recovery, self._blueprint = pool, recovery, blueprint
-        self._space, self._copy, self._skips_absent = blueprint.single_observation_space, copy, skips_absent
+    def __init__(self, head: Head, blueprint: Blueprint, copy: bool) -> None:
+        self._pool, self._recovery, self._blueprint = head.pool, head.recovery, blueprint
+        self._space, self._copy = blueprint.single_observation_space, copy
+        self._skips_absent = head.is_partial  # a reset leaves out workers that have yet to come, and then are reset
         self.state = AsyncState.DEFAULT
         self.was_reset = False
         self._pending: list[int | None] = []  # the seq each worker is to answer; None for one that is not asked
         self._mask: np.ndarray | None = None  # of the reset under way
         self._observations: Any = None  # of all environments, the last ones
         self._warned: set[str] = set()  # info keys that were left out
-
-    def assert_idle(self, method: str) -> None:
-        """Raise AlreadyPendingCallError if a call is under way."""
-        if self.state != AsyncState.DEFAULT:
-            raise AlreadyPendingCallError(
-                f"Calling `{method}` while waiting for a pending call to `{self.state.value}` to complete.",
-                str(self.state.value),
-            )
 
     def _assert_one_by_one(self) -> None:
         if self._blueprint.steps_together:
@@ -69,6 +59,7 @@ class Stepper:
                 self._pending.append(None)
             else:
                 self._pending.append(self._pool.ask(worker, *request(worker)))
+        self._pool.flush()
         self.state = state
 
     def _replies(self, state: AsyncState, timeout: float | None) -> list[Reply]:
@@ -92,8 +83,12 @@ class Stepper:
             self._warn_of(reply.dropped)
         return [replies.get(worker.index) or self._nothing(worker) for worker in self._pool.workers]
 
+    def _infos(self, replies: list[Reply]) -> Infos:
+        starts = [worker.rows.start for worker in self._pool.workers]
+        return [(start + env, info) for start, reply in zip(starts, replies, strict=True) for env, info in reply.infos]
+
     def _nothing(self, worker: WorkerHandle) -> Reply:
-        return Reply(create_empty_array(self._space, worker.rows.stop - worker.rows.start), [])
+        return Reply(create_empty_array(self._space, worker.num_envs), [])
 
     def _warn_of(self, dropped: list[str]) -> None:
         for key in dropped:
@@ -127,17 +122,17 @@ class Stepper:
 
         self._ask(AsyncState.WAITING_RESET, request)
 
-    def finish_reset(self, timeout: float | None) -> tuple[Any, list[Infos]]:
-        """Return the observations, and each worker's infos."""
+    def finish_reset(self, timeout: float | None) -> tuple[Any, Infos]:
+        """Return the observations and the infos."""
         replies = self._replies(AsyncState.WAITING_RESET, timeout)
         parts = []
         for worker, reply in zip(self._pool.workers, replies, strict=True):
             if self._mask is None:
-                worker.episodes.saw(reply.value)
+                worker.episodes = Episodes.begun(reply.value, worker.num_envs)
                 parts.append(reply.value)
             else:
-                parts.append(worker.episodes.saw_reset(reply.value, self._mask[worker.rows]))
-        return self._join(parts), [reply.infos for reply in replies]
+                parts.append(worker.episodes.saw_reset(self._space, reply.value, self._mask[worker.rows]))
+        return self._join(parts), self._infos(replies)
 
     def step(self, actions: Any) -> None:
         """Ask for a step of all environments."""
@@ -150,15 +145,15 @@ class Stepper:
             raise ValueError(f"Expected {num_envs} actions, one for each environment, got {len(actions)}")
         self._ask(AsyncState.WAITING_STEP, lambda worker: worker.episodes.step(actions[worker.rows]))
 
-    def finish_step(self, timeout: float | None) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, list[Infos]]:
-        """Return observations, rewards, terminations, truncations, and each worker's infos."""
+    def finish_step(self, timeout: float | None) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:
+        """Return observations, rewards, terminations, truncations and infos."""
         replies = self._replies(AsyncState.WAITING_STEP, timeout)
         shows_ends = self._blueprint.autoreset_mode != AutoresetMode.SAME_STEP  # before what follows them
         for worker, reply in zip(self._pool.workers, replies, strict=True):
             observations, _, terminations, truncations = reply.value
-            worker.episodes.saw(observations, (terminations | truncations) & shows_ends)
+            worker.episodes = Episodes(observations, (terminations | truncations) & shows_ends)
         parts, *arrays = zip(*(reply.value for reply in replies), strict=True)
-        return self._join(parts), *map(np.concatenate, arrays), [reply.infos for reply in replies]
+        return self._join(parts), *map(np.concatenate, arrays), self._infos(replies)
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ask for a call of each environment's method, or for its attribute."""

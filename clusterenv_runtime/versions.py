@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import Space
 
 from .protocol import Collect
-from .spaces import map_space
+from .spaces import flatten_steps, join, take
 from .sync import KL_STATES, sampled_states
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ class PolicyCopy:
     measured: int = 0  # the version whose divergence is known; 0 for none
     divergence: float = math.inf  # nats, from the published version; inf until the worker has acted
     pulls: int = 0  # so far
-    # (observations, distribution parameters) of what it has seen lately under `behavior`, oldest first
-    recent: list[tuple[Any, np.ndarray]] = field(default_factory=list)
+    # Observations, and distribution parameters there, of what it has seen lately under `behavior`, oldest first.
+    recent: tuple[Any, np.ndarray] | None = None
 
     def forget(self) -> None:
         """Another process, or another structure, comes in its place."""
         self.held = self.behavior = self.measured = 0
-        self.divergence = math.inf
+        self.divergence, self.recent = math.inf, None
 
 
 class PolicyStore:
@@ -68,51 +68,36 @@ class PolicyStore:
         # A copy on the learner's device; it becomes bytes only when the first worker pulls this version.
         self._flat, self._bytes = policy.flat_weights(), None
         known = [copy for copy in self._copies if copy.behavior]
-        recent = zip(*(self._join(copy.recent) for copy in known), strict=True)
-        divergence = policy.divergence(*recent) if known else []
+        divergence = policy.divergence(*zip(*(copy.recent for copy in known), strict=True)) if known else []
         for copy in self._copies:
             copy.measured, copy.divergence = copy.behavior, math.inf
         for copy, nats in zip(known, divergence, strict=True):
             copy.divergence = float(nats)
         return changed
 
-    def _join(self, recent: list[tuple[Any, np.ndarray]]) -> tuple[Any, np.ndarray]:
-        def join(*leaves: np.ndarray) -> np.ndarray:
-            return np.concatenate(leaves)[-self._most :]
-
-        seen, params = zip(*recent, strict=True)
-        return map_space(join, self._space, *seen), join(*params)
-
     def acted(self, copy: PolicyCopy, part: RolloutPart) -> None:
         """Keep some of what a worker saw in its part of a rollout, and its policy's distribution parameters there."""
         if part.version < self._since:
             return  # another structure
         chosen = sampled_states(len(part.params), self._most)
-        states = sampled_states(part.rewards.size)[chosen]
+        # Copies: the user may write to what these are views of.
+        seen, params = flatten_steps(self._space, part.observations), part.params[chosen]
+        seen = take(self._space, seen, sampled_states(part.rewards.size)[chosen])
+        if part.version == copy.behavior:  # the same policy: more of the same
+            last, before = slice(-self._most, None), copy.recent
+            seen = take(self._space, join(self._space, (before[0], seen)), last)
+            params = np.concatenate((before[1], params))[last]
+        copy.behavior, copy.recent = part.version, (seen, params)
 
-        def choose(leaf: np.ndarray) -> np.ndarray:
-            return leaf.reshape(-1, *leaf.shape[2:])[states]  # a copy: the user may write to what this is a view of
+    def requests(self, copies: Sequence[PolicyCopy], num_steps: int) -> list[Collect]:
+        """Return what asks each of these workers to act on the published version, or on its own.
 
-        if part.version != copy.behavior:  # else the same policy: more of the same
-            copy.recent.clear()
-        copy.recent.append((map_space(choose, self._space, part.observations), part.params[chosen]))
-        while sum(len(params) for _, params in copy.recent[1:]) >= self._most:
-            del copy.recent[0]
-        copy.behavior = part.version
-
-    @property
-    def epsilon(self) -> float:
-        """The policy's, where it has one, now."""
-        return float(getattr(self._policy, "epsilon", 0.0))
-
-    def mean_divergence(self, copies: Iterable[PolicyCopy]) -> float:
-        """Return the mean divergence, in nats, of those that have acted; inf if none has."""
+        All are told the mean divergence of those that have acted, or inf if none has: so they pull together.
+        """
         known = [copy.divergence for copy in copies if copy.measured]
-        return float(np.mean(known)) if known else math.inf
-
-    def request(self, copy: PolicyCopy, num_steps: int, divergence: float) -> Collect:
-        """Return what asks a worker to act on the published version, or on its own."""
-        return Collect(int(num_steps), self.version, copy.measured, divergence, self.epsilon)
+        mean = float(np.mean(known)) if known else math.inf
+        epsilon = float(getattr(self._policy, "epsilon", 0.0))  # the policy's of now, if it has one
+        return [Collect(int(num_steps), self.version, copy.measured, mean, epsilon) for copy in copies]
 
     def pull(self, copy: PolicyCopy) -> tuple[int, memoryview]:
         """Return the published version and its weights, for a worker that has asked for them."""
@@ -133,5 +118,4 @@ class PolicyStore:
         self._policy, self.structure = None, b""
         for copy, pulls in zip(self._copies, state["pulls"], strict=True):
             copy.forget()
-            copy.recent.clear()
             copy.pulls = pulls

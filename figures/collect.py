@@ -3,7 +3,7 @@
     python -m figures.collect                                                           # figures/*.yaml
     python -m figures.collect --sweeps figures/quick --runs runs/quick --results runs/quick/results
 
-Reads the TensorBoard logs and the result.json of what slurm/sweep.py has finished in RUNS/{name of the sweep file}, and
+Reads the TensorBoard logs and the result.json of what sweeps/run.py has finished in RUNS/{name of the sweep file}, and
 writes two tables in the order of the sweep files: runs.csv with a row for each run, and curves.csv with POINTS rows for
 each. Whatever is neither finished nor in the tables yet is left out. A run that is in the tables and no longer on disk
 keeps its rows; one that is in no sweep file any more loses them.
@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from slurm import sweep
+from sweeps.attempts import directory_of, replace, result_of
+from sweeps.checks import check
+from sweeps.configurations import configurations, fill_macros, load, nest
 
 POINTS = 50  # of a curve, evenly spaced in environment steps
 MEAN = {"return": "charts/episodic_return", "kl": "sync/kl", "lag": "sync/policy_lag"}
@@ -33,7 +35,7 @@ def number(value):
 
 def command_of(setup, flat):
     """Return the command of a configuration as one would type it in the repository's root."""
-    macros = sweep.fill_macros(setup, sweep.nest(flat))
+    macros = fill_macros(setup, nest(flat))
     macros |= {"${env}": [], "${interpreter}": ["python"], "${program}": [setup["program"]]}
     return shlex.join(part for word in map(str, setup["command"]) for part in macros.get(word, [word]))
 
@@ -62,7 +64,7 @@ def curves(logs, total_steps):
 
 def read_run(name, setup, flat, directory):
     """Return the row of a finished run and its curves, or None if it is not on disk."""
-    result = sweep.result_of(directory)
+    result = result_of(directory)
     logs = sorted((directory / result["attempt"]).glob("runs/*/events.out.tfevents.*")) if result else []
     if not logs:
         return None
@@ -93,7 +95,7 @@ def write_table(path, rows):
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    sweep.replace(path, lambda temporary: temporary.write_text(text.getvalue()))
+    replace(path, lambda temporary: temporary.write_text(text.getvalue()))
 
 
 def main():
@@ -106,9 +108,9 @@ def main():
     old_runs, old_curves = map(read_table, paths)
     runs, points, planned = [], [], set()
     for path in sorted(args.sweeps.glob("*.yaml")):
-        setup = sweep.load(path)
-        for flat in sweep.configurations(setup, seed=1):
-            directory = sweep.directory_of(setup, flat, args.runs / path.stem)
+        setup = load(path)
+        for flat in configurations(setup, seed=1):
+            directory = directory_of(setup, flat, args.runs / path.stem)
             planned.add(directory.name)
             if found := read_run(path.stem, setup, flat, directory):
                 row, table = found
@@ -118,7 +120,7 @@ def main():
             elif directory.name in old_runs:
                 runs += old_runs[directory.name]
                 points += old_curves[directory.name]
-    sweep.check(runs, f"nothing in {args.runs} has finished, and there is nothing in {args.results}")
+    check(runs, f"nothing in {args.runs} has finished, and there is nothing in {args.results}")
     args.results.mkdir(parents=True, exist_ok=True)
     write_table(paths[1], points)  # first, so that no run is without its curves whenever this is interrupted
     write_table(paths[0], runs)

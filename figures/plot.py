@@ -10,245 +10,33 @@ environment, so there is one stratum). What has not run yet is left out, and cap
 
 import argparse
 import csv
-import functools
 import itertools
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
-from scipy.stats import trim_mean
 
-BLACK, BLUE, ORANGE, GREEN = "#000000", "#0072B2", "#D55E00", "#009E73"  # of Okabe and Ito's colors
-RETURN = "return of the last 100 episodes"
-COLUMNS = {"return": "mean_return_100", "eval": "eval_return_mean", "training": "training_return"}  # of claims.csv
-SOLVED = 475  # CartPole-v1
-PLAIN = ", plain"  # a variant of settings
-ENOUGH = 5  # seeds for an interval
-HELD_OUT = 6  # the first seed of headline_*.yaml
-HEADER = "| | against | seeds | pulls | last 100 episodes | evaluation | all of training |\n" + "|---" * 7 + "|\n"
-CLAIM = (
-    "| {task}: {setting} | {against} | {which} | {pulls:.1f} instead of {pulls_against:.1f} | {return:.1f}: "
-    "{return_difference:+.1f} ({return_low:.1f} to {return_high:.1f}) | {eval:.1f}: {eval_difference:+.1f} "
-    "({eval_low:.1f} to {eval_high:.1f}) | {training:.1f}: {training_difference:+.1f} ({training_low:.1f} to "
-    "{training_high:.1f}) |\n"
+from sweeps.estimates import ENOUGH, interval, iqm
+
+from .claims import COLUMNS, claims, matched, write
+from .drawing import (
+    BLACK,
+    BLUE,
+    GREEN,
+    ORANGE,
+    draw,
+    draw_all,
+    finish,
+    logarithmic,
+    number_of,
+    points,
+    subplots,
 )
-matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+from .tasks import ALWAYS, PLAIN, load
 
-
-class Setting(NamedTuple):
-    """What decides when a worker pulls: `kl` above a threshold, or `interval`, every so many versions."""
-
-    mode: str
-    value: float
-    decoupled: bool = True
-    bound: float = np.inf  # on the lag, in versions: whoever is further behind pulls, too
-
-    def __str__(self):
-        if self == ALWAYS:
-            return "always"
-        return (f"KL > {self.value:g}" if self.mode == "kl" else f"every {self.value:g}") + self.variant
-
-    @property
-    def variant(self):
-        return PLAIN * (not self.decoupled) + (f", lag ≤ {self.bound:g}" if self.bound < np.inf else "")
-
-
-ALWAYS = Setting("interval", 1)
-
-
-class Task:
-    """The runs of one script in one environment: for each setting, the rows of its seeds and their curves."""
-
-    def __init__(self, program, env_id):
-        self.algorithm = program.removesuffix("_clusterenv.py").upper()
-        self.title = f"{self.algorithm}, {env_id}"
-        self.name = f"{self.algorithm}_{env_id}".lower().replace("-", "_")
-        self.runs = {}  # {setting: {seed: row}}
-        self.curves = {}  # {setting: {seed: {name: array}}}
-
-    def variants(self):
-        """What runs by divergence differ in besides their threshold; the decoupled objective and loose bounds first."""
-        keys = sorted((not key.decoupled, -key.bound, key.variant) for key in self.runs if key.mode == "kl")
-        return list(dict.fromkeys(variant for *_, variant in keys))
-
-    def settings(self, mode, variant=None):
-        """All of a mode, or those of one variant."""
-        return sorted(key for key in self.runs if key.mode == mode and variant in (None, key.variant))
-
-    def column(self, setting, name, seeds=None):
-        runs = self.runs[setting]
-        return np.array([float(runs[seed][name] or "nan") for seed in seeds or sorted(runs)])
-
-    def shared(self, *settings):
-        return sorted(set.intersection(*(set(self.runs.get(setting, ())) for setting in settings)))
-
-    def curve(self, setting, name, seeds=None):
-        curves = self.curves[setting]
-        return np.array([curves[seed][name] for seed in seeds or sorted(curves)])  # (seeds, points)
-
-    def always(self):
-        return [ALWAYS] if ALWAYS in self.runs else []
-
-    def caption(self, settings, more="", numbers=None):
-        numbers = sorted(numbers or {len(self.runs[setting]) for setting in [*settings, *self.always()]})
-        if numbers == [1]:
-            return f"1 seed{more}"
-        count = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-        few = f" (of fewer than {ENOUGH} no interval)" * (numbers[0] < ENOUGH)
-        return f"Interquartile mean and 95% bootstrap interval over {count} seeds{few}{more}"
-
-
-def load(results):
-    """Read the tables; return tasks by name."""
-    with open(results / "curves.csv", newline="") as file:
-        columns = {}
-        for row in csv.DictReader(file):
-            for name, value in row.items():
-                columns.setdefault(row["run"], {}).setdefault(name, []).append(value)
-    tasks = {}
-    with open(results / "runs.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        mode, decoupled = row["sync_mode"], row["decoupled"] != "False"
-        value = float(row["sync_interval" if mode == "interval" else "kl_threshold"])
-        setting = Setting(mode, value, decoupled, float(row["max_policy_lag"] or "inf"))
-        task = tasks.setdefault((row["program"], row["env_id"]), Task(row["program"], row["env_id"]))
-        texts = columns[row["run"]]
-        curves = {name: np.array([float(text or "nan") for text in texts[name]]) for name in texts.keys() - {"run"}}
-        row["training_return"] = str(np.nanmean(curves["return"]))
-        if int(row["seed"]) in task.runs.setdefault(setting, {}):
-            sys.exit(f"error: {results / 'runs.csv'} has two runs of {task.title}, {setting}, seed {row['seed']}")
-        task.runs[setting][int(row["seed"])] = row
-        task.curves.setdefault(setting, {})[int(row["seed"])] = curves
-    return sorted(tasks.values(), key=lambda task: task.name)
-
-
-def number_of(seeds):
-    return f"{seeds} seed" + "s" * (seeds != 1)
-
-
-def iqm(values, axis=0):
-    missing = np.isnan(values)  # not measured yet; SciPy would take a minute over these
-    return np.where(missing.any(axis), np.nan, trim_mean(np.where(missing, 0, values), 0.25, axis=axis))
-
-
-def difference(a, b, axis=0):
-    return iqm(a, axis) - iqm(b, axis)
-
-
-def interval(statistic, *samples, resamples=2000):
-    """Return a statistic of samples (seeds, ...), paired if there are several, and its 95% percentile interval.
-
-    Of few seeds that would be little but their range, so it is NaN.
-    """
-    draws = np.random.default_rng(0).integers(len(samples[0]), size=(resamples, len(samples[0])))
-    found = statistic(*(sample[draws] for sample in samples), axis=1)
-    low, high = np.percentile(found, [2.5, 97.5], axis=0) + (0 if len(samples[0]) >= ENOUGH else np.nan)
-    return statistic(*samples), low, high
-
-
-def matched(task, setting, others):
-    """Return the one of others (but not always) with about as many pulls as a setting, on the same seeds, or None.
-
-    Of several that one which shares most seeds with it, and of these the closest.
-    """
-    near = []
-    for other in others:
-        if other != ALWAYS and (seeds := task.shared(setting, other)):
-            a, b = (task.column(key, "pulls_per_worker", seeds).mean() for key in (setting, other))
-            if (ratio := max(a / b, b / a)) < 1.25:
-                near.append((-len(seeds), ratio, other))
-    return min(near)[-1] if near else None
-
-
-@functools.cache
-def claims(task):
-    """Compare each setting with always, and by divergence with a fixed interval of as many pulls, seed by seed.
-
-    A variant, such as the plain objective, also with what it is one of: with as many pulls, and at the same threshold.
-    Once more with the held-out seeds alone, where there are some: no setting was chosen for what it did with these.
-    """
-    rows, first = [], task.settings("kl", next(iter(task.variants()), None))
-    for setting in sorted(task.runs):
-        fair, others = None, [ALWAYS]
-        if setting.mode == "kl":
-            fair = matched(task, setting, task.settings("interval"))
-            others.append(fair)
-            if setting not in first:
-                others += [matched(task, setting, first), *(key for key in first if key.value == setting.value)]
-        pairs = [(key, task.shared(setting, key)) for key in dict.fromkeys(others) if key not in (None, setting)]
-        held_out = [(other, [seed for seed in seeds if seed >= HELD_OUT]) for other, seeds in pairs]
-        for other, seeds in pairs + [pair for pair in held_out if pair not in pairs]:
-            if not seeds:
-                continue
-            row = {"task": task.title, "setting": str(setting), "against": str(other), "matched": other == fair}
-            pulls, fewer = (task.column(key, "pulls_per_worker", seeds).mean() for key in (other, setting))
-            row |= {
-                "seeds": len(seeds),
-                "held_out": seeds[0] >= HELD_OUT,
-                "pulls": fewer,
-                "pulls_against": pulls,
-                "times_fewer_pulls": pulls / fewer,
-            }
-            for name, column in COLUMNS.items():
-                samples = [task.column(key, column, seeds) for key in (setting, other)]
-                values = [*map(iqm, samples), *interval(difference, *samples, resamples=10000)]
-                keys = name, f"{name}_against", f"{name}_difference", f"{name}_low", f"{name}_high"
-                row |= dict(zip(keys, map(float, values), strict=True))
-            rows.append(row)
-    return rows
-
-
-def draw(axes, task, setting, name, color, seeds=None, **style):
-    """Draw a curve with its interval, of these seeds or of all."""
-    steps = next(iter(task.curves[setting].values()))["step"]
-    middle, low, high = interval(iqm, task.curve(setting, name, seeds), resamples=1000)
-    axes.plot(steps, middle, color=color, label=str(setting), **style)
-    axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.locator_params(axis="x", nbins=4)
-
-
-def draw_all(axes, task, settings, name):
-    """Draw a curve for each threshold, colored by its order among all of the task, and the one of always."""
-    thresholds = sorted({setting.value for setting in task.runs if setting.mode == "kl"})
-    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(thresholds)))
-    for setting in settings:
-        draw(axes, task, setting, name, colors[thresholds.index(setting.value)])
-    for setting in task.always():
-        draw(axes, task, setting, name, BLACK, linestyle="--", linewidth=1)
-
-
-def points(axes, places, task, settings, column, color, **style):
-    """Draw a value and its interval for each setting, at these places."""
-    values = np.array([interval(iqm, task.column(setting, column)) for setting in settings]).T
-    axes.plot(places, values[0], color=color, markersize=4, **style)
-    axes.vlines(places, values[1], values[2], color=color, linewidth=1)
-
-
-def subplots(rows, columns, width, height, **options):
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
-
-
-def logarithmic(axis):
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(EngFormatter(sep=""))
-
-
-def finish(figure, task, title, caption, xlabel=None, legend=None):
-    figure.suptitle(f"{task.title}: {title}\n{caption}", fontsize=9)
-    if xlabel:
-        figure.supxlabel(xlabel, fontsize=9)
-    if legend:
-        figure.legend(*legend.get_legend_handles_labels(), loc="outside right center", frameon=False)
-    return figure
+RETURN = "return of the last 100 episodes"
+SOLVED = 475  # CartPole-v1
 
 
 def learning_curves(task):
@@ -452,12 +240,7 @@ def main():
         rows += claims(task)
     if not rows:
         return
-    with open(args.results / "claims.csv", "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(rows[0])
-        writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row.values()] for row in rows)
-    lines = [CLAIM.format(**row, which=str(row["seeds"]) + ", held out" * row["held_out"]) for row in rows]
-    (args.results / "claims.md").write_text(HEADER + "".join(lines).replace(" (nan to nan)", ""))
+    write(rows, args.results)
     print(args.results / "claims.csv", args.results / "claims.md", sep="\n")
 
 

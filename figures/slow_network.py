@@ -4,14 +4,13 @@
 
 All workers are in a network namespace whose only link is held to so many Mbit/s in either direction (the token bucket
 of tc), and the head is outside: tcp with CURVE, --launcher external. PPO on CartPole-v1, with hidden layers of WIDTH
-instead of 64, as one would edit the script. A run that is in the table is not run again, others are added to it.
+instead of 64. A run that is in the table is not run again, others are added to it.
 """
 
 import argparse
 import csv
 import itertools
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -24,7 +23,7 @@ import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from figures.network import Network, why_no_namespaces
-from slurm import sweep
+from sweeps.attempts import here
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 512  # 1 MB of weights
@@ -48,21 +47,11 @@ def why_not():
         return f"{shlex.join(error.cmd)}: {error.stderr.strip()}"
 
 
-def script_with_wide_networks(directory):
-    """Write the training script as a user would have edited it."""
-    text, count = re.subn(r"\b64\b", str(WIDTH), (ROOT / "ppo_clusterenv.py").read_text())
-    if count != 8:
-        raise RuntimeError(f"expected 64 in 8 places of ppo_clusterenv.py, found it in {count}")
-    path = Path(directory, "ppo_clusterenv.py")
-    path.write_text(text)
-    return path
-
-
 def train(network, flags, directory):
     """Run the head here and its workers in the namespace; return a row of COLUMNS from `seconds` on per iteration."""
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script_with_wide_networks(directory)), *FLAGS.split(), *flags]
+    command = [sys.executable, str(ROOT / "ppo_clusterenv.py"), "--hidden-size", str(WIDTH), *FLAGS.split(), *flags]
     command += ["--bind-address", network.head, "--worker-prefix", f"nsenter --net=/run/netns/{network.namespaces[0]}"]
     log = Path(directory, "output.txt")
     with log.open("w") as output:
@@ -101,8 +90,8 @@ def main():
     if reason := why_not():
         sys.exit(f"error: {reason}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through every `finally`
-    done, here = set(), sweep.here()
-    where = [here["machine"], ", ".join(f"{name} {version}" for name, version in here["versions"].items())]
+    done, this = set(), here()
+    where = [this["machine"], ", ".join(f"{name} {version}" for name, version in this["versions"].items())]
     if args.table.exists():
         with open(args.table, newline="") as file:
             done = {(float(row["mbits"]), row["rule"], int(row["seed"])) for row in csv.DictReader(file)}

@@ -314,7 +314,8 @@ def test_a_launcher_serves_one_cluster():
     ],
 )
 def test_workers_that_do_not_match(workers, instead_of_python, patch, text):
-    code = f"from clusterenv_runtime import protocol; from clusterenv_runtime.worker.__main__ import main; protocol.{patch}; main()"
+    imports = "from clusterenv_runtime import protocol; from clusterenv_runtime.worker.__main__ import main"
+    code = f"{imports}; protocol.{patch}; main()"
     instead_of_python(f'exec {sys.executable} -c "{code}" "$@"')
     with at_most(15), pytest.raises(StartupError, match=text):
         ClusterEnv([CountingEnv] * 2, 2)
@@ -474,7 +475,7 @@ def test_a_rollout_that_is_interrupted_does_not_hang_what_comes_after(monkeypatc
     with ClusterEnv([CountingEnv], 1) as envs:
         envs.reset()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(envs._pool.transport, "receive", lambda *_: signal.raise_signal(signal.SIGINT))
+            patch.setattr(envs._pool.transport, "exchange", lambda *_: signal.raise_signal(signal.SIGINT))
             envs.rollout(CategoricalPolicy(linear(1, 2)), 3)
         envs.reset_async()
         assert_same(envs.reset_wait(timeout=10), (np.zeros((1, 1), np.float32), {}))

@@ -11,9 +11,11 @@ import yaml
 from scipy.stats import bootstrap
 from torch.utils.tensorboard import SummaryWriter
 
-from figures import collect, plot, slow_network
+from figures import claims, collect, plot, slow_network, tasks
 from figures.network import Network
-from slurm import sweep
+from sweeps.attempts import directory_of, here
+from sweeps.configurations import configurations, load
+from sweeps.estimates import difference, interval, iqm
 
 from .scripts import ROOT
 
@@ -44,7 +46,7 @@ def write_run(directory, flat):
         "updates": 100,
     }
     summary = {**measured, "worker_restarts": [], "args": {**args, "total_timesteps": STEPS}}
-    result = {"parameters": parameters, "attempt": "attempt-1", "summary": summary, **sweep.here()}
+    result = {"parameters": parameters, "attempt": "attempt-1", "summary": summary, **here()}
     (directory / "result.json").write_text(json.dumps(result))
 
 
@@ -62,10 +64,10 @@ def paths(tmp_path, monkeypatch):
         file = paths["--sweeps"] / f"{name}.yaml"
         parameters = {key: {"values": values} for key, values in parameters.items()}
         file.write_text(yaml.safe_dump({"program": "ppo_clusterenv.py", "method": "grid", "parameters": parameters}))
-        setup = sweep.load(file)
-        for flat in sweep.configurations(setup, 1):
+        setup = load(file)
+        for flat in configurations(setup, 1):
             if flat != {("sync_mode",): "kl", ("kl_threshold",): 0.5, ("decoupled",): True, ("seed",): 3}:
-                write_run(sweep.directory_of(setup, flat, paths["--runs"] / name), flat)
+                write_run(directory_of(setup, flat, paths["--runs"] / name), flat)
 
     def call(module, **options):
         words = [str(word) for pair in {**paths, **options}.items() for word in pair]
@@ -164,43 +166,43 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, mo
     drawn = {f"ppo_cartpole_v1_{kind}.png" for kind in ("synchronization", "lag")}
     assert set(contents(tmp_path / "plain")) == drawn
     shutil.copy(tmp_path / "runs.csv", paths["--results"])
-    (task,) = plot.load(paths["--results"])
+    (task,) = tasks.load(paths["--results"])
     panel = next(axes for axes in plot.learning_curves(task).axes if axes.get_title("left") == "KL > 0.5")
-    always, of_all = panel.lines[0].get_ydata(), plot.iqm(task.curve(plot.ALWAYS, "return"))
-    np.testing.assert_array_equal(always, plot.iqm(task.curve(plot.ALWAYS, "return", [1, 2])))
+    always, of_all = panel.lines[0].get_ydata(), iqm(task.curve(tasks.ALWAYS, "return"))
+    np.testing.assert_array_equal(always, iqm(task.curve(tasks.ALWAYS, "return", [1, 2])))
     assert panel.texts[0].get_text() == "2 seeds" and not np.array_equal(always, of_all)
-    monkeypatch.setattr(plot, "HELD_OUT", 2)
-    again = [row for row in plot.claims(task) if row["matched"] and row["held_out"]]
+    monkeypatch.setattr(claims, "HELD_OUT", 2)
+    again = [row for row in claims.claims(task) if row["matched"] and row["held_out"]]
     both = {"KL > 0.1": 2, "KL > 0.5": 1, "KL > 0.1, plain": 2, "KL > 0.5, plain": 2}
     assert {row["setting"]: row["seeds"] for row in again} == both
-    assert "over 2 to 3 seeds (of fewer than 5 no interval)" in task.caption([plot.Setting("kl", 0.5)])
+    assert "over 2 to 3 seeds (of fewer than 5 no interval)" in task.caption([tasks.Setting("kl", 0.5)])
 
 
 def test_bounds_on_the_lag_and_objectives_are_not_mixed():
-    task, keys = plot.Task("dqn_clusterenv.py", "CartPole-v1"), [plot.ALWAYS]
+    task, keys = tasks.Task("dqn_clusterenv.py", "CartPole-v1"), [tasks.ALWAYS]
     for decoupled, bound in (False, np.inf), (True, 40.0), (True, 512.0):
-        keys += [plot.Setting("kl", value, decoupled, bound) for value in (0.2, 0.1)]
+        keys += [tasks.Setting("kl", value, decoupled, bound) for value in (0.2, 0.1)]
     task.runs = dict.fromkeys(keys, {})
     assert task.variants() == [", lag ≤ 512", ", lag ≤ 40", ", plain"]
     assert list(map(str, task.settings("kl", task.variants()[0]))) == ["KL > 0.1, lag ≤ 512", "KL > 0.2, lag ≤ 512"]
-    assert list(map(str, task.settings("kl", plot.PLAIN))) == ["KL > 0.1, plain", "KL > 0.2, plain"]
+    assert list(map(str, task.settings("kl", tasks.PLAIN))) == ["KL > 0.1, plain", "KL > 0.2, plain"]
     assert list(map(str, task.settings("interval"))) == ["always"]
 
 
 def test_statistics():
-    assert plot.iqm(np.array([8.0, 1, 7, 2, 6, 3, 5, 4])) == 4.5  # the mean of 3, 4, 5, 6
-    assert plot.iqm(np.array([0.0, 100, 1, 2, 3])) == 2
-    assert np.isnan(plot.iqm(np.array([[1.0, np.nan], [1, 1]]))).tolist() == [False, True]
+    assert iqm(np.array([8.0, 1, 7, 2, 6, 3, 5, 4])) == 4.5  # the mean of 3, 4, 5, 6
+    assert iqm(np.array([0.0, 100, 1, 2, 3])) == 2
+    assert np.isnan(iqm(np.array([[1.0, np.nan], [1, 1]]))).tolist() == [False, True]
     values = np.random.default_rng(1).normal(size=(5, 3))
-    ours = plot.interval(plot.iqm, values)
+    ours = interval(iqm, values)
     options = {"method": "percentile", "n_resamples": 2000, "rng": np.random.default_rng(0), "axis": 0}
-    theirs = bootstrap((values,), plot.iqm, **options).confidence_interval
+    theirs = bootstrap((values,), iqm, **options).confidence_interval
     np.testing.assert_allclose(ours[1:], theirs)
     # Paired, only what differs within pairs counts, whatever the seeds themselves do.
     noise = np.array([0.0, 50, -300, 20, 900])
-    np.testing.assert_allclose(plot.interval(plot.difference, noise + 3, noise), 3)
+    np.testing.assert_allclose(interval(difference, noise + 3, noise), 3)
     for few in [1.0], [1.0, 1, 1, 1]:
-        value, low, high = plot.interval(plot.iqm, np.array(few))
+        value, low, high = interval(iqm, np.array(few))
         assert value == 1 and np.isnan([low, high]).all()
 
 
@@ -208,8 +210,8 @@ def test_the_plan_runs_nothing_twice_and_always_with_every_seed(monkeypatch):
     monkeypatch.chdir(ROOT)
     seen, seeds, always = set(), {}, {}
     for path in (*Path("figures").glob("*.yaml"), *Path("figures/v2").glob("*.yaml")):
-        setup = sweep.load(path)
-        for flat in sweep.configurations(setup, 1):
+        setup = load(path)
+        for flat in configurations(setup, 1):
             key = json.dumps([setup["program"], sorted((name, str(value)) for (name,), value in flat.items())])
             assert key not in seen, path
             seen.add(key)

@@ -135,7 +135,7 @@ def test_a_worker_drops_what_it_cannot_decode(cluster, workers):
             with contextlib.suppress(Exception):
                 decode_request(header)
                 continue  # one that the worker would obey
-            cluster._pool.transport.send(worker.identity, [header])
+            cluster._pool.transport._socket.send_multipart([worker.identity, header])
             if number % 500 == 0:
                 assert cluster.call("pid")[1] == worker.pid
         assert cluster.call("pid")[1] == worker.pid

@@ -1,7 +1,6 @@
 """The head without processes, sockets or a wall clock: who is lost when, who is served meanwhile, and what is said."""
 
 import itertools
-from collections import deque
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from clusterenv_runtime.protocol import (
     Reply,
     Setup,
     decode_request,
-    frames,
+    encode,
     shared_versions,
 )
 from clusterenv_runtime.sync import SyncRule
@@ -39,29 +38,19 @@ class Network:
     address, key_file, directory, dropped = "ipc://nowhere", None, "nowhere", 0
 
     def __init__(self):
-        self.now, self.inbox, self.processes, self.closed = 0.0, deque(), {}, False
+        self.now, self.inbox, self.processes, self.closed = 0.0, [], {}, False
 
     def clock(self):
         return self.now
 
-    def receive(self):
-        self.now += 1e-4  # also a busy head grows older
-        return self.inbox.popleft() if self.inbox else None
-
-    def wait(self, seconds):
-        if not self.inbox:
-            self.now += max(seconds, 0.001)
-
-    def send(self, identity, message):
-        process = self.processes.get(identity)
-        if process is None or process.cut_off:
-            return False
-        seq, request = decode_request(message[0])
-        process.hear(seq, request)
-        return True
+    def exchange(self, outbox, seconds):
+        closed = [out.identity for out in outbox if not self.processes[out.identity].hear(out.seq, out.message)]
+        self.now += 1e-3 if self.inbox or closed else max(seconds, 1e-3)  # also a busy head grows older
+        received, self.inbox = self.inbox, []
+        return received, closed
 
     def deliver(self, identity, seq, message):
-        self.inbox.append(Received(identity, seq, message, frames(seq, message)))
+        self.inbox.append(Received(identity, seq, message, [encode((seq, message))]))
 
     def drop(self, identity, text):
         self.dropped += 1
@@ -71,7 +60,7 @@ class Network:
 
 
 class Process:
-    """A worker's process: it says hello, and answers at once, unless it is ``stopped``, ``cut_off`` or has an ``exit``."""
+    """A worker's process: it says hello, and answers at once, unless it is ``stopped`` or ``cut_off``."""
 
     numbers = itertools.count()
 
@@ -85,9 +74,14 @@ class Process:
         self.network.deliver(self.identity, None, hello)
 
     def hear(self, seq, request):
+        """Take a message as a worker decodes it, and say whether the link is open."""
+        if self.cut_off:
+            return False
+        seq, request = decode_request(encode((seq, request)))
         self.heard.append(request)
         if not self.stopped and isinstance(request, Setup | Call):
             self.network.deliver(self.identity, seq, Reply(self.index))
+        return True
 
     def die(self, exit=SIGKILL):
         self.exit, self.cut_off = exit, True
@@ -126,7 +120,7 @@ class Simulation:
         self.network = Network()
         self.launcher = launcher(self.network)
         self.workers = [
-            WorkerHandle(index, slice(index, index + 1), b"setup", Episodes(1, SPACE)) for index in range(number)
+            WorkerHandle(index, slice(index, index + 1), b"setup", Episodes.begun(None, 1)) for index in range(number)
         ]
         store = PolicyStore([worker.copy for worker in self.workers], SPACE)
         self.recovery = Recovery(SyncRule(), store)

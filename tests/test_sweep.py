@@ -16,7 +16,8 @@ import scipy.stats as st
 import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-from slurm import sweep
+from sweeps import configurations
+from sweeps.distributions import DISTRIBUTIONS
 
 from .scripts import ROOT, alive, environment
 
@@ -53,11 +54,12 @@ def write(tmp_path, monkeypatch):
 
 def command(*arguments, **options):
     options = {"env": environment(), "capture_output": True, "text": True, "timeout": 110, **options}
-    return subprocess.run([sys.executable, str(ROOT / "slurm" / "sweep.py"), *arguments], **options)
+    return subprocess.run([sys.executable, str(ROOT / "sweeps" / "run.py"), *arguments], **options)
 
 
 def load(path, seed=1):
-    return [sweep.nest(flat) for flat in sweep.configurations(sweep.load(path), seed)]
+    found = configurations.configurations(configurations.load(path), seed)
+    return [configurations.nest(flat) for flat in found]
 
 
 def test_a_grid_is_every_combination_in_wandbs_order(write):
@@ -113,7 +115,7 @@ def test_continuous_distributions_are_scipys(distribution, write):
     assert st.kstest(draw(write, {"distribution": distribution, **keys}), expected.cdf).pvalue > 0.01
 
 
-@pytest.mark.parametrize("distribution", [name[2:] for name in sweep.DISTRIBUTIONS if name.startswith("q_")])
+@pytest.mark.parametrize("distribution", [name[2:] for name in DISTRIBUTIONS if name.startswith("q_")])
 @pytest.mark.parametrize("q", [0.25, 1, 2])
 def test_quantized_distributions_are_rounded_to_multiples_of_q(distribution, q, write):
     keys = {"distribution": distribution, **CONTINUOUS[distribution][0]}
@@ -130,7 +132,7 @@ q_uniform uniform"""
 
 
 def test_there_is_every_distribution_that_wandb_has():
-    assert sorted(sweep.DISTRIBUTIONS) == WANDB_HAS.split()
+    assert sorted(DISTRIBUTIONS) == WANDB_HAS.split()
 
 
 def test_discrete_distributions(write):
@@ -225,7 +227,7 @@ def test_mistakes_on_the_command_line_are_one_line(write):
 
 def test_macros_are_spelled_as_wandb_spells_them(write):
     parameters = {"lr": 0.001, "n": 3, "on": True, "off": False, "none": None, "b": {"c": [1, "x"]}, "word": "False"}
-    macros = sweep.fill_macros(sweep.load(write(X)), parameters)
+    macros = configurations.fill_macros(configurations.load(write(X)), parameters)
     theirs = create_sweep_command_args({"args": {name: {"value": value} for name, value in parameters.items()}})
     for name in ("args", "args_no_hyphens", "args_no_boolean_flags", "args_json"):
         assert macros[f"${{{name}}}"] == theirs[name]
@@ -299,7 +301,7 @@ def test_a_metric_that_runs_do_not_have_is_named(write):
 def start_and_await_99(path):
     """Start a sweep; return its process and its run's pid once that waits."""
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "slurm" / "sweep.py"), path],
+        [sys.executable, str(ROOT / "sweeps" / "run.py"), path],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     while not any("x is 99" in log.read_text() for log in Path("runs").glob("sweep/*/*/log.txt")):
@@ -375,11 +377,11 @@ def test_the_real_script_is_swept(tmp_path):
 
 def test_the_projects_own_sweeps_load(monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert load("slurm/sweep.yaml") == [
+    assert load("sweeps/sweep.yaml") == [
         {"kl_threshold": kl, "seed": seed} for kl in (0, 0.05, 0.2) for seed in (1, 2, 3)
     ]
     with pytest.raises(SystemExit, match="method bayes is not supported"):
-        load("slurm/sweep_bayes.yaml")
+        load("sweeps/sweep_bayes.yaml")
 
 
 def test_job_files_are_bash():
@@ -406,7 +408,7 @@ def start(path):
     """Start a sweep of STOPS; return its process and its attempt once that has saved."""
     before = set(Path("runs").glob("sweep/*/attempt-*"))
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "slurm" / "sweep.py"), path, "--index", "0"],
+        [sys.executable, str(ROOT / "sweeps" / "run.py"), path, "--index", "0"],
         env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     while not (

@@ -316,7 +316,8 @@ def test_of_many_workers_fewer_states_are_kept(num_workers, most):
         states = np.random.default_rng(size).normal(size=(size, 3)).astype(np.float32)
         params = states[sampled_states(size)]  # as a worker sends them; here they are the observations themselves
         rewards = np.zeros((size, 1))
-        store.acted(copies[-1], SimpleNamespace(version=1, rewards=rewards, observations=states[:, None], params=params))
+        part = SimpleNamespace(version=1, rewards=rewards, observations=states[:, None], params=params)
+        store.acted(copies[-1], part)
         store.publish(policy)
         ((observations, behavior_params),) = policy.pairs
         assert len(observations) == expected

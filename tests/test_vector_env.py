@@ -357,10 +357,11 @@ def test_unknown_observation_modes(observation_mode):
             [CountingEnv],
             {"launcher": "slurp"},
             ValueError,
-            "launcher must be one of 'local', 'slurm', 'external' or a Launcher, got 'slurp'",
+            "launcher must be one of 'local', 'slurm', 'external', got 'slurp'",
         ),
+        ([CountingEnv], {"worker_timeuot": 3}, TypeError, "ClusterEnv has no option 'worker_timeuot'; its options are"),
         ([CountingEnv], {"autoreset_mode": "Never"}, ValueError, "'Never' is not a valid AutoresetMode"),
-        ([CountingEnv], {"sync_mode": "often"}, ValueError, "sync_mode must be 'kl' or 'interval' or 'always' or 'never'"),
+        ([CountingEnv], {"sync_mode": "often"}, ValueError, "sync_mode must be 'kl' or 'interval' or"),
         ([CountingEnv], {"observation_mode": (1, 2)}, TypeError, "Expected both elements of observation_mode"),
     ],
 )

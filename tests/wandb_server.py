@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import yaml
 
-from slurm import sweep
+from sweeps.configurations import configurations, flatten, nest
 
 SWEEP = "me/clusterenv/standin1"
 
@@ -65,8 +65,8 @@ class Handler(BaseHTTPRequestHandler):
         commands = []
         if not json.loads(runState):  # this agent is idle: give it the next configuration
             server, commands = self.server, [{"type": "exit"}]
-            if server.given < len(flats := sweep.configurations({**server.config, "flat": server.flat()}, 1)):
-                args = {name: {"value": value} for name, value in sweep.nest(flats[server.given]).items()}
+            if server.given < len(flats := configurations({**server.config, "flat": server.flat()}, 1)):
+                args = {name: {"value": value} for name, value in nest(flats[server.given]).items()}
                 program = server.config["program"]
                 commands = [{"type": "run", "run_id": f"run{server.given}", "program": program, "args": args}]
                 server.given += 1
@@ -90,7 +90,7 @@ class Server(ThreadingHTTPServer):
         self.config, self.operations, self.given, self.agents, self.lock = config, [], 0, 0, threading.Lock()
 
     def flat(self):
-        return sweep.flatten(self.config["parameters"])
+        return flatten(self.config["parameters"])
 
     def environment(self, home):
         """Say what makes W&B's client talk to this server, and to it alone."""

@@ -1,5 +1,5 @@
 """The head's side of the wire: the workers behind its one listening socket, what they are asked, and who replaces them.
 
-`handle` is one worker, as the head knows it. `transport` carries messages and knows no worker. `requests` numbers what
-is asked. `supervisor` finds out who is lost. `recovery` says what a replacement must be told. `pool` puts them together.
+`handle` is one worker, as the head knows it. `transport` carries messages and knows no worker. `supervisor` finds out
+who is lost. `recovery` says what a replacement must be told. `pool` numbers what is asked, and puts all together.
 """

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..launchers import Exit
+from ..protocol import Message
 from ..versions import PolicyCopy
 from .episodes import Episodes
 
@@ -19,6 +21,19 @@ class State(enum.Enum):
     LOST = "lost"  # its process or its link is gone: the head reads its last words and finds out why
     KILLED = "killed"  # it is being ended for good, so that another can take its place
     ENDED = "ended"  # there will be no other
+
+
+CONNECTED = State.BUILDING, State.READY  # when messages can be sent to it
+
+
+@dataclass
+class Request:
+    """A message to one worker that wants an answer."""
+
+    seq: int
+    worker: int
+    message: Message
+    buffers: tuple[Any, ...]
 
 
 @dataclass
@@ -53,9 +68,9 @@ class WorkerHandle:
     losses: int = 0  # of its processes, since there was an answer
 
     @property
-    def is_connected(self) -> bool:
-        """Whether messages can be sent to it."""
-        return self.state in (State.BUILDING, State.READY)
+    def num_envs(self) -> int:
+        """How many environments it has."""
+        return self.rows.stop - self.rows.start
 
     def describe(self, log: str | None = None) -> str:
         """Return its name for the user, with where it runs and the path of its log."""

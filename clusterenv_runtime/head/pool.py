@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from .. import protocol
@@ -15,16 +15,87 @@ from ..launchers.base import worker_flags
 from ..protocol import Close, Error, Hello, Message, Part, Ping, Pull, Reply, Weights
 from ..versions import PolicyStore
 from .failures import to_exception
-from .handle import State, WorkerHandle
+from .handle import CONNECTED, Request, State, WorkerHandle
 from .recovery import Recovery
-from .requests import Request, Requests
 from .supervisor import Supervisor
-from .transport import Received, Transport
+from .transport import Outgoing, Received, Transport
 
 logger = logging.getLogger(__name__)
 PING_S = 1.0  # how often the head tries whether workers can be reached
-FLOOD = 1000  # messages that are handled before the head looks after its workers
-ServedRequest = tuple[Request, Reply | Part, list[Any]]  # what was asked, the answer, and its buffers
+Served = tuple[Request, Reply | Part, list[Any]]  # what was asked, the answer, and its buffers
+
+
+class Requests:
+    """Numbers requests; keeps each until it is answered, and the answer until it is taken."""
+
+    def __init__(self) -> None:
+        self._last = 0  # the number of the last
+        self._outstanding: dict[int, Request] = {}  # by seq, oldest first
+        # By seq, frames of what nobody has taken yet, oldest first. They are decoded again when taken: thousands,
+        # held decoded, are so many objects that Python's garbage collector takes more time than all the rest.
+        self._answers: dict[int, tuple[Request, list[Any]]] = {}
+
+    def fresh_seq(self) -> int:
+        """Return a number that no request has."""
+        self._last += 1
+        return self._last
+
+    def add(self, worker: int, message: Message, buffers: tuple[Any, ...]) -> int:
+        """Keep a request, and return its number."""
+        seq = self.fresh_seq()
+        self._outstanding[seq] = Request(seq, worker, message, buffers)
+        return seq
+
+    def is_outstanding(self, seq: int | None, worker: int) -> bool:
+        """Say whether this worker has this to answer."""
+        request = self._outstanding.get(seq)
+        return request is not None and request.worker == worker
+
+    def answer(self, seq: int, frames: list[Any]) -> None:
+        """Keep the answer to a request that is outstanding."""
+        self._answers[seq] = self._outstanding.pop(seq), frames
+
+    def take(self, seq: int) -> tuple[Request, list[Any]]:
+        """Return an answered request and the frames of its answer, which are kept no longer."""
+        return self._answers.pop(seq)
+
+    def forget(self, seqs: Iterable[int]) -> None:
+        """Neither wait for these any more, nor keep their answers."""
+        for seq in seqs:
+            self._outstanding.pop(seq, None)
+            self._answers.pop(seq, None)
+
+    def forget_worker(self, worker: int) -> None:
+        """Wait no more for anything of this worker."""
+        self._outstanding = {seq: request for seq, request in self._outstanding.items() if request.worker != worker}
+
+    def of(self, worker: int) -> list[Request]:
+        """Return what this worker has not answered, oldest first."""
+        return [request for request in self._outstanding.values() if request.worker == worker]
+
+    def workers(self, seqs: Iterable[int]) -> list[int]:
+        """Return which workers have not answered these, in order."""
+        return sorted({self._outstanding[seq].worker for seq in seqs if seq in self._outstanding})
+
+    def first_answered(self, seqs: Collection[int]) -> int | None:
+        """Return the first of these to be answered, or None if none is."""
+        # One is looked up; of many, the first answer is almost always one.
+        some, others = (seqs, self._answers) if len(seqs) == 1 else (self._answers, seqs)
+        return next((seq for seq in some if seq in others), None)
+
+    def watch(self, seqs: Iterable[int]) -> Callable[[], bool]:
+        """Return a function that says whether none of these is outstanding; asking it often costs little."""
+        rest: Iterator[int] = iter(seqs)
+        seq: int | None = None
+
+        def are_settled() -> bool:
+            nonlocal seq
+            while seq not in self._outstanding:  # what has been answered is not asked again
+                if (seq := next(rest, None)) is None:
+                    return True
+            return False
+
+        return are_settled
 
 
 class WorkerPool:
@@ -50,6 +121,7 @@ class WorkerPool:
         self._by_identity: dict[bytes, WorkerHandle] = {}
         self._former: set[bytes] = set()  # identities of the lost: what still comes from them is of no use
         self._errors: list[tuple[str, Error]] = []  # that are to be raised, and whose they are
+        self._outbox: list[Outgoing] = []
         self._next_ping, self._closed = 0.0, False
         self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
 
@@ -71,18 +143,22 @@ class WorkerPool:
         self._supervisor.all_must_start = False
 
     def ask(self, worker: WorkerHandle, message: Message, *buffers: Any) -> int:
-        """Send a request, now or when the worker is there, and return its ``seq``.
+        """Request something, and return the request's ``seq``. It is sent by the next wait, or by `flush`.
 
         Raises:
             WorkerDiedError: there is no such worker any more.
         """
         if worker.state == State.ENDED:
             raise WorkerDiedError(f"{self._supervisor.describe(worker)} is gone")
-        request = self._requests.add(worker.index, message, buffers)
-        self._send(worker, request.seq, message, *buffers)
-        return request.seq
+        seq = self._requests.add(worker.index, message, buffers)
+        self._post(worker, seq, message, *buffers)
+        return seq
 
-    def gather(self, seqs: list[int], timeout: float | None = None) -> list[ServedRequest]:
+    def flush(self) -> None:
+        """Send what was asked."""
+        self._serve(0)
+
+    def gather(self, seqs: list[int], timeout: float | None = None) -> list[Served]:
         """Return these requests and their answers, once they are all here.
 
         Raises:
@@ -98,7 +174,7 @@ class WorkerPool:
             raise
         return [self._take(seq) for seq in seqs]
 
-    def first(self, seqs: Collection[int]) -> ServedRequest:
+    def first(self, seqs: Collection[int]) -> Served:
         """Return the first of these requests to be answered, with its answer."""
         self.wait_until(lambda: self.has_failed or self._requests.first_answered(seqs) is not None, seqs)
         return self._take(self._requests.first_answered(seqs))
@@ -124,26 +200,33 @@ class WorkerPool:
         return bool(self._errors)
 
     def _wait(self, done: Callable[[], bool], seqs: Iterable[int] = (), timeout: float | None = None) -> None:
-        """Receive, answer and supervise until ``done``; raise what has failed meanwhile."""
+        """Exchange messages and supervise until ``done``; raise what has failed meanwhile."""
         deadline = math.inf if timeout is None else self._clock() + timeout
         while True:
-            for _ in range(FLOOD):
-                if (received := self.transport.receive()) is None:
-                    break
-                self._handle(received)
+            until = -math.inf if done() else min(deadline, self._supervisor.next_look)
+            self._serve(max(until - self._clock(), 0))
             self._raise_if_interrupted()
             if self._clock() >= self._supervisor.next_look:
                 self._supervise()
             if done():
                 break
-            now = self._clock()
-            if now >= deadline:
+            if self._clock() >= deadline:
                 late = [self.workers[index] for index in self._requests.workers(seqs)]
                 raise DeadlineError("No answer from " + self._describe(late))
-            self.transport.wait(max(min(deadline, self._supervisor.next_look) - now, 0))
         if self._errors:
             errors, self._errors = self._errors, []
             raise to_exception(errors)
+
+    def _exchange(self, seconds: float) -> list[Received]:
+        outbox, self._outbox = self._outbox, []
+        received, closed = self.transport.exchange(outbox, seconds)
+        for identity in closed:
+            self._supervisor.lose(self._by_identity[identity])
+        return received
+
+    def _serve(self, seconds: float) -> None:
+        for received in self._exchange(seconds):
+            self._handle(received)
 
     def _raise_if_interrupted(self) -> None:
         if self.interrupted:
@@ -154,13 +237,12 @@ class WorkerPool:
         if self._clock() > self._next_ping:
             self._next_ping = self._clock() + PING_S
             for worker in self.workers:
-                self._send(worker, None, Ping())
+                self._post(worker, None, Ping())
         for worker, text in self._supervisor.look():
             self._raise_if_interrupted()  # a scheduler that ends a job may tell head and workers at once
             if worker.identity is not None:
                 del self._by_identity[worker.identity]
                 self._former.add(worker.identity)
-                worker.identity = None
             try:
                 self._supervisor.replace(worker, text)
             except WorkerDiedError:
@@ -186,9 +268,9 @@ class WorkerPool:
         expected = self._requests.is_outstanding(seq, worker.index)
         match message:
             case Pull():  # also for a request given up since: that worker waits all the same
-                if worker.is_connected:
+                if worker.state in CONNECTED:
                     version, weights = self._store.pull(worker.copy)
-                    self._send(worker, seq, Weights(version), weights)
+                    self._post(worker, seq, Weights(version), weights)
             case Error() if expected or message.fatal:
                 if message.fatal:  # even if it answers a request given up since: there will be no other answer
                     self._supervisor.end(worker, "shut down after its error")
@@ -221,16 +303,16 @@ class WorkerPool:
             self._supervisor.lose(worker, Exit(f"it {mismatch}"))
             return
         for seq, message, buffers in self._recovery.orders(worker, self._requests.of(worker.index)):
-            seq = self._requests.next_seq() if seq is None else seq
+            seq = self._requests.fresh_seq() if seq is None else seq
             worker.building = seq if worker.building is None else worker.building
-            self._send(worker, seq, message, *buffers)
+            self._post(worker, seq, message, *buffers)
 
-    def _send(self, worker: WorkerHandle, seq: int | None, message: Message, *buffers: Any) -> None:
-        """Send a message, unless the worker is not there: then what is outstanding will be sent when one comes."""
-        if worker.is_connected and not self.transport.send(worker.identity, protocol.frames(seq, message, *buffers)):
-            self._supervisor.lose(worker)
+    def _post(self, worker: WorkerHandle, seq: int | None, message: Message, *buffers: Any) -> None:
+        """Put a message in the outbox; if the worker is not there, what is outstanding is posted when one comes."""
+        if worker.state in CONNECTED:
+            self._outbox.append(Outgoing(worker.identity, seq, message, buffers))
 
-    def _take(self, seq: int) -> ServedRequest:
+    def _take(self, seq: int) -> Served:
         request, (header, *buffers) = self._requests.take(seq)
         _, message = protocol.decode_answer(header)
         return request, message, buffers
@@ -244,14 +326,11 @@ class WorkerPool:
             return
         self._closed, deadline = True, self._clock() + timeout
         for worker in self.workers:
-            self._send(worker, None, Close())
+            self._post(worker, None, Close())
         # One that sees this socket closed before it has read that it is to close has failed.
-        while self._clock() < deadline and any(worker.is_connected for worker in self.workers):
-            for _ in range(FLOOD):
-                if self.transport.receive() is None:
-                    break
-            self.transport.wait(0.01)
+        while self._clock() < deadline and any(worker.state in CONNECTED for worker in self.workers):
+            self._exchange(0.01)
             for worker in self.workers:
-                self._send(worker, None, Ping())
+                self._post(worker, None, Ping())
         self._launcher.stop(max(deadline - self._clock(), 0))
         self.transport.close()

@@ -14,8 +14,7 @@ import numpy as np
 from ..protocol import Collect, CutOff, Message, Reset, SetAttr, Setup, Step, Structure
 from ..sync import SyncRule
 from ..versions import PolicyStore
-from .handle import WorkerHandle
-from .requests import Request
+from .handle import Request, WorkerHandle
 
 logger = logging.getLogger(__name__)
 Order = tuple[int | None, Message, tuple[Any, ...]]  # seq, if it is known, message and buffers
@@ -52,7 +51,7 @@ class Recovery:
             orders.append((None, Reset(), (cloudpickle.dumps((worker.seeds, self._options, None)),)))
         for request in unanswered:
             message, buffers = request.message, request.buffers
-            if isinstance(message, Step | CutOff) and worker.episodes.are_cut:
+            if isinstance(message, Step | CutOff) and worker.episodes.cut is not None:
                 message, *buffers = worker.episodes.step(None)
             elif isinstance(message, Collect):
                 buffers = worker.take_generator() or buffers
@@ -78,9 +77,7 @@ class Recovery:
         fresh = np.random.SeedSequence(entropy).generate_state(len(given)).tolist()
         return [None if old is None else new for old, new in zip(given, fresh, strict=True)]
 
-    def reset(
-        self, workers: Iterable[WorkerHandle], seeds: list[int | None], options: dict[str, Any] | None
-    ) -> None:
+    def reset(self, workers: Iterable[WorkerHandle], seeds: list[int | None], options: dict[str, Any] | None) -> None:
         """Note that the user resets all environments; seeds reset the noise, too, unless it was just loaded."""
         self._options = options
         for worker in workers:

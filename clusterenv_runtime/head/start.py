@@ -1,12 +1,15 @@
-"""Starting a head: its handles, socket, supervisor and workers."""
+"""A head: its workers, what is remembered of them, and the policy's versions; and how it is started."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from typing import Any
 
 from ..blueprint import Blueprint
 from ..launchers import Launcher
 from ..options import ClusterOptions
+from ..sync import SyncRule
 from ..versions import PolicyStore
 from .episodes import Episodes
 from .handle import WorkerHandle
@@ -16,20 +19,46 @@ from .supervisor import Supervisor
 from .transport import Transport
 
 
-def start_pool(
-    blueprint: Blueprint, options: ClusterOptions, launcher: Launcher
-) -> tuple[WorkerPool, Recovery, PolicyStore]:
+@dataclass
+class Head:
+    """What a `ClusterEnv` has on this side of the wire."""
+
+    pool: WorkerPool
+    recovery: Recovery
+    store: PolicyStore
+    rule: SyncRule
+    is_partial: bool  # whether it began with fewer workers than there may be
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters and the state of each worker's random numbers; see `ClusterEnv.state_dict`."""
+        waiting = {"waiting_seconds": [worker.waited for worker in self.pool.workers]}
+        return {**self.store.state_dict(), **self.recovery.state_dict(self.pool.workers), **waiting}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict`.
+
+        Raises:
+            ValueError: it is of another number of workers.
+        """
+        self.recovery.load_state_dict(self.pool.workers, state)
+        self.store.load_state_dict(state)
+        for worker, waited in zip(self.pool.workers, state["waiting_seconds"], strict=True):
+            worker.waited = waited
+
+
+def start_head(blueprint: Blueprint, options: ClusterOptions, launcher: Launcher) -> Head:
     """Start the workers, and return when as many as must be are up.
 
     Raises:
         StartupError, WorkerDiedError: the head cannot listen, or a worker does not come up.
     """
-    space = blueprint.single_observation_space
+    num_workers = min(options.num_workers, blueprint.num_envs)
+    min_workers = min(options.min_workers or num_workers, num_workers)
     workers = [
-        WorkerHandle(index, rows, blueprint.setup(rows), Episodes(rows.stop - rows.start, space))
-        for index, rows in enumerate(blueprint.shares(options.num_workers))
+        WorkerHandle(index, rows, blueprint.setup(rows), Episodes.begun(None, rows.stop - rows.start))
+        for index, rows in enumerate(blueprint.shares(num_workers))
     ]
-    store = PolicyStore([worker.copy for worker in workers], space)
+    store = PolicyStore([worker.copy for worker in workers], blueprint.single_observation_space)
     recovery = Recovery(options.rule, store)
     max_restarts = options.max_worker_restarts if options.on_worker_loss == "restart" else 0
     startup_timeout, worker_timeout = options.startup_timeout, options.worker_timeout
@@ -39,8 +68,8 @@ def start_pool(
     )
     pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store)
     try:
-        pool.start(min(options.min_workers or len(workers), len(workers)), startup_timeout, worker_timeout)
+        pool.start(min_workers, startup_timeout, worker_timeout)
     except BaseException:
         pool.close(timeout=0)
         raise
-    return pool, recovery, store
+    return Head(pool, recovery, store, options.rule, min_workers < num_workers)

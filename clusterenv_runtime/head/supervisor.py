@@ -1,4 +1,4 @@
-"""Who lives, who is lost, and who is to be replaced: deadlines over all workers at once, so that none waits for another.
+"""Who lives, who is lost, and who is to be replaced: deadlines over all workers at once, none of whom waits.
 
 Nothing here waits or touches a socket. `Supervisor.look` is called again and again while the head waits for workers;
 each call takes every worker's state as far as it goes at that time.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import zmq
 
 from .. import protocol
 from ..errors import StartupError
-from ..protocol import Answer
+from ..protocol import Answer, Message
 from ..security import Gate, HeadKeys
 
 logger = logging.getLogger(__name__)
+FLOOD = 1000  # messages that are received at once; then the head looks after its workers
 
 
 def listening_address(bind_address: str | None, port: int | str, directory: str) -> str:
@@ -25,17 +27,27 @@ def listening_address(bind_address: str | None, port: int | str, directory: str)
 
 
 @dataclass
+class Outgoing:
+    """A message to one connection, of a request or (None) of none, with raw buffers after it."""
+
+    identity: bytes
+    seq: int | None
+    message: Message
+    buffers: tuple[Any, ...] = ()
+
+
+@dataclass
 class Received:
-    """A message: from which connection, of which request, and with which raw buffers after it."""
+    """A message of one connection; ``frames`` are its raw buffers, the header's first."""
 
     identity: bytes
     seq: int | None
     message: Answer
-    frames: list[Any]  # raw buffers, the header's first
+    frames: list[Any]
 
 
 class Transport:
-    """Receives and sends messages. A simulation of it needs `receive`, `wait`, `send`, `drop` and `close`.
+    """Sends and receives messages, all in `exchange`. Whoever simulates it needs that, `drop` and `close`.
 
     Args:
         bind_address: an IP address or network interface to listen on over tcp; None for a socket file.
@@ -95,33 +107,43 @@ class Transport:
         """Connections with a foreign key so far."""
         return 0 if self._gate is None else self._gate.refused
 
-    def receive(self) -> Received | None:
-        """Return the next message that is well-formed, or None if there is none yet."""
-        while True:
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return None
-            buffers = [frame.buffer for frame in frames]
-            try:
-                seq, message = protocol.decode_answer(buffers[0])
-            except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: a stranger may send anything
-                self.drop(identity.bytes, f"a malformed message: {error}")
-                continue
-            return Received(identity.bytes, seq, message, buffers)
+    def exchange(self, outbox: Iterable[Outgoing], seconds: float) -> tuple[list[Received], list[bytes]]:
+        """Send these, and wait for up to ``seconds`` until there is something to receive.
 
-    def wait(self, seconds: float) -> None:
-        """Return when there is something to receive, or after so many seconds."""
-        self._socket.poll(seconds * 1000)
+        Return what has come, and the identities of those whose connection is closed.
+        """
+        closed = [out.identity for out in outbox if not self._send(out)]
+        received: list[Received] = []
+        if not closed and self._socket.poll(seconds * 1000):
+            while len(received) < FLOOD and self._receive(received):
+                pass
+        return received, closed
 
-    def send(self, identity: bytes, frames: list[Any]) -> bool:
+    def _send(self, out: Outgoing) -> bool:
         """Send a message, and say whether the connection is open still."""
         try:
-            self._socket.send_multipart([identity, *frames], copy=False)
+            self._socket.send_multipart(
+                [out.identity, protocol.encode((out.seq, out.message)), *out.buffers], copy=False
+            )
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             return False
+        return True
+
+    def _receive(self, received: list[Received]) -> bool:
+        """Add the next message, if it is well-formed, and say whether there was one."""
+        try:
+            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        buffers = [frame.buffer for frame in frames]
+        try:
+            seq, message = protocol.decode_answer(buffers[0])
+        except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: a stranger may send anything
+            self.drop(identity.bytes, f"a malformed message: {error}")
+        else:
+            received.append(Received(identity.bytes, seq, message, buffers))
         return True
 
     def drop(self, identity: bytes, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A worker: it is handed its environments, and answers one request after another. torch is imported when it must act."""
+"""A worker: it is handed its environments, and answers requests, one after another."""
 
 from __future__ import annotations
 

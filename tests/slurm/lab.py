@@ -10,22 +10,18 @@ that were free, and is gone when the command ends. There is no accounting (`sacc
 
 import argparse
 import os
-import random
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "setpriv", "nsenter")
-PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+from .machine import PATH, LabError, free_ports, install, namespaces, obstacle, run, wait_for
+
 # cred_expire is how long a requeued job must wait. KillWait and SlurmdTimeout (a lost node is noticed after up to four
 # times as long) are as short as they work. Cores are declared, not there. Partition urgent preempts partition lab.
 CONF = """\
@@ -66,57 +62,6 @@ GresTypes=gpu
 PartitionName=lab Nodes=ALL Default=YES PriorityTier=1 GraceTime=6
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
-
-
-class LabError(RuntimeError):
-    """The cluster, or a job in it, did not come to where it should be."""
-
-
-def obstacle(networked: bool = False) -> str | None:
-    """Say why no cluster can be started here, and what to do about it; None if it can."""
-    if missing := [program for program in PROGRAMS if not shutil.which(program, path=PATH)]:
-        return f"no {', '.join(missing)} here; on Debian or Ubuntu, as root: python3 -m tests.slurm.lab install"
-    if networked and os.geteuid() != 0:
-        return "network namespaces need root"
-    if networked and run("unshare", "--net", "--uts", "--mount", "true", check=False).returncode != 0:
-        return "this machine does not let root make namespaces"
-    return None
-
-
-def install() -> None:
-    """Install what is needed with apt, if it is missing.
-
-    Raises:
-        LabError: It is missing, and we are not root or there is no apt.
-    """
-    if obstacle() is None:
-        return
-    if os.geteuid() != 0 or not shutil.which("apt-get"):
-        raise LabError(f"{obstacle()} (this is {'not root' if os.geteuid() else 'a machine without apt-get'})")
-    for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
-        run("apt-get", "-q", *command, timeout=300, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
-    if obstacle():
-        raise LabError(f"apt-get installed {', '.join(PACKAGES)}, but there is {obstacle()}")
-
-
-def run(*command: str, check: bool = True, **options) -> subprocess.CompletedProcess:
-    """Run a command, capturing its text; raise a LabError with its words if it fails."""
-    options = {"env": {**os.environ, "PATH": PATH}, "timeout": 30, **options}
-    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options)
-    if check and result.returncode != 0:
-        words = (result.stderr or result.stdout)[-2000:]
-        raise LabError(f"{' '.join(command)}: exit status {result.returncode}: {words}")
-    return result
-
-
-def wait_for(what: str, seconds: float, condition: Callable):
-    """Poll until the condition is true, and return its value."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            raise LabError(f"waited {seconds:g} s in vain for {what}")
-        time.sleep(0.05)
-    return value
 
 
 class Slurm:
@@ -238,7 +183,7 @@ class Slurm:
         wait_for(what, 30, check)
 
     def run(self, *command: str, **options) -> subprocess.CompletedProcess:
-        """Run a command that talks to this cluster; see `run` above."""
+        """Run a command that talks to this cluster; see `machine.run`."""
         return run(*command, **{"env": self.env, **options})
 
     def states(self) -> dict[str, str]:
@@ -287,42 +232,6 @@ class Slurm:
     def heal(self, node: str) -> None:
         """Undo `cut`."""
         run("ip", "link", "set", self.link(node), "up")
-
-
-def free_ports(number: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
-@contextmanager
-def namespaces(nodes: int):
-    """Give each node a network namespace behind one bridge; yield the number that their names and addresses hold."""
-    for network in random.sample(range(512), 20):  # the first whose name is free
-        if run("ip", "link", "add", f"lab{network}", "type", "bridge", check=False).returncode == 0:
-            break
-    else:
-        raise LabError("cannot make a network bridge: ip link add lab0 type bridge says why")
-    bridge, subnet = f"lab{network}", f"198.{18 + network // 256}.{network % 256}"
-    names = [f"{bridge}node{i}" for i in range(1, nodes + 1)]
-    try:
-        run("ip", "addr", "add", f"{subnet}.1/24", "dev", bridge)
-        run("ip", "link", "set", bridge, "up")
-        for i, name in enumerate(names, 1):
-            run("ip", "netns", "add", name)
-            run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
-            run("ip", "link", "set", name, "master", bridge, "up")
-            run("ip", "-n", name, "addr", "add", f"{subnet}.{10 + i}/24", "dev", "eth0")
-            run("ip", "-n", name, "link", "set", "lo", "up")
-            run("ip", "-n", name, "link", "set", "eth0", "up")
-        yield network
-    finally:
-        for name in names:
-            run("ip", "link", "del", name, check=False)
-            run("ip", "netns", "del", name, check=False)
-        run("ip", "link", "del", bridge, check=False)
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from .test_sweep_array import ROOT
 
 
 def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
-    for name in ("slurm", "clusterenv_runtime", "ppo_clusterenv.py"):
+    for name in ("slurm", "sweeps", "clusterenv_runtime", "ppo_clusterenv.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "figures").mkdir()
-    for name in ("collect.py", "plot.py"):
-        shutil.copy(ROOT / "figures" / name, tmp_path / "figures")
+    for path in (ROOT / "figures").glob("*.py"):
+        shutil.copy(path, tmp_path / "figures")
     command = ["${interpreter}", "${program}", *TINY, "--total-timesteps", "128", "${args}"]
     modes = {"kl": {"sync_mode": {"value": "kl"}}, "interval": {"sync_mode": {"value": "interval"}}}
     modes["interval"]["sync_interval"] = {"value": 1}

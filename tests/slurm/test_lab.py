@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from . import conftest, lab
+from . import conftest, lab, machine
 
 ROOT = Path(__file__).resolve().parents[2]
 SAY = 'echo "$SLURMD_NODENAME:$SLURM_PROCID"'
@@ -145,7 +145,7 @@ def test_a_failing_start_says_why_and_leaves_nothing(slurm, monkeypatch):
 
 
 def test_without_slurm_tests_are_skipped_or_fail_as_asked(monkeypatch):
-    monkeypatch.setattr(lab, "PROGRAMS", ("no-such-slurmctld",))
+    monkeypatch.setattr(machine, "PROGRAMS", ("no-such-slurmctld",))
     reason = "no no-such-slurmctld here; on Debian or Ubuntu, as root: python3 -m tests.slurm.lab install"
     monkeypatch.delenv("REQUIRE_SLURM", raising=False)
     with pytest.raises(pytest.skip.Exception, match=reason):
@@ -155,7 +155,7 @@ def test_without_slurm_tests_are_skipped_or_fail_as_asked(monkeypatch):
         next(conftest.cluster(networked=False))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(lab.LabError, match="not root"):
-        lab.install()
+        machine.install()
 
 
 def test_the_command_line_gives_a_cluster_for_one_command(slurm):

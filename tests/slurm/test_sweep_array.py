@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def submit(slurm, tmp_path):
     """A function that submits the array file, from a directory that looks like the repository's root."""
-    (tmp_path / "slurm").symlink_to(ROOT / "slurm")
+    for name in ("slurm", "sweeps"):
+        (tmp_path / name).symlink_to(ROOT / name)
     sweep = {"program": "train.py", "method": "grid", "parameters": {"x": {"values": [3, 5]}}}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     path = f"{Path(sys.executable).parent}{os.pathsep}{slurm.env['PATH']}"

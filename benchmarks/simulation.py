@@ -1,0 +1,154 @@
+"""Workers that are simulated, many in one process: each has a socket of its own and speaks the real protocol.
+
+They answer each request at once with the same canned rollout, made once by the worker's own code.
+"""
+
+import multiprocessing
+import os
+import pickle
+import select
+import time
+from collections import deque
+
+import torch
+import zmq
+
+from clusterenv_runtime import Exit, Launcher, protocol
+from clusterenv_runtime.codec import pack
+from clusterenv_runtime.security import read_key_file
+from clusterenv_runtime.worker.actor import Actor
+from clusterenv_runtime.worker.worker import build_environments
+
+spawn = multiprocessing.get_context("spawn")
+
+
+class SimulatedWorker:
+    def __init__(self, index, socket):
+        self.index, self.socket, self.version = index, socket, 0
+        self.pulling, self.later = False, deque()
+
+
+class Simulation:
+    """Workers without environments of their own. Their canned rollouts are made by one real slice of environments."""
+
+    def __init__(self, weights_at, frame_bytes):
+        self.weights_at, self.frame_bytes = weights_at, frame_bytes  # shared with the head's process
+        self.envs = self.actor = None
+        self.canned = {}  # (number of steps, version): a value and its buffers
+
+    def answer(self, worker, seq, request, buffers):
+        if worker.pulling and not isinstance(request, protocol.Weights | protocol.Ping):
+            worker.later.append((seq, request, buffers))
+            return
+        match request:
+            case protocol.Ping():
+                pass
+            case protocol.Weights():
+                self.weights_at[worker.index] = time.monotonic()
+                worker.version, worker.pulling = request.version, False
+                while worker.later and not worker.pulling:
+                    self.answer(worker, *worker.later.popleft())
+            case protocol.Collect() if self.rule.wants_pull(worker.version, request):
+                worker.pulling = True
+                worker.later.append((seq, request, buffers))
+                worker.socket.send_multipart(protocol.frames(seq, protocol.Pull(worker.version)))
+            case protocol.Collect():
+                if (request.num_steps, worker.version) not in self.canned:
+                    self.actor.version = worker.version
+                    part, part_buffers = self.envs.collect(self.actor, request.num_steps), []
+                    message = protocol.Part(part.pack(part_buffers), self.actor.generator_state, 0.0)
+                    self.canned[request.num_steps, worker.version] = message, part_buffers
+                self.send(worker, seq, *self.canned[request.num_steps, worker.version])
+            case protocol.Reset():
+                self.send(worker, seq, *self.observations)
+            case protocol.Setup():
+                if self.envs is None:
+                    self.rule, self.envs = request.rule, build_environments(**pickle.loads(buffers[0]))
+                    observation_buffers = []
+                    value = pack(self.envs.reset(seed=1)[0], observation_buffers)
+                    self.observations = protocol.Reply(value, ["list", []]), observation_buffers
+                self.send(worker, seq, protocol.Reply(None, ["list", []]))
+            case protocol.Structure():
+                worker.version = 0
+                if self.actor is None:
+                    self.actor = Actor()
+                    self.actor.load_structure(pickle.loads(buffers[0]))
+                    self.actor.load_weights(0, bytes(self.actor.policy.flat_weights().numel()))  # all zero
+                self.send(worker, seq, protocol.Reply(None, ["list", []]))
+
+    def send(self, worker, seq, message, buffers=()):
+        frames = protocol.frames(seq, message, *buffers)
+        self.frame_bytes[: len(frames)] = list(map(len, frames))
+        worker.socket.send_multipart(frames, copy=False)
+
+
+def simulate(indices, flags, weights_at, frame_bytes):
+    """Be these workers until they are all told to close, or the head is gone."""
+    torch.set_num_threads(1)
+    flags = dict(zip(flags[::2], flags[1::2], strict=True))
+    keys = read_key_file(flags["--key-file"]) if "--key-file" in flags else None
+    context = zmq.Context()
+    context.max_sockets = len(indices) + 1
+    versions, simulation, workers = protocol.shared_versions(), Simulation(weights_at, frame_bytes), {}
+    head, epoll = multiprocessing.parent_process().sentinel, select.epoll()
+    epoll.register(head, select.EPOLLIN)
+    for index in indices:
+        socket = context.socket(zmq.DEALER)
+        socket.linger = socket.rcvhwm = 0
+        protocol.set_limits(socket, float(flags["--head-timeout"]))
+        if keys is not None:
+            keys.secure(socket)
+        socket.connect(flags["--connect"])
+        hello = protocol.Hello(protocol.PROTOCOL_VERSION, index, "simulated", os.getpid(), versions)
+        socket.send_multipart(protocol.frames(None, hello))
+        workers[socket.FD] = SimulatedWorker(index, socket)
+        epoll.register(socket.FD, select.EPOLLIN)
+    ready = list(workers)
+    while workers:
+        for fd in ready:
+            if fd == head:
+                os._exit(1)
+            worker = workers[fd]
+            while True:  # libzmq tells of more messages only after it has said that there are none
+                try:
+                    header, *buffers = worker.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    break
+                seq, request = protocol.decode_request(header.buffer)
+                if isinstance(request, protocol.Close):
+                    epoll.unregister(fd)
+                    workers.pop(fd).socket.close()
+                    break
+                simulation.answer(worker, seq, request, [buffer.buffer for buffer in buffers])
+        ready = [fd for fd, _ in epoll.poll()] if workers else []
+    context.term()
+
+
+class SimulatedLauncher(Launcher):
+    """Simulated workers in a few processes."""
+
+    remote = False
+
+    def __init__(self, processes):
+        super().__init__()
+        self._processes = [None] * processes
+
+    def start(self):
+        self.weights_at = spawn.RawArray("d", self.num_workers)  # time.monotonic() when a worker last got any
+        self.frame_bytes = spawn.RawArray("q", 32)  # of the last answer
+        for i in range(len(self._processes)):
+            indices = range(i, self.num_workers, len(self._processes))
+            arguments = indices, self.flags, self.weights_at, self.frame_bytes
+            self._processes[i] = spawn.Process(target=simulate, args=arguments, daemon=True)
+            self._processes[i].start()
+
+    def exit(self, index):
+        code = self._processes[index % len(self._processes)].exitcode
+        return None if code is None else Exit(f"exit code {code}")
+
+    def stop(self, timeout):
+        deadline = time.monotonic() + timeout
+        for process in filter(None, self._processes):
+            process.join(max(deadline - time.monotonic(), 0))
+            process.kill()
+            process.join()

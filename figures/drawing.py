@@ -1,0 +1,62 @@
+"""What the figures are made of: curves and points with their intervals, axes, captions."""
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+
+from sweeps.estimates import interval, iqm
+
+BLACK, BLUE, ORANGE, GREEN = "#000000", "#0072B2", "#D55E00", "#009E73"  # of Okabe and Ito's colors
+matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+
+
+def number_of(seeds):
+    return f"{seeds} seed" + "s" * (seeds != 1)
+
+
+def draw(axes, task, setting, name, color, seeds=None, **style):
+    """Draw a curve with its interval, of these seeds or of all."""
+    steps = next(iter(task.curves[setting].values()))["step"]
+    middle, low, high = interval(iqm, task.curve(setting, name, seeds), resamples=1000)
+    axes.plot(steps, middle, color=color, label=str(setting), **style)
+    axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.locator_params(axis="x", nbins=4)
+
+
+def draw_all(axes, task, settings, name):
+    """Draw a curve for each threshold, colored by its order among all of the task, and the one of always."""
+    thresholds = sorted({setting.value for setting in task.runs if setting.mode == "kl"})
+    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(thresholds)))
+    for setting in settings:
+        draw(axes, task, setting, name, colors[thresholds.index(setting.value)])
+    for setting in task.always():
+        draw(axes, task, setting, name, BLACK, linestyle="--", linewidth=1)
+
+
+def points(axes, places, task, settings, column, color, **style):
+    """Draw a value and its interval for each setting, at these places."""
+    values = np.array([interval(iqm, task.column(setting, column)) for setting in settings]).T
+    axes.plot(places, values[0], color=color, markersize=4, **style)
+    axes.vlines(places, values[1], values[2], color=color, linewidth=1)
+
+
+def subplots(rows, columns, width, height, **options):
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def logarithmic(axis):
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def finish(figure, task, title, caption, xlabel=None, legend=None):
+    figure.suptitle(f"{task.title}: {title}\n{caption}", fontsize=9)
+    if xlabel:
+        figure.supxlabel(xlabel, fontsize=9)
+    if legend:
+        figure.legend(*legend.get_legend_handles_labels(), loc="outside right center", frameon=False)
+    return figure

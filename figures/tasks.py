@@ -1,0 +1,99 @@
+"""The tables of figures/collect.py, read: for each task, the runs of its settings and their curves."""
+
+import csv
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+from sweeps.estimates import ENOUGH
+
+PLAIN = ", plain"  # a variant of settings
+
+
+class Setting(NamedTuple):
+    """What decides when a worker pulls: `kl` above a threshold, or `interval`, every so many versions."""
+
+    mode: str
+    value: float
+    decoupled: bool = True
+    bound: float = np.inf  # on the lag, in versions: whoever is further behind pulls, too
+
+    def __str__(self):
+        if self == ALWAYS:
+            return "always"
+        return (f"KL > {self.value:g}" if self.mode == "kl" else f"every {self.value:g}") + self.variant
+
+    @property
+    def variant(self):
+        return PLAIN * (not self.decoupled) + (f", lag ≤ {self.bound:g}" if self.bound < np.inf else "")
+
+
+ALWAYS = Setting("interval", 1)
+
+
+class Task:
+    """The runs of one script in one environment: for each setting, the rows of its seeds and their curves."""
+
+    def __init__(self, program, env_id):
+        self.algorithm = program.removesuffix("_clusterenv.py").upper()
+        self.title = f"{self.algorithm}, {env_id}"
+        self.name = f"{self.algorithm}_{env_id}".lower().replace("-", "_")
+        self.runs = {}  # {setting: {seed: row}}
+        self.curves = {}  # {setting: {seed: {name: array}}}
+
+    def variants(self):
+        """What runs by divergence differ in besides their threshold; the decoupled objective and loose bounds first."""
+        keys = sorted((not key.decoupled, -key.bound, key.variant) for key in self.runs if key.mode == "kl")
+        return list(dict.fromkeys(variant for *_, variant in keys))
+
+    def settings(self, mode, variant=None):
+        """All of a mode, or those of one variant."""
+        return sorted(key for key in self.runs if key.mode == mode and variant in (None, key.variant))
+
+    def column(self, setting, name, seeds=None):
+        runs = self.runs[setting]
+        return np.array([float(runs[seed][name] or "nan") for seed in seeds or sorted(runs)])
+
+    def shared(self, *settings):
+        return sorted(set.intersection(*(set(self.runs.get(setting, ())) for setting in settings)))
+
+    def curve(self, setting, name, seeds=None):
+        curves = self.curves[setting]
+        return np.array([curves[seed][name] for seed in seeds or sorted(curves)])  # (seeds, points)
+
+    def always(self):
+        return [ALWAYS] if ALWAYS in self.runs else []
+
+    def caption(self, settings, more="", numbers=None):
+        numbers = sorted(numbers or {len(self.runs[setting]) for setting in [*settings, *self.always()]})
+        if numbers == [1]:
+            return f"1 seed{more}"
+        count = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+        few = f" (of fewer than {ENOUGH} no interval)" * (numbers[0] < ENOUGH)
+        return f"Interquartile mean and 95% bootstrap interval over {count} seeds{few}{more}"
+
+
+def load(results):
+    """Read the tables; return tasks by name."""
+    with open(results / "curves.csv", newline="") as file:
+        columns = {}
+        for row in csv.DictReader(file):
+            for name, value in row.items():
+                columns.setdefault(row["run"], {}).setdefault(name, []).append(value)
+    tasks = {}
+    with open(results / "runs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        mode, decoupled = row["sync_mode"], row["decoupled"] != "False"
+        value = float(row["sync_interval" if mode == "interval" else "kl_threshold"])
+        setting = Setting(mode, value, decoupled, float(row["max_policy_lag"] or "inf"))
+        task = tasks.setdefault((row["program"], row["env_id"]), Task(row["program"], row["env_id"]))
+        texts = columns[row["run"]]
+        curves = {name: np.array([float(text or "nan") for text in texts[name]]) for name in texts.keys() - {"run"}}
+        row["training_return"] = str(np.nanmean(curves["return"]))
+        if int(row["seed"]) in task.runs.setdefault(setting, {}):
+            sys.exit(f"error: {results / 'runs.csv'} has two runs of {task.title}, {setting}, seed {row['seed']}")
+        task.runs[setting][int(row["seed"])] = row
+        task.curves.setdefault(setting, {})[int(row["seed"])] = curves
+    return sorted(tasks.values(), key=lambda task: task.name)

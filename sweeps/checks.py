@@ -1,0 +1,12 @@
+"""Mistakes of whoever writes a sweep end it with one line."""
+
+import sys
+
+
+def check(fine, message):
+    if not fine:
+        sys.exit(f"error: {message}")
+
+
+def is_number(value):
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,118 @@
+"""The house: which rooms may know of which, how large they are, and how far a rollout walks through them."""
+
+import ast
+import itertools
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import clusterenv_runtime
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+
+from .envs import CountingEnv
+from .nets import linear
+from .scripts import ROOT
+
+PACKAGE = Path(clusterenv_runtime.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+# From the bottom up: whoever is below knows nothing of who is above. `name/` is all of a folder.
+LAYERS = [
+    ["errors", "sync", "spaces"],
+    ["codec", "security", "launchers/", "backends", "policy"],
+    ["protocol", "rollout", "keys", "blueprint"],
+    ["versions", "options"],
+    ["head/", "worker/"],
+    ["stepping", "collect"],
+    ["env"],
+    ["__init__"],
+    ["script/"],
+]
+
+
+def name_of(path):
+    """The file's name below the package, without its ending; of a package that of its folder."""
+    return str(path.relative_to(PACKAGE)).removesuffix(".py").removesuffix("/__init__")
+
+
+def imported(path):
+    """The names of the package's files that a file imports, also within functions, but not for type checkers."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = path.parents[node.level - 1] / (node.module or "").replace(".", "/")
+            for alias in node.names:
+                for candidate in (base / f"{alias.name}.py", base / alias.name / "__init__.py"):
+                    if candidate.exists():
+                        yield name_of(candidate)
+                        break
+                else:
+                    file = base.with_suffix(".py")
+                    yield name_of(file if file.exists() else base / "__init__.py")
+
+
+def layer(name):
+    return next(
+        number
+        for number, names in enumerate(LAYERS)
+        if any(f"{name}/".startswith(entry) if entry.endswith("/") else name == entry for entry in names)
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_arrows_point_down(path):
+    name = name_of(path)
+    if name == "__init__" or name.endswith("__init__"):
+        return
+    for other in imported(path):
+        together = name.split("/")[0] == other.split("/")[0] or layer(name) == layer(other)
+        assert layer(other) < layer(name) or together, f"{name} imports {other}"
+
+
+def test_there_is_no_circle():
+    arrows = {name_of(path): set(imported(path)) - {name_of(path)} for path in FILES}
+    while leaves := [name for name, others in arrows.items() if not others & arrows.keys()]:
+        for name in leaves:
+            del arrows[name]
+    assert not arrows
+
+
+CODE = [path for path in ROOT.rglob("*.py") if not {".venv", "tests", "runs", "build"} & set(path.parts)]
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_classes_are_small(path):
+    text = path.read_text()
+    assert text.count("\n") <= 350
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            assert node.end_lineno - node.lineno < 250, node.name
+
+
+def test_a_rollout_makes_few_changes_of_file():
+    """From call to call, at the head, with one worker; without the policy's own code."""
+    with ClusterEnv([partial(CountingEnv)] * 2, 1) as envs:
+        policy = CategoricalPolicy(linear(1, 2))
+        envs.reset()
+        envs.rollout(policy, 16)
+        counts = []
+        for _ in range(9):
+            files = []
+
+            def trace(frame, event, _, files=files):
+                code = frame.f_code
+                own = code.co_filename.startswith(str(PACKAGE)) and not code.co_filename.endswith("policy.py")
+                if event == "call" and own and not code.co_name.startswith("<"):
+                    files.append(code.co_filename)
+
+            sys.setprofile(trace)
+            try:
+                envs.rollout(policy, 16)
+            finally:
+                sys.setprofile(None)
+            counts.append(sum(before != after for before, after in itertools.pairwise(files)))
+    assert min(counts) <= 15  # in others the head looks after its workers, or has more than one message
