@@ -23,11 +23,13 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from ..patience import PATIENCE
+
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "setpriv", "nsenter")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-# cred_expire is how long a requeued job must wait. KillWait and SlurmdTimeout (a lost node is noticed after up to four
-# times as long) are as short as they work. Cores are declared, not there. Partition urgent preempts partition lab.
+# cred_expire is how long a requeued job must wait. KillWait, GraceTime and SlurmdTimeout are so long that on a busy
+# machine nothing is taken for stuck or lost. Cores are declared, not there. Partition urgent preempts partition lab.
 CONF = """\
 ClusterName=lab
 SlurmctldHost={controller}
@@ -58,12 +60,12 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 EnforcePartLimits=ALL
 ReturnToService=2
-SlurmdTimeout=8
-KillWait=5
+SlurmdTimeout=300
+KillWait=60
 TreeWidth=65533
 GresTypes=gpu
 {nodes} CPUs={cpus} RealMemory=2000 Gres=gpu:1 State=UNKNOWN
-PartitionName=lab Nodes=ALL Default=YES PriorityTier=1 GraceTime=6
+PartitionName=lab Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
 
@@ -94,14 +96,14 @@ def install() -> None:
     if os.geteuid() != 0 or not shutil.which("apt-get"):
         raise LabError(f"{obstacle()} (this is {'not root' if os.geteuid() else 'a machine without apt-get'})")
     for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
-        run("apt-get", "-q", *command, timeout=300, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
+        run("apt-get", "-q", *command, timeout=900, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
     if obstacle():
         raise LabError(f"apt-get installed {', '.join(PACKAGES)}, but there is {obstacle()}")
 
 
 def run(*command: str, check: bool = True, **options) -> subprocess.CompletedProcess:
     """Run a command, capturing its text; raise a LabError with its words if it fails."""
-    options = {"env": {**os.environ, "PATH": PATH}, "timeout": 30, **options}
+    options = {"env": {**os.environ, "PATH": PATH}, "timeout": PATIENCE, **options}
     result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options)
     if check and result.returncode != 0:
         words = (result.stderr or result.stdout)[-2000:]
@@ -195,7 +197,7 @@ class Slurm:
                 daemon.poll()  # so that it is no zombie
             return not pids
 
-        wait_for(f"the processes of {node or 'the cluster'} to end", 20, all_gone)
+        wait_for(f"the processes of {node or 'the cluster'} to end", PATIENCE, all_gone)
 
     def spawn(self, name: str, *command: str, **env: str) -> None:
         with open(self.directory / "daemons.log", "ab") as log:
@@ -235,7 +237,7 @@ class Slurm:
                     raise LabError(f"{name} ended with status {daemon.returncode}: {logs[-2000:]}")
             return condition()
 
-        wait_for(what, 30, check)
+        wait_for(what, PATIENCE, check)
 
     def run(self, *command: str, **options) -> subprocess.CompletedProcess:
         """Run a command that talks to this cluster; see `run` above."""
@@ -254,7 +256,7 @@ class Slurm:
         lines = self.run("scontrol", "-o", "show", "job", job).stdout.splitlines()
         return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines if line]
 
-    def wait(self, job: str, *states: str, seconds: float = 60) -> list[dict[str, str]]:
+    def wait(self, job: str, *states: str, seconds: float = PATIENCE) -> list[dict[str, str]]:
         """Wait until all parts of a job are in one of these states, by default COMPLETED.
 
         Raises:
@@ -272,7 +274,7 @@ class Slurm:
         return wait_for(f"job {job} to be {', '.join(sorted(wanted))}", seconds, reached)
 
     def crash(self, node: str) -> None:
-        """Kill everything on a node at once. Slurm itself takes up to half a minute to notice."""
+        """Kill everything on a node at once. Slurm itself takes some minutes to notice."""
         self.kill(node)
 
     def restore(self, node: str) -> None:
