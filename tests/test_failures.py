@@ -32,8 +32,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium's lo
 
 
 @pytest.fixture(autouse=True)
-def temporary_directory(monkeypatch):
+def temporary_directory(monkeypatch, tmp_path_factory):
     """Where sockets are put during a test; nothing may remain there."""
+    tmp_path_factory.getbasetemp()  # made now, it is elsewhere
     with tempfile.TemporaryDirectory(prefix="test-") as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)
         yield Path(directory)
