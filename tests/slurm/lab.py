@@ -28,8 +28,9 @@ from ..patience import PATIENCE
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "setpriv", "nsenter")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-# cred_expire is how long a requeued job must wait. KillWait, GraceTime and SlurmdTimeout are so long that on a busy
-# machine nothing is taken for stuck or lost. Cores are declared, not there. Partition urgent preempts partition lab.
+# cred_expire is how long a requeued job must wait, GraceTime what a preemption takes. KillWait and SlurmdTimeout are so
+# long that on a busy machine nothing is taken for stuck or lost. Cores are declared, not there. Partition urgent
+# preempts partition lab.
 CONF = """\
 ClusterName=lab
 SlurmctldHost={controller}
@@ -65,7 +66,7 @@ KillWait=60
 TreeWidth=65533
 GresTypes=gpu
 {nodes} CPUs={cpus} RealMemory=2000 Gres=gpu:1 State=UNKNOWN
-PartitionName=lab Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
+PartitionName=lab Nodes=ALL Default=YES PriorityTier=1 GraceTime=15
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
 
