@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import runpy
@@ -57,6 +58,7 @@ class Checker:
     def __init__(self):
         self.ends = {}  # row -> the observation after its last step
         self.transitions, self.jumps = 0, 0
+        self.half = math.inf  # after so many transitions it is slow until there is a file `done`: all faults have been
         self.longest, self.recovery = 0.0, 0.0  # seconds that an answer took, and that after the last loss meanwhile
 
     def check(self, rollout):
@@ -80,6 +82,9 @@ class Checker:
             losses = [restart["time"] for restart in args[0].restarts[-100:]]
             self.recovery = max(self.recovery, time.time() - max([start, *losses]))
             self.check(result[1] if isinstance(result, tuple) else result)
+            end = time.time() + 5 * (self.transitions >= self.half)
+            while time.time() < end and not os.path.exists("done"):
+                time.sleep(0.05)
             return result
 
         return wrapped
@@ -88,6 +93,8 @@ class Checker:
 def head(script, namespaces):
     """Run the script in this process, its workers in these namespaces if they are given, and report to a file."""
     checker, command, close = Checker(), LocalLauncher.command, ClusterEnv.close
+    if "--total-timesteps" in sys.argv:
+        checker.half = int(sys.argv[sys.argv.index("--total-timesteps") + 1]) // 2
     if namespaces:
         LocalLauncher.command = lambda self, index: [
             "nsenter", f"--net=/run/netns/{namespaces[index]}", *command(self, index)
@@ -127,7 +134,10 @@ def train(script, flags, faults, directory, network=None, interval=3.0, seed=1, 
             if cut is not None and now > heal_at:
                 network.heal(cut)
                 cut = None
-            if len(done) >= faults or now < next_at or "step " not in Path(directory, "output").read_text():
+            if len(done) >= faults:
+                Path(directory, "done").touch()
+                continue
+            if now < next_at or "step " not in Path(directory, "output").read_text():
                 continue
             index = rng.randrange(4)
             if kind == "cut" and cut is None:

@@ -5,8 +5,12 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-SECONDS = int(os.environ.get("TEST_SECONDS", 120))  # for one test with its fixtures
+# For one test with its fixtures: it ends what hangs, and is ten times and more what the longest takes when idle.
+SECONDS = int(os.environ.get("TEST_SECONDS", 900))
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
 

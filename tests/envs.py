@@ -10,6 +10,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from .patience import HOUR, wait_until
+
 
 class Words(gym.Space):
     """A space Gymnasium knows nothing about: a word and a number, as a tuple."""
@@ -91,13 +93,16 @@ class RandomEnv(gym.Env):
 
 
 class CountingEnv(gym.Env):
-    """Observes the number of steps since the reset, is rewarded with it, and truncates after ``length`` steps."""
+    """Observes the number of steps since the reset, is rewarded with it, and truncates after ``length`` steps.
+
+    A step waits until there is a file ``gate``, if one is given.
+    """
 
     observation_space = spaces.Box(0, np.inf, (1,))
     action_space = spaces.Discrete(2)
 
-    def __init__(self, length=5, delay=0.0):
-        self.length, self.delay, self.count = length, delay, 0
+    def __init__(self, length=5, delay=0.0, gate=None):
+        self.length, self.delay, self.gate, self.count = length, delay, gate, 0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -105,9 +110,14 @@ class CountingEnv(gym.Env):
         return np.zeros(1, np.float32), {}
 
     def step(self, action):
-        time.sleep(self.delay)
+        self.wait()
         self.count += 1
         return np.full(1, self.count, np.float32), float(self.count), False, self.count >= self.length, {}
+
+    def wait(self):
+        time.sleep(self.delay)
+        if self.gate is not None:
+            wait_until(lambda: os.path.exists(self.gate))
 
     def pid(self):
         return os.getpid()
@@ -163,8 +173,8 @@ class CustomError(Exception):
 class FailingEnv(CountingEnv):
     """Raises ``error`` in its ``where``: "constructor", "reset" or "step"."""
 
-    def __init__(self, where="nowhere", error=None, delay=0.0):
-        super().__init__(delay=delay)
+    def __init__(self, where="nowhere", error=None, delay=0.0, gate=None):
+        super().__init__(delay=delay, gate=gate)
         self.where, self.error = where, error
         self._fail_in("constructor")
 
@@ -178,12 +188,12 @@ class FailingEnv(CountingEnv):
 
     def _fail_in(self, place):
         if place == self.where:
-            time.sleep(self.delay)
+            self.wait()
             raise self.error
 
 
 class BlockingEnv(CountingEnv):
-    """Writes its pid to a named pipe and then sleeps for a minute, in its ``where``: "constructor", "step", "close"."""
+    """Writes its pid to a named pipe and then sleeps for an hour, in its ``where``: "constructor", "step", "close"."""
 
     def __init__(self, pipe, where="step"):
         super().__init__()
@@ -200,7 +210,7 @@ class BlockingEnv(CountingEnv):
     def _block_in(self, place):
         if place == self.where:
             self.tell()
-            time.sleep(60)
+            time.sleep(HOUR)
 
     def tell(self):
         with open(self.pipe, "w") as pipe:

@@ -19,12 +19,12 @@ from .chaos import train
 def test_training_under_fire(tmp_path, script, flags):
     reason = why_no_namespaces()
     with contextlib.nullcontext() if reason else Network(4) as network:
-        summary, report, faults = train(script, flags, 5, tmp_path, network, interval=1.5, timeout=100)
+        summary, report, faults = train(script, flags, 5, tmp_path, network, interval=1.5, timeout=600)
     asked = int(flags.split()[1])
     assert asked - 2048 < summary["global_step"] == report["transitions"] <= asked
     if "transitions_inserted" in summary:
         assert summary["transitions_inserted"] == summary["global_step"]
     assert len(faults) == 5 and len(report["restarts"]) >= 2
-    assert report["longest"] < 30
+    assert report["longest"] < 240  # a worker that is stopped while it starts has 60 s for that, and may be hit again
     if reason:
         pytest.skip(f"passed, but no link was cut: {reason}")

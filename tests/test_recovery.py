@@ -22,7 +22,8 @@ from clusterenv_runtime.head import pool, supervisor
 
 from .envs import BlockingEnv, CountingEnv, RandomEnv, Words, assert_same
 from .nets import change, linear
-from .test_failures import Pipe, assert_ended, at_most, kill
+from .patience import HOUR, PATIENCE, assert_ended, at_most, wait_until, with_more_time
+from .test_failures import Pipe, kill
 
 VECTOR = spaces.Box(-1, 1, (3,))
 RANDOM = partial(RandomEnv, VECTOR, end=0.1)
@@ -126,32 +127,40 @@ def test_the_step_after_a_loss_says_that_the_episodes_are_truncated(mode, space)
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_lost_while_it_steps(pipe, workers, number):
-    with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path)], 2, worker_timeout=1) as envs:
-        envs.reset()
-        before = pid_of(envs, 1)
-        with killing(pipe, number), at_most(15):
-            observations, rewards, terminations, truncations, _ = envs.step([0, 0])
-        assert observations.tolist() == [[1], [0]] and rewards.tolist() == [1, 0]
-        assert truncations.tolist() == [False, True] and not terminations.any()
-        assert envs.step([0, 0])[0].tolist() == [[2], [0]]  # the reset
-        assert envs.step([0, 0])[0].tolist() == [[3], [1]]
-        assert before not in workers() and len(workers()) == 2
-        assert len(envs.restarts) == 1
+    def check(worker_timeout):
+        Path(f"{pipe.path}.born").unlink(missing_ok=True)
+        env_fns = [CountingEnv, partial(OnceEnv, pipe.path)]
+        with ClusterEnv(env_fns, 2, worker_timeout=worker_timeout) as envs:
+            envs.reset()
+            before = pid_of(envs, 1)
+            with killing(pipe, number), at_most():
+                observations, rewards, terminations, truncations, _ = envs.step([0, 0])
+            assert observations.tolist() == [[1], [0]] and rewards.tolist() == [1, 0]
+            assert truncations.tolist() == [False, True] and not terminations.any()
+            assert envs.step([0, 0])[0].tolist() == [[2], [0]]  # the reset
+            assert envs.step([0, 0])[0].tolist() == [[3], [1]]
+            assert before not in workers() and len(workers()) == 2
+            assert len(envs.restarts) == 1
+
+    if number == signal.SIGKILL:
+        check(HOUR)
+    else:
+        with_more_time(check, 1, 20)
 
 
 def test_a_worker_lost_in_a_reset(pipe):
-    with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path, "reset")], 2) as envs:
-        with killing(pipe), at_most(15):
+    with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path, "reset")], 2, worker_timeout=HOUR) as envs:
+        with killing(pipe), at_most():
             assert envs.reset()[0].tolist() == [[0], [0]]
         assert envs.step([0, 0])[0].tolist() == [[1], [1]]  # nothing was begun that could be lost
 
 
 def test_a_worker_lost_in_a_call_and_what_was_set_before(pipe):
-    with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path, "pid")], 1) as envs:
+    with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path, "pid")], 1, worker_timeout=HOUR) as envs:
         envs.reset()
         envs.set_attr("length", [7, 8])
         envs.step([0, 0])
-        with killing(pipe), at_most(15):
+        with killing(pipe), at_most():
             assert envs.call("pid") == (pid_of(envs, 0),) * 2
         assert envs.get_attr("length") == (7, 8)
         assert envs.step([0, 0])[3].tolist() == [True, True]
@@ -187,14 +196,26 @@ def test_an_episode_that_had_ended_is_not_truncated_once_more(mode):
             assert envs.step([0, 0])[0].tolist() == [[1], [0]]
 
 
-def test_a_step_that_timed_out_on_a_loss_is_told_by_the_next():
-    with ClusterEnv([CountingEnv] * 2, 2) as envs:
+class SlowlyBornEnv(CountingEnv):
+    """Is built only once there is a file ``gate``."""
+
+    def __init__(self, gate):
+        super().__init__()
+        wait_until(gate.exists)
+
+
+def test_a_step_that_timed_out_on_a_loss_is_told_by_the_next(tmp_path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    with ClusterEnv([CountingEnv, partial(SlowlyBornEnv, gate)], 2) as envs:
         envs.reset()
         envs.step([0, 0])
+        gate.unlink()
         kill(pid_of(envs, 1))
         envs.step_async([0, 0])
         with pytest.raises(multiprocessing.TimeoutError, match="worker 1"):
             envs.step_wait(timeout=0.1)
+        gate.touch()
         observations, _, _, truncations, _ = envs.step([0, 0])
         assert observations.tolist() == [[3], [1]] and truncations.tolist() == [False, True]
         assert envs.step([0, 0])[0].tolist() == [[4], [0]]
@@ -276,7 +297,7 @@ def test_streaming_goes_on_whoever_dies():
             envs.send(8)
         for number in range(150):
             if number % 40 == 20:
-                with contextlib.suppress(ProcessLookupError):  # it is being replaced already
+                with contextlib.suppress(ProcessLookupError, ValueError):  # it is being replaced already
                     kill(pid_of(envs, number // 40 % 3))
             worker, chunk = envs.recv()
             received[worker] += 1
@@ -291,19 +312,22 @@ def test_streaming_goes_on_whoever_dies():
 
 
 def test_a_stopped_worker_is_replaced_while_others_keep_the_head_busy():
-    with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=1) as envs:
-        envs.publish(CategoricalPolicy(linear(1, 2)))
-        envs.reset()
-        for _ in range(2):
-            envs.send(4)
-        os.kill(pid_of(envs, 1), signal.SIGSTOP)
-        worker, others, deadline = 0, 0, time.monotonic() + 20
-        while not envs.restarts or worker == 0:
-            assert time.monotonic() < deadline
-            worker, _ = envs.recv()
-            envs.send(4, worker)
-            others += worker == 0
-        assert others > 100  # so it was busy
+    def check(worker_timeout):
+        with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=worker_timeout) as envs:
+            envs.publish(CategoricalPolicy(linear(1, 2)))
+            envs.reset()
+            for _ in range(2):
+                envs.send(4)
+            os.kill(pid_of(envs, 1), signal.SIGSTOP)
+            worker, others, deadline = 0, 0, time.monotonic() + PATIENCE
+            while not envs.restarts or worker == 0:
+                assert time.monotonic() < deadline
+                worker, _ = envs.recv()
+                envs.send(4, worker)
+                others += worker == 0
+            assert others > 100  # so it was busy
+
+    with_more_time(check, 1, 20)
 
 
 def test_a_replacement_goes_on_with_its_predecessors_noise():
@@ -329,31 +353,36 @@ def test_what_the_environments_have_started_ends_with_their_worker(tmp_path):
     class ParentEnv(CountingEnv):
         def __init__(self):
             super().__init__()
-            self.child = subprocess.Popen(["sleep", "1000"]).pid
+            self.child = subprocess.Popen(["sleep", str(HOUR)]).pid
 
     with ClusterEnv([ParentEnv], 1) as envs:
         envs.reset()
         (first,) = envs.get_attr("child")
         kill(pid_of(envs, 0))
         (second,) = envs.get_attr("child")
-        assert_ended([first], 5)
-    assert_ended([second], 5)
+        assert_ended([first])
+    assert_ended([second])
 
 
 def test_pings_that_a_long_step_leaves_unread_are_not_taken_for_death(monkeypatch):
     monkeypatch.setattr(supervisor, "LOOK_S", 0.001)
     monkeypatch.setattr(pool, "PING_S", 0.001)
-    with ClusterEnv([partial(CountingEnv, delay=4)], 1, worker_timeout=1) as envs:
-        envs.reset()
-        assert envs.step([0])[3].tolist() == [False]
-        assert envs.restarts == []
+
+    def check(worker_timeout):
+        with ClusterEnv([partial(CountingEnv, delay=4 * worker_timeout)], 1, worker_timeout=worker_timeout) as envs:
+            envs.reset()
+            assert envs.step([0])[3].tolist() == [False]
+            assert envs.restarts == []
+
+    with_more_time(check, 1, 20)
 
 
 def test_a_replacement_pulls_and_acts_as_the_policy_does(pipe):
-    with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path)], 1, sync_mode="never") as envs:
+    env_fns = [CountingEnv, partial(OnceEnv, pipe.path)]
+    with ClusterEnv(env_fns, 1, sync_mode="never", worker_timeout=HOUR) as envs:
         policy = CategoricalPolicy(linear(1, 2))
         envs.reset(seed=1)
-        with killing(pipe), at_most(15):
+        with killing(pipe), at_most():
             rollout = envs.rollout(policy, 6)
         assert rollout.policy_versions.tolist() == [1, 1]
         assert rollout.observations[:, :, 0].tolist() == [[i % 5] * 2 for i in range(6)]
@@ -398,11 +427,12 @@ class DyingEnv(CountingEnv):
 @pytest.mark.parametrize("times", [0, 2])
 def test_replacements_that_die_in_a_row_end_the_run(times, workers, tmp_path):
     env_fns = [partial(CountingEnv, length=99), DyingEnv]
-    with ClusterEnv(env_fns, 2, max_worker_restarts=times, log_dir=str(tmp_path)) as envs:
+    arguments = {"max_worker_restarts": times, "worker_timeout": HOUR, "log_dir": str(tmp_path)}
+    with ClusterEnv(env_fns, 2, **arguments) as envs:
         envs.reset()
         text = r"worker 1 \(.*worker-1\.log\) died: exit code 9"
         text += f" \\(and so did {times} before it, one after the other\\)" * (times > 0)
-        with at_most(60), pytest.raises(WorkerDiedError, match=text + "$"):
+        with at_most(), pytest.raises(WorkerDiedError, match=text + "$"):
             envs.rollout(CategoricalPolicy(linear(1, 2)), 3)
         assert len(envs.restarts) == times
     assert not workers()
@@ -419,10 +449,10 @@ def test_replacements_that_die_as_they_build_end_the_run(tmp_path, workers):
             (tmp_path / "reset").touch()
             return super().reset(seed=seed, options=options)
 
-    with ClusterEnv([OnlyEnv], 1, max_worker_restarts=2) as envs:
+    with ClusterEnv([OnlyEnv], 1, max_worker_restarts=2, startup_timeout=HOUR, worker_timeout=HOUR) as envs:
         envs.reset()
         kill(pid_of(envs, 0))
-        with at_most(60), pytest.raises(WorkerDiedError, match=r"exit code 9 \(and so did 2 before it"):
+        with at_most(), pytest.raises(WorkerDiedError, match=r"exit code 9 \(and so did 2 before it"):
             envs.step([0])
     assert not workers()
 
@@ -436,16 +466,19 @@ def test_deaths_with_answers_in_between_do_not_end_the_run():
             assert len(envs.restarts) == (number - 1) // 2
 
 
-def test_close_does_not_wait_for_a_replacement(workers):
-    with ClusterEnv([CountingEnv] * 2, 2) as envs:
+def test_close_does_not_wait_for_a_replacement(workers, tmp_path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    with ClusterEnv([CountingEnv, partial(SlowlyBornEnv, gate)], 2, startup_timeout=HOUR) as envs:
         envs.reset()
         envs.step_async([0, 0])
         envs.step_wait()
+        gate.unlink()
         kill(pid_of(envs, 1))
         envs.step_async([0, 0])
         with pytest.raises(multiprocessing.TimeoutError, match="timed out"):
             envs.step_wait(timeout=0.1)
-        with at_most(5):
+        with at_most():
             envs.close()
     assert not workers()
 
@@ -458,12 +491,12 @@ class LateLauncher(LocalLauncher):
 
     def command(self, index):
         queued = index == 1 and index not in self._processes
-        return ["sleep", "60"] if queued else super().command(index)
+        return ["sleep", str(HOUR)] if queued else super().command(index)
 
 
 def test_training_starts_with_few_workers_and_grows():
     launcher = LateLauncher()
-    with ClusterEnv([RANDOM] * 5, 2, min_workers=1, launcher=launcher) as envs:
+    with ClusterEnv([RANDOM] * 5, 2, min_workers=1, launcher=launcher, startup_timeout=HOUR) as envs:
         envs.publish(CategoricalPolicy(linear()))
         observations, _ = envs.reset(seed=4)
         reference = SyncVectorEnv([RANDOM] * 5)
@@ -476,7 +509,7 @@ def test_training_starts_with_few_workers_and_grows():
             envs.send(2, 0)
         launcher.kill(1)
         launcher.start_worker(1)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while worker == 0:
             assert time.monotonic() < deadline
             worker, chunk = envs.recv()

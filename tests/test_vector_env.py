@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from clusterenv_runtime import ClusterEnv
 
 from .envs import BufferEnv, CountingEnv, RandomEnv, Sets, UnsendableEnv, Words, assert_same, registered
+from .patience import PATIENCE
 
 IMAGE = spaces.Box(0, 255, (3, 4), np.uint8)
 SPACES = {
@@ -172,10 +173,10 @@ def test_results_are_fresh_and_writable(counting):
 
 def test_an_asynchronous_step_is_a_step(counting):
     counting.reset_async(seed=1)
-    assert_same(counting.reset_wait(timeout=60), (np.zeros((3, 1), np.float32), {}))
+    assert_same(counting.reset_wait(timeout=PATIENCE), (np.zeros((3, 1), np.float32), {}))
     counting.step_async(np.zeros(3, np.int64))
     ended = np.zeros(3, bool)
-    assert_same(counting.step_wait(timeout=60), (np.ones((3, 1), np.float32), np.ones(3), ended, ended, {}))
+    assert_same(counting.step_wait(timeout=PATIENCE), (np.ones((3, 1), np.float32), np.ones(3), ended, ended, {}))
 
 
 @pytest.mark.parametrize(
@@ -251,8 +252,9 @@ def test_an_error_in_a_call_is_raised_and_no_harm(counting):
     assert counting.step([0, 0, 0])[0].ravel().tolist() == [1, 1, 1]
 
 
-def test_timeouts_leave_a_usable_env():
-    with ClusterEnv([partial(CountingEnv, delay=0.2)] * 2, 2) as envs:
+def test_timeouts_leave_a_usable_env(tmp_path):
+    gate = tmp_path / "gate"
+    with ClusterEnv([partial(CountingEnv, gate=str(gate))] * 2, 2) as envs:
         envs.reset()
         envs.step_async([0, 0])
         text = (
@@ -265,6 +267,7 @@ def test_timeouts_leave_a_usable_env():
         envs.step_async([0, 0])  # the late answer to the first step must not pass for one to the second
         with pytest.raises(multiprocessing.TimeoutError):
             envs.step_wait(timeout=0)
+        gate.touch()
         assert envs.step([0, 0])[0].ravel().tolist() == [3, 3]
 
 

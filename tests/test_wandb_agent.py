@@ -19,7 +19,7 @@ def wandb(server, directory, *arguments):
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"  # W&B's interpreter is the first python there
     env = environment(PATH=path, **server.environment(directory))
     env.pop("WANDB_SILENT")
-    result = subprocess.run([WANDB, *arguments], cwd=directory, env=env, capture_output=True, text=True, timeout=100)
+    result = subprocess.run([WANDB, *arguments], cwd=directory, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result
 

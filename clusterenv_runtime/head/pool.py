@@ -156,7 +156,7 @@ class WorkerPool:
 
     def flush(self) -> None:
         """Send what was asked."""
-        self._serve(0)
+        self._exchange(None)
 
     def gather(self, seqs: list[int], timeout: float | None = None) -> list[Served]:
         """Return these requests and their answers, once they are all here.
@@ -213,15 +213,18 @@ class WorkerPool:
             if self._clock() >= deadline:
                 late = [self.workers[index] for index in self._requests.workers(seqs)]
                 raise DeadlineError("No answer from " + self._describe(late))
+        if self._outbox:  # such as the weights that were waited for
+            self.flush()
         if self._errors:
             errors, self._errors = self._errors, []
             raise to_exception(errors)
 
-    def _exchange(self, seconds: float) -> list[Received]:
+    def _exchange(self, seconds: float | None) -> list[Received]:
         outbox, self._outbox = self._outbox, []
         received, closed = self.transport.exchange(outbox, seconds)
         for identity in closed:
-            self._supervisor.lose(self._by_identity[identity])
+            if (worker := self._by_identity.get(identity)) is not None:  # else it has been replaced
+                self._supervisor.lose(worker)
         return received
 
     def _serve(self, seconds: float) -> None:

@@ -107,14 +107,14 @@ class Transport:
         """Connections with a foreign key so far."""
         return 0 if self._gate is None else self._gate.refused
 
-    def exchange(self, outbox: Iterable[Outgoing], seconds: float) -> tuple[list[Received], list[bytes]]:
-        """Send these, and wait for up to ``seconds`` until there is something to receive.
+    def exchange(self, outbox: Iterable[Outgoing], seconds: float | None) -> tuple[list[Received], list[bytes]]:
+        """Send these, and wait for up to ``seconds`` until there is something to receive; with None only send.
 
         Return what has come, and the identities of those whose connection is closed.
         """
         closed = [out.identity for out in outbox if not self._send(out)]
         received: list[Received] = []
-        if not closed and self._socket.poll(seconds * 1000):
+        if seconds is not None and not closed and self._socket.poll(seconds * 1000):
             while len(received) < FLOOD and self._receive(received):
                 pass
         return received, closed

@@ -20,10 +20,12 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from ..patience import PATIENCE
 from .machine import PATH, LabError, free_ports, install, namespaces, obstacle, run, wait_for
 
-# cred_expire is how long a requeued job must wait. KillWait and SlurmdTimeout (a lost node is noticed after up to four
-# times as long) are as short as they work. Cores are declared, not there. Partition urgent preempts partition lab.
+# cred_expire is how long a requeued job must wait, GraceTime what a preemption takes. KillWait and SlurmdTimeout are so
+# long that on a busy machine nothing is taken for stuck or lost. Cores are declared, not there. Partition urgent
+# preempts partition lab.
 CONF = """\
 ClusterName=lab
 SlurmctldHost={controller}
@@ -54,12 +56,12 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 EnforcePartLimits=ALL
 ReturnToService=2
-SlurmdTimeout=8
-KillWait=5
+SlurmdTimeout=300
+KillWait=60
 TreeWidth=65533
 GresTypes=gpu
 {nodes} CPUs={cpus} RealMemory=2000 Gres=gpu:1 State=UNKNOWN
-PartitionName=lab Nodes=ALL Default=YES PriorityTier=1 GraceTime=6
+PartitionName=lab Nodes=ALL Default=YES PriorityTier=1 GraceTime=15
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
 
@@ -140,7 +142,7 @@ class Slurm:
                 daemon.poll()  # so that it is no zombie
             return not pids
 
-        wait_for(f"the processes of {node or 'the cluster'} to end", 20, all_gone)
+        wait_for(f"the processes of {node or 'the cluster'} to end", PATIENCE, all_gone)
 
     def spawn(self, name: str, *command: str, **env: str) -> None:
         with open(self.directory / "daemons.log", "ab") as log:
@@ -180,7 +182,7 @@ class Slurm:
                     raise LabError(f"{name} ended with status {daemon.returncode}: {logs[-2000:]}")
             return condition()
 
-        wait_for(what, 30, check)
+        wait_for(what, PATIENCE, check)
 
     def run(self, *command: str, **options) -> subprocess.CompletedProcess:
         """Run a command that talks to this cluster; see `machine.run`."""
@@ -199,7 +201,7 @@ class Slurm:
         lines = self.run("scontrol", "-o", "show", "job", job).stdout.splitlines()
         return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines if line]
 
-    def wait(self, job: str, *states: str, seconds: float = 60) -> list[dict[str, str]]:
+    def wait(self, job: str, *states: str, seconds: float = PATIENCE) -> list[dict[str, str]]:
         """Wait until all parts of a job are in one of these states, by default COMPLETED.
 
         Raises:
@@ -217,7 +219,7 @@ class Slurm:
         return wait_for(f"job {job} to be {', '.join(sorted(wanted))}", seconds, reached)
 
     def crash(self, node: str) -> None:
-        """Kill everything on a node at once. Slurm itself takes up to half a minute to notice."""
+        """Kill everything on a node at once. Slurm itself takes some minutes to notice."""
         self.kill(node)
 
     def restore(self, node: str) -> None:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 
+from ..patience import PATIENCE
+
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "setpriv", "nsenter")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -40,14 +42,14 @@ def install() -> None:
     if os.geteuid() != 0 or not shutil.which("apt-get"):
         raise LabError(f"{obstacle()} (this is {'not root' if os.geteuid() else 'a machine without apt-get'})")
     for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
-        run("apt-get", "-q", *command, timeout=300, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
+        run("apt-get", "-q", *command, timeout=900, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
     if obstacle():
         raise LabError(f"apt-get installed {', '.join(PACKAGES)}, but there is {obstacle()}")
 
 
 def run(*command: str, check: bool = True, **options) -> subprocess.CompletedProcess:
     """Run a command, capturing its text; raise a LabError with its words if it fails."""
-    options = {"env": {**os.environ, "PATH": PATH}, "timeout": 30, **options}
+    options = {"env": {**os.environ, "PATH": PATH}, "timeout": PATIENCE, **options}
     result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options)
     if check and result.returncode != 0:
         words = (result.stderr or result.stdout)[-2000:]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ..patience import PATIENCE
 from ..test_sweep import PROGRAM, STOPS
 from . import lab
 
@@ -75,10 +76,10 @@ def test_a_task_that_is_warned_is_requeued_alone_and_goes_on(slurm, submit, tmp_
     def saved():
         return [log for log in (tmp_path / "out").glob("*/*/log.txt") if "saved" in log.read_text()]
 
-    lab.wait_for("both to save", 60, lambda: len(saved()) == 2)
+    lab.wait_for("both to save", PATIENCE, lambda: len(saved()) == 2)
     (warned,) = (task["ArrayTaskId"] for task in slurm.jobs(array) if task["JobId"] == array)  # shares the array's id
     slurm.run("scancel", "--batch", "--signal=TERM", f"{array}_{warned}")
-    lab.wait_for("it to end", 60, lambda: slurm.jobs(f"{array}_{warned}")[0]["JobState"] == "COMPLETED")
+    lab.wait_for("it to end", PATIENCE, lambda: slurm.jobs(f"{array}_{warned}")[0]["JobState"] == "COMPLETED")
     restarts = {task["ArrayTaskId"]: task["Restarts"] for task in slurm.jobs(array)}
     assert restarts == {warned: "1", str(1 - int(warned)): "0"}
     assert "requeued; it will go on from its last checkpoint" in (tmp_path / warned).read_text()

@@ -1,0 +1,55 @@
+"""How long tests wait: no machine is too busy for them. What must come has long to come, what must not be waited for
+takes longer still, and what only a short timeout can show is tried once more with a longer one.
+"""
+
+import contextlib
+import os
+import select
+import time
+
+PATIENCE = 300.0  # seconds: ten times and more what anything here takes on an idle machine, and less than a test may
+HOUR = 3600.0  # seconds: what a test must not wait for takes so long
+
+
+@contextlib.contextmanager
+def at_most(seconds=PATIENCE):
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
+def wait_until(condition, seconds=PATIENCE):
+    """Poll until the condition is true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s in vain"
+        time.sleep(0.01)
+
+
+def assert_ended(pids, seconds=PATIENCE):
+    """Wait until processes, ours or not, have ended; with 0 seconds they must have ended before."""
+    deadline = time.monotonic() + seconds
+    for pid in pids:
+        try:
+            process = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ended, *_ = select.select([process], [], [], max(deadline - time.monotonic(), 0))
+        os.close(process)
+        assert ended, f"process {pid} still runs"
+
+
+def with_more_time(check, *arguments):
+    """Call ``check`` with each of these in turn, shorter timeouts first, until it passes.
+
+    A busy machine breaks the short one, by losing a worker whose link it left without a core for so long; what is
+    wrong fails with the long one, too.
+    """
+    import pytest  # which workers, who import this, do not need
+
+    for argument in arguments[:-1]:
+        try:
+            return check(argument)
+        except (Exception, pytest.fail.Exception) as error:
+            print(f"with {argument} it failed: {error!r}")
+    return check(arguments[-1])
