@@ -275,11 +275,11 @@ class WorkerPool:
                     version, weights = self._store.pull(worker.copy)
                     self._post(worker, seq, Weights(version), weights)
             case Error() if expected or message.fatal:
+                self._errors.append((self._supervisor.describe(worker), message))
+                self._requests.forget([seq])
                 if message.fatal:  # even if it answers a request given up since: there will be no other answer
                     self._supervisor.end(worker, "shut down after its error")
                     self._requests.forget_worker(worker.index)
-                self._requests.forget([seq])
-                self._errors.append((self._supervisor.describe(worker), message))
             case Error():
                 name = self._supervisor.describe(worker)
                 logger.warning("%s could not do again what its predecessor did: %s", name, message.message)
