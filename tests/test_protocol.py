@@ -56,7 +56,7 @@ def over_the_wire(value, copy=True, dropped=None):
     buffers = []
     tree = pack(value, buffers, dropped)
     header, *buffers = (bytes(frame) for frame in frames(1, Reply(tree), *buffers))
-    return unpack(decode_answer(header).value, buffers, copy)
+    return unpack(decode_answer(header)[1].value, buffers, copy)
 
 
 @settings(max_examples=300, deadline=None)

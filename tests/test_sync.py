@@ -352,7 +352,7 @@ def test_weights_travel_to_the_last_bit():
     flat = policy.flat_weights()
     assert (flat.dtype, flat.shape) == (torch.uint8, (num_bytes(policy),))
     kept = flat.clone()
-    other = cloudpickle.loads(cloudpickle.dumps(policy.structure()))._with_empty_tensors("cpu")
+    other = cloudpickle.loads(cloudpickle.dumps(policy.structure())).with_empty_tensors("cpu")
     other.load_flat_weights(flat.numpy().tobytes())
     names = [*dict(policy.named_parameters()), *dict(policy.named_buffers())]
     assert names == [*dict(other.named_parameters()), *dict(other.named_buffers())]
