@@ -152,7 +152,7 @@ def test_a_worker_refuses_a_key_file_that_others_can_read_or_that_holds_no_keys(
     [
         ({"security": "tls"}, "security must be 'curve' or 'none', got 'tls'"),
         ({"bind_address": "0.0.0.0"}, "bind_address must be one address or network interface, not all of them"),
-        ({"bind_address": "eth0", "security": "none"}, "security 'none' on eth0 would let anyone"),
+        ({"bind_address": "eth0", "security": "none"}, "security none on eth0 would let anyone"),
         ({"worker_timeout": 0}, "worker_timeout must be a number of seconds > 0, got 0"),
     ],
 )
