@@ -97,11 +97,8 @@ class ClusterOptions:
             ValueError: there is none of this name, or the prefix is not a command line.
             StartupError: it cannot start workers here; the text says what to do.
         """
-        names = launcher_names()
-        self._require(
-            self.launcher in names,
-            f"{spell('launcher')} must be one of {', '.join(map(repr, names))}, got {self.launcher!r}",
-        )
+        if self.launcher not in (names := launcher_names()):
+            raise ValueError(f"{spell('launcher')} must be one of {', '.join(map(repr, names))}, got {self.launcher!r}")
         try:
             shlex.split(self.worker_prefix)
         except ValueError as error:
@@ -129,60 +126,51 @@ class ClusterOptions:
             StartupError: the launcher cannot start workers here, or the key file is not one.
         """
         check_ranges(self, spell)
-        self._require(
-            self.min_workers is None or self.min_workers <= self.num_workers,
-            f"{spell('min_workers')} must be from 1 to {spell('num_workers')}, {self.num_workers}, "
-            f"got {self.min_workers}",
-        )
-        self._require(
-            self.sync_mode != "interval" or self.sync_interval is not None,
-            f"{spell('sync_mode')} 'interval' needs {spell('sync_interval')}: pull every how many policy versions?",
-        )
-        self._check_prefix(launcher, spell)
-        self._check_address(launcher, spell)
-
-    def _check_prefix(self, launcher: Launcher, spell: Callable[[str], str]) -> None:
         program = "".join(launcher.prefix[:1])
-        self._require(
-            launcher.remote or not program or shutil.which(program),
-            f"{spell('worker_prefix')} begins with {program}, and there is no such program here",
-        )
-
-    def _check_address(self, launcher: Launcher, spell: Callable[[str], str]) -> None:
+        interfaces = [name for _, name in socket.if_nameindex()]
         either = f"{spell('bind_address')} or {spell('interface')}"
-        self._require(not (self.bind_address and self.interface), f"give either {either}, not both")
-        if self.interface:
-            there = [name for _, name in socket.if_nameindex()]
-            self._require(
-                self.interface in there,
-                f"{spell('interface')} must be one of {', '.join(there)}, got {self.interface}",
-            )
-        address = self.bind_address or self.interface
-        self._require(
-            address not in ("*", "0.0.0.0", "::"),
-            f"{spell('bind_address')} must be one address or network interface, not all of them ({address})",
-        )
         address = self.address(launcher)
-        self._require(
-            address or not launcher.remote,
-            f"{spell('launcher')} {launcher.name} needs {either}: an address that its workers can connect to",
-        )
-        self._require(address or self.port == 0, f"{spell('port')} needs {either}")
-        self._require(
-            self.key_file is None or (address and self.security == "curve"),
-            f"{spell('key_file')} is for tcp with {spell('security')} curve",
-        )
-        self._require(
-            self.security == "curve" or self.allow_insecure or _is_loopback(address),
-            f"{spell('security')} none on {address} would let anyone run your policy's rollouts and read it: use "
-            f"curve, or set {spell('allow_insecure')} where the network is yours alone",
-        )
+        for holds, text in (
+            (
+                self.min_workers is None or self.min_workers <= self.num_workers,
+                f"{spell('min_workers')} must be from 1 to {spell('num_workers')}, {self.num_workers}, "
+                f"got {self.min_workers}",
+            ),
+            (
+                self.sync_mode != "interval" or self.sync_interval is not None,
+                f"{spell('sync_mode')} 'interval' needs {spell('sync_interval')}: pull every how many policy versions?",
+            ),
+            (
+                launcher.remote or not program or shutil.which(program),
+                f"{spell('worker_prefix')} begins with {program}, and there is no such program here",
+            ),
+            (not (self.bind_address and self.interface), f"give either {either}, not both"),
+            (
+                self.interface in (None, *interfaces),
+                f"{spell('interface')} must be one of {', '.join(interfaces)}, got {self.interface}",
+            ),
+            (
+                address not in ("*", "0.0.0.0", "::"),
+                f"{spell('bind_address')} must be one address or network interface, not all of them ({address})",
+            ),
+            (
+                address or not launcher.remote,
+                f"{spell('launcher')} {launcher.name} needs {either}: an address that its workers can connect to",
+            ),
+            (address or self.port == 0, f"{spell('port')} needs {either}"),
+            (
+                self.key_file is None or (address and self.security == "curve"),
+                f"{spell('key_file')} is for tcp with {spell('security')} curve",
+            ),
+            (
+                self.security == "curve" or self.allow_insecure or _is_loopback(address),
+                f"{spell('security')} none on {address} would let anyone run your policy's rollouts and read it: use "
+                f"curve, or set {spell('allow_insecure')} where the network is yours alone",
+            ),
+        ):
+            if not holds:
+                raise ValueError(text)
         self.keys()
-
-    @staticmethod
-    def _require(holds: Any, text: str) -> None:
-        if not holds:
-            raise ValueError(text)
 
 
 def _is_loopback(address: str | None) -> bool:

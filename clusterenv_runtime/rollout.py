@@ -18,7 +18,7 @@ from .sync import sampled_states
 OBSERVATIONS = "observations", "final_observations", "next_observations"
 
 
-class RolloutPart(msgspec.Struct):
+class RolloutPart(msgspec.Struct, forbid_unknown_fields=True):
     """What one worker sends of a rollout: ``num_steps`` steps of its ``num_envs`` environments.
 
     Observations are arrays, or for Dict and Tuple spaces dicts and tuples of arrays. Dtypes are the spaces' own.

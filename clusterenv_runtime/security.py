@@ -24,20 +24,6 @@ logger = logging.getLogger(__name__)
 Z85Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
 
 
-def check_security(bind_address: str | None, security: str, allow_insecure: bool) -> None:
-    """Raise ValueError if these arguments of `ClusterEnv` are wrong or would let anyone in."""
-    if security not in ("curve", "none"):
-        raise ValueError(f"security must be 'curve' or 'none', got {security!r}")
-    if bind_address in ("*", "0.0.0.0", "::"):
-        raise ValueError(f"bind_address must be one address or network interface, not all of them ({bind_address})")
-    loopback = bind_address is None or bind_address in ("lo", "localhost") or bind_address.startswith("127.")
-    if security == "none" and not loopback and not allow_insecure:
-        raise ValueError(
-            f"security 'none' on {bind_address} would let anyone run your policy's rollouts and read it: use 'curve', "
-            "or set allow_insecure where the network is yours alone"
-        )
-
-
 class WorkerKeys(msgspec.Struct):
     """What a worker needs: the server's public key and the key pair of the run's workers, each 40 characters of Z85."""
 

@@ -261,3 +261,29 @@ def test_the_manifest_is_valid_and_its_parts_fit():
     assert container["command"][-2:] == ["--num-workers", str(number)] and workers["spec"]["parallelism"] == number
     assert f"tcp://{service['metadata']['name']}:{port}" in worker["command"] and port in container["args"]
     assert service["spec"]["selector"] == {"job-name": head_job["metadata"]["name"]}
+
+
+def test_another_package_may_add_a_launcher(tmp_path, monkeypatch, workers):
+    (tmp_path / "added.py").write_text(
+        "from clusterenv_runtime import LocalLauncher\n"
+        "class AddedLauncher(LocalLauncher):\n"
+        "    name = 'added'\n"
+        "    def command(self, index):\n"
+        "        return ['env', 'ADDED=yes', *super().command(index)]\n"
+    )
+    information = tmp_path / "added-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: added\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[clusterenv.launchers]\nadded = added:AddedLauncher\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with ClusterEnv([CountingEnv] * 2, 2, launcher="added", worker_prefix="nice -n 1") as envs:
+        envs.reset()
+        for pid in workers():
+            assert b"ADDED=yes" in Path(f"/proc/{pid}/environ").read_bytes()
+            assert os.getpriority(os.PRIO_PROCESS, pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 1, 19)
+    flags = [*TINY, "--launcher", "added", "--run-name", "name", "--dry-run"]
+    result = run("ppo_clusterenv.py", tmp_path, *flags, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert result.returncode == 0 and "env ADDED=yes" in result.stdout, result.stderr
+    (tmp_path / "empty").mkdir()
+    says = "--launcher must be one of 'local', 'slurm', 'external', 'added', got 'nonesuch'"
+    check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path / "empty", [*TINY, "--launcher", "nonesuch"], says)

@@ -148,6 +148,58 @@ def test_a_worker_lost_while_it_steps(pipe, workers, number):
         with_more_time(check, 1, 20)
 
 
+def test_workers_that_are_stopped_at_once_are_replaced_at_once():
+    """Three of four are: their replacements are started in one go, while the fourth goes on answering."""
+
+    def check(worker_timeout):
+        with ClusterEnv([CountingEnv] * 4, 4, worker_timeout=worker_timeout) as envs:
+            envs.publish(CategoricalPolicy(linear(1, 2)))
+            envs.reset()
+            envs.send(4)
+            for _ in range(4):
+                envs.recv()
+            for worker in (1, 2, 3):
+                os.kill(pid_of(envs, worker), signal.SIGSTOP)
+            chunks = 0
+            while len(envs.restarts) < 3:
+                envs.send(4, 0)  # nobody asks the others
+                assert envs.recv()[0] == 0
+                chunks += 1
+            assert sorted(restart["worker"] for restart in envs.restarts) == [1, 2, 3]
+            times = [restart["time"] for restart in envs.restarts]
+            assert max(times) - min(times) < worker_timeout  # one after the other it would be a second for each
+            assert chunks > 10
+            envs.send(4)
+            assert sorted(envs.recv()[0] for _ in range(4)) == [0, 1, 2, 3]
+
+    with_more_time(check, 1, 20)
+
+
+def test_an_idle_worker_that_dies_is_replaced_while_another_is_asked(workers):
+    with ClusterEnv([CountingEnv] * 2, 2) as envs:
+        envs.publish(CategoricalPolicy(linear(1, 2)))
+        envs.reset()
+        kill(pid_of(envs, 1))
+        with at_most():
+            while not envs.restarts or len(workers()) < 2:
+                envs.send(4, 0)
+                envs.recv(0)
+        assert envs.restarts[0]["worker"] == 1
+
+
+def test_a_worker_killed_before_its_first_hello_is_replaced(tmp_path):
+    class DiesFirst(LocalLauncher):
+        def command(self, index):
+            born = index in self._processes
+            return super().command(index) if born else ["sh", "-c", "kill -9 $$"]
+
+    with ClusterEnv([CountingEnv] * 2, 2, launcher=DiesFirst()) as envs:
+        envs.reset()
+        assert envs.step([0, 0])[0].tolist() == [[1], [1]]
+        assert sorted(restart["worker"] for restart in envs.restarts) == [0, 1]
+        assert all("killed by SIGKILL" in restart["reason"] for restart in envs.restarts)
+
+
 def test_a_worker_lost_in_a_reset(pipe):
     with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path, "reset")], 2, worker_timeout=HOUR) as envs:
         with killing(pipe), at_most():
