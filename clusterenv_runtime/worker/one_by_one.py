@@ -170,6 +170,7 @@ class EnvsOneByOne(SyncVectorEnv):
         final_observations: list[Any] = []
         episodes: list[tuple[int, float, int]] = []  # (step * num_envs + environment, return, length)
         actor.start(num_steps, self.num_envs)
+        envs = list(self.envs)  # a plain one is faster
         with self.envs.named():
             for step in range(num_steps + 1):
                 self.envs.current = None  # while the policy acts
@@ -177,38 +178,29 @@ class EnvsOneByOne(SyncVectorEnv):
                 concatenate(space, self._env_obs, now)
                 if step == num_steps:
                     break
-                self._step_with(actor.act(now), step, transitions, final_observations, episodes)
+                for i, (env, action) in enumerate(zip(envs, actor.act(now), strict=True)):
+                    self.envs.current = i
+                    self._env_obs[i], reward, terminated, truncated, info = env.step(action)
+                    transitions.rewards[step, i] = reward
+                    if terminated or truncated:
+                        transitions.terminations[step, i], transitions.truncations[step, i] = terminated, truncated
+                        final_observations.append(deepcopy(self._env_obs[i]))  # the reset may write to it
+                        counted = self._counted(i, reward, info)
+                        if counted is not None:
+                            episodes.append((step * self.num_envs + i, float(counted["r"]), int(counted["l"])))
+                        self._env_obs[i], _ = env.reset()
+                self._returns += transitions.rewards[step]
+                self._lengths += 1
+                ended = transitions.terminations[step] | transitions.truncations[step]
+                self._returns[ended] = self._lengths[ended] = 0
         self._observations = deepcopy(now)
         return transitions.part(actor, stack(space, final_observations), episodes)
 
-    def _step_with(
-        self,
-        actions: np.ndarray,
-        step: int,
-        transitions: Transitions,
-        final_observations: list[Any],
-        episodes: list[tuple[int, float, int]],
-    ) -> None:
-        rewards, terminations, truncations = (
-            array[step] for array in (transitions.rewards, transitions.terminations, transitions.truncations)
-        )
-        for i, (env, action) in enumerate(zip(self.envs, actions, strict=True)):
-            self._env_obs[i], reward, terminated, truncated, info = env.step(action)
-            rewards[i] = reward
-            if terminated or truncated:
-                terminations[i], truncations[i] = terminated, truncated
-                final_observations.append(deepcopy(self._env_obs[i]))  # the reset may write to it
-                if self._stats_key is None:
-                    counted = {"r": self._returns[i] + reward, "l": self._lengths[i] + 1}
-                else:
-                    counted = info.get(self._stats_key)
-                if counted is not None:
-                    episodes.append((step * self.num_envs + i, float(counted["r"]), int(counted["l"])))
-                self._env_obs[i], _ = env.reset()
-        self._returns += rewards
-        self._lengths += 1
-        ended = terminations | truncations
-        self._returns[ended] = self._lengths[ended] = 0
+    def _counted(self, i: int, reward: float, info: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the return "r" and length "l" of an episode that has ended; None if it is not to count."""
+        if self._stats_key is not None:
+            return info.get(self._stats_key)
+        return {"r": self._returns[i] + reward, "l": self._lengths[i] + 1}
 
 
 def _copy_arrays(value: Any) -> Any:
