@@ -53,6 +53,7 @@ class Collector:
         if self._store.publish(policy):
             for worker in self._pool.workers:  # each answers when it has loaded it, and nobody waits for that
                 self._pool.forget([self._pool.ask(worker, Structure(), self._store.structure)])
+            self._pool.flush()
         return self._store.version
 
     def rollout(self, policy: Policy, num_steps: int, overlap: bool) -> Rollout:
@@ -102,6 +103,7 @@ class Collector:
         if policy is not None:
             self.publish(policy)
         requests = self._store.requests([worker.copy for worker in workers], num_steps)
+        self._pool.require(*workers)
         granted = list(zip(workers, requests, strict=True))
         for worker, request in granted:
             state = worker.take_generator() if worker.restores_generator else ()
@@ -116,19 +118,22 @@ class Collector:
         if not seqs:
             raise NoAsyncCallError("Calling `recv` without any prior call to `send`.", "recv")
         served = self._pool.first(seqs)
-        index = self.granted.pop(served[0].seq)
+        index = self.granted.pop(served.request.seq)
         part, rows = self._open(served), self._pool.workers[index].rows
         return index, Rollout.join(self._space, [part], np.arange(rows.start, rows.stop))
 
     def _open(self, served: Served) -> RolloutPart:
         """Return a worker's part, and note what it tells of the worker."""
-        request, message, buffers = served
+        request, message, buffers, is_last = served
         worker = self._pool.workers[request.worker]
         num_steps, num_envs = request.message.num_steps, len(worker.episodes.ended)
         try:
             part = RolloutPart.unpack(message.part, buffers, self._space, self._example, num_steps, num_envs)
         except ProtocolError as error:
             raise ProtocolError(f"{worker.describe()}: {error}") from None
-        self._store.acted(worker.copy, part)
         worker.episodes = Episodes(part.next_observations, np.zeros(num_envs, bool))
+        if is_last:  # its process has been replaced since, and holds nothing
+            worker.episodes.lost()
+        else:
+            self._store.acted(worker.copy, part)
         return part

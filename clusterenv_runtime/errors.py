@@ -6,7 +6,7 @@ class ClusterEnvError(RuntimeError):
 
 
 class StartupError(ClusterEnvError):
-    """A worker did not start in time, or does not match the head (protocol or library versions)."""
+    """The head cannot listen, its launcher or keys cannot be used, or a worker does not come up or match the head."""
 
 
 class WorkerDiedError(ClusterEnvError):
@@ -22,7 +22,7 @@ class ProtocolError(ClusterEnvError):
 
 
 class Interrupted(ClusterEnvError):
-    """`ClusterEnv.interrupt` was called: raised where the head waits for workers, and nowhere else."""
+    """`ClusterEnv.interrupt` was called: raised where the head waits for workers. Scripts raise it on signals, too."""
 
 
 class CheckpointError(ClusterEnvError):

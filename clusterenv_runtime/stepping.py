@@ -45,6 +45,7 @@ class Stepper:
         self._pending: list[int | None] = []  # the seq each worker is to answer; None for one that is not asked
         self._mask: np.ndarray | None = None  # of the reset under way
         self._observations: Any = None  # of all environments, the last ones
+        self._lost_since: set[int] = set()  # workers whose process was replaced after it had answered the last call
         self._warned: set[str] = set()  # info keys that were left out
 
     def _assert_one_by_one(self) -> None:
@@ -52,6 +53,7 @@ class Stepper:
             raise ValueError("environments that step together are for a policy to act in: `rollout`, `send` and `recv`")
 
     def _ask(self, state: AsyncState, request: Callable[[WorkerHandle], tuple[Message, bytes]]) -> None:
+        self._pool.require(*self._pool.workers)
         self._pending = []
         for worker in self._pool.workers:
             whole = state == AsyncState.WAITING_RESET and self._mask is None
@@ -76,8 +78,8 @@ class Stepper:
             ) from None
         finally:
             self.state = AsyncState.DEFAULT
-        replies = {}
-        for request, reply, buffers in served:
+        replies, self._lost_since = {}, {answer.request.worker for answer in served if answer.is_last}
+        for request, reply, buffers, _ in served:
             reply.value, reply.infos = unpack(reply.value, buffers), unpack(reply.infos, buffers)
             replies[request.worker] = reply
             self._warn_of(reply.dropped)
@@ -86,6 +88,11 @@ class Stepper:
     def _infos(self, replies: list[Reply]) -> Infos:
         starts = [worker.rows.start for worker in self._pool.workers]
         return [(start + env, info) for start, reply in zip(starts, replies, strict=True) for env, info in reply.infos]
+
+    def _note_loss(self, worker: WorkerHandle) -> None:
+        """Have the next step tell of episodes that were lost after the answer to this call."""
+        if worker.index in self._lost_since:
+            worker.episodes.lost()
 
     def _nothing(self, worker: WorkerHandle) -> Reply:
         return Reply(create_empty_array(self._space, worker.num_envs), [])
@@ -132,6 +139,7 @@ class Stepper:
                 parts.append(reply.value)
             else:
                 parts.append(worker.episodes.saw_reset(self._space, reply.value, self._mask[worker.rows]))
+            self._note_loss(worker)
         return self._join(parts), self._infos(replies)
 
     def step(self, actions: Any) -> None:
@@ -152,6 +160,7 @@ class Stepper:
         for worker, reply in zip(self._pool.workers, replies, strict=True):
             observations, _, terminations, truncations = reply.value
             worker.episodes = Episodes(observations, (terminations | truncations) & shows_ends)
+            self._note_loss(worker)
         parts, *arrays = zip(*(reply.value for reply in replies), strict=True)
         return self._join(parts), *map(np.concatenate, arrays), self._infos(replies)
 
@@ -175,9 +184,14 @@ class Stepper:
                 "Values must be a list or tuple with length equal to the number of environments. "
                 f"Got `{len(values)}` values for {num_envs} environments."
             )
-        self._ask(AsyncState.WAITING_CALL, lambda worker: (SetAttr(name), cloudpickle.dumps(values[worker.rows])))
-        self._replies(AsyncState.WAITING_CALL, None)
-        self._recovery.attributes[name] = values
+        before, attributes = dict(self._recovery.attributes), self._recovery.attributes
+        attributes[name] = values  # from now on, as a worker may be replaced when it has answered
+        try:
+            self._ask(AsyncState.WAITING_CALL, lambda worker: (SetAttr(name), cloudpickle.dumps(values[worker.rows])))
+            self._replies(AsyncState.WAITING_CALL, None)
+        except BaseException:
+            self._recovery.attributes = before
+            raise
 
     def _join(self, parts: Sequence[Any]) -> Any:
         """Join the workers' observations, in the same arrays each time if the user wants no copy, as Gymnasium does."""

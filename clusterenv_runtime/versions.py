@@ -96,7 +96,7 @@ class PolicyStore:
         """
         known = [copy.divergence for copy in copies if copy.measured]
         mean = float(np.mean(known)) if known else math.inf
-        epsilon = float(getattr(self._policy, "epsilon", 0.0))  # the policy's of now, if it has one
+        epsilon = float(getattr(self._policy, "epsilon", 0.0))  # the policy's current one, if any
         return [Collect(int(num_steps), self.version, copy.measured, mean, epsilon) for copy in copies]
 
     def pull(self, copy: PolicyCopy) -> tuple[int, memoryview]:

@@ -139,7 +139,7 @@ class Simulation:
         """Ask these workers, or all, and return what they answer."""
         asked = [self.workers[index] for index in indices] if indices else self.workers
         seqs = [self.pool.ask(worker, Call("name")) for worker in asked]
-        return [reply.value for _, reply, _ in self.pool.gather(seqs, timeout)]
+        return [served.message.value for served in self.pool.gather(seqs, timeout)]
 
     def wait(self, seconds):
         """Serve the workers for so long, whoever is awaited."""
@@ -208,7 +208,7 @@ def test_what_a_lost_worker_had_not_answered_is_asked_again_and_what_it_had_is_n
     seqs = [simulation.pool.ask(worker, Call(name)) for name in ("answered", "lost", "lost too")]
     simulation.network.deliver(first.identity, seqs[0], Reply("from the first"))  # its last words
     first.die()
-    answers = [reply.value for _, reply, _ in simulation.pool.gather(seqs)]
+    answers = [served.message.value for served in simulation.pool.gather(seqs)]
     assert answers == ["from the first", 0, 0]
     assert [request.name for request in simulation.launcher.of[0].heard if isinstance(request, Call)] == [
         "lost",
@@ -324,7 +324,7 @@ def test_a_worker_of_another_version_is_refused_at_the_start_and_lost_later():
     simulation.pool.wait_until(lambda: len(simulation.launcher.started_at[0]) == 2, [seq])
     simulation.launcher.greets = True
     simulation.launcher.of[0].greet(protocol=1)
-    assert [reply.value for _, reply, _ in simulation.pool.gather([seq])] == [0]
+    assert [served.message.value for served in simulation.pool.gather([seq])] == [0]
     assert "speaks protocol 1" in simulation.recovery.restarts[-1]["reason"]
 
 

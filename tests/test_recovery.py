@@ -200,6 +200,70 @@ def test_a_worker_killed_before_its_first_hello_is_replaced(tmp_path):
         assert all("killed by SIGKILL" in restart["reason"] for restart in envs.restarts)
 
 
+class GatedEnv(CountingEnv):
+    """Steps, and takes ``x``, only once there is a file; the others do so at once."""
+
+    def __init__(self, gate=None):
+        super().__init__(length=99)
+        self.gate = gate
+
+    def step(self, action):
+        self._pass()
+        return super().step(action)
+
+    @property
+    def x(self):
+        return self._x
+
+    @x.setter
+    def x(self, value):
+        self._pass()
+        self._x = value
+
+    def _pass(self):
+        if self.gate is not None:
+            wait_until(lambda: os.path.exists(self.gate))
+
+
+@contextlib.contextmanager
+def losing_the_first_before_the_second_answers(envs, gate):
+    """Kill worker 0 while the body waits for worker 1, which answers once the other is replaced."""
+
+    def lose():
+        time.sleep(0.5)  # so it has most probably answered
+        os.kill(pid_of(envs, 0), signal.SIGKILL)
+        wait_until(lambda: len(envs.restarts) == 1)
+        gate.touch()
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    yield
+    thread.join()
+
+
+def test_a_worker_that_is_lost_after_its_answer_is_told_of_by_the_next_step(tmp_path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    with ClusterEnv([GatedEnv, partial(GatedEnv, str(gate))], 2) as envs:
+        envs.reset()
+        envs.step([0, 0])
+        gate.unlink()
+        with losing_the_first_before_the_second_answers(envs, gate):
+            first = envs.step([0, 0])[3].tolist()
+        second = envs.step([0, 0])[3].tolist()
+        assert sorted([first, second]) == [[False, False], [True, False]]
+        assert envs.step([0, 0])[0][0].tolist() == [0 if second[0] else 1]  # the reset, or a step after it
+
+
+def test_what_is_set_is_also_set_for_a_worker_that_is_lost_after_its_answer(tmp_path):
+    gate = tmp_path / "gate"
+    with ClusterEnv([GatedEnv, partial(GatedEnv, str(gate))], 2) as envs:
+        envs.reset()
+        with losing_the_first_before_the_second_answers(envs, gate):
+            envs.set_attr("x", [7, 8])
+        assert envs.get_attr("x") == (7, 8)
+
+
 def test_a_worker_lost_in_a_reset(pipe):
     with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path, "reset")], 2, worker_timeout=HOUR) as envs:
         with killing(pipe), at_most():

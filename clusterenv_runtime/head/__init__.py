@@ -1,5 +1,6 @@
 """The head's side of the wire: the workers behind its one listening socket, what they are asked, and who replaces them.
 
 `handle` is one worker, as the head knows it. `transport` carries messages and knows no worker. `supervisor` finds out
-who is lost. `recovery` says what a replacement must be told. `pool` numbers what is asked, and puts all together.
+who is lost. `recovery` says what a replacement must be told, and `episodes` what the user has seen of its environments.
+`failures` makes exceptions of workers' errors. `pool` numbers what is asked and puts all together, `start` begins it.
 """

@@ -27,7 +27,7 @@ CONNECTED = State.BUILDING, State.READY  # when messages can be sent to it
 
 
 @dataclass
-class Request:
+class PendingRequest:
     """A message to one worker that wants an answer."""
 
     seq: int
@@ -38,21 +38,22 @@ class Request:
 
 @dataclass
 class WorkerHandle:
-    """A worker: the process of now, what it was told, and what outlives its processes."""
+    """A worker: its current process, what it was told, and what outlives its processes."""
 
     index: int
     rows: slice  # its environments
     setup: bytes  # cloudpickle of what builds them
     episodes: Episodes  # in its environments, as the user knows them
 
-    # The process. Times are those of the pool's clock, in seconds.
+    # The current process. Times are those of the pool's clock, in seconds.
     state: State = State.STARTING
+    process: int = 0  # how many have been before it
     identity: bytes | None = None  # of its connection; None until it has said hello
     host: str = ""
     pid: int = 0
     building: int | None = None  # the seq of the request that builds its environments
     deadline: float = 0.0  # when the state must have changed
-    heard: float = 0.0  # when its last message came
+    heard: float = 0.0  # when its last message came, or else when it was started
     noticed: float = 0.0  # when the user was last told that it has not been started
     exit: Exit | None = None  # how it was lost, once that is known
     ended_because: str = ""  # of a worker that has ended

@@ -2,61 +2,65 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import protocol
 from ..errors import DeadlineError, Interrupted, StartupError, WorkerDiedError
 from ..launchers import Exit, Launcher
 from ..launchers.base import worker_flags
-from ..protocol import Close, Error, Hello, Message, Part, Ping, Pull, Reply, Weights
+from ..protocol import Close, Collect, Error, Hello, Message, Part, Ping, Pull, Reply, Weights
 from ..versions import PolicyStore
 from .failures import to_exception
-from .handle import CONNECTED, Request, State, WorkerHandle
+from .handle import CONNECTED, PendingRequest, State, WorkerHandle
 from .recovery import Recovery
 from .supervisor import Supervisor
 from .transport import Outgoing, Received, Transport
 
 logger = logging.getLogger(__name__)
 PING_S = 1.0  # how often the head tries whether workers can be reached
-Served = tuple[Request, Reply | Part, list[Any]]  # what was asked, the answer, and its buffers
+
+
+class Served(NamedTuple):
+    """An answer, and what it answers."""
+
+    request: PendingRequest
+    message: Reply | Part
+    buffers: list[Any]
+    is_last: bool  # whether the process that answered has been replaced since
 
 
 class Requests:
     """Numbers requests; keeps each until it is answered, and the answer until it is taken."""
 
     def __init__(self) -> None:
-        self._last = 0  # the number of the last
-        self._outstanding: dict[int, Request] = {}  # by seq, oldest first
-        # By seq, frames of what nobody has taken yet, oldest first. They are decoded again when taken: thousands,
-        # held decoded, are so many objects that Python's garbage collector takes more time than all the rest.
-        self._answers: dict[int, tuple[Request, list[Any]]] = {}
-
-    def fresh_seq(self) -> int:
-        """Return a number that no request has."""
-        self._last += 1
-        return self._last
+        self.numbers = itertools.count(1)
+        self._outstanding: dict[int, PendingRequest] = {}  # by seq, oldest first
+        # By seq, frames of what nobody has taken yet, and whose process sent them. They are decoded again when taken:
+        # thousands, held decoded, are so many objects that Python's garbage collector takes most of the time.
+        self._answers: dict[int, tuple[PendingRequest, list[Any], int]] = {}
 
     def add(self, worker: int, message: Message, buffers: tuple[Any, ...]) -> int:
         """Keep a request, and return its number."""
-        seq = self.fresh_seq()
-        self._outstanding[seq] = Request(seq, worker, message, buffers)
+        seq = next(self.numbers)
+        self._outstanding[seq] = PendingRequest(seq, worker, message, buffers)
         return seq
 
-    def is_outstanding(self, seq: int | None, worker: int) -> bool:
-        """Say whether this worker has this to answer."""
+    def find(self, seq: int | None, worker: int) -> PendingRequest | None:
+        """Return what this worker is to answer by this number, if it is outstanding."""
         request = self._outstanding.get(seq)
-        return request is not None and request.worker == worker
+        return request if request is not None and request.worker == worker else None
 
-    def answer(self, seq: int, frames: list[Any]) -> None:
+    def answer(self, seq: int, frames: list[Any], process: int) -> None:
         """Keep the answer to a request that is outstanding."""
-        self._answers[seq] = self._outstanding.pop(seq), frames
+        self._answers[seq] = self._outstanding.pop(seq), frames, process
 
-    def take(self, seq: int) -> tuple[Request, list[Any]]:
-        """Return an answered request and the frames of its answer, which are kept no longer."""
+    def take(self, seq: int) -> tuple[PendingRequest, list[Any], int]:
+        """Return an answered request, the frames of its answer and whose process sent them; they are kept no longer."""
         return self._answers.pop(seq)
 
     def forget(self, seqs: Iterable[int]) -> None:
@@ -69,13 +73,13 @@ class Requests:
         """Wait no more for anything of this worker."""
         self._outstanding = {seq: request for seq, request in self._outstanding.items() if request.worker != worker}
 
-    def of(self, worker: int) -> list[Request]:
+    def of(self, worker: int) -> list[PendingRequest]:
         """Return what this worker has not answered, oldest first."""
         return [request for request in self._outstanding.values() if request.worker == worker]
 
-    def workers(self, seqs: Iterable[int]) -> list[int]:
-        """Return which workers have not answered these, in order."""
-        return sorted({self._outstanding[seq].worker for seq in seqs if seq in self._outstanding})
+    def late(self, seqs: Iterable[int]) -> set[int]:
+        """Return which workers have not answered these."""
+        return {self._outstanding[seq].worker for seq in seqs if seq in self._outstanding}
 
     def first_answered(self, seqs: Collection[int]) -> int | None:
         """Return the first of these to be answered, or None if none is."""
@@ -143,16 +147,17 @@ class WorkerPool:
         self._supervisor.all_must_start = False
 
     def ask(self, worker: WorkerHandle, message: Message, *buffers: Any) -> int:
-        """Request something, and return the request's ``seq``. It is sent by the next wait, or by `flush`.
-
-        Raises:
-            WorkerDiedError: there is no such worker any more.
-        """
-        if worker.state == State.ENDED:
-            raise WorkerDiedError(f"{self._supervisor.describe(worker)} is gone")
+        """Request something of a worker that is still there, and return the ``seq``; sent by a wait, or by `flush`."""
+        self.require(worker)
         seq = self._requests.add(worker.index, message, buffers)
         self._post(worker, seq, message, *buffers)
         return seq
+
+    def require(self, *workers: WorkerHandle) -> None:
+        """Raise WorkerDiedError if there will be no answer of one of these."""
+        for worker in workers:
+            if worker.state == State.ENDED:
+                raise WorkerDiedError(f"{self._supervisor.describe(worker)} is gone")
 
     def flush(self) -> None:
         """Send what was asked."""
@@ -191,8 +196,7 @@ class WorkerPool:
         are_settled = self._requests.watch(seqs)
         self._wait(lambda: done() or are_settled(), seqs)
         if not done():
-            gone = [worker for worker in self.workers if worker.state == State.ENDED]
-            raise WorkerDiedError(f"there will be no answer: {self._describe(gone)} is gone")
+            self.require(*self.workers)
 
     @property
     def has_failed(self) -> bool:
@@ -202,19 +206,21 @@ class WorkerPool:
     def _wait(self, done: Callable[[], bool], seqs: Iterable[int] = (), timeout: float | None = None) -> None:
         """Exchange messages and supervise until ``done``; raise what has failed meanwhile."""
         deadline = math.inf if timeout is None else self._clock() + timeout
-        while True:
-            until = -math.inf if done() else min(deadline, self._supervisor.next_look)
-            self._serve(max(until - self._clock(), 0))
-            self._raise_if_interrupted()
-            if self._clock() >= self._supervisor.next_look:
-                self._supervise()
-            if done():
-                break
-            if self._clock() >= deadline:
-                late = [self.workers[index] for index in self._requests.workers(seqs)]
-                raise DeadlineError("No answer from " + self._describe(late))
-        if self._outbox:  # such as the weights that were waited for
-            self.flush()
+        try:
+            while True:
+                until = -math.inf if done() else min(deadline, self._supervisor.next_look)
+                self._serve(max(until - self._clock(), 0))
+                self._raise_if_interrupted()
+                if self._clock() >= self._supervisor.next_look:
+                    self._supervise()
+                if done():
+                    break
+                if self._clock() >= deadline:
+                    late = (self.workers[index] for index in sorted(self._requests.late(seqs)))
+                    raise DeadlineError("No answer from " + ", ".join(map(self._supervisor.describe, late)))
+        finally:
+            if self._outbox:  # such as the weights that were waited for
+                self.flush()
         if self._errors:
             errors, self._errors = self._errors, []
             raise to_exception(errors)
@@ -244,7 +250,7 @@ class WorkerPool:
         for worker, text in self._supervisor.look():
             self._raise_if_interrupted()  # a scheduler that ends a job may tell head and workers at once
             if worker.identity is not None:
-                del self._by_identity[worker.identity]
+                self._by_identity.pop(worker.identity, None)
                 self._former.add(worker.identity)
             try:
                 self._supervisor.replace(worker, text)
@@ -268,13 +274,13 @@ class WorkerPool:
                 self._handle_answer(worker, received.seq, message, received.frames)
 
     def _handle_answer(self, worker: WorkerHandle, seq: int | None, message: Any, frames: list[Any]) -> None:
-        expected = self._requests.is_outstanding(seq, worker.index)
+        request = self._requests.find(seq, worker.index)
         match message:
             case Pull():  # also for a request given up since: that worker waits all the same
                 if worker.state in CONNECTED:
                     version, weights = self._store.pull(worker.copy)
                     self._post(worker, seq, Weights(version), weights)
-            case Error() if expected or message.fatal:
+            case Error() if request is not None or message.fatal:
                 self._errors.append((self._supervisor.describe(worker), message))
                 self._requests.forget([seq])
                 if message.fatal:  # even if it answers a request given up since: there will be no other answer
@@ -283,8 +289,11 @@ class WorkerPool:
             case Error():
                 name = self._supervisor.describe(worker)
                 logger.warning("%s could not do again what its predecessor did: %s", name, message.message)
-            case Reply() | Part() if expected:  # else late or duplicate
-                self._requests.answer(seq, frames)
+            case Reply() | Part() if request is not None:  # else late or duplicate
+                if isinstance(message, Part) != isinstance(request.message, Collect):
+                    self._supervisor.lose(worker, Exit(f"it answered {request.message} by a {type(message).__name__}"))
+                    return
+                self._requests.answer(seq, frames, worker.process)
                 worker.losses = 0
                 if isinstance(message, Part):
                     worker.generator = message.generator
@@ -303,10 +312,11 @@ class WorkerPool:
         if (mismatch := protocol.mismatch(hello)) is not None:
             if self._supervisor.all_must_start:
                 raise StartupError(f"{self._supervisor.describe(worker)} {mismatch}")
+            self._post(worker, None, Close())
             self._supervisor.lose(worker, Exit(f"it {mismatch}"))
             return
         for seq, message, buffers in self._recovery.orders(worker, self._requests.of(worker.index)):
-            seq = self._requests.fresh_seq() if seq is None else seq
+            seq = next(self._requests.numbers) if seq is None else seq
             worker.building = seq if worker.building is None else worker.building
             self._post(worker, seq, message, *buffers)
 
@@ -316,12 +326,9 @@ class WorkerPool:
             self._outbox.append(Outgoing(worker.identity, seq, message, buffers))
 
     def _take(self, seq: int) -> Served:
-        request, (header, *buffers) = self._requests.take(seq)
+        request, (header, *buffers), process = self._requests.take(seq)
         _, message = protocol.decode_answer(header)
-        return request, message, buffers
-
-    def _describe(self, workers: Iterable[WorkerHandle]) -> str:
-        return ", ".join(map(self._supervisor.describe, workers))
+        return Served(request, message, buffers, process != self.workers[request.worker].process)
 
     def close(self, timeout: float) -> None:
         """Close every worker within about ``timeout`` seconds, by force if need be. Safe to call twice."""
@@ -330,6 +337,7 @@ class WorkerPool:
         self._closed, deadline = True, self._clock() + timeout
         for worker in self.workers:
             self._post(worker, None, Close())
+        self.flush()
         # One that sees this socket closed before it has read that it is to close has failed.
         while self._clock() < deadline and any(worker.state in CONNECTED for worker in self.workers):
             self._exchange(0.01)

@@ -14,7 +14,7 @@ import numpy as np
 from ..protocol import Collect, CutOff, Message, Reset, SetAttr, Setup, Step, Structure
 from ..sync import SyncRule
 from ..versions import PolicyStore
-from .handle import Request, WorkerHandle
+from .handle import PendingRequest, WorkerHandle
 
 logger = logging.getLogger(__name__)
 Order = tuple[int | None, Message, tuple[Any, ...]]  # seq, if it is known, message and buffers
@@ -40,7 +40,7 @@ class Recovery:
         self.restarts: list[dict[str, Any]] = []  # worker, time, reason and seeds of each
         self._loaded = False  # whether the workers' random numbers come from a checkpoint
 
-    def orders(self, worker: WorkerHandle, unanswered: list[Request]) -> list[Order]:
+    def orders(self, worker: WorkerHandle, unanswered: list[PendingRequest]) -> list[Order]:
         """Return what makes a process this worker, and then what it is to answer."""
         orders: list[Order] = [(None, Setup(self._sys_path, worker.rows.start, self._rule), (worker.setup,))]
         if self._store.structure:
@@ -58,7 +58,7 @@ class Recovery:
             orders.append((request.seq, message, tuple(buffers)))
         return orders
 
-    def lost(self, worker: WorkerHandle, text: str, unanswered: list[Request]) -> None:
+    def lost(self, worker: WorkerHandle, text: str, unanswered: list[PendingRequest]) -> None:
         """Note that a worker's process has died, and will be replaced."""
         worker.copy.forget()
         worker.restores_generator = True
@@ -78,7 +78,7 @@ class Recovery:
         return [None if old is None else new for old, new in zip(given, fresh, strict=True)]
 
     def reset(self, workers: Iterable[WorkerHandle], seeds: list[int | None], options: dict[str, Any] | None) -> None:
-        """Note that the user resets all environments; seeds reset the noise, too, unless it was just loaded."""
+        """Note that the user resets all environments, and the noise with them, unless that was just loaded."""
         self._options = options
         for worker in workers:
             worker.user_seeds = worker.seeds = seeds[worker.rows]

@@ -25,7 +25,7 @@ class Supervisor:
     """Watches the workers' processes.
 
     Args:
-        workers: all of them; their states are changed here, and on messages of theirs by the pool.
+        workers: all of them. Only this changes their states.
         launcher: starts, kills and knows the processes.
         startup_timeout: seconds for a process to start, and then to build its environments.
         worker_timeout: seconds of silence after which a link is cut, for the texts.
@@ -45,8 +45,8 @@ class Supervisor:
         self._workers, self._launcher, self._clock = workers, launcher, clock
         self._startup_timeout, self._worker_timeout = startup_timeout, worker_timeout
         self._max_restarts = max_restarts
-        self.all_must_start = True  # until they have: one that cannot start ends the run, and is no loss
-        self.next_look = 0.0
+        self.all_must_start = True  # until they have: one that ends by itself, or is late, ends the run
+        self.next_look = self._next_look_at_all = 0.0
 
     def start(self) -> None:
         """Start all processes."""
@@ -87,8 +87,13 @@ class Supervisor:
             StartupError: not all have started, and some did not in time.
         """
         now, lost, late = self._clock(), [], []
+        at_all = now >= self._next_look_at_all  # else only at those that are being lost
+        if at_all:
+            self._next_look_at_all = now + LOOK_S
         for worker in self._workers:
             if worker.state in (State.STARTING, State.BUILDING, State.READY):
+                if not at_all:
+                    continue
                 if (exit := self._launcher.exit(worker.index)) is not None:
                     self.lose(worker, exit)
                 elif worker.state != State.READY and not self._is_pending(worker, now) and now > worker.deadline:
@@ -105,7 +110,7 @@ class Supervisor:
         if late:
             self._handle_late(late)
         in_between = any(worker.state in (State.LOST, State.KILLED) for worker in self._workers)
-        self.next_look = now + (SOON_S if in_between else LOOK_S)
+        self.next_look = min(self._next_look_at_all, now + SOON_S) if in_between else self._next_look_at_all
         return lost
 
     def _is_pending(self, worker: WorkerHandle, now: float) -> bool:
@@ -147,6 +152,7 @@ class Supervisor:
             again = f" (and so did {worker.losses - 1} before it, one after the other)" if worker.losses > 1 else ""
             raise WorkerDiedError(text + again)
         self._launcher.start_worker(worker.index)
+        worker.process += 1
         self._begin(worker)
 
     def describe(self, worker: WorkerHandle) -> str:

@@ -47,7 +47,9 @@ class Received:
 
 
 class Transport:
-    """Sends and receives messages, all in `exchange`. Whoever simulates it needs that, `drop` and `close`.
+    """Sends and receives messages, all in `exchange`.
+
+    A simulation of it needs `exchange`, `drop`, `close`, and the attributes `address`, `key_file` and `directory`.
 
     Args:
         bind_address: an IP address or network interface to listen on over tcp; None for a socket file.

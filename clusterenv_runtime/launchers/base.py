@@ -17,9 +17,9 @@ class Exit:
 
 
 class Launcher:
-    """Starts the workers of one head. None of its methods waits, except `stop`.
+    """Starts the workers of one head. What is called while they run must not wait; only `stop` may.
 
-    A launcher of your own defines `command`, `start_worker`, and as far as it can `exit`, `kill`, `has_ended` and
+    A launcher of your own defines `remote`, `command`, `start_worker`, and if it can `exit`, `kill`, `has_ended` and
     `stop`. A package that names it as an entry point of the group ``clusterenv.launchers`` makes it known by that name.
 
     Args:
@@ -93,7 +93,7 @@ class Launcher:
         return None
 
     def kill(self, index: int) -> None:
-        """Begin to end a worker's process by force, as far as it can be reached."""
+        """Begin to end a worker's process by force, if it can be reached."""
 
     def has_ended(self, index: int) -> bool:
         """Return whether, as far as this launcher can tell, nothing is left of a worker that was killed."""

@@ -67,7 +67,9 @@ class LocalLauncher(Launcher):
         if code is None:
             return None
         if code >= 0:
-            return Exit(f"exit code {code}", by_signal=code > 128)  # as a shell, which may be the prefix, tells it
+            return Exit(
+                f"exit code {code}", by_signal=128 < code <= 192
+            )  # as a shell, which may be the prefix, tells it
         names = {number.value: number.name for number in signal.Signals}
         return Exit(f"killed by {names.get(-code, f'signal {-code}')}", by_signal=True)
 
@@ -78,7 +80,8 @@ class LocalLauncher(Launcher):
         return self._processes[index].poll() is not None
 
     def stop(self, timeout: float) -> None:
-        deadline, processes = time.monotonic() + timeout, [*self._processes.values(), *self._replaced]
+        replaced = [process for process in self._replaced if process.poll() is None]
+        deadline, processes = time.monotonic() + timeout, [*self._processes.values(), *replaced]
         if not _await(processes, deadline):
             for process in processes:
                 process.terminate()

@@ -35,7 +35,7 @@ class Allocation:
     het: bool
 
     def places(self, num_workers: int) -> list[str]:
-        """Return a node for each worker: always the one with the most cores left, of equals one with fewer workers."""
+        """Return a node for each worker: the one with the most cores left; of several, the one with fewer workers."""
         free, places = dict(self.free), []
         for _ in range(num_workers):
             node = max(free, key=lambda node: (free[node], -places.count(node)))
@@ -171,7 +171,7 @@ class SlurmLauncher(LocalLauncher):
         if code is None:
             return None
         errors = "; ".join(re.findall(r"^srun: error: (.*)", self._said(index), re.MULTILINE))
-        return Exit(errors or f"srun ended with exit code {code}", by_signal=code < 0 or code > 128)
+        return Exit(errors or f"srun ended with exit code {code}", by_signal=code < 0 or 128 < code <= 192)
 
     def kill(self, index: int) -> None:
         self._processes[index].terminate()  # srun kills its task then, if the node can be reached

@@ -146,7 +146,8 @@ class Run:
         """Yield the iterations that are left of ``number``, of so many environment ``steps`` each, counted from 1.
 
         Between two of them a checkpoint is written if one is due, and signals are heeded. The last is the one that
-        `report`s after --max-seconds, if that comes first. Then there is a checkpoint, and the workers end.
+        `report`s after --max-seconds, if that comes first. Then there is a checkpoint, and the workers end. Do not
+        leave it by ``break``, or there is neither.
         """
         self._number, self._steps = number, steps
         done, saved_at = self.global_step // steps, time.monotonic()

@@ -11,7 +11,7 @@ import sys
 
 from ..errors import StartupError
 from ..security import read_key_file
-from .connection import Connection, Head
+from .connection import Connection, HeadAddress
 from .worker import Worker
 
 
@@ -31,7 +31,7 @@ def main() -> None:
         keys = None if args.key_file is None else read_key_file(args.key_file)
     except StartupError as error:
         sys.exit(f"error: {error}")
-    head = Head(
+    head = HeadAddress(
         args.connect, keys, args.startup_timeout, args.head_timeout, args.head_pid, directory=args.head_directory
     )
     if head.has_left_us:

@@ -24,7 +24,7 @@ HELLO_S = 5.0  # how often a worker that waits for the head's first answer says 
 
 
 @dataclass
-class Head:
+class HeadAddress:
     """Where the head is, and how its end is noticed."""
 
     address: str
@@ -48,7 +48,7 @@ class Head:
 class Connection:
     """Sends and receives. When the head has gone, it ends this process, whatever its environments are doing."""
 
-    def __init__(self, head: Head, index: int) -> None:
+    def __init__(self, head: HeadAddress, index: int) -> None:
         self._head, self._context = head, zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 5000  # the last message may be why we die

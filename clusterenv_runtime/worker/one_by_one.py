@@ -48,7 +48,7 @@ class _Envs(list[gym.Env]):
         self.current = None
         try:
             yield
-        except BaseException as error:
+        except (Exception, SystemExit) as error:
             if self.current is None:
                 raise
             raise EnvRaised(int(self.current)) from error
