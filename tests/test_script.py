@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import ppo_clusterenv
-from clusterenv_runtime.script import Counters, Run, environments, flags
+from clusterenv_runtime.script import Counters, Run, environments
 from clusterenv_runtime.script.checkpoint import load_checkpoint
+from docs import flags
 
 from . import scripts
 from .scripts import ROOT

@@ -1,4 +1,4 @@
-"""The page docs/flags.md: ``python -m clusterenv_runtime.script.flags > docs/flags.md``, where the scripts are."""
+"""The page docs/flags.md: ``python -m docs.flags > docs/flags.md``, from the root of the repository."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import inspect
 import textwrap
 from collections.abc import Iterable
 
-from ..options import ClusterOptions
-from .arguments import ScriptArgs, spell
+from clusterenv_runtime.options import ClusterOptions
+from clusterenv_runtime.script.arguments import ScriptArgs, spell
 
 SCRIPTS = {"PPO": "ppo_clusterenv", "DQN": "dqn_clusterenv"}
 HEAD = """# Flags
 
 Of `ppo_clusterenv.py` and `dqn_clusterenv.py`. Hyphens and underscores are both accepted, booleans as `--x`, `--no-x`,
-`--x=True` and `--x=False`. This page is generated from the code: `python -m clusterenv_runtime.script.flags`.
+`--x=True` and `--x=False`. This page is generated from the code: `python -m docs.flags > docs/flags.md`.
 """
 
 
