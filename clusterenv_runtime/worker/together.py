@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from ..backends import EnvPoolVectorEnv
 from ..rollout import RolloutPart
-from ..spaces import map_space
+from ..spaces import map_space, take
 from .transitions import Transitions, stack
 
 if TYPE_CHECKING:
@@ -128,4 +128,4 @@ def _take(space: gym.Space, batch: Any, rows: Any) -> Any:
     """Return a copy of these rows of a batch, or of an array of objects."""
     if isinstance(batch, np.ndarray) and batch.dtype == object:
         return stack(space, list(batch[rows]))
-    return map_space(lambda leaf: leaf[rows], space, batch)
+    return take(space, batch, rows)
