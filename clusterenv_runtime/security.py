@@ -114,6 +114,5 @@ def read_key_file(path: str | os.PathLike[str], kind: type[Keys] = WorkerKeys) -
     except OSError as error:
         raise StartupError(f"cannot read the key file {path}: {error.strerror}") from None
     except msgspec.MsgspecError as error:
-        raise StartupError(
-            f"{path} is not a {'worker' if kind is WorkerKeys else 'head'}'s key file: {error}"
-        ) from None
+        whose = "worker" if kind is WorkerKeys else "head"
+        raise StartupError(f"{path} is not a {whose}'s key file: {error}") from None

@@ -66,10 +66,8 @@ class LocalLauncher(Launcher):
         code = self._processes[index].poll()
         if code is None:
             return None
-        if code >= 0:
-            return Exit(
-                f"exit code {code}", by_signal=128 < code <= 192
-            )  # as a shell, which may be the prefix, tells it
+        if code >= 0:  # above 128 it stands for a signal, as a shell tells it, which may be the prefix
+            return Exit(f"exit code {code}", by_signal=128 < code <= 192)
         names = {number.value: number.name for number in signal.Signals}
         return Exit(f"killed by {names.get(-code, f'signal {-code}')}", by_signal=True)
 

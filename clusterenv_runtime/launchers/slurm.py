@@ -190,8 +190,7 @@ class SlurmLauncher(LocalLauncher):
             words.close()
 
     def _said(self, index: int) -> str:
-        words = self._words[index]
-        return os.pread(words.fileno(), 2**16, 0).decode(errors="replace")
+        return os.pread(self._words[index].fileno(), 2**16, 0).decode(errors="replace")
 
 
 def _scontrol(*arguments: str) -> str:
