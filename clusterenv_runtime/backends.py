@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from .spaces import map_space
+from .spaces import leaves_of, map_space
 
 
 class EnvPoolVectorEnv(VectorEnv):
@@ -51,14 +51,11 @@ class EnvPoolVectorEnv(VectorEnv):
         if mask is None:
             self._observations, infos = self._pool.reset()
         else:
+            space = self.single_observation_space
             some, infos = self._pool.reset(np.flatnonzero(mask).astype(np.int32))
-
-            def put(leaf: np.ndarray, new: np.ndarray) -> np.ndarray:
-                leaf = leaf.copy()  # the user has the one from before
+            self._observations = map_space(np.copy, space, self._observations)  # the user has the one from before
+            for leaf, new in zip(leaves_of(space, self._observations), leaves_of(space, some), strict=True):
                 leaf[mask] = new
-                return leaf
-
-            self._observations = map_space(put, self.single_observation_space, self._observations, some)
         return self._observations, infos
 
     def step(self, actions: Any) -> Any:
