@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import gymnasium as gym
@@ -73,18 +72,10 @@ class EnvsOneByOne(SyncVectorEnv):
     ) -> None:
         self.infos: list[tuple[int, dict[str, Any]]] = []  # (environment, info) in the order they arose
         mode = observation_mode if observation_mode == "same" else (gym.spaces.Discrete(1), single_observation_space)
-        envs = _Envs()
-
-        def build(env_fn: Callable[[], gym.Env], env: int) -> gym.Env:
-            envs.current = env
-            built = env_fn()
-            envs.current = None
-            return built
-
-        with envs.named():
-            numbered = [partial(build, env_fn, env) for env, env_fn in enumerate(env_fns)]
-            super().__init__(numbered, observation_mode=mode, autoreset_mode=autoreset_mode)
-        envs.extend(self.envs)
+        numbered = _Envs(env_fns)
+        with numbered.named():
+            envs = _Envs([env_fn() for env_fn in numbered])
+        super().__init__([lambda env=env: env for env in envs], observation_mode=mode, autoreset_mode=autoreset_mode)
         self.envs = envs
         for name, expected in (("observation", single_observation_space), ("action", single_action_space)):
             if (space := getattr(self, f"single_{name}_space")) != expected:
