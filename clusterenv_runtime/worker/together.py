@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from ..backends import EnvPoolVectorEnv
 from ..rollout import RolloutPart
-from ..spaces import map_space, take
+from ..spaces import leaves_of, map_space, take
 from .transitions import Transitions, stack
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class EnvsTogether:
         """
         space, num_envs = self.single_observation_space, self.num_envs
         transitions = Transitions(space, self.observations, num_steps, num_envs)
+        places = leaves_of(space, transitions.observations)
         final_observations = [_take(space, self.observations, slice(0))]
         episodes: list[np.ndarray] = [np.empty((0, 3))]  # as `Transitions.part` takes them; those beyond it come last
         actor.start(num_steps, num_envs)
@@ -77,7 +78,8 @@ class EnvsTogether:
             # The rows whose next observation is still wanted, and where it goes.
             rows = slice(None) if aligned else np.flatnonzero(count <= num_steps)
             here = step if aligned else (count[rows], rows)
-            _put(space, transitions.observations, here, self.observations, rows)
+            for place, leaf in zip(places, leaves_of(space, self.observations), strict=True):
+                place[here] = leaf[rows]
             if count.min() >= num_steps:
                 break
             if not aligned:  # the rows whose next transition is wanted
@@ -87,7 +89,9 @@ class EnvsTogether:
             seen, reward, terminated, truncated, info = self._envs.step(actor.act(self.observations))
             transitions.rewards[here] = reward[rows]
             transitions.terminations[here], transitions.truncations[here] = terminated[rows], truncated[rows]
-            self._count(reward)
+            self._returns += reward
+            self._lengths += 1
+            self._returns[self._dead] = self._lengths[self._dead] = 0
             count += ~self._dead
             ended = terminated | truncated
             if ended.any():
@@ -108,20 +112,6 @@ class EnvsTogether:
         ends = order[counted[order, 0] < transitions.rewards.size]
         final = map_space(lambda *leaves: np.concatenate(leaves)[ends], space, *final_observations)
         return transitions.part(actor, final, counted[order], step_of)
-
-    def _count(self, reward: np.ndarray) -> None:
-        self._returns += reward
-        self._lengths += 1
-        self._returns[self._dead] = self._lengths[self._dead] = 0
-
-
-def _put(space: gym.Space, batches: Any, here: Any, batch: Any, rows: Any) -> None:
-    """Write these rows of a batch to their places in one with a dimension more."""
-
-    def put(leaf: np.ndarray, new: np.ndarray) -> None:
-        leaf[here] = new[rows]
-
-    map_space(put, space, batches, batch)
 
 
 def _take(space: gym.Space, batch: Any, rows: Any) -> Any:
