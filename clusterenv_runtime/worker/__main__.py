@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import logging
-import os
 import sys
 
 from ..errors import StartupError
 from ..security import read_key_file
-from .connection import Connection, HeadAddress
+from .connection import Connection
 from .worker import Worker
 
 
@@ -31,22 +29,16 @@ def main() -> None:
         keys = None if args.key_file is None else read_key_file(args.key_file)
     except StartupError as error:
         sys.exit(f"error: {error}")
-    head = HeadAddress(
-        args.connect, keys, args.startup_timeout, args.head_timeout, args.head_pid, directory=args.head_directory
+    connection = Connection(
+        args.connect, keys, args.startup_timeout, args.head_timeout, args.head_pid, args.head_directory
     )
-    if head.has_left_us:
-        with contextlib.suppress(OSError):
-            os.kill(head.parent, 0)
-            head.parent = None  # it lives, our parent is of a --worker-prefix; the link will tell when it ends
-    connection = Connection(head, args.index)
     worker = Worker(connection)
     try:
-        connection.greet()
+        connection.greet(args.index)
         worker.run()
     finally:
         worker.close()
         connection.close()
-        head.tidy_up()
         gc.freeze()  # this process ends: to collect what torch has made would take most of a second
 
 

@@ -13,19 +13,13 @@ import gymnasium as gym
 
 from .. import protocol
 from ..codec import pack
-from ..protocol import Error, Part, Pull, Reply, Request, Weights
-from ..rollout import RolloutPart
 from ..sync import SyncRule
-from .connection import Connection
+from .connection import Connection, End
 from .one_by_one import EnvRaised, EnvsOneByOne
 from .together import EnvsTogether
 
 if TYPE_CHECKING:
     from .actor import Actor
-
-
-class End(BaseException):
-    """There is nothing more to do: the head has said so, perhaps instead of sending weights, or a request failed."""
 
 
 def build_environments(registry: dict[str, Any], **arguments: Any) -> EnvsOneByOne | EnvsTogether:
@@ -39,7 +33,8 @@ class Worker:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._later: deque[tuple[int | None, Request, list[Any]]] = deque()  # what came while weights were awaited
+        # What came while weights were awaited.
+        self._later: deque[tuple[int | None, protocol.Request, list[Any]]] = deque()
         self._envs: EnvsOneByOne | EnvsTogether | None = None
         self._first_row, self._rule = 0, SyncRule()
         self._actor: Actor | None = None
@@ -49,24 +44,22 @@ class Worker:
         """Answer requests until the head says that it is enough, or one has failed."""
         with contextlib.suppress(End):
             while True:
-                self._answer(*(self._later.popleft() if self._later else self._receive()))
+                self._answer(*(self._later.popleft() if self._later else self._connection.receive()))
 
     def close(self) -> None:
         """Close the environments."""
         if self._envs is not None:
             self._envs.close()
 
-    def _receive(self) -> tuple[int | None, Request, list[Any]]:
-        received = self._connection.receive()
-        if isinstance(received[1], protocol.Close):
-            raise End
-        return received
-
-    def _answer(self, seq: int | None, request: Request, buffers: list[Any]) -> None:
+    def _answer(self, seq: int | None, request: protocol.Request, buffers: list[Any]) -> None:
+        out, dropped = list[Any](), list[str]()  # the answer's buffers, and infos that cannot be sent
         try:
-            answer_buffers: list[Any] = []
-            answer = self._part_or_reply(seq, request, buffers, answer_buffers)
-            self._connection.send(seq, answer, *answer_buffers)
+            if isinstance(request, protocol.Collect):
+                answer = self._collect(seq, request, buffers, out)
+            else:
+                value = pack(self._handle(request, buffers), out)
+                answer = protocol.Reply(value, pack(self._envs.take_infos(), out, dropped), dropped)
+            self._connection.send(seq, answer, *out)
         except (Exception, SystemExit) as error:
             # An environment that raised while it was built, reset or stepped is in no state to go on.
             fatal = not isinstance(request, protocol.Call | protocol.SetAttr)
@@ -74,18 +67,11 @@ class Worker:
             if fatal:
                 raise End from error
 
-    def _part_or_reply(self, seq: int | None, request: Request, buffers: list[Any], out: list[Any]) -> Part | Reply:
-        if isinstance(request, protocol.Collect):
-            waited, part = self._collect(seq, request, buffers)
-            return Part(part.pack(out), self._actor.generator_state, waited)
-        value, dropped = pack(self._handle(request, buffers), out), list[str]()
-        return Reply(value, pack(self._envs.take_infos(), out, dropped), dropped)
-
-    def _describe(self, error: BaseException, fatal: bool) -> Error:
+    def _describe(self, error: BaseException, fatal: bool) -> protocol.Error:
         env = None
         if isinstance(error, EnvRaised):
             env, error = self._first_row + error.env, error.__cause__
-        return Error(
+        return protocol.Error(
             env=env,
             kind=f"{type(error).__module__}.{type(error).__qualname__}",
             message=str(error.args[0]) if len(error.args) == 1 else str(error),
@@ -93,7 +79,7 @@ class Worker:
             fatal=fatal,
         )
 
-    def _handle(self, request: Request, buffers: list[Any]) -> Any:
+    def _handle(self, request: protocol.Request, buffers: list[Any]) -> Any:
         match request:
             case protocol.Setup():
                 sys.path.extend(path for path in request.sys_path if path not in sys.path)
@@ -136,20 +122,21 @@ class Worker:
             self._actor.seed(self._seed)
         self._actor.load_structure(pickle.loads(structure))
 
-    def _collect(self, seq: int | None, request: protocol.Collect, buffers: list[Any]) -> tuple[float, RolloutPart]:
+    def _collect(self, seq: int | None, request: protocol.Collect, buffers: list[Any], out: list[Any]) -> protocol.Part:
         if buffers:
             self._actor.load_generator_state(buffers[0])
         if self._rule.wants_pull(self._actor.version, request):
             self._pull(seq)
         self._actor.set_epsilon(request.epsilon)
         waited, self._connection.waited = self._connection.waited, 0.0
-        return waited, self._envs.collect(self._actor, request.num_steps)
+        part = self._envs.collect(self._actor, request.num_steps)
+        return protocol.Part(part.pack(out), self._actor.generator_state, waited)
 
     def _pull(self, seq: int | None) -> None:
-        self._connection.send(seq, Pull(self._actor.version))
+        self._connection.send(seq, protocol.Pull(self._actor.version))
         while True:
-            other, message, buffers = self._receive()
-            if isinstance(message, Weights):
+            other, message, buffers = self._connection.receive()
+            if isinstance(message, protocol.Weights):
                 break
             if isinstance(message, protocol.Structure):  # the weights to come are its
                 self._answer(other, message, buffers)
