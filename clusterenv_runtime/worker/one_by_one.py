@@ -91,11 +91,6 @@ class EnvsOneByOne(SyncVectorEnv):
         self._stats_key = keys[0] if all(keys) else None
         self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
 
-    @property
-    def observations(self) -> Any:
-        """The last ones, a batch of all environments'."""
-        return self._observations
-
     def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
         if "final_obs" in env_info:  # an environment may reuse these arrays in the reset that follows
             env_info = _copy_arrays(env_info)
@@ -103,13 +98,10 @@ class EnvsOneByOne(SyncVectorEnv):
             self.infos.append((env_num, env_info))
         return vector_infos
 
-    def take_infos(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return the infos since the last time."""
-        infos, self.infos = self.infos, []
-        return infos
-
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
         mask = (options or {}).get("reset_mask", slice(None))
+        if isinstance(mask, np.ndarray) and not mask.any():  # other workers' rows are reset; it is Gymnasium's error
+            return self._observations, {}
         self._returns[mask] = self._lengths[mask] = 0
         with self.envs.named():
             result = super().reset(seed=seed, options=options)

@@ -42,22 +42,18 @@ class EnvsTogether:
                 raise RuntimeError(f"the environments' {name} space here is {space}, at the head it was {expected}")
         self.single_observation_space = single_observation_space
         self._mode = AutoresetMode(self._envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
-        self.observations: Any = None  # the last ones
+        self.infos: list[Any] = []  # those of a reset have no place in a rollout
         self._returns, self._lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
         self._dead = np.zeros(num_envs, bool)  # rows that the next step resets, whatever the action
 
     def close(self) -> None:
         self._envs.close()
 
-    def take_infos(self) -> list[Any]:
-        """Return none: infos of a reset have no place in a rollout."""
-        return []
-
     def reset(self, *, seed: list[int | None], options: dict[str, Any] | None) -> Any:
         one_each = isinstance(self._envs, EnvPoolVectorEnv | SyncVectorEnv)  # Gymnasium wants one for all
-        self.observations, infos = self._envs.reset(seed=seed if one_each else seed[0], options=options)
+        self._observations, infos = self._envs.reset(seed=seed if one_each else seed[0], options=options)
         self._returns[:], self._lengths[:], self._dead[:] = 0, 0, False
-        return deepcopy(self.observations), infos  # it is sent without copying, perhaps while we go on
+        return deepcopy(self._observations), infos  # it is sent without copying, perhaps while we go on
 
     def collect(self, actor: Actor, num_steps: int) -> RolloutPart:
         """Act and step until each row has ``num_steps`` transitions.
@@ -66,9 +62,9 @@ class EnvsTogether:
         different times. What those that were first do until the last one has is not in the rollout.
         """
         space, num_envs = self.single_observation_space, self.num_envs
-        transitions = Transitions(space, self.observations, num_steps, num_envs)
+        transitions = Transitions(space, self._observations, num_steps, num_envs)
         places = leaves_of(space, transitions.observations)
-        final_observations = [_take(space, self.observations, slice(0))]
+        final_observations = [_take(space, self._observations, slice(0))]
         episodes: list[np.ndarray] = [np.empty((0, 3))]  # as `Transitions.part` takes them; those beyond it come last
         actor.start(num_steps, num_envs)
         aligned, step, count = self._mode != AutoresetMode.NEXT_STEP, 0, np.zeros(num_envs, np.int64)
@@ -78,7 +74,7 @@ class EnvsTogether:
             # The rows whose next observation is still wanted, and where it goes.
             rows = slice(None) if aligned else np.flatnonzero(count <= num_steps)
             here = step if aligned else (count[rows], rows)
-            for place, leaf in zip(places, leaves_of(space, self.observations), strict=True):
+            for place, leaf in zip(places, leaves_of(space, self._observations), strict=True):
                 place[here] = leaf[rows]
             if count.min() >= num_steps:
                 break
@@ -86,7 +82,7 @@ class EnvsTogether:
                 rows = np.flatnonzero(~self._dead & (count < num_steps))
                 here = count[rows], rows
                 step_of[here] = step
-            seen, reward, terminated, truncated, info = self._envs.step(actor.act(self.observations))
+            seen, reward, terminated, truncated, info = self._envs.step(actor.act(self._observations))
             transitions.rewards[here] = reward[rows]
             transitions.terminations[here], transitions.truncations[here] = terminated[rows], truncated[rows]
             self._returns += reward
@@ -105,7 +101,7 @@ class EnvsTogether:
                     seen, _ = self._envs.reset(options={"reset_mask": ended})
             if not aligned:
                 self._dead = ended
-            self.observations = seen
+            self._observations = seen
             step += 1
         counted = np.concatenate(episodes)
         order = counted[:, 0].argsort()  # by transition, which is not always the order that they came in

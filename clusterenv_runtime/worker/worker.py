@@ -58,7 +58,8 @@ class Worker:
                 answer = self._collect(seq, request, buffers, out)
             else:
                 value = pack(self._handle(request, buffers), out)
-                answer = protocol.Reply(value, pack(self._envs.take_infos(), out, dropped), dropped)
+                infos, self._envs.infos = self._envs.infos, []
+                answer = protocol.Reply(value, pack(infos, out, dropped), dropped)
             self._connection.send(seq, answer, *out)
         except (Exception, SystemExit) as error:
             # An environment that raised while it was built, reset or stepped is in no state to go on.
@@ -101,12 +102,9 @@ class Worker:
         return None
 
     def _reset(self, seeds: list[int | None], options: dict[str, Any] | None, mask: Any) -> Any:
-        observations = self._envs.observations
         if mask is not None:
             options = {**options, "reset_mask": mask}
-        # A reset mask with no row here would be Gymnasium's error; nothing is to be done then.
-        if mask is None or mask.any():
-            observations, _ = self._envs.reset(seed=seeds, options=options)
+        observations, _ = self._envs.reset(seed=seeds, options=options)
         self._connection.waited = 0.0  # from here on the head may have work
         if seeds[0] is not None:
             self._seed = [seeds[0], self._first_row]
