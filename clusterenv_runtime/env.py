@@ -61,10 +61,10 @@ class ClusterEnv(VectorEnv):
         **options: Any,
     ) -> None:
         self.closed = True  # until there is something to close
-        parsed, launcher = parse_options({"num_workers": num_workers, **options}, log_dir)
+        parsed, launcher, address = parse_options({"num_workers": num_workers, **options}, log_dir)
         blueprint = Blueprint(env_fns, num_envs, observation_mode, autoreset_mode)
         blueprint.describe(self)
-        self._head = start_head(blueprint, parsed, launcher)
+        self._head = start_head(blueprint, parsed, launcher, address)
         self._pool, self._store = self._head.pool, self._head.store
         self.num_workers, self.copy = len(self._pool.workers), copy
         self._stepper, self._collector = Stepper(self._head, blueprint, copy), Collector(self._head, blueprint)

@@ -88,9 +88,7 @@ class ClusterOptions:
         """When a worker pulls."""
         return SyncRule(self.sync_mode, self.kl_threshold, self.sync_interval, self.max_policy_lag)
 
-    def make_launcher(
-        self, log_dir: str | os.PathLike[str] | None = None, spell: Callable[[str], str] = str
-    ) -> Launcher:
+    def make_launcher(self, log_dir: str | os.PathLike[str] | None, spell: Callable[[str], str] = str) -> Launcher:
         """Return the launcher of this name, whose workers may log to files in ``log_dir``.
 
         Raises:
@@ -105,10 +103,6 @@ class ClusterOptions:
             raise ValueError(f"{spell('worker_prefix')} {self.worker_prefix}: {error}") from None
         return make_launcher(self.launcher, log_dir, self.worker_prefix)
 
-    def address(self, launcher: Launcher) -> str | None:
-        """Return the address or interface to listen on over tcp; None for a socket file of this machine."""
-        return self.bind_address or self.interface or launcher.address(self.num_workers)
-
     def keys(self) -> HeadKeys | None:
         """Return the keys that were made ahead, if any were.
 
@@ -117,60 +111,51 @@ class ClusterOptions:
         """
         return None if self.key_file is None else read_key_file(self.key_file, HeadKeys)
 
-    def check(self, launcher: Launcher, spell: Callable[[str], str] = str) -> None:
-        """Raise ValueError if an option is out of range, or does not go with the others; the text is for the user.
+    def check(self, launcher: Launcher, spell: Callable[[str], str] = str) -> str | None:
+        """Check all options, and return where to listen: an address or interface for tcp, None for a socket file.
 
-        ``spell`` writes an option's name as the user knows it.
+        A launcher may have to ask for the address, as Slurm's does, so keep it. ``spell`` writes an option's name as
+        the user knows it.
 
         Raises:
+            ValueError: an option is out of range, or does not go with the others; the text is for the user.
             StartupError: the launcher cannot start workers here, or the key file is not one.
         """
         check_ranges(self, spell)
         program = "".join(launcher.prefix[:1])
         interfaces = [name for _, name in socket.if_nameindex()]
         either = f"{spell('bind_address')} or {spell('interface')}"
-        address = self.address(launcher)
-        for holds, text in (
-            (
-                self.min_workers is None or self.min_workers <= self.num_workers,
-                f"{spell('min_workers')} must be from 1 to {spell('num_workers')}, {self.num_workers}, "
-                f"got {self.min_workers}",
-            ),
-            (
-                self.sync_mode != "interval" or self.sync_interval is not None,
-                f"{spell('sync_mode')} 'interval' needs {spell('sync_interval')}: pull every how many policy versions?",
-            ),
-            (
-                launcher.remote or not program or shutil.which(program),
-                f"{spell('worker_prefix')} begins with {program}, and there is no such program here",
-            ),
-            (not (self.bind_address and self.interface), f"give either {either}, not both"),
-            (
-                self.interface in (None, *interfaces),
-                f"{spell('interface')} must be one of {', '.join(interfaces)}, got {self.interface}",
-            ),
-            (
-                address not in ("*", "0.0.0.0", "::"),
-                f"{spell('bind_address')} must be one address or network interface, not all of them ({address})",
-            ),
-            (
-                address or not launcher.remote,
-                f"{spell('launcher')} {launcher.name} needs {either}: an address that its workers can connect to",
-            ),
-            (address or self.port == 0, f"{spell('port')} needs {either}"),
-            (
-                self.key_file is None or (address and self.security == "curve"),
-                f"{spell('key_file')} is for tcp with {spell('security')} curve",
-            ),
-            (
-                self.security == "curve" or self.allow_insecure or _is_loopback(address),
+        address = self.bind_address or self.interface or launcher.address(self.num_workers)
+        if self.min_workers is not None and self.min_workers > self.num_workers:
+            most = f"{spell('num_workers')}, {self.num_workers}"
+            raise ValueError(f"{spell('min_workers')} must be from 1 to {most}, got {self.min_workers}")
+        if self.sync_mode == "interval" and self.sync_interval is None:
+            needs = f"{spell('sync_mode')} 'interval' needs {spell('sync_interval')}"
+            raise ValueError(f"{needs}: pull every how many policy versions?")
+        if program and not launcher.remote and shutil.which(program) is None:
+            raise ValueError(f"{spell('worker_prefix')} begins with {program}, and there is no such program here")
+        if self.bind_address and self.interface:
+            raise ValueError(f"give either {either}, not both")
+        if self.interface is not None and self.interface not in interfaces:
+            raise ValueError(f"{spell('interface')} must be one of {', '.join(interfaces)}, got {self.interface}")
+        if address in ("*", "0.0.0.0", "::"):
+            one = "one address or network interface, not all of them"
+            raise ValueError(f"{spell('bind_address')} must be {one} ({address})")
+        if launcher.remote and not address:
+            needs = f"{spell('launcher')} {launcher.name} needs {either}"
+            raise ValueError(f"{needs}: an address that its workers can connect to")
+        if self.port != 0 and not address:
+            raise ValueError(f"{spell('port')} needs {either}")
+        encrypted = self.security == "curve"
+        if self.key_file is not None and not (address and encrypted):
+            raise ValueError(f"{spell('key_file')} is for tcp with {spell('security')} curve")
+        if not (encrypted or self.allow_insecure or _is_loopback(address)):
+            raise ValueError(
                 f"{spell('security')} none on {address} would let anyone run your policy's rollouts and read it: use "
-                f"curve, or set {spell('allow_insecure')} where the network is yours alone",
-            ),
-        ):
-            if not holds:
-                raise ValueError(text)
+                f"curve, or set {spell('allow_insecure')} where the network is yours alone"
+            )
         self.keys()
+        return address
 
 
 def _is_loopback(address: str | None) -> bool:
@@ -197,8 +182,10 @@ def check_ranges(options: Any, spell: Callable[[str], str] = str) -> None:
                     raise ValueError(f"{spell(name)} must be {range_.text}, got {value}")
 
 
-def parse_options(options: dict[str, Any], log_dir: str | os.PathLike[str] | None) -> tuple[ClusterOptions, Launcher]:
-    """Return a `ClusterEnv`'s keyword arguments as options, and the launcher that they name or are.
+def parse_options(
+    options: dict[str, Any], log_dir: str | os.PathLike[str] | None
+) -> tuple[ClusterOptions, Launcher, str | None]:
+    """Return a `ClusterEnv`'s keyword arguments as options, their launcher, and where to listen, as `check` says it.
 
     Raises:
         TypeError: there is no option of a name.
@@ -208,19 +195,18 @@ def parse_options(options: dict[str, Any], log_dir: str | os.PathLike[str] | Non
     names = [field.name for field in dataclasses.fields(ClusterOptions)]
     if unknown := [name for name in options if name not in names]:
         raise TypeError(f"ClusterEnv has no option {unknown[0]!r}; its options are {', '.join(names)}")
-    launcher = options.get("launcher") or "local"
+    parsed = ClusterOptions(**options)
+    launcher = parsed.launcher
     if isinstance(launcher, Launcher):
         kind = type(launcher).__name__
-        if log_dir is not None or options.get("worker_prefix"):
+        if log_dir is not None or parsed.worker_prefix:
             raise ValueError(f"log_dir and worker_prefix belong to the launcher: {kind}(log_dir, prefix)")
         if launcher.started:
             raise ValueError(f"a {kind} starts the workers of one ClusterEnv: make another")
-        parsed = ClusterOptions(**{**options, "launcher": launcher.name})
+        parsed.launcher = launcher.name
     else:
-        parsed = ClusterOptions(**{**options, "launcher": launcher})
         launcher = parsed.make_launcher(log_dir)
-    parsed.check(launcher)
-    return parsed, launcher
+    return parsed, launcher, parsed.check(launcher)
 
 
 def with_options(cls: type) -> type:

@@ -119,6 +119,21 @@ def test_mistakes_are_told_before_anything_starts(tmp_path, monkeypatch, path, f
     check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path / "empty", [*TINY, *flags.split()], says)
 
 
+class Asked(LocalLauncher):
+    times = 0
+
+    def address(self, num_workers):
+        self.times += 1
+        return "127.0.0.1"
+
+
+def test_a_launcher_is_asked_once_for_its_address():
+    launcher = Asked()
+    with ClusterEnv([CountingEnv], 1, launcher=launcher) as envs:
+        envs.reset()
+    assert launcher.times == 1
+
+
 def test_a_prefix_lets_the_head_go_before_its_workers(workers):
     with ClusterEnv([CountingEnv] * 2, 2, launcher=LocalLauncher(prefix="nice -n 3")) as envs:
         envs.reset()

@@ -46,8 +46,8 @@ class Head:
             worker.waited = waited
 
 
-def start_head(blueprint: Blueprint, options: ClusterOptions, launcher: Launcher) -> Head:
-    """Start the workers, and return when as many as must be are up.
+def start_head(blueprint: Blueprint, options: ClusterOptions, launcher: Launcher, address: str | None) -> Head:
+    """Listen at ``address``, start the workers, and return when as many as must be are up.
 
     Raises:
         StartupError, WorkerDiedError: the head cannot listen, or a worker does not come up.
@@ -63,9 +63,7 @@ def start_head(blueprint: Blueprint, options: ClusterOptions, launcher: Launcher
     max_restarts = options.max_worker_restarts if options.on_worker_loss == "restart" else 0
     startup_timeout, worker_timeout = options.startup_timeout, options.worker_timeout
     supervisor = Supervisor(workers, launcher, startup_timeout, worker_timeout, max_restarts, time.monotonic)
-    transport = Transport(
-        options.address(launcher), options.port, options.security, options.keys(), worker_timeout, launcher.directory
-    )
+    transport = Transport(address, options.port, options.security, options.keys(), worker_timeout, launcher.directory)
     pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store)
     try:
         pool.start(min_workers, startup_timeout, worker_timeout)

@@ -119,7 +119,7 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
 def _check(args: ScriptArgs) -> None:
     """Exit with one line if a flag that all scripts have is out of range, or does not go with the others."""
     try:
-        args.check(args.make_launcher(spell=spell), spell)
+        args.check(args.make_launcher(None, spell), spell)
         if args.bind_address:
             socket.create_server((args.bind_address, args.port)).close()
     except (StartupError, ValueError) as error:

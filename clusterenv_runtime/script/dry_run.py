@@ -18,7 +18,7 @@ def worker_commands(args: ScriptArgs, log_dir: str) -> list[str]:
     PORT stands for a random one, KEYS for the directory that the head makes where the launcher wants it.
     """
     launcher = args.make_launcher(log_dir)
-    keys, address = os.path.join(launcher.directory or "", "KEYS"), args.address(launcher)
+    keys, address = os.path.join(launcher.directory or "", "KEYS"), args.check(launcher)
     if args.interface:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
             probe.bind(f"tcp://{args.interface}:*")
