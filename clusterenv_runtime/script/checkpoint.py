@@ -81,10 +81,8 @@ def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
     checkpoints = _checkpoints(Path(directory))
     for _, digest, path in checkpoints:
         try:
-            found = hashlib.sha256()
             with open(path, "rb") as file:
-                while block := file.read(2**20):
-                    found.update(block)
+                found = hashlib.file_digest(file, "sha256")
             if found.hexdigest() == digest:
                 return torch.load(path, map_location="cpu", weights_only=True)
             problem = "it is not as it was written"
