@@ -142,8 +142,8 @@ def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
 
 
 if __name__ == "__main__":
-    fixed = ("env_id", "num_steps", "buffer_size", "train_frequency")
-    args, saved = parse(Args, fixed)  # saved: what --resume goes on from
+    # saved: what --resume goes on from
+    args, saved = parse(Args, fixed=("env_id", "num_steps", "buffer_size", "train_frequency"))
     args.num_envs = int(args.num_workers * args.envs_per_worker)
     args.chunk_size = int(args.envs_per_worker * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
@@ -188,9 +188,8 @@ if __name__ == "__main__":
     rb = run.keep("rb", ReplayBuffer(args.buffer_size, envs.single_observation_space, args.save_replay))
     # warm_up: environment steps before learning; waiting: seconds of waiting for chunks
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts, waiting=0.0))
-    if (
-        run.global_step and not rb.inserted
-    ):  # after another `learning_starts` steps, gradient steps go on where they were
+    if run.global_step and not rb.inserted:
+        # After another `learning_starts` steps, gradient steps go on where they were.
         count.warm_up = run.global_step + args.learning_starts - count.gradient_steps * args.train_frequency
         print(f"no replay buffer in the checkpoint: collecting {args.learning_starts:,} steps before learning")
     envs.publish(policy)  # while the environments reset, the workers load it
@@ -221,9 +220,8 @@ if __name__ == "__main__":
             due = max(run.global_step - count.warm_up, 0) // args.train_frequency
             while count.gradient_steps < due:
                 # As many as the target network stays the same for: their batches and targets come in one go.
-                until_target, until_check = (
-                    n - count.gradient_steps % n for n in (target_every, args.sync_check_frequency)
-                )
+                until_target = target_every - count.gradient_steps % target_every
+                until_check = args.sync_check_frequency - count.gradient_steps % args.sync_check_frequency
                 burst = min(due - count.gradient_steps, until_target, until_check)
                 b_obs, b_actions, b_next_obs, b_rewards, b_dones = rb.sample(burst, args.batch_size, device)
                 with torch.no_grad():

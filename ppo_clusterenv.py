@@ -155,9 +155,8 @@ if __name__ == "__main__":
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
     the_batch = f"the batch of {args.num_envs} environments x {args.num_steps} steps = {args.batch_size}"
-    check(
-        args.batch_size % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches} must divide {the_batch}"
-    )
+    divides = args.batch_size % args.num_minibatches == 0
+    check(divides, f"--num-minibatches {args.num_minibatches} must divide {the_batch}")
     check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {the_batch}")
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     check(not args.compile or compiler, "--compile needs a C++ compiler, g++ or clang++, and there is none")

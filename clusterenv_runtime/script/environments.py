@@ -36,9 +36,8 @@ def make_here(args: Any, env_fns: list[EnvFn]) -> VectorEnv:
 
 def read_spaces(args: Any, make_env: Callable[..., EnvFn]) -> tuple[gym.Space, gym.Space]:
     """Return the spaces of an environment's observations and actions; if there can be none, exit with one line."""
-    env_fn = make_env(args.env_id, 1, False, "")
     try:
-        env = make_here(args, [env_fn])
+        env = make_here(args, [make_env(args.env_id, 1, False, "")])
         if args.env_backend != "gymnasium":
             check_plain(args, make_env)
     except (ModuleNotFoundError, gym.error.Error) as error:
@@ -64,11 +63,9 @@ def check_plain(args: Any, make_env: Callable[..., EnvFn]) -> None:
         if env_id == args.env_id:
             raise
         changes = [f"{type(error).__name__} on {env_id}"]
-    check(
-        not changes,
-        f"--env-backend {args.env_backend} makes the environments itself, without what make_env does "
-        f"({', '.join(changes)}): use --env-backend gymnasium, or take that out of make_env",
-    )
+    without = f"without what make_env does ({', '.join(changes)})"
+    instead = "use --env-backend gymnasium, or take that out of make_env"
+    check(not changes, f"--env-backend {args.env_backend} makes the environments itself, {without}: {instead}")
 
 
 def _changes(env: gym.Env, plain: gym.Env) -> list[str]:

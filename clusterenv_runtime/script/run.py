@@ -61,11 +61,9 @@ class Run:
         self.global_step: int = saved.get("global_step", 0)
         self._parts: dict[str, Any] = {}
         self.curve = self.keep("curve", LearningCurve())
+        enough = args.total_timesteps >= self.global_step
         done = f"the {self.global_step} steps that {args.resume} has done"
-        check(
-            args.total_timesteps >= self.global_step,
-            f"--total-timesteps {args.total_timesteps} must be at least {done}",
-        )
+        check(enough, f"--total-timesteps {args.total_timesteps} must be at least {done}")
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
         self.name = args.resumed_name or args.run_name or name
         self.directory = f"runs/{self.name}"
