@@ -17,8 +17,8 @@ def plot(rows, metric, output):
     figure = Figure(figsize=(4.5 * len(swept), 4), layout="constrained")
     for axes, path in zip(figure.subplots(1, len(swept), sharey=True, squeeze=False)[0], swept, strict=True):
         numbers = all(is_number(flat[path]) for flat, _ in rows)
-        settings = sorted({flat[path] if numbers else str(flat[path]) for flat, _ in rows})
         points = [(flat[path] if numbers else str(flat[path]), result) for flat, result in rows]
+        settings = sorted({x for x, _ in points})
         few = len(settings) <= 12  # then evenly spaced, and each with the mean of its middle half
         place = {setting: i if few else setting for i, setting in enumerate(settings)}
         axes.plot([place[x] for x, _ in points], [y for _, y in points], "o", color="#0072B2", alpha=0.6, label="a run")
