@@ -59,6 +59,9 @@ class ClusterOptions:
     """with the mode `interval`: pull every so many versions"""
     max_policy_lag: NotNegative | None = None
     """pull anyway, whatever the mode, when more than this many versions behind at the time of the request"""
+    weights: Literal["difference", "float32"] = "difference"
+    """what a worker pulls: the `difference` from the weights it holds, rounded to about a bit each; or all of them, as
+    they are, in `float32`"""
     on_worker_loss: Literal["restart", "raise"] = "restart"
     """what happens when a worker dies or falls silent: another takes its place, or the run ends with an error"""
     max_worker_restarts: NotNegative = 3
@@ -87,6 +90,11 @@ class ClusterOptions:
     def rule(self) -> SyncRule:
         """When a worker pulls."""
         return SyncRule(self.sync_mode, self.kl_threshold, self.sync_interval, self.max_policy_lag)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether what workers pull is rounded."""
+        return self.weights == "difference"
 
     def make_launcher(self, log_dir: str | os.PathLike[str] | None, spell: Callable[[str], str] = str) -> Launcher:
         """Return the launcher of this name, whose workers may log to files in ``log_dir``.

@@ -73,7 +73,16 @@ class Policy(nn.Module):
 
     # What travels: the structure once, then one flat buffer per pull.
     def _tensors(self) -> list[torch.Tensor]:
-        return [*self.parameters(), *self.buffers()]
+        tensors = [*self.parameters(), *self.buffers()]
+        return sorted(tensors, key=lambda tensor: not _is_rounded(tensor))  # first what `rounded_sizes` are of
+
+    @property
+    def rounded_sizes(self) -> list[int]:
+        """How many elements each of the first tensors of `flat_weights` has: float32 parameters, no buffers.
+
+        A buffer may be a normalizer's, or an index: it travels as it is.
+        """
+        return [tensor.numel() for tensor in self._tensors() if _is_rounded(tensor)]
 
     def with_empty_tensors(self, device: str) -> Policy:
         """Return a copy whose parameters and buffers have shapes but no data, on this device."""
@@ -94,6 +103,11 @@ class Policy(nn.Module):
         """Return all parameters and buffers as one fresh flat uint8 tensor on the policy's device."""
         return torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in self._tensors()])
 
+    def split_weights(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return of what `flat_weights` returns the part that may be rounded, as float32, and the bytes of the rest."""
+        size = 4 * sum(self.rounded_sizes)
+        return flat[:size].view(torch.float32), flat[size:]
+
     @torch.no_grad()
     def load_flat_weights(self, weights: Any) -> None:
         """Undo `flat_weights` in place, from any readable buffer."""
@@ -105,6 +119,10 @@ class Policy(nn.Module):
             start = end
         if start != len(flat):
             raise ValueError(f"the weights have {len(flat)} bytes, this policy has {start}")
+
+
+def _is_rounded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.float32
 
 
 def _concatenate(batch: Sequence[Any]) -> Any:

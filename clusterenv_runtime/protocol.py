@@ -19,7 +19,7 @@ import zmq
 
 from .sync import SyncRule
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 2**31  # a peer that sends more in one frame is cut off
 
 
@@ -70,10 +70,12 @@ class Structure(Message):  # cloudpickle of the policy without its weights, whic
     pass
 
 
-class Weights(Message):  # the policy's parameters and buffers, flat
+class Weights(Message):  # all, flat; or what `differences.Difference.pack` makes, and what is never rounded
     """Answers a `Pull`."""
 
     version: int
+    levels: int  # of the difference, or `differences.WHOLE`
+    checksum: int  # of what the worker then holds
 
 
 class Ping(Message):  # nothing to do: it is for the head to see whether it can be sent
@@ -110,7 +112,7 @@ class Part(Message):  # the buffers of ``part``
 class Pull(Message):
     """Asks for weights before a `Collect`, whose ``seq`` it has, is answered."""
 
-    version: int  # the version the worker holds; 0 for none
+    version: int  # the version the worker holds; 0 for none, or if its weights are not those that the head sent
 
 
 class Error(Message):

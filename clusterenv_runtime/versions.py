@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 from gymnasium import Space
 
-from .protocol import Collect
+from .protocol import Collect, Weights
 from .spaces import flatten_steps, join, take
 from .sync import KL_STATES, sampled_states
 
 if TYPE_CHECKING:
+    import torch
+
     from .policy import Policy
     from .rollout import RolloutPart
 
+logger = logging.getLogger(__name__)
 ALL_KL_STATES = 8192  # of all workers together, unless that leaves each with fewer than 16
+HELD_BYTES = 2**30  # of all the different weights that workers hold
 
 
 @dataclass
@@ -33,22 +38,40 @@ class PolicyCopy:
     pulls: int = 0  # so far
     # Observations, and distribution parameters there, of what it has seen lately under `behavior`, oldest first.
     recent: tuple[Any, np.ndarray] | None = None
+    # The weights it holds, ``(weights,)`` float32, one tensor for all that hold the same; None if not known to the bit.
+    weights: torch.Tensor | None = None
 
     def forget(self) -> None:
         """Another process, or another structure, comes in its place."""
         self.held = self.behavior = self.measured = 0
-        self.divergence, self.recent = math.inf, None
+        self.divergence, self.recent, self.weights = math.inf, None, None
+
+
+class Answer(NamedTuple):
+    """What a worker that pulls is sent, and what it then holds."""
+
+    message: Weights
+    buffers: list[Any]
+    before: torch.Tensor | None  # what it held
+    after: torch.Tensor | None
 
 
 class PolicyStore:
-    """The published version, and the measure of each `PolicyCopy` against it."""
+    """The published version, and the measure of each `PolicyCopy` against it.
 
-    def __init__(self, copies: Sequence[PolicyCopy], space: Space) -> None:
-        self._copies, self._space = copies, space
+    Args:
+        copies: all of them.
+        space: the single observation space.
+        rounds: whether what workers pull is a rounded difference, see `differences`.
+    """
+
+    def __init__(self, copies: Sequence[PolicyCopy], space: Space, rounds: bool) -> None:
+        self._copies, self._space, self._rounds = copies, space, rounds
         self._most = min(KL_STATES, max(ALL_KL_STATES // len(copies), 16))
         self.version = 0  # +1 at each publish
         self.structure, self._since = b"", 0  # cloudpickle of the policy without its weights, its first version
         self.bytes_sent = 0  # cumulative weight bytes, all workers
+        self.mismatches = 0  # how often a worker did not hold what it had been sent
         self._policy: Policy | None = None
 
     def publish(self, policy: Policy) -> bool:
@@ -66,7 +89,7 @@ class PolicyStore:
             for copy in self._copies:
                 copy.forget()
         # A copy on the learner's device; it becomes bytes only when the first worker pulls this version.
-        self._flat, self._bytes = policy.flat_weights(), None
+        self._flat, self._answers = policy.flat_weights(), dict[int, Answer]()
         known = [copy for copy in self._copies if copy.behavior]
         divergence = policy.divergence(*zip(*(copy.recent for copy in known), strict=True)) if known else []
         for copy in self._copies:
@@ -99,14 +122,39 @@ class PolicyStore:
         epsilon = float(getattr(self._policy, "epsilon", 0.0))  # the policy's current one, if any
         return [Collect(int(num_steps), self.version, copy.measured, mean, epsilon) for copy in copies]
 
-    def pull(self, copy: PolicyCopy) -> tuple[int, memoryview]:
-        """Return the published version and its weights, for a worker that has asked for them."""
-        if self._bytes is None:
-            self._bytes = self._flat.cpu().numpy().data
+    def pull(self, copy: PolicyCopy, held: int) -> tuple[Weights, list[Any]]:
+        """Return the published version and its weights, for a worker that asks and says that it holds ``held``."""
+        if held != copy.held and copy.weights is not None:
+            self.mismatches += 1
+            logger.warning("a worker does not hold the weights it was sent (%d. time): it gets all", self.mismatches)
+            copy.weights = None
+        if id(copy.weights) not in self._answers and self._holds_much():
+            copy.weights = None  # from here on it holds what others do
+        if (answer := self._answers.get(id(copy.weights))) is None:
+            answer = self._answers[id(copy.weights)] = self._encode(copy.weights)
         copy.pulls += 1
-        copy.held = self.version
-        self.bytes_sent += self._bytes.nbytes
-        return self.version, self._bytes
+        copy.held, copy.weights = self.version, answer.after
+        self.bytes_sent += sum(memoryview(buffer).nbytes for buffer in answer.buffers)
+        return answer.message, answer.buffers
+
+    def _holds_much(self) -> bool:
+        different = {id(copy.weights): copy.weights.nbytes for copy in self._copies if copy.weights is not None}
+        return sum(different.values()) > HELD_BYTES
+
+    def _encode(self, held: torch.Tensor | None) -> Answer:
+        """Return what takes a worker from what it holds to the published version: once for all that hold the same."""
+        from .differences import WHOLE, Difference, checksum  # brings torch, as the policy has by now
+
+        sizes = self._policy.rounded_sizes
+        weights, others = self._policy.split_weights(self._flat)
+        others = others.cpu().numpy().data
+        difference = Difference.between(held, weights, sizes) if self._rounds else None
+        if difference is None:
+            message = Weights(self.version, WHOLE, checksum(weights, others))
+            return Answer(message, [self._flat.cpu().numpy().data], held, None)
+        after = difference.added_to(held, sizes)
+        message = Weights(self.version, difference.levels, checksum(after, others))
+        return Answer(message, [*difference.pack(), others], held, after)
 
     def state_dict(self) -> dict[str, Any]:
         pulls = [copy.pulls for copy in self._copies]

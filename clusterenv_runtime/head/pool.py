@@ -13,7 +13,7 @@ from .. import protocol
 from ..errors import DeadlineError, Interrupted, StartupError, WorkerDiedError
 from ..launchers import Exit, Launcher
 from ..launchers.base import worker_flags
-from ..protocol import Close, Collect, Error, Hello, Message, Part, Ping, Pull, Reply, Weights
+from ..protocol import Close, Collect, Error, Hello, Message, Part, Ping, Pull, Reply
 from ..versions import PolicyStore
 from .failures import to_exception
 from .handle import CONNECTED, PendingRequest, State, WorkerHandle
@@ -278,8 +278,8 @@ class WorkerPool:
         match message:
             case Pull():  # also for a request given up since: that worker waits all the same
                 if worker.state in CONNECTED:
-                    version, weights = self._store.pull(worker.copy)
-                    self._post(worker, seq, Weights(version), weights)
+                    weights, buffers = self._store.pull(worker.copy, message.version)
+                    self._post(worker, seq, weights, *buffers)
             case Error() if request is not None or message.fatal:
                 self._errors.append((self._supervisor.describe(worker), message))
                 self._requests.forget([seq])

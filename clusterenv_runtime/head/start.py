@@ -58,7 +58,7 @@ def start_head(blueprint: Blueprint, options: ClusterOptions, launcher: Launcher
         WorkerHandle(index, rows, blueprint.setup(rows), Episodes.begun(None, rows.stop - rows.start))
         for index, rows in enumerate(blueprint.shares(num_workers))
     ]
-    store = PolicyStore([worker.copy for worker in workers], blueprint.single_observation_space)
+    store = PolicyStore([worker.copy for worker in workers], blueprint.single_observation_space, options.rounds)
     recovery = Recovery(options.rule, store)
     max_restarts = options.max_worker_restarts if options.on_worker_loss == "restart" else 0
     startup_timeout, worker_timeout = options.startup_timeout, options.worker_timeout

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..differences import FROM_HELD, FROM_ZEROS, WHOLE, Difference, checksum
 from ..policy import Policy, to_tensor
+from ..protocol import Weights
 
 
 class Actor:
@@ -16,16 +18,32 @@ class Actor:
     def __init__(self) -> None:
         torch.set_num_threads(1)  # workers share their machine with other workers
         self.version = 0  # of the policy held; 0 for none
+        self._held: torch.Tensor | None = None  # the float32 weights that differences are added to
         self._generator = torch.Generator()
 
     def load_structure(self, structure: Policy) -> None:
         """Become a policy of this structure, whose weights are yet to come."""
         self.policy, self.version = structure.with_empty_tensors("cpu").eval(), 0
 
-    def load_weights(self, version: int, weights: Any) -> None:
-        """Become this version, whose weights are in any readable buffer."""
-        self.policy.load_flat_weights(weights)
-        self.version = version
+    def load_weights(self, message: Weights, buffers: list[Any]) -> None:
+        """Become this version; or none, version 0, if what a difference was added to is not what the head believes.
+
+        Raises:
+            ValueError, zlib.error: the buffers are not weights of this policy, or not those that were sent.
+        """
+        if message.levels == WHOLE:
+            self.policy.load_flat_weights(buffers[0])
+            self._held = None
+        else:
+            sizes = self.policy.rounded_sizes
+            difference = Difference.unpack(message.levels, *buffers[:2], sum(sizes))
+            self._held = difference.added_to(None if message.levels == FROM_ZEROS else self._held, sizes)
+            self.policy.load_flat_weights(self._held.numpy().tobytes() + bytes(buffers[2]))
+        weights, others = self.policy.split_weights(self.policy.flat_weights())
+        is_right = checksum(weights, others.numpy()) == message.checksum
+        if not is_right and message.levels != FROM_HELD:
+            raise ValueError("weights have another checksum than the head's: is a network or memory broken?")
+        self.version = message.version if is_right else 0
 
     def set_epsilon(self, epsilon: float) -> None:
         """Explore as the head says, if the policy explores so."""

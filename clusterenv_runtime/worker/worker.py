@@ -140,4 +140,6 @@ class Worker:
                 self._answer(other, message, buffers)
             else:
                 self._later.append((other, message, buffers))
-        self._actor.load_weights(message.version, buffers[0])
+        self._actor.load_weights(message, buffers)
+        if not self._actor.version:  # they did not fit what is held: all of them, then
+            self._pull(seq)
