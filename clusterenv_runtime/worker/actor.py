@@ -24,6 +24,7 @@ class Actor:
     def load_structure(self, structure: Policy) -> None:
         """Become a policy of this structure, whose weights are yet to come."""
         self.policy, self.version = structure.with_empty_tensors("cpu").eval(), 0
+        self._held = None
 
     def load_weights(self, message: Weights, buffers: list[Any]) -> None:
         """Become this version; or none, version 0, if what a difference was added to is not what the head believes.
