@@ -128,18 +128,18 @@ class PolicyStore:
             self.mismatches += 1
             logger.warning("a worker does not hold the weights it was sent (%d. time): it gets all", self.mismatches)
             copy.weights = None
-        if id(copy.weights) not in self._answers and self._holds_much():
-            copy.weights = None  # from here on it holds what others do
         if (answer := self._answers.get(id(copy.weights))) is None:
             answer = self._answers[id(copy.weights)] = self._encode(copy.weights)
         copy.pulls += 1
-        copy.held, copy.weights = self.version, answer.after
+        copy.held, copy.weights = self.version, None
+        if answer.after is not None and self._has_room_for(answer.after):
+            copy.weights = answer.after  # else its next pull is of all weights again
         self.bytes_sent += sum(memoryview(buffer).nbytes for buffer in answer.buffers)
         return answer.message, answer.buffers
 
-    def _holds_much(self) -> bool:
+    def _has_room_for(self, weights: torch.Tensor) -> bool:
         different = {id(copy.weights): copy.weights.nbytes for copy in self._copies if copy.weights is not None}
-        return sum(different.values()) > HELD_BYTES
+        return sum((different | {id(weights): weights.nbytes}).values()) <= HELD_BYTES
 
     def _encode(self, held: torch.Tensor | None) -> Answer:
         """Return what takes a worker from what it holds to the published version: once for all that hold the same."""
@@ -149,12 +149,12 @@ class PolicyStore:
         weights, others = self._policy.split_weights(self._flat)
         others = others.cpu().numpy().data
         difference = Difference.between(held, weights, sizes) if self._rounds else None
-        if difference is None:
-            message = Weights(self.version, WHOLE, checksum(weights, others))
-            return Answer(message, [self._flat.cpu().numpy().data], held, None)
-        after = difference.added_to(held, sizes)
-        message = Weights(self.version, difference.levels, checksum(after, others))
-        return Answer(message, [*difference.pack(), others], held, after)
+        packed = [] if difference is None else [*difference.pack(), others]
+        if packed and sum(map(len, packed)) < len(self._flat):
+            levels, after = difference.levels, difference.added_to(held, sizes)
+            return Answer(Weights(self.version, levels, checksum(after, others)), packed, held, after)
+        message = Weights(self.version, WHOLE, checksum(weights, others))
+        return Answer(message, [self._flat.cpu().numpy().data], held, None)
 
     def state_dict(self) -> dict[str, Any]:
         pulls = [copy.pulls for copy in self._copies]

@@ -1,0 +1,221 @@
+"""Weights as rounded differences: that head and worker agree on them to the last bit, and how little they are."""
+
+import gc
+import math
+import zlib
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, versions
+from clusterenv_runtime.differences import FROM_HELD, FROM_ZEROS, WHOLE, Difference
+from clusterenv_runtime.versions import PolicyCopy, PolicyStore
+from clusterenv_runtime.worker.actor import Actor
+
+from .envs import CountingEnv
+from .nets import change, linear
+
+SPACE = spaces.Box(-1, 1, (3,), np.float32)
+
+
+class Odd(nn.Module):
+    """Tensors of sizes that five does not divide, of one element and of none; some that may not be rounded."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.norm = nn.Linear(3, 7), nn.BatchNorm1d(7)
+        self.one, self.none = nn.Parameter(torch.randn(1)), nn.Parameter(torch.empty(0))
+        self.doubles = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.tied = self.layers.weight
+
+    def forward(self, x):
+        return self.norm(self.layers(x)) * self.one
+
+
+def worker(policy):
+    actor = Actor()
+    actor.load_structure(cloudpickle.loads(cloudpickle.dumps(policy.structure())))
+    return actor
+
+
+def pull(store, copy, actor):
+    """Let a worker pull; return how it was told, and in how many bytes."""
+    message, buffers = store.pull(copy, actor.version)
+    actor.load_weights(message, [bytes(buffer) for buffer in buffers])
+    return message.levels, sum(memoryview(buffer).nbytes for buffer in buffers)
+
+
+def same(actor, copy):
+    """Say whether a worker's policy has the weights that the head believes, to the last bit."""
+    weights, _ = actor.policy.split_weights(actor.policy.flat_weights())
+    return torch.equal(weights.view(torch.int32), copy.weights.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    "make", [Odd, lambda: linear(3, 3), lambda: nn.Linear(300, 300)], ids=["odd", "small", "large"]
+)
+def test_head_and_worker_agree_to_the_last_bit(make):
+    policy, copy = CategoricalPolicy(make()), PolicyCopy()
+    store, actor = PolicyStore([copy], SPACE, rounds=True), worker(policy)
+    for number in range(50):
+        change(policy, 0.01)
+        for buffer in policy.buffers():
+            buffer.copy_(torch.randn(buffer.shape))
+        store.publish(policy)
+        assert pull(store, copy, actor)[0] == (FROM_HELD if number else FROM_ZEROS)
+        assert (actor.version, same(actor, copy)) == (store.version, True)
+        exact = [*policy.buffers(), *(p for p in policy.parameters() if p.dtype != torch.float32)]
+        others = [*actor.policy.buffers(), *(p for p in actor.policy.parameters() if p.dtype != torch.float32)]
+        assert all(map(torch.equal, exact, others))
+    assert store.mismatches == 0
+
+
+def test_errors_do_not_add_up_and_a_policy_at_rest_is_reached():
+    policy, copy = CategoricalPolicy(nn.Linear(100, 100)), PolicyCopy()
+    store, actor = PolicyStore([copy], SPACE, rounds=True), worker(policy)
+    errors = []
+    for number in range(400):
+        if number < 200:
+            change(policy, 0.01)
+        store.publish(policy)
+        pull(store, copy, actor)
+        weights, _ = policy.split_weights(policy.flat_weights())
+        errors.append((copy.weights - weights).square().mean().sqrt().item())
+    # It stays within a few updates' length, 0.01, and is gone when there are no more.
+    assert max(errors[:200]) < 0.03
+    assert np.mean(errors[150:200]) < 1.2 * np.mean(errors[50:100])
+    assert errors[-1] < 1e-6
+
+
+def test_a_difference_is_about_a_bit_a_weight_and_all_of_them_eight():
+    policy, copy = CategoricalPolicy(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))), PolicyCopy()
+    store, actor = PolicyStore([copy], SPACE, rounds=True), worker(policy)
+    sizes = []
+    for _ in range(5):
+        change(policy, 0.01)
+        store.publish(policy)
+        sizes.append(pull(store, copy, actor)[1] * 8 / 180_600)
+    assert sizes[0] < 8
+    assert max(sizes[1:]) < 1.15
+    assert store.bytes_sent == pytest.approx(sum(sizes) * 180_600 / 8)
+
+
+def test_who_holds_the_same_is_sent_the_same_and_who_came_by_another_way_is_not():
+    policy, copies = CategoricalPolicy(linear()), [PolicyCopy() for _ in range(3)]
+    store, actors = PolicyStore(copies, SPACE, rounds=True), [worker(policy) for _ in range(3)]
+    for pulling in ([0, 1, 2], [0, 1], [0, 1, 2]):
+        change(policy, 0.1)
+        store.publish(policy)
+        for index in pulling:
+            pull(store, copies[index], actors[index])
+    assert copies[0].weights is copies[1].weights
+    assert not torch.equal(copies[0].weights, copies[2].weights)
+    assert copies[0].held == copies[2].held == 3
+    assert all(map(same, actors, copies))
+
+
+def test_what_the_head_keeps_is_bounded(monkeypatch):
+    policy, copies = CategoricalPolicy(linear()), [PolicyCopy() for _ in range(10)]
+    store, actors = PolicyStore(copies, SPACE, rounds=True), [worker(policy) for _ in range(10)]
+    monkeypatch.setattr(versions, "HELD_BYTES", 3 * 4 * sum(policy.rounded_sizes))
+    for _ in range(3):
+        for copy, actor in zip(copies, actors, strict=True):  # each at a version of its own
+            change(policy, 0.1)
+            store.publish(policy)
+            how, _ = pull(store, copy, actor)
+            assert how == (FROM_HELD if any(copy is kept for kept in copies[:3]) and store.version > 10 else FROM_ZEROS)
+            assert actor.version == store.version
+            assert len({id(copy.weights) for copy in copies if copy.weights is not None}) <= 3
+    assert all(map(same, actors[:3], copies[:3]))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
+def test_weights_that_have_no_difference_travel_whole(value):
+    policy, copy = CategoricalPolicy(linear()), PolicyCopy()
+    store, actor = PolicyStore([copy], SPACE, rounds=True), worker(policy)
+    store.publish(policy)
+    pull(store, copy, actor)
+    with torch.no_grad():
+        policy.actor[0].weight[0, 0], copy.weights[0] = value, -3e38
+    actor._held[0] = -3e38
+    store.publish(policy)
+    assert pull(store, copy, actor)[0] == WHOLE
+    assert torch.equal(actor.policy.flat_weights(), policy.flat_weights())
+    with torch.no_grad():
+        policy.actor[0].weight[0, 0] = 0.5
+    store.publish(policy)
+    assert pull(store, copy, actor)[0] == FROM_ZEROS
+    assert same(actor, copy)
+
+
+def test_whole_weights_by_option_and_where_a_difference_would_be_larger():
+    for rounds, policy in ((False, CategoricalPolicy(linear())), (True, CategoricalPolicy(nn.Linear(1, 1)))):
+        copy = PolicyCopy()
+        store, actor = PolicyStore([copy], SPACE, rounds), worker(policy)
+        for _ in range(3):
+            change(policy, 0.1)
+            store.publish(policy)
+            assert pull(store, copy, actor) == (WHOLE, policy.flat_weights().numel())
+            assert torch.equal(actor.policy.flat_weights(), policy.flat_weights())
+
+
+def test_a_worker_that_holds_something_else_gets_all_weights():
+    policy, copy = CategoricalPolicy(linear()), PolicyCopy()
+    store, actor = PolicyStore([copy], SPACE, rounds=True), worker(policy)
+    store.publish(policy)
+    pull(store, copy, actor)
+    actor._held[3] += 1e-6
+    store.publish(policy)
+    assert pull(store, copy, actor)[0] == FROM_HELD
+    assert actor.version == 0
+    assert pull(store, copy, actor)[0] == FROM_ZEROS
+    assert (actor.version, store.mismatches, same(actor, copy)) == (2, 1, True)
+
+
+def test_what_is_not_a_difference_is_refused():
+    policy, copy = CategoricalPolicy(linear()), PolicyCopy()
+    store, actor = PolicyStore([copy], SPACE, rounds=True), worker(policy)
+    store.publish(policy)
+    message, (scales, packed, others) = store.pull(copy, 0)
+    bomb = zlib.compress(bytes(2**27), wbits=-15)
+    message.checksum ^= 1
+    for wrong in ([scales, packed], [scales, packed[:-3]], [scales, bomb], [b"", packed]):
+        with pytest.raises((ValueError, RuntimeError, zlib.error)):
+            actor.load_weights(message, [*wrong, others])
+    difference = Difference(FROM_HELD, torch.zeros(12, dtype=torch.int8), torch.zeros(1))
+    scales, packed = difference.pack()
+    assert Difference.unpack(FROM_HELD, scales, packed, 12).steps.tolist() == [0] * 12
+    with pytest.raises(ValueError, match="has 4 bytes, not 3"):
+        Difference.unpack(FROM_HELD, scales, packed, 16)
+    wrong = zlib.compress(bytes([255, 255, 255]), wbits=-15)
+    with pytest.raises((ValueError, IndexError)):
+        Difference.unpack(FROM_HELD, scales, wrong, 12)
+
+
+class Forgetful(CountingEnv):
+    """An environment that can spoil what its worker's policy is added to."""
+
+    def spoil(self):
+        for actor in gc.get_objects():
+            if isinstance(actor, Actor):
+                actor._held[0] += 1
+
+
+def test_a_spoilt_worker_is_healed(caplog):
+    policy = CategoricalPolicy(linear(1, 2))
+    with ClusterEnv([Forgetful] * 2, 2, sync_mode="always") as envs:
+        envs.reset(seed=1)
+        envs.rollout(policy, 4)
+        envs.call("spoil")
+        for _ in range(3):
+            change(policy, 0.1)
+            rollout = envs.rollout(policy, 4)
+            assert set(rollout.policy_versions) == {envs.policy_version}
+        assert envs._store.mismatches == 2
+        assert envs.pulls.tolist() == [5, 5]
+    assert caplog.text.count("does not hold the weights it was sent") == 2
