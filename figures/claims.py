@@ -9,9 +9,12 @@ from .tasks import ALWAYS
 
 COLUMNS = {"return": "mean_return_100", "eval": "eval_return_mean", "training": "training_return"}  # of claims.csv
 HELD_OUT = 6  # the first seed of headline_*.yaml
-HEADER = "| | against | seeds | pulls | last 100 episodes | evaluation | all of training |\n" + "|---" * 7 + "|\n"
+HEADER = (
+    "| | against | seeds | pulls | bytes | last 100 episodes | evaluation | all of training |\n" + "|---" * 8 + "|\n"
+)
 CLAIM = (
-    "| {task}: {setting} | {against} | {which} | {pulls:.1f} instead of {pulls_against:.1f} | {return:.1f}: "
+    "| {task}: {setting} | {against} | {which} | {pulls:.1f} instead of {pulls_against:.1f} | "
+    "{times_fewer_bytes:.1f} times fewer | {return:.1f}: "
     "{return_difference:+.1f} ({return_low:.1f} to {return_high:.1f}) | {eval:.1f}: {eval_difference:+.1f} "
     "({eval_low:.1f} to {eval_high:.1f}) | {training:.1f}: {training_difference:+.1f} ({training_low:.1f} to "
     "{training_high:.1f}) |\n"
@@ -54,12 +57,15 @@ def claims(task):
                 continue
             row = {"task": task.title, "setting": str(setting), "against": str(other), "matched": other == fair}
             pulls, fewer = (task.column(key, "pulls_per_worker", seeds).mean() for key in (other, setting))
+            sent, less = (task.column(key, "sync_bytes", seeds).mean() for key in (other, setting))
             row |= {
                 "seeds": len(seeds),
                 "held_out": seeds[0] >= HELD_OUT,
                 "pulls": fewer,
                 "pulls_against": pulls,
                 "times_fewer_pulls": pulls / fewer,
+                "bytes": less,
+                "times_fewer_bytes": sent / less,
             }
             for name, column in COLUMNS.items():
                 samples = [task.column(key, column, seeds) for key in (setting, other)]

@@ -25,7 +25,7 @@ from sweeps.configurations import configurations, fill_macros, load, nest
 POINTS = 50  # of a curve, evenly spaced in environment steps
 MEAN = {"return": "charts/episodic_return", "kl": "sync/kl", "lag": "sync/policy_lag"}
 LAST = {"pulls": "sync/pulls_per_worker", "bytes": "sync/bytes"}  # cumulative
-SETTINGS = ("sync_mode", "kl_threshold", "sync_interval", "max_policy_lag", "decoupled", "seed")
+SETTINGS = ("sync_mode", "kl_threshold", "sync_interval", "max_policy_lag", "weights", "decoupled", "seed")
 MEASURED = ("global_step", "wall_seconds", "pulls_per_worker", "sync_bytes", "mean_return_100", "eval_return_mean")
 
 

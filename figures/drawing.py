@@ -7,7 +7,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
 from sweeps.estimates import interval, iqm
 
-BLACK, BLUE, ORANGE, GREEN = "#000000", "#0072B2", "#D55E00", "#009E73"  # of Okabe and Ito's colors
+BLACK, BLUE, ORANGE, GREEN, PURPLE = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # of Okabe and Ito's colors
 matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 
 

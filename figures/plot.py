@@ -25,6 +25,7 @@ from .drawing import (
     BLUE,
     GREEN,
     ORANGE,
+    PURPLE,
     draw,
     draw_all,
     finish,
@@ -111,7 +112,7 @@ def objectives(task):
 
 
 def frontier(task):
-    """Final return against pulls, for divergence and for fixed intervals; and both at matched pulls.
+    """Final return against bytes of weights, for divergence and for fixed intervals; and both at matched pulls.
 
     Thresholds that are never reached, as with the plain objective, are left out: nobody pulls then but once.
     """
@@ -119,7 +120,9 @@ def frontier(task):
     if not fixed:
         return None
     families = [(fixed, ORANGE, "s", "fixed interval", (3, -11, "left"))]
-    styles = itertools.cycle([(BLUE, "o", (-2, 6, "right")), (GREEN, "^", (0, 22, "center"))])
+    styles = itertools.cycle(
+        [(BLUE, "o", (-2, 6, "right")), (GREEN, "^", (0, 22, "center")), (PURPLE, "D", (0, 8, "center"))]
+    )
     for variant, (color, marker, where) in zip(task.variants(), styles, strict=False):
         reached = [key for key in task.settings("kl", variant) if task.column(key, "pulls_per_worker").max() > 1]
         if reached:
@@ -134,26 +137,22 @@ def frontier(task):
         left.set_ylabel(label)
         differences(right, rows, name, colors)
         right.set_title(label, fontsize=9)
-    pulls = [task.column(setting, "pulls_per_worker").mean() for setting in settings]
-    grid[0, 0].set_xlim(min(pulls) / 1.8, max(pulls) * 1.4)
-    sent, pulls = (task.column(fixed[0], name).sum() for name in ("sync_bytes", "pulls_per_worker"))
-    above = grid[0, 0].secondary_xaxis("top", functions=(lambda x: x * sent / pulls, lambda x: x * pulls / sent))
-    above.set_xlabel("bytes of weights, all workers")
-    logarithmic(above.xaxis)
+    sent = [task.column(setting, "sync_bytes").mean() for setting in settings]
+    grid[0, 0].set_xlim(min(sent) / 1.8, max(sent) * 1.4)
     logarithmic(grid[1, 0].xaxis)
-    grid[1, 0].set_xlabel("pulls per worker (mean)")
+    grid[1, 0].set_xlabel("bytes of weights, all workers (mean)")
     grid[1, 1].set_xlabel("paired difference, divergence minus interval\n(in brackets their pulls)")
     caption = task.caption(settings, "\nBeside points their threshold or interval (orange 1: always)")
     return finish(figure, task, "divergence or a fixed interval?", caption, legend=grid[0, 0])
 
 
 def frontier_of(axes, task, families, column):
-    """Draw a column against pulls, for families (settings, color, marker, name, where to write each one's number)."""
+    """Draw a column against bytes, for families (settings, color, marker, name, where to write each one's number)."""
     axes.set_xscale("log")
     for family, color, marker, name, (right_by, up_by, side) in families:
-        pulls = [task.column(setting, "pulls_per_worker").mean() for setting in family]
-        points(axes, pulls, task, family, column, color, marker=marker, label=name)
-        for setting, x in zip(family, pulls, strict=True):
+        sent = [task.column(setting, "sync_bytes").mean() for setting in family]
+        points(axes, sent, task, family, column, color, marker=marker, label=name)
+        for setting, x in zip(family, sent, strict=True):
             spot, text = (x, iqm(task.column(setting, column))), {"color": color, "fontsize": 7, "ha": side}
             text["path_effects"] = [withStroke(linewidth=2, foreground="white")]
             axes.annotate(f"{setting.value:g}", spot, (right_by, up_by), textcoords="offset points", **text)

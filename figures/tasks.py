@@ -8,7 +8,7 @@ import numpy as np
 
 from sweeps.estimates import ENOUGH
 
-PLAIN = ", plain"  # a variant of settings
+PLAIN, ROUNDED = ", plain", ", differences"  # variants of settings
 
 
 class Setting(NamedTuple):
@@ -18,6 +18,7 @@ class Setting(NamedTuple):
     value: float
     decoupled: bool = True
     bound: float = np.inf  # on the lag, in versions: whoever is further behind pulls, too
+    weights: str = "float32"  # what a pull moves: all of them, or a rounded "difference"
 
     def __str__(self):
         if self == ALWAYS:
@@ -26,7 +27,8 @@ class Setting(NamedTuple):
 
     @property
     def variant(self):
-        return PLAIN * (not self.decoupled) + (f", lag ≤ {self.bound:g}" if self.bound < np.inf else "")
+        bound = f", lag ≤ {self.bound:g}" if self.bound < np.inf else ""
+        return PLAIN * (not self.decoupled) + bound + ROUNDED * (self.weights != "float32")
 
 
 ALWAYS = Setting("interval", 1)
@@ -43,8 +45,9 @@ class Task:
         self.curves = {}  # {setting: {seed: {name: array}}}
 
     def variants(self):
-        """What runs by divergence differ in besides their threshold; the decoupled objective and loose bounds first."""
-        keys = sorted((not key.decoupled, -key.bound, key.variant) for key in self.runs if key.mode == "kl")
+        """What runs by divergence differ in besides their threshold; float32, decoupled, and loose bounds first."""
+        keys = [key for key in self.runs if key.mode == "kl"]
+        keys = sorted((key.weights != "float32", not key.decoupled, -key.bound, key.variant) for key in keys)
         return list(dict.fromkeys(variant for *_, variant in keys))
 
     def settings(self, mode, variant=None):
@@ -87,7 +90,7 @@ def load(results):
     for row in rows:
         mode, decoupled = row["sync_mode"], row["decoupled"] != "False"
         value = float(row["sync_interval" if mode == "interval" else "kl_threshold"])
-        setting = Setting(mode, value, decoupled, float(row["max_policy_lag"] or "inf"))
+        setting = Setting(mode, value, decoupled, float(row["max_policy_lag"] or "inf"), row["weights"])
         task = tasks.setdefault((row["program"], row["env_id"]), Task(row["program"], row["env_id"]))
         texts = columns[row["run"]]
         curves = {name: np.array([float(text or "nan") for text in texts[name]]) for name in texts.keys() - {"run"}}
