@@ -124,7 +124,7 @@ class Simulation:
         self.workers = [
             WorkerHandle(index, slice(index, index + 1), b"setup", Episodes.begun(None, 1)) for index in range(number)
         ]
-        store = PolicyStore([worker.copy for worker in self.workers], SPACE)
+        store = PolicyStore([worker.copy for worker in self.workers], SPACE, rounds=True)
         self.recovery = Recovery(SyncRule(), store)
         self.supervisor = Supervisor(
             self.workers, self.launcher, STARTUP_S, SILENCE_S, max_restarts, self.network.clock

@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up: whoever is below knows nothing of who is above. `name/` is all of a folder.
 LAYERS = [
     ["errors", "sync", "spaces"],
-    ["codec", "security", "launchers/", "backends", "policy"],
+    ["codec", "security", "launchers/", "backends", "policy", "differences"],
     ["protocol", "rollout", "keys", "blueprint"],
     ["versions", "options"],
     ["head/", "worker/"],

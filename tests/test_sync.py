@@ -310,7 +310,7 @@ def test_of_many_workers_fewer_states_are_kept(num_workers, most):
             return np.zeros(len(self.pairs))
 
     copies, policy = [PolicyCopy() for _ in range(num_workers)], Recording(linear())
-    store = PolicyStore(copies, spaces.Box(-1, 1, (3,)))
+    store = PolicyStore(copies, spaces.Box(-1, 1, (3,)), rounds=False)
     store.publish(policy)
     for size, expected in ((most // 2, most // 2), (most // 4, most // 2 + most // 4), (most, most), (1000, most)):
         states = np.random.default_rng(size).normal(size=(size, 3)).astype(np.float32)
