@@ -53,7 +53,7 @@ class ClusterOptions:
     """goes before each worker's Python, as in `nice -n 19` or (with the launcher `slurm`) `apptainer exec image.sif`"""
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
     """when workers pull weights: by divergence (APS), every `sync_interval` versions, every version, or once"""
-    kl_threshold: Nats = 0.1
+    kl_threshold: Nats = 0.01
     """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats"""
     sync_interval: Positive | None = None
     """with the mode `interval`: pull every so many versions"""

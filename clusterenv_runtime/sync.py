@@ -24,7 +24,7 @@ class SyncRule(msgspec.Struct, frozen=True):
     """When a worker pulls; `options.ClusterOptions` says what the parts mean, and checks them."""
 
     mode: str = "kl"
-    kl_threshold: float = 0.1
+    kl_threshold: float = 0.01
     interval: int | None = None
     max_lag: int | None = None
 

@@ -38,6 +38,7 @@ from .tasks import ALWAYS, PLAIN, load
 
 RETURN = "return of the last 100 episodes"
 SOLVED = 475  # CartPole-v1
+SLOW_COLORS = {"always": BLACK, "KL > 0.1": BLUE, "always, differences": ORANGE, "KL > 0.01, differences": GREEN}
 
 
 def learning_curves(task):
@@ -202,7 +203,7 @@ def slow_network(path):
     figure, (panels,) = subplots(1, len(runs), 8, 3.6, sharey=True)
     for axes, (mbits, rules) in zip(panels, sorted(runs.items()), strict=True):
         for rule, seeds in sorted(rules.items()):
-            color, reached = BLACK if rule == str(ALWAYS) else BLUE, []
+            color, reached = SLOW_COLORS[rule], []
             for curve in seeds.values():
                 axes.plot(*np.array(curve).T, color=color, linewidth=0.8)
                 reached.append(next((seconds for seconds, value in curve if value >= SOLVED), np.inf))

@@ -1,6 +1,6 @@
-"""Training with workers behind a slow link: seconds to a return, pulling by divergence and pulling always.
+"""Training with workers behind a slow link: seconds to a return, for all that a pull may be.
 
-    python -m figures.slow_network                 # as root, on Linux; about an hour; then python -m figures.plot
+    python -m figures.slow_network                 # as root, on Linux; about two hours; then python -m figures.plot
 
 All workers are in a network namespace whose only link is held to so many Mbit/s in either direction (the token bucket
 of tc), and the head is outside: tcp with CURVE, --launcher external. PPO on CartPole-v1, with hidden layers of WIDTH
@@ -27,7 +27,12 @@ from sweeps.attempts import here
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 512  # 1 MB of weights
-RULES = {"always": ["--sync-mode", "always"], "KL > 0.1": ["--sync-mode", "kl", "--kl-threshold", "0.1"]}
+RULES = {
+    "always": ["--sync-mode", "always", "--weights", "float32"],
+    "KL > 0.1": ["--kl-threshold", "0.1", "--weights", "float32"],
+    "always, differences": ["--sync-mode", "always", "--weights", "difference"],
+    "KL > 0.01, differences": ["--kl-threshold", "0.01", "--weights", "difference"],
+}
 FLAGS = "--env-id CartPole-v1 --num-steps 64 --update-epochs 4 --learning-rate 5e-4 --total-timesteps 200000 "
 FLAGS += "--max-seconds 500 --eval-episodes 1 --no-cuda --launcher external --on-worker-loss raise --worker-timeout 120"
 COLUMNS = ("mbits", "rule", "seed", "seconds", "step", "return", "pulls", "bytes", "machine", "software")

@@ -56,7 +56,8 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert "hyperparameters/text_summary" in events.Tags()["tensors"]
     size = sum(value.numel() * value.element_size() for value in model.values())
     assert summary["pulls_per_worker"] > 1
-    assert summary["sync_bytes"] == summary["pulls_per_worker"] * 2 * size
+    first, others = size / 4, size / 10  # of each worker's: a byte a weight, then little more than a bit
+    assert 0 < summary["sync_bytes"] / 2 < first + (summary["pulls_per_worker"] - 1) * others
 
 
 def test_deterministic_runs_of_one_seed_are_the_same(trained, tmp_path):

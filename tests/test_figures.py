@@ -33,7 +33,14 @@ def write_run(directory, flat):
         for tag, value in (("kl", 0.01 * step), ("policy_lag", 2), ("pulls_per_worker", step), ("bytes", 4 * step)):
             writer.add_scalar(f"sync/{tag}", value, step)
     writer.close()
-    args = {"env_id": "CartPole-v1", "sync_interval": None, "max_policy_lag": None, "resume": None, **parameters}
+    args = {
+        "env_id": "CartPole-v1",
+        "sync_interval": None,
+        "max_policy_lag": None,
+        "weights": "float32",
+        "resume": None,
+    }
+    args |= parameters
     measured = {
         "global_step": STEPS,
         "wall_seconds": 1.5,

@@ -65,12 +65,13 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert max(accounted[1:] / taken) > 0.8
 
 
-def test_bytes_are_pulls_times_the_size_of_the_actor(trained):
+def test_pulls_are_much_smaller_than_the_actor(trained):
     folder, summary = trained
     model = torch.load(folder / "ppo_clusterenv.cleanrl_model")
     size = sum(value.numel() * value.element_size() for key, value in model.items() if key.startswith("actor"))
     assert summary["pulls_per_worker"] > 1
-    assert summary["sync_bytes"] == summary["pulls_per_worker"] * 2 * size
+    first, others = size / 4, size / 10  # of each worker's: a byte a weight, then little more than a bit
+    assert 0 < summary["sync_bytes"] / 2 < first + (summary["pulls_per_worker"] - 1) * others
 
 
 def test_same_seed_gives_the_same_run(trained, tmp_path):

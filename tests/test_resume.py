@@ -112,7 +112,7 @@ def test_a_chunk_that_is_there_outlasts_an_interruption():
 
 def test_workers_go_on_with_the_random_numbers_of_the_state_and_the_counters_count_on():
     policy = CategoricalPolicy(linear(1, 2))
-    with ClusterEnv([CountingEnv] * 4, 2, sync_mode="always") as envs:
+    with ClusterEnv([CountingEnv] * 4, 2, sync_mode="always", weights="float32") as envs:
         envs.reset(seed=1)
         for _ in range(2):
             envs.rollout(policy, 5)
@@ -125,7 +125,7 @@ def test_workers_go_on_with_the_random_numbers_of_the_state_and_the_counters_cou
     for generator in generators:
         torch.Generator().set_state(generator)
     assert (state["policy_version"], state["pulls"]) == (2, [2, 2]) and min(state["waiting_seconds"]) > 0
-    with ClusterEnv([CountingEnv] * 4, 2, sync_mode="always") as envs:
+    with ClusterEnv([CountingEnv] * 4, 2, sync_mode="always", weights="float32") as envs:
         envs.publish(policy)  # of no account
         envs.load_state_dict(state)
         assert_same(envs.state_dict(), state)

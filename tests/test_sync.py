@@ -89,7 +89,7 @@ VECTOR_ENVS = [partial(RandomEnv, spaces.Box(-1, 1, (3,)))] * 3
 
 def test_kl_mode_pulls_exactly_when_the_divergence_exceeds_the_threshold():
     _, policy = make_agent()
-    with ClusterEnv(VECTOR_ENVS, 2, sync_mode="kl", kl_threshold=0.02) as envs:
+    with ClusterEnv(VECTOR_ENVS, 2, sync_mode="kl", kl_threshold=0.02, weights="float32") as envs:
         envs.reset(seed=1)
         versions, pulled_so_far, apart = {}, [], 0
         held, seen = 0, [[], []]  # by each worker, under the version that they hold
@@ -136,7 +136,7 @@ def kl_categorical(behavior, policy, observations):
 )
 def test_versions_pulls_and_bytes(arguments, versions):
     _, policy = make_agent()
-    with ClusterEnv(VECTOR_ENVS, 1, **arguments) as envs:
+    with ClusterEnv(VECTOR_ENVS, 1, weights="float32", **arguments) as envs:
         envs.reset(seed=1)
         assert (envs.policy_version, envs.pulls.tolist(), envs.sync_bytes) == (0, [0], 0)
         for number, expected in enumerate(versions):
@@ -152,7 +152,7 @@ def test_versions_pulls_and_bytes(arguments, versions):
 
 def test_never_acts_on_the_first_weights_until_the_policy_is_another():
     greedy, uniform, first = EpsilonGreedyPolicy(linear(3, 3), 0), CategoricalPolicy(linear(3, 3)), linear(3, 3)
-    with ClusterEnv(VECTOR_ENVS, 2, sync_mode="never") as envs:
+    with ClusterEnv(VECTOR_ENVS, 2, sync_mode="never", weights="float32") as envs:
         envs.reset(seed=1)
 
         def share_of_first_choices():
