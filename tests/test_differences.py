@@ -2,6 +2,8 @@
 
 import gc
 import math
+import os
+import signal
 import zlib
 
 import cloudpickle
@@ -197,25 +199,53 @@ def test_what_is_not_a_difference_is_refused():
         Difference.unpack(FROM_HELD, scales, wrong, 12)
 
 
-class Forgetful(CountingEnv):
-    """An environment that can spoil what its worker's policy is added to."""
+class Telling(CountingEnv):
+    """An environment that can tell what its worker's policy has become, and spoil it."""
+
+    def held(self):
+        return zlib.crc32(actor_here()._held.numpy())
 
     def spoil(self):
-        for actor in gc.get_objects():
-            if isinstance(actor, Actor):
-                actor._held[0] += 1
+        actor_here()._held[0] += 1
+
+
+def actor_here():
+    (actor,) = [each for each in gc.get_objects() if isinstance(each, Actor)]
+    return actor
+
+
+def agree(envs):
+    """Say whether all workers hold, to the last bit, what the head believes."""
+    return envs.call("held") == tuple(zlib.crc32(worker.copy.weights.numpy()) for worker in envs._pool.workers)
+
+
+def test_head_and_workers_agree_after_kills_and_another_structure():
+    policy, other = CategoricalPolicy(linear(1, 2)), CategoricalPolicy(nn.Linear(1, 2))
+    with ClusterEnv([Telling] * 2, 2, sync_mode="always") as envs:
+        envs.reset(seed=1)
+        for number in range(9):
+            if number in (2, 3, 7):
+                os.kill(envs._pool.workers[number % 2].pid, signal.SIGKILL)
+            acting = policy if number < 5 else other
+            change(acting, 0.1)
+            envs.rollout(acting, 4)
+            assert agree(envs)
+        assert len(envs.restarts) == 3
+        assert envs._store.mismatches == 0
 
 
 def test_a_spoilt_worker_is_healed(caplog):
     policy = CategoricalPolicy(linear(1, 2))
-    with ClusterEnv([Forgetful] * 2, 2, sync_mode="always") as envs:
+    with ClusterEnv([Telling] * 2, 2, sync_mode="always") as envs:
         envs.reset(seed=1)
         envs.rollout(policy, 4)
         envs.call("spoil")
+        assert not agree(envs)
         for _ in range(3):
             change(policy, 0.1)
             rollout = envs.rollout(policy, 4)
             assert set(rollout.policy_versions) == {envs.policy_version}
+            assert agree(envs)
         assert envs._store.mismatches == 2
         assert envs.pulls.tolist() == [5, 5]
     assert caplog.text.count("does not hold the weights it was sent") == 2
