@@ -154,6 +154,7 @@ def train(script, flags, faults, directory, network=None, interval=3.0, seed=1, 
         process.wait()
     text = Path(directory, "output").read_text()
     assert process.returncode == 0, text[-3000:]
+    assert "does not hold the weights" not in text  # what workers hold is what the head believes, by each checksum
     (summary,) = Path(directory, "runs").glob("*/summary.json")
     return json.loads(summary.read_text()), json.loads(Path(directory, "report.json").read_text()), done
 
