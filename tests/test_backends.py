@@ -150,7 +150,7 @@ def test_log_probs_and_divergence_are_of_what_was_seen(mode, kind):
     def make(num_envs):
         return SyncVectorEnv([partial(RandomEnv, space, action_space)] * num_envs, autoreset_mode=mode)
 
-    with ClusterEnv(make, 2, num_envs=5, kl_threshold=np.inf) as envs:
+    with ClusterEnv(make, 2, num_envs=5, kl_threshold=np.inf, weights="float32") as envs:
         envs.reset(seed=1)
         found = [envs.rollout(policy, 9, overlap=step < 3) for step in range(4)]
         assert envs.divergence.max() < 1e-6  # it is the same policy, wherever it looks

@@ -130,7 +130,7 @@ CASES = {
 def test_equals_a_replay_in_this_process(observation_space, action_space, make_policies):
     env_fns = [partial(RandomEnv, observation_space, action_space, end=0.05)] * 5
     reference = Reference(env_fns)
-    with ClusterEnv(env_fns, 2, sync_mode="always") as envs:
+    with ClusterEnv(env_fns, 2, sync_mode="always", weights="float32") as envs:
         assert_same(envs.reset(seed=4)[0], reference.reset(seed=4))
         for policy in (make_policy() for make_policy in make_policies):
             num_episodes = 0
@@ -154,7 +154,7 @@ def twins():
     clusters = []
     for slow in (range(3), range(3, 5)):
         env_fns = [partial(RandomEnv, VECTOR, delay=0.01 if i in slow else 0) for i in range(5)]
-        clusters.append(ClusterEnv(env_fns, 2, kl_threshold=0.01))
+        clusters.append(ClusterEnv(env_fns, 2, kl_threshold=0.01, weights="float32"))
     yield clusters
     for envs in clusters:
         envs.close()

@@ -203,7 +203,7 @@ def test_epsilon_travels_with_each_request():
 
 
 def test_another_policy_may_be_published_while_requests_are_outstanding():
-    with ClusterEnv([RANDOM] * 2, 2) as envs:
+    with ClusterEnv([RANDOM] * 2, 2, weights="float32") as envs:
         envs.publish(CategoricalPolicy(linear()))
         envs.reset(seed=1)
         for _ in range(3):
@@ -269,7 +269,8 @@ def test_overlapped_rollouts_act_on_the_weights_of_their_version_and_are_the_sam
     def run(delays):
         torch.manual_seed(3)
         policy, result = CategoricalPolicy(linear()), []
-        with ClusterEnv([partial(RandomEnv, VECTOR, delay=delay) for delay in delays], 2, sync_mode="always") as envs:
+        env_fns = [partial(RandomEnv, VECTOR, delay=delay) for delay in delays]
+        with ClusterEnv(env_fns, 2, sync_mode="always", weights="float32") as envs:
             envs.reset(seed=4)
             held = None
             for _ in range(4):
