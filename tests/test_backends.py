@@ -59,9 +59,8 @@ def moved(observations, actions):
 
 def test_every_step_is_one_of_cartpole(backend):
     policy, limit = CategoricalPolicy(linear(4, 2)), 25
-    found = rollouts(
-        partial(make_vec, backend, "CartPole-v1", max_episode_steps=limit), policy, 50, times=4, num_envs=7
-    )
+    make = partial(make_vec, backend, "CartPole-v1", max_episode_steps=limit)
+    found = rollouts(make, policy, 50, times=4, num_envs=7, weights="float32")
     for rollout in found:
         observations, actions, led_to = rollout.observations, rollout.actions, following(rollout)
         np.testing.assert_allclose(led_to, moved(observations, actions), atol=1e-5)

@@ -116,7 +116,7 @@ def test_a_worker_is_ahead_by_what_was_sent_and_no_more(tmp_path):
 
 
 def test_a_worker_pulls_a_version_once_and_only_for_the_divergence_of_the_one_it_holds():
-    with ClusterEnv([RANDOM] * 2, 1, kl_threshold=0.0) as envs:
+    with ClusterEnv([RANDOM] * 2, 1, kl_threshold=0.0, weights="float32") as envs:
         policy = CategoricalPolicy(linear())
         envs.publish(policy)
         envs.reset(seed=1)
@@ -185,7 +185,7 @@ def test_the_policy_lag_is_bounded(max_policy_lag):
 
 
 def test_epsilon_travels_with_each_request():
-    with ClusterEnv([RANDOM] * 4, 1) as envs:
+    with ClusterEnv([RANDOM] * 4, 1, weights="float32") as envs:
         policy = EpsilonGreedyPolicy(linear(), 0.0)
         envs.publish(policy)
         envs.reset(seed=1)
