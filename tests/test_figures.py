@@ -41,13 +41,10 @@ def write_run(directory, flat):
         "resume": None,
     }
     args |= parameters
-    measured = {
-        "global_step": STEPS,
-        "wall_seconds": 1.5,
-        "pulls_per_worker": 1000.0 / parameters.get("sync_interval", 10 / 3),
-    }
+    pulls = 1000.0 / parameters.get("sync_interval", 10 / 3)
+    measured = {"global_step": STEPS, "wall_seconds": 1.5, "pulls_per_worker": pulls}
     measured |= {
-        "sync_bytes": 4000,
+        "sync_bytes": round(4 * pulls),
         "mean_return_100": 10.0 * parameters["seed"],
         "eval_return_mean": 7.0,
         "updates": 100,
@@ -158,7 +155,8 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, mo
     assert rows["KL > 0.5, plain", "KL > 0.5"]["seeds"] == "2" and ("KL > 0.5", "KL > 0.5, plain") not in rows
     assert {row["held_out"] for row in rows.values()} == {"False"}
     text = (outputs[0] / "claims.md").read_text()
-    assert "| PPO, CartPole-v1: KL > 0.5 | always | 2 | 300.0 instead of 1000.0 | 15.0: +0.0 | 7.0: +0.0 |" in text
+    pulls = "300.0 instead of 1000.0 | 3.3 times fewer"
+    assert f"| PPO, CartPole-v1: KL > 0.5 | always | 2 | {pulls} | 15.0: +0.0 | 7.0: +0.0 |" in text
     with open(paths["--results"] / "runs.csv", "a") as file:
         file.write((paths["--results"] / "runs.csv").read_text().splitlines(keepends=True)[-1])
     with pytest.raises(SystemExit, match="two runs of PPO, CartPole-v1, KL > 0.5, plain, seed 3"):

@@ -102,7 +102,7 @@ def test_decoupled_objective_is_plain_ppo_at_lag_0(tmp_path):
     for flag in ("--decoupled", "--no-decoupled"):
         directory = tmp_path / flag
         directory.mkdir()
-        folder, _ = train(directory, "--sync-mode", "always", flag)
+        folder, _ = train(directory, "--sync-mode", "always", "--weights", "float32", flag)
         assert set(scalars(folder, "sync/policy_lag")) == {0}
         losses.append(scalars(folder, "losses/policy_loss"))
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
