@@ -3,7 +3,9 @@
 Of each tensor a quarter of the weights move, those that are furthest off, all by the same amount, up or down. That is
 about 1.1 bits a weight. What is left over is part of the next difference, so errors do not add up; and workers report
 the distribution that they really acted on, so the learner corrects for it. A worker that holds nothing gets all weights
-in 8 bits each: a difference from zeros, in 127 steps up or down instead of one.
+in 8 bits each: a difference from zeros, in 127 steps up or down instead of one. So does one whose weights have little
+to do with the published ones, as after a checkpoint was loaded: ten differences would lead there, too, but each takes a
+rollout.
 
 Head and worker add the same float32 numbers in the same way, so that both know the sum to the last bit. This module
 imports torch, as `policy` does.
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 
 SHARE = 0.25  # of the weights move: docs/aps.md has the evidence
+FAR = 0.5  # lengths of the weights: a worker that is further off gets all of them
 SAMPLE = 2**16  # weights of a tensor that are looked at to find the quarter that moves
 WHOLE, FROM_ZEROS, FROM_HELD = 0, 127, 1  # steps up or down that a message can tell; exact weights have none
 _POWERS = 3 ** np.arange(5, dtype=np.uint8)  # five numbers of -1, 0 or 1 make a byte
@@ -46,16 +49,21 @@ class Difference:
         rest = weights if held is None else weights - held
         if not torch.isfinite(rest).all():
             return None
-        quantize, levels = (_to_bytes, FROM_ZEROS) if held is None else (_furthest, FROM_HELD)
+        quantize, levels = _furthest, FROM_HELD
+        if held is None or rest.norm() > FAR * weights.norm():
+            rest, quantize, levels = weights, _to_bytes, FROM_ZEROS
         parts = [quantize(part) for part in rest.split(list(sizes))]
         steps = torch.cat([steps for steps, _ in parts]) if parts else rest.to(torch.int8)
         return cls(levels, steps, torch.tensor([scale for _, scale in parts], dtype=torch.float32))
 
     def added_to(self, held: torch.Tensor | None, sizes: Sequence[int]) -> torch.Tensor:
-        """Return the sum, ``(weights,)`` float32. Only a multiplication and an addition, the same on all devices."""
+        """Return the sum with ``held``, unless it is a difference from zeros: ``(weights,)`` float32.
+
+        Only a multiplication and an addition, the same on all devices.
+        """
         counts = torch.tensor(sizes, dtype=torch.int64, device=self.steps.device)
         moved = self.steps * self.scales.to(counts.device).repeat_interleave(counts)
-        return moved if held is None else held + moved
+        return moved if held is None or self.levels == FROM_ZEROS else held + moved
 
     def pack(self) -> list[bytes]:
         """Return the buffers that carry it: the scales, and the steps, compressed."""

@@ -94,6 +94,21 @@ def test_errors_do_not_add_up_and_a_policy_at_rest_is_reached():
     assert errors[-1] < 1e-6
 
 
+def test_after_a_large_change_a_pull_is_of_all_weights():
+    policy, copy = CategoricalPolicy(nn.Linear(100, 100)), PolicyCopy()
+    store, actor = PolicyStore([copy], SPACE, rounds=True), worker(policy)
+    levels = []
+    for other in (False, False, True, False):
+        torch.manual_seed(1)
+        policy.load_state_dict(CategoricalPolicy(nn.Linear(100, 100)).state_dict()) if other else change(policy, 0.01)
+        store.publish(policy)
+        levels.append(pull(store, copy, actor)[0])
+        assert same(actor, copy)
+        weights, _ = policy.split_weights(policy.flat_weights())
+        assert (copy.weights - weights).norm() < 0.25 * weights.norm()
+    assert levels == [FROM_ZEROS, FROM_HELD, FROM_ZEROS, FROM_HELD]
+
+
 def test_a_difference_is_about_a_bit_a_weight_and_all_of_them_eight():
     policy, copy = CategoricalPolicy(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))), PolicyCopy()
     store, actor = PolicyStore([copy], SPACE, rounds=True), worker(policy)
@@ -127,7 +142,7 @@ def test_what_the_head_keeps_is_bounded(monkeypatch):
     monkeypatch.setattr(versions, "HELD_BYTES", 3 * 4 * sum(policy.rounded_sizes))
     for _ in range(3):
         for copy, actor in zip(copies, actors, strict=True):  # each at a version of its own
-            change(policy, 0.1)
+            change(policy, 0.01)
             store.publish(policy)
             how, _ = pull(store, copy, actor)
             assert how == (FROM_HELD if any(copy is kept for kept in copies[:3]) and store.version > 10 else FROM_ZEROS)

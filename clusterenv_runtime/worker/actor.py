@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..differences import FROM_HELD, FROM_ZEROS, WHOLE, Difference, checksum
+from ..differences import FROM_HELD, WHOLE, Difference, checksum
 from ..policy import Policy, to_tensor
 from ..protocol import Weights
 
@@ -38,7 +38,7 @@ class Actor:
         else:
             sizes = self.policy.rounded_sizes
             difference = Difference.unpack(message.levels, *buffers[:2], sum(sizes))
-            self._held = difference.added_to(None if message.levels == FROM_ZEROS else self._held, sizes)
+            self._held = difference.added_to(self._held, sizes)
             self.policy.load_flat_weights(self._held.numpy().tobytes() + bytes(buffers[2]))
         weights, others = self.policy.split_weights(self.policy.flat_weights())
         is_right = checksum(weights, others.numpy()) == message.checksum
