@@ -1,5 +1,6 @@
 """Environments that step together: their rollouts must be those of Gymnasium's, whenever and however they reset."""
 
+import functools
 import os
 import signal
 import sys
@@ -82,24 +83,29 @@ def test_every_step_is_one_of_cartpole(backend):
     np.testing.assert_array_equal(np.concatenate([rollout.episodic_returns for rollout in found]), lengths)
 
 
+@functools.cache
+def episodes_of(backend, env_id):
+    """Return returns and lengths of a random policy's first four episodes in each of 16 environments."""
+    env = gym.make(env_id)
+    policy = CategoricalPolicy(linear(env.observation_space.shape[0], int(env.action_space.n)))
+    if backend == "gymnasium":
+        env_fns, kwargs = [partial(gym.make, env_id)] * 16, {}
+    else:
+        env_fns, kwargs = partial(make_vec, backend, env_id), {"num_envs": 16}
+    (found,) = rollouts(env_fns, policy, 1500, times=1, **kwargs)
+    rows = np.nonzero(found.terminations | found.truncations)[1]
+    assert np.bincount(rows, minlength=16).min() >= 4  # of all that end in that time short ones would be too many
+    first = np.concatenate([np.flatnonzero(rows == row)[:4] for row in range(16)])
+    return found.episodic_returns[first], found.episodic_lengths[first]
+
+
 @pytest.mark.parametrize(
     "backend, env_id",
     [("vector", "CartPole-v1"), ("envpool", "CartPole-v1"), ("envpool", "LunarLander-v3")],
     indirect=["backend"],
 )
 def test_episodes_are_distributed_as_gymnasiums(backend, env_id):
-    env = gym.make(env_id)
-    policy = CategoricalPolicy(linear(env.observation_space.shape[0], int(env.action_space.n)))
-    thunks = [partial(gym.make, env_id)] * 16
-    episodes = []
-    for env_fns, kwargs in (thunks, {}), (partial(make_vec, backend, env_id), {"num_envs": 16}):
-        (found,) = rollouts(env_fns, policy, 1500, times=1, **kwargs)
-        # Of each row its first four, or short ones would be too many.
-        rows = np.nonzero(found.terminations | found.truncations)[1]
-        assert np.bincount(rows, minlength=16).min() >= 4
-        first = np.concatenate([np.flatnonzero(rows == row)[:4] for row in range(16)])
-        episodes.append([found.episodic_returns[first], found.episodic_lengths[first]])
-    for one, other in zip(*episodes, strict=True):
+    for one, other in zip(episodes_of("gymnasium", env_id), episodes_of(backend, env_id), strict=True):
         assert stats.ks_2samp(one, other).pvalue > 0.001
 
 
@@ -138,8 +144,9 @@ def test_rollouts_equal_those_of_environments_that_step_one_by_one(mode):
             assert_same(getattr(other, name), getattr(one, name), name)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [CategoricalPolicy, GaussianPolicy])
+@pytest.mark.parametrize(
+    "mode, kind", [*((mode, CategoricalPolicy) for mode in MODES), (AutoresetMode.NEXT_STEP, GaussianPolicy)]
+)
 def test_log_probs_and_divergence_are_of_what_was_seen(mode, kind):
     space = spaces.Dict(a=spaces.Box(-1, 1, (2,)), b=spaces.Discrete(3), c=spaces.Box(0, 255, (1, 2), np.uint8))
     action_space = spaces.Discrete(3) if kind is CategoricalPolicy else spaces.Box(-np.inf, np.inf, (3,))
@@ -171,24 +178,25 @@ def test_log_probs_and_divergence_are_of_what_was_seen(mode, kind):
 
 
 def test_seeds(backend):
-    def begin(num_workers, seed):
-        with ClusterEnv(partial(make_vec, backend, "CartPole-v1"), num_workers, num_envs=4) as envs:
-            first, _ = envs.reset(seed=seed)
-            again, _ = envs.reset()
-            return first, again, envs.rollout(CategoricalPolicy(linear(4, 2)), 30)
+    def made(num_workers):
+        return ClusterEnv(partial(make_vec, backend, "CartPole-v1"), num_workers, num_envs=4)
 
-    first, again, rollout = begin(2, seed=1)
-    *observations, second = begin(2, seed=1)
+    def begin(envs):
+        return envs.reset(seed=1)[0], envs.reset()[0], envs.rollout(CategoricalPolicy(linear(4, 2)), 30)
+
+    with made(2) as envs:
+        assert len({*envs.reset()[0][:, 0], *envs.reset(seed=1)[0][:, 0]}) == 8  # unseeded and seeded
+        first, again, rollout = begin(envs)
+        assert (first != envs.reset(seed=2)[0]).any()
+    with made(2) as envs:
+        *observations, second = begin(envs)
     np.testing.assert_array_equal(observations, (first, again))
     for name in FIELDS.split():
         assert_same(getattr(second, name), getattr(rollout, name), name)
-    assert (first != again).any()
-    assert (first != begin(2, seed=2)[0]).any()
     assert len({*first[:, 0], *again[:, 0]}) == 8
-    with ClusterEnv(partial(make_vec, backend, "CartPole-v1"), 2, num_envs=4) as envs:  # unseeded
-        assert len({*envs.reset()[0][:, 0], *first[:, 0]}) == 8
     if backend == "envpool":  # each environment has its own seed there, the seed plus its row
-        np.testing.assert_array_equal(first, begin(1, seed=1)[0])
+        with made(1) as envs:
+            np.testing.assert_array_equal(first, envs.reset(seed=1)[0])
 
 
 def test_threads_change_nothing_but_the_time():
@@ -247,7 +255,9 @@ def test_lunar_lander_v2_which_gymnasium_no_longer_has():
     assert np.isfinite(rollout.observations).all()
 
 
-@pytest.mark.parametrize("script", ["ppo_clusterenv.py", "dqn_clusterenv.py"])
+@pytest.mark.parametrize(
+    "backend, script", [("vector", "dqn_clusterenv.py"), ("envpool", "ppo_clusterenv.py")], indirect=["backend"]
+)
 def test_scripts_train_on_them(backend, script, tmp_path):
     env_id = {"vector": "CartPole-v1", "envpool": "LunarLander-v2"}[backend]  # Gymnasium has no such LunarLander
     flags = ["--env-id", env_id, "--env-backend", backend, "--envs-per-worker", "4", "--total-timesteps", "3000"]

@@ -12,19 +12,19 @@ from .chaos import train
 @pytest.mark.parametrize(
     "script, flags",
     [
-        ("ppo_clusterenv.py", "--total-timesteps 80000 --eval-episodes 2"),
-        ("dqn_clusterenv.py", "--total-timesteps 100000 --eval-episodes 2 --learning-starts 1000"),
+        ("ppo_clusterenv.py", "--total-timesteps 40960 --eval-episodes 2"),
+        ("dqn_clusterenv.py", "--total-timesteps 50000 --eval-episodes 2 --learning-starts 1000"),
     ],
 )
 def test_training_under_fire(tmp_path, script, flags):
     reason = why_no_namespaces()
     with contextlib.nullcontext() if reason else Network(4) as network:
-        summary, report, faults = train(script, flags, 5, tmp_path, network, interval=1.5, timeout=600)
+        summary, report, faults = train(script, flags, 4, tmp_path, network, interval=1, timeout=600)
     asked = int(flags.split()[1])
     assert asked - 2048 < summary["global_step"] == report["transitions"] <= asked
     if "transitions_inserted" in summary:
         assert summary["transitions_inserted"] == summary["global_step"]
-    assert len(faults) == 5 and len(report["restarts"]) >= 2
+    assert len(faults) == 4 and len(report["restarts"]) >= 2
     assert report["longest"] < 240  # a worker that is stopped while it starts has 60 s for that, and may be hit again
     if reason:
         pytest.skip(f"passed, but no link was cut: {reason}")

@@ -69,13 +69,13 @@ def test_deterministic_runs_of_one_seed_are_the_same(trained, tmp_path):
         assert scalars(folder, tag) == scalars(other, tag)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_gradient_steps_per_environment_step_are_exact_and_nothing_is_lost(tmp_path, workers):
-    _, summary = train(
-        tmp_path, "--num-workers", str(workers), "--train-frequency", "4", "--target-network-frequency", "40"
-    )
+@pytest.mark.parametrize(("workers", "mode"), [(1, "never"), (4, "always")])
+def test_gradient_steps_are_exact_nothing_is_lost_and_pulls_are_as_told(tmp_path, workers, mode):
+    flags = f"--num-workers {workers} --sync-mode {mode} --train-frequency 4 --target-network-frequency 40"
+    _, summary = train(tmp_path, *flags.split())
     assert summary["global_step"] == summary["transitions_inserted"] == 800
     assert summary["gradient_steps"] == (800 - 100) // 4
+    assert (summary["pulls_per_worker"] == 1) == (mode == "never")
 
 
 SLOW_ENV = """
@@ -110,27 +110,15 @@ def test_the_ratio_is_exact_and_nobody_waits_for_a_slow_worker(tmp_path):
     assert summary["gradient_steps"] == (4000 - 100) // 10
 
 
-def test_never_pulls_once_and_always_pulls_more(tmp_path):
-    pulls = {}
-    for mode in ("never", "always"):
-        directory = tmp_path / mode
-        directory.mkdir()
-        pulls[mode] = train(directory, "--sync-mode", mode)[1]["pulls_per_worker"]
-    assert pulls["never"] == 1 < pulls["always"]
-
-
-def test_offline_wandb_and_spellings_of_booleans(tmp_path):
-    train(tmp_path, "--track=True", "--save_model=False", "--deterministic=true", "--no_cuda")
+def test_offline_wandb_spellings_of_booleans_and_max_seconds(tmp_path):
+    flags = "--track=True --save_model=False --deterministic=true --no_cuda --total-timesteps 100000000 --max-seconds 1"
+    _, summary = train(tmp_path, *flags.split())
+    assert summary["global_step"] < 100000000 and summary["eval_return_mean"] > 0
     (offline,) = tmp_path.glob("wandb/offline-run-*")
     record = next(offline.glob("*.wandb")).read_bytes()
     for text in (b"train_frequency", b"kl_threshold", b"global_step", b"eval_return_mean", b"throughput/replay_ratio"):
         assert text in record
     assert not list(tmp_path.glob("runs/*/*.cleanrl_model"))
-
-
-def test_max_seconds_ends_the_run_in_order(tmp_path):
-    _, summary = train(tmp_path, "--total-timesteps", "100000000", "--max-seconds", "1")
-    assert summary["global_step"] < 100000000 and summary["eval_return_mean"] > 0
 
 
 @pytest.mark.parametrize(

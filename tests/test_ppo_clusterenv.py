@@ -45,6 +45,21 @@ def trained(tmp_path_factory):
     return train(tmp_path_factory.mktemp("trained"), "--kl-threshold", "1e-5")
 
 
+@pytest.fixture(scope="module")
+def always(tmp_path_factory):
+    flags = ["--sync-mode", "always", "--weights", "float32", "--decoupled"]
+    return train(tmp_path_factory.mktemp("always"), *flags)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A run with all that a run may be told to do besides; its directory and its summary."""
+    directory = tmp_path_factory.mktemp("other")
+    flags = "--anneal_lr=False --norm-adv=false --clip_vloss=True --no-torch-deterministic --save-model --no_cuda"
+    flags += " --max_policy_lag 3 --sync-mode never --capture-video --total-timesteps 100000000 --max-seconds 1"
+    return directory, train(directory, *flags.split())[1]
+
+
 def test_run_leaves_summary_model_picture_and_logs(trained):
     folder, summary = trained
     assert set(summary) >= SUMMARY
@@ -90,22 +105,15 @@ def test_a_compiled_run_is_the_same_to_tolerance(trained, tmp_path):
     assert summary["pulls_per_worker"] == trained[1]["pulls_per_worker"]
 
 
-def test_never_pulls_once_and_always_pulls_every_update(tmp_path):
-    for mode, pulls in (("never", 1), ("always", 5)):
-        directory = tmp_path / mode
-        directory.mkdir()
-        assert train(directory, "--sync-mode", mode)[1]["pulls_per_worker"] == pulls
+def test_never_pulls_once_and_always_pulls_every_update(always, other):
+    assert [summary["pulls_per_worker"] for _, summary in (always, other)] == [5, 1]
 
 
-def test_decoupled_objective_is_plain_ppo_at_lag_0(tmp_path):
-    losses = []
-    for flag in ("--decoupled", "--no-decoupled"):
-        directory = tmp_path / flag
-        directory.mkdir()
-        folder, _ = train(directory, "--sync-mode", "always", "--weights", "float32", flag)
-        assert set(scalars(folder, "sync/policy_lag")) == {0}
-        losses.append(scalars(folder, "losses/policy_loss"))
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+def test_decoupled_objective_is_plain_ppo_at_lag_0(always, tmp_path):
+    plain, _ = train(tmp_path, "--sync-mode", "always", "--weights", "float32", "--no-decoupled")
+    assert all(set(scalars(folder, "sync/policy_lag")) == {0} for folder in (plain, always[0]))
+    decoupled = scalars(always[0], "losses/policy_loss")
+    assert decoupled == pytest.approx(scalars(plain, "losses/policy_loss"), abs=1e-4)
 
 
 def test_overlap_acts_one_update_behind(tmp_path):
@@ -114,38 +122,21 @@ def test_overlap_acts_one_update_behind(tmp_path):
     assert summary["updates"] == 5 and summary["pulls_per_worker"] == 4
 
 
-def test_spellings_of_booleans_and_flags(tmp_path):
-    flags = [
-        "--anneal_lr=False",
-        "--norm-adv=false",
-        "--clip_vloss=True",
-        "--no-torch-deterministic",
-        "--save-model",
-        "--no_cuda",
-    ]
-    _, summary = train(tmp_path, *flags, "--max_policy_lag", "3")
-    args = summary["args"]
+def test_spellings_of_booleans_and_flags(other):
+    args = other[1]["args"]
     assert [args[key] for key in ("anneal_lr", "norm_adv", "torch_deterministic", "cuda")] == [False] * 4
     assert [args[key] for key in ("clip_vloss", "save_model")] == [True] * 2
     assert args["max_policy_lag"] == 3
 
 
-def test_max_seconds_ends_the_run_in_order(tmp_path):
-    _, summary = train(tmp_path, "--total-timesteps", "100000000", "--max-seconds", "1")
+def test_max_seconds_ends_the_run_in_order(other):
+    _, summary = other
     assert summary["global_step"] < 100000000 and summary["eval_return_mean"] > 0
 
 
-def test_capture_video_records_environment_0(tmp_path):
-    train(tmp_path, "--capture-video")
-    assert list(tmp_path.glob("videos/*/rl-video-episode-0.mp4"))
-
-
-def test_offline_wandb_gets_configuration_and_summary(tmp_path):
-    train(tmp_path, "--track")
-    (offline,) = tmp_path.glob("wandb/offline-run-*")
-    record = next(offline.glob("*.wandb")).read_bytes()
-    for text in (b"envs_per_worker", b"kl_threshold", b"global_step", b"eval_return_mean", b"sync/pulls_per_worker"):
-        assert text in record
+def test_capture_video_records_environment_0(other):
+    directory, _ = other
+    assert list(directory.glob("videos/*/rl-video-episode-0.mp4"))
 
 
 @pytest.mark.parametrize(

@@ -187,12 +187,12 @@ def pcg64(state, has_uint32=0):
     return ["Generator", ["dict", [["bit_generator", "PCG64"], *rest]]]
 
 
-@settings(max_examples=1000, deadline=None)
-@given(GARBAGE)
-def test_garbage_raises_protocol_error_or_nothing(tree):
+@settings(max_examples=500, deadline=None)
+@given(GARBAGE, st.lists(st.just(b"01234567") | st.binary(max_size=40), max_size=3))
+def test_garbage_raises_protocol_error_or_nothing(tree, buffers):
     for copy in (True, False):
         with contextlib.suppress(ProtocolError):
-            unpack(tree, [b"01234567", b""], copy)
+            unpack(tree, buffers, copy)
 
 
 @pytest.mark.parametrize(

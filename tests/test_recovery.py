@@ -390,17 +390,17 @@ def test_rollouts_are_whole_whoever_dies(overlap, workers):
         policy = CategoricalPolicy(linear(2, 2))
         envs.reset(seed=1)
         chunks = [[] for _ in range(5)]
-        for number in range(12):
+        for number in range(9):
             if number % 3 == 1:
                 kill(pid_of(envs, number % 2))
-            rollout = envs.rollout(policy, 20, overlap=overlap and number < 11)
+            rollout = envs.rollout(policy, 20, overlap=overlap and number < 8)
             assert rollout.rewards.shape == (20, 5)
             assert rollout.policy_versions.min() >= number + (not overlap or number == 0)
             for row in range(5):
                 chunks[row].append((rollout.observations[:, row], rollout.rewards[:, row]))
             change(policy, 0.01)
         assert sum(map(lives, chunks)) == 5 + sum(len(restart["seeds"]) for restart in envs.restarts)
-        assert 3 <= len(envs.restarts) <= 4  # one may die when it has answered, and for the last time
+        assert 2 <= len(envs.restarts) <= 3  # one may die when it has answered, and for the last time
         assert len(workers()) == 2
 
 
@@ -462,7 +462,7 @@ def test_a_replacement_goes_on_with_its_predecessors_noise():
 
     expected = list(actions(()))
     assert len({str(part) for part in expected}) == 4
-    assert list(actions((1, 3))) == list(actions((1, 2), overlap=True)) == expected
+    assert list(actions((1, 3))) == list(actions((2,), overlap=True)) == expected
 
 
 def test_what_the_environments_have_started_ends_with_their_worker(tmp_path):
@@ -577,7 +577,7 @@ def test_deaths_with_answers_in_between_do_not_end_the_run():
     with ClusterEnv([partial(DyingEnv, 3)], 1, max_worker_restarts=1) as envs:
         envs.reset()
         policy = CategoricalPolicy(linear(1, 2))
-        for number in range(1, 8):
+        for number in range(1, 6):
             envs.rollout(policy, 1)
             assert len(envs.restarts) == (number - 1) // 2
 
