@@ -47,10 +47,10 @@ class Difference:
             sizes: how many of these each tensor has.
         """
         rest = weights if held is None else weights - held
-        if not torch.isfinite(rest).all():
+        if not (length := rest.norm()).isfinite():
             return None
         quantize, levels = _furthest, FROM_HELD
-        if held is None or rest.norm() > FAR * weights.norm():
+        if held is None or length > FAR * weights.norm():
             rest, quantize, levels = weights, _to_bytes, FROM_ZEROS
         parts = [quantize(part) for part in rest.split(list(sizes))]
         steps = torch.cat([steps for steps, _ in parts]) if parts else rest.to(torch.int8)
@@ -61,9 +61,10 @@ class Difference:
 
         Only a multiplication and an addition, the same on all devices.
         """
-        counts = torch.tensor(sizes, dtype=torch.int64, device=self.steps.device)
-        moved = self.steps * self.scales.to(counts.device).repeat_interleave(counts)
-        return moved if held is None or self.levels == FROM_ZEROS else held + moved
+        total = self.steps.float()
+        for part, scale in zip(total.split(list(sizes)), self.scales.tolist(), strict=True):
+            part *= scale
+        return total if held is None or self.levels == FROM_ZEROS else total.add_(held)
 
     def pack(self) -> list[bytes]:
         """Return the buffers that carry it: the scales, and the steps, compressed."""
@@ -110,10 +111,11 @@ def _to_bytes(weights: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 def _furthest(rest: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Return which of a tensor's weights move up (1) or down (-1), and by how much: their mean distance."""
-    distance = rest.abs()
-    if not len(distance) or distance.max() == 0:
-        return torch.zeros_like(rest, dtype=torch.int8), 0.0
-    sample = distance[:: -(-len(distance) // SAMPLE)]
+    if not len(rest):
+        return rest.to(torch.int8), 0.0
+    sample = rest[:: -(-len(rest) // SAMPLE)].abs()
     least = sample.kthvalue(len(sample) - max(int(SHARE * len(sample)), 1) + 1).values
-    moves = (distance >= least) & (distance > 0)
-    return (rest.sign() * moves).to(torch.int8), distance[moves].mean(dtype=torch.float64).item()
+    least = least.clamp(min=torch.finfo(torch.float32).tiny)
+    steps = (rest >= least).view(torch.int8) - (rest <= -least).view(torch.int8)
+    moved = (rest * steps).sum(dtype=torch.float64).item()
+    return steps, moved / max(steps.count_nonzero().item(), 1)
