@@ -1,4 +1,4 @@
-# DQN on environments that live in worker processes, anywhere: CleanRL's dqn.py but for what distribution changes
+# DQN on environments that live in worker processes, anywhere: CleanRL's dqn.py, changed where distribution asks for it
 import itertools
 import os
 import random

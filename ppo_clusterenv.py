@@ -1,4 +1,4 @@
-# PPO on environments that live in worker processes, anywhere: CleanRL's ppo.py but for what distribution changes
+# PPO on environments that live in worker processes, anywhere: CleanRL's ppo.py, changed where distribution asks for it
 import os
 import random
 import shutil
@@ -231,7 +231,7 @@ if __name__ == "__main__":
             if args.decoupled:
                 # A worker's policy may be many updates old. Clipping the ratio to it would pin the learner to it: it
                 # never diverges, nobody pulls, training stalls. So clip against the policy at the start of this update
-                # (proximal) and weight by proximal / behavior: plain PPO at lag 0. https://arxiv.org/abs/2110.00641
+                # (proximal) and weight by proximal / behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
                 with torch.no_grad():
                     proximal = Categorical(logits=actor(b_obs)).log_prob(b_actions)
                     b_weights = (proximal - b_logprobs).exp().clamp(max=args.clip_rho)

@@ -99,6 +99,7 @@ def measure(args, observation, transport, mode, num_workers, pipe):
         num_workers,
         launcher=launcher,
         on_worker_loss="raise",
+        weights="float32",  # what a storm of whole policies takes
         worker_timeout=args.timeout,  # a storm may take long where all share two cores
         **TRANSPORTS[transport],
     ) as envs:

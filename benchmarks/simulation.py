@@ -73,7 +73,7 @@ class Simulation:
                 if self.actor is None:
                     self.actor = Actor()
                     self.actor.load_structure(pickle.loads(buffers[0]))
-                    self.actor.load_weights(0, bytes(self.actor.policy.flat_weights().numel()))  # all zero
+                    self.actor.policy.load_flat_weights(bytes(self.actor.policy.flat_weights().numel()))  # all zero
                 self.send(worker, seq, protocol.Reply(None, ["list", []]))
 
     def send(self, worker, seq, message, buffers=()):

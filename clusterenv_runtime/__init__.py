@@ -2,7 +2,7 @@
 
     from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 
-    envs = ClusterEnv([lambda: gym.make("CartPole-v1") for _ in range(8)], num_workers=2, kl_threshold=0.1)
+    envs = ClusterEnv([lambda: gym.make("CartPole-v1") for _ in range(8)], num_workers=2)
     policy = CategoricalPolicy(actor)  # any nn.Module: observations -> logits
     envs.reset(seed=1)
     for iteration in range(100):

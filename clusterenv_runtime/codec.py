@@ -20,7 +20,7 @@ _CONTAINERS = {"list": list, "tuple": tuple, "GraphInstance": lambda items: Grap
 def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Any:
     """Turn ``value`` into a tree msgpack can carry, appending the data of its arrays to ``buffers``.
 
-    Types survive exactly (tuple or list, ``np.float32`` or ``float``), but for
+    Types survive exactly (tuple or list, ``np.float32`` or ``float``), except for
     subclasses of containers, which arrive as their base. With ``dropped`` a dict entry that cannot be
     packed is left out and its key noted there; otherwise it raises TypeError.
     """

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-SHARE = 0.25  # of the weights move: docs/aps.md has the evidence
+SHARE = 0.25  # of the weights move
 FAR = 0.5  # lengths of the weights: a worker that is further off gets all of them
 SAMPLE = 2**16  # weights of a tensor that are looked at to find the quarter that moves
 WHOLE, FROM_ZEROS, FROM_HELD = 0, 127, 1  # steps up or down that a message can tell; exact weights have none

@@ -42,7 +42,7 @@ Port = Annotated[int, Range("from 0 to 65535", lambda value: 0 <= value < 2**16)
 
 @dataclass
 class ClusterOptions:
-    """Where workers run, how they are supervised, and when they pull."""
+    """Where workers run, how they are supervised, when they pull, and what."""
 
     num_workers: Positive = 2
     """the number of environment worker processes, each with a contiguous share of the environments"""

@@ -177,7 +177,7 @@ class GaussianPolicy(Policy):
 
 
 class EpsilonGreedyPolicy(Policy):
-    """Discrete actions, greedy but for a share ``epsilon`` of uniform ones: ``q_network`` gives values ``(batch, n)``.
+    """Discrete actions, greedy except in a share ``epsilon`` of steps: ``q_network`` gives values ``(batch, n)``.
 
     ``epsilon`` belongs to the head and travels with each request.
     """

@@ -101,7 +101,7 @@ class Rollout:
     truncations: np.ndarray  # (num_steps, num_envs) bool
     final_observations: Any  # (episodes, ...) what the steps that ended one led to, ordered as their nonzero()
     next_observations: Any  # (num_envs, ...) after the last step; docs/limits.md says what "vector" ones make of it
-    policy_versions: np.ndarray  # (num_envs,) int64, the version that acted
+    policy_versions: np.ndarray  # (num_envs,) int64, the version last pulled by the worker that acted
     episodic_returns: np.ndarray  # (num_episodes,) float64, of the episodes that ended here, by step, then environment
     episodic_lengths: np.ndarray  # (num_episodes,) int64
 

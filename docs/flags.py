@@ -25,7 +25,7 @@ def page() -> str:
     kinds = {name: importlib.import_module(module).Args for name, module in SCRIPTS.items()}
     options, shared = names(ClusterOptions), names(ScriptArgs)
     parts = [HEAD]
-    parts += ["## Workers, their link, and when they pull", "", table(kinds, options)]
+    parts += ["## Workers, their link, when they pull, and what", "", table(kinds, options)]
     parts += ["## The run", "", table(kinds, [name for name in shared if name not in options])]
     for name, kind in kinds.items():
         own = [flag for flag in names(kind) if flag not in shared]
