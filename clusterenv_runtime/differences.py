@@ -53,8 +53,8 @@ class Difference:
         if held is None or length > FAR * weights.norm():
             rest, quantize, levels = weights, _to_bytes, FROM_ZEROS
         parts = [quantize(part) for part in rest.split(list(sizes))]
-        steps = torch.cat([steps for steps, _ in parts]) if parts else rest.to(torch.int8)
-        return cls(levels, steps, torch.tensor([scale for _, scale in parts], dtype=torch.float32))
+        steps = torch.cat([steps for steps, _ in parts])
+        return cls(levels, steps, torch.tensor([scale for _, scale in parts], dtype=torch.float32, device="cpu"))
 
     def added_to(self, held: torch.Tensor | None, sizes: Sequence[int]) -> torch.Tensor:
         """Return the sum with ``held``, unless it is a difference from zeros: ``(weights,)`` float32.
@@ -64,7 +64,7 @@ class Difference:
         total = self.steps.float()
         for part, scale in zip(total.split(list(sizes)), self.scales.tolist(), strict=True):
             part *= scale
-        return total if held is None or self.levels == FROM_ZEROS else total.add_(held)
+        return total if self.levels == FROM_ZEROS else total.add_(held)
 
     def pack(self) -> list[bytes]:
         """Return the buffers that carry it: the scales, and the steps, compressed."""
@@ -114,7 +114,7 @@ def _furthest(rest: torch.Tensor) -> tuple[torch.Tensor, float]:
     if not len(rest):
         return rest.to(torch.int8), 0.0
     sample = rest[:: -(-len(rest) // SAMPLE)].abs()
-    least = sample.kthvalue(len(sample) - max(int(SHARE * len(sample)), 1) + 1).values
+    least = sample.sort().values[-max(int(SHARE * len(sample)), 1)]
     least = least.clamp(min=torch.finfo(torch.float32).tiny)
     steps = (rest >= least).view(torch.int8) - (rest <= -least).view(torch.int8)
     moved = (rest * steps).sum(dtype=torch.float64).item()

@@ -84,6 +84,10 @@ class Policy(nn.Module):
         """
         return [tensor.numel() for tensor in self._tensors() if _is_rounded(tensor)]
 
+    def layout(self) -> list[Any]:
+        """Return shape and dtype of each parameter and buffer, in the order in which they travel."""
+        return [(tensor.shape, tensor.dtype) for tensor in self._tensors()]
+
     def with_empty_tensors(self, device: str) -> Policy:
         """Return a copy whose parameters and buffers have shapes but no data, on this device."""
 

@@ -159,6 +159,7 @@ def mismatch(hello: Hello) -> str | None:
 
 def set_limits(socket: zmq.Socket[bytes], silence: float) -> None:
     """Cap what ``socket`` receives, and close a link that has been silent for so many seconds (ZMTP's PING)."""
+    silence = min(silence, 10**6)  # eleven days; libzmq counts milliseconds in 32 bits
     socket.maxmsgsize = MAX_FRAME_BYTES
     socket.heartbeat_ivl = max(int(silence * 250), 1)
     socket.heartbeat_timeout = max(int(silence * 750), 1)

@@ -54,13 +54,14 @@ class Stepper:
 
     def _ask(self, state: AsyncState, request: Callable[[WorkerHandle], tuple[Message, bytes]]) -> None:
         self._pool.require(*self._pool.workers)
-        self._pending = []
-        for worker in self._pool.workers:
-            whole = state == AsyncState.WAITING_RESET and self._mask is None
-            if whole and self._skips_absent and not worker.has_been_ready:
-                self._pending.append(None)
-            else:
-                self._pending.append(self._pool.ask(worker, *request(worker)))
+        requests = [request(worker) for worker in self._pool.workers]  # before any is asked, as this may raise
+        self._pending = [
+            self._pool.ask(worker, *each) for worker, each in zip(self._pool.workers, requests, strict=True)
+        ]
+        if self._skips_absent and state == AsyncState.WAITING_RESET and self._mask is None:
+            absent = [worker.index for worker in self._pool.workers if not worker.has_been_ready]
+            self._pool.forget([self._pending[index] for index in absent])  # they do it, and nobody waits for that
+            self._pending = [None if index in absent else seq for index, seq in enumerate(self._pending)]
         self._pool.flush()
         self.state = state
 

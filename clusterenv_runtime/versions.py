@@ -52,8 +52,8 @@ class Answer(NamedTuple):
 
     message: Weights
     buffers: list[Any]
-    before: torch.Tensor | None  # what it held
-    after: torch.Tensor | None
+    before: torch.Tensor | None  # what it held, kept so that no other has its id
+    after: torch.Tensor | None  # None if the head does not keep it
 
 
 class PolicyStore:
@@ -73,23 +73,25 @@ class PolicyStore:
         self.bytes_sent = 0  # cumulative weight bytes, all workers
         self.mismatches = 0  # how often a worker did not hold what it had been sent
         self._policy: Policy | None = None
+        self._layout: list[Any] = []  # of the policy, see `Policy.layout`
 
     def publish(self, policy: Policy) -> bool:
         """Make the current weights of ``policy`` the next version and measure every copy's divergence from them.
 
         Return whether ``structure`` has changed, so that the workers must be told.
         """
+        flat, layout = policy.flat_weights(), policy.layout()
         self.version += 1
         old = self.structure
-        if policy is not self._policy:
-            self._policy, self.structure = policy, cloudpickle.dumps(policy.structure())
+        if policy is not self._policy or layout != self._layout or not old:
+            self._policy, self._layout, self.structure = policy, layout, cloudpickle.dumps(policy.structure())
         changed = self.structure != old  # a new wrapper around the same module is not a new structure
         if changed:
             self._since = self.version
             for copy in self._copies:
                 copy.forget()
         # A copy on the learner's device; it becomes bytes only when the first worker pulls this version.
-        self._flat, self._answers = policy.flat_weights(), dict[int, Answer]()
+        self._flat, self._answers = flat, dict[int, Answer]()
         known = [copy for copy in self._copies if copy.behavior]
         divergence = policy.divergence(*zip(*(copy.recent for copy in known), strict=True)) if known else []
         for copy in self._copies:
@@ -122,39 +124,45 @@ class PolicyStore:
         epsilon = float(getattr(self._policy, "epsilon", 0.0))  # the policy's current one, if any
         return [Collect(int(num_steps), self.version, copy.measured, mean, epsilon) for copy in copies]
 
-    def pull(self, copy: PolicyCopy, held: int) -> tuple[Weights, list[Any]]:
-        """Return the published version and its weights, for a worker that asks and says that it holds ``held``."""
-        if held != copy.held and copy.weights is not None:
+    def pull(self, copy: PolicyCopy, version: int) -> tuple[Weights, list[Any]]:
+        """Return the published version and its weights, for a worker that asks and says that it holds ``version``."""
+        if version != copy.held and copy.weights is not None:
             self.mismatches += 1
             logger.warning("a worker does not hold the weights it was sent (%d. time): it gets all", self.mismatches)
             copy.weights = None
         if (answer := self._answers.get(id(copy.weights))) is None:
-            answer = self._answers[id(copy.weights)] = self._encode(copy.weights)
+            answer = self._encode(copy)
         copy.pulls += 1
-        copy.held, copy.weights = self.version, None
-        if answer.after is not None and self._has_room_for(answer.after):
-            copy.weights = answer.after  # else its next pull is of all weights again
+        copy.held, copy.weights = self.version, answer.after
         self.bytes_sent += sum(memoryview(buffer).nbytes for buffer in answer.buffers)
         return answer.message, answer.buffers
 
-    def _has_room_for(self, weights: torch.Tensor) -> bool:
-        different = {id(copy.weights): copy.weights.nbytes for copy in self._copies if copy.weights is not None}
-        return sum((different | {id(weights): weights.nbytes}).values()) <= HELD_BYTES
+    def _has_room_for(self, weights: torch.Tensor, copy: PolicyCopy) -> bool:
+        """Say whether this copy's next weights may be kept; else its next pull is of all weights again."""
+        others = (other.weights for other in self._copies if other is not copy and other.weights is not None)
+        different = {id(other): other.nbytes for other in others}
+        return sum(different.values()) + weights.nbytes <= HELD_BYTES
 
-    def _encode(self, held: torch.Tensor | None) -> Answer:
-        """Return what takes a worker from what it holds to the published version: once for all that hold the same."""
+    def _encode(self, copy: PolicyCopy) -> Answer:
+        """Make what takes a worker from what it holds to the published version: once for all that hold the same."""
         from .differences import WHOLE, Difference, checksum  # brings torch, as the policy has by now
 
         sizes = self._policy.rounded_sizes
         weights, others = self._policy.split_weights(self._flat)
+        held = None if copy.weights is None else copy.weights.to(weights.device)
         others = others.cpu().numpy().data
-        difference = Difference.between(held, weights, sizes) if self._rounds else None
+        difference = Difference.between(held, weights, sizes) if self._rounds and sizes else None
         packed = [] if difference is None else [*difference.pack(), others]
         if packed and sum(map(len, packed)) < len(self._flat):
-            levels, after = difference.levels, difference.added_to(held, sizes)
-            return Answer(Weights(self.version, levels, checksum(after, others)), packed, held, after)
-        message = Weights(self.version, WHOLE, checksum(weights, others))
-        return Answer(message, [self._flat.cpu().numpy().data], held, None)
+            after = difference.added_to(held, sizes)
+            message = Weights(self.version, difference.levels, checksum(after, others))
+            kept = after if self._has_room_for(after, copy) else None
+            answer = Answer(message, packed, copy.weights, kept)
+        else:
+            message = Weights(self.version, WHOLE, checksum(weights, others))
+            answer = Answer(message, [self._flat.cpu().numpy().data], copy.weights, None)
+        self._answers[id(copy.weights)] = answer
+        return answer
 
     def state_dict(self) -> dict[str, Any]:
         pulls = [copy.pulls for copy in self._copies]
@@ -163,7 +171,7 @@ class PolicyStore:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this version, which no worker holds; the policy is that of the next `publish`."""
         self.version, self.bytes_sent = state["policy_version"], state["sync_bytes"]
-        self._policy, self.structure = None, b""
+        self.structure = b""
         for copy, pulls in zip(self._copies, state["pulls"], strict=True):
             copy.forget()
             copy.pulls = pulls

@@ -151,6 +151,51 @@ def test_what_the_head_keeps_is_bounded(monkeypatch):
     assert all(map(same, actors[:3], copies[:3]))
 
 
+def test_room_is_looked_for_once_for_all_that_hold_the_same(monkeypatch):
+    policy, copies = CategoricalPolicy(linear()), [PolicyCopy() for _ in range(1000)]
+    store, looked = PolicyStore(copies, SPACE, rounds=True), []
+    look = store._has_room_for
+    monkeypatch.setattr(store, "_has_room_for", lambda *args: looked.append(1) or look(*args))
+    for number in range(1, 4):
+        store.publish(policy)
+        for copy in copies:
+            store.pull(copy, copy.held)
+        assert len(looked) == number
+        assert len({id(copy.weights) for copy in copies}) == 1
+
+
+def test_a_policy_that_is_changed_in_place_has_another_structure():
+    policy, copy = CategoricalPolicy(nn.Linear(3, 3)), PolicyCopy()
+    store = PolicyStore([copy], SPACE, rounds=True)
+    changes = []
+    for actor in (policy.actor, nn.Linear(3, 3), nn.Linear(3, 4)):
+        policy.actor = actor
+        changes.append(store.publish(policy))
+        if changes[-1]:
+            actor_there = worker(policy)
+        pull(store, copy, actor_there)
+        assert same(actor_there, copy)
+    assert changes == [True, False, True]
+
+
+def test_after_a_state_is_loaded_a_pull_that_was_under_way_is_answered():
+    policy, copy = CategoricalPolicy(linear()), PolicyCopy()
+    store, actor = PolicyStore([copy], SPACE, rounds=True), worker(policy)
+    store.publish(policy)
+    store.load_state_dict(store.state_dict())
+    assert pull(store, copy, actor)[0] == FROM_ZEROS
+    assert store.publish(policy)
+
+
+def test_where_new_tensors_are_made_does_not_matter():
+    policy, copy = CategoricalPolicy(linear()), PolicyCopy()
+    store = PolicyStore([copy], SPACE, rounds=True)
+    with torch.device("meta"):
+        for _ in range(2):
+            store.publish(policy)
+            store.pull(copy, copy.held)
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
 def test_weights_that_have_no_difference_travel_whole(value):
     policy, copy = CategoricalPolicy(linear()), PolicyCopy()

@@ -16,6 +16,7 @@ from clusterenv_runtime.head.transport import Received
 from clusterenv_runtime.protocol import (
     PROTOCOL_VERSION,
     Call,
+    Collect,
     Error,
     Hello,
     Reply,
@@ -39,11 +40,13 @@ class Network:
 
     def __init__(self):
         self.now, self.inbox, self.processes, self.closed = 0.0, [], {}, False
+        self.sent = []
 
     def clock(self):
         return self.now
 
     def exchange(self, outbox, seconds):
+        self.sent += outbox
         closed = [out.identity for out in outbox if not self.processes[out.identity].hear(out.seq, out.message)]
         if seconds is None:
             return [], closed
@@ -358,3 +361,35 @@ def test_closing_asks_first_and_ends_in_time():
     simulation.pool.close(timeout=3)  # they stay connected, as these do not leave when they are told to
     assert 3 <= simulation.network.now - start < 3.1 and simulation.network.closed
     simulation.pool.close(timeout=3)
+
+
+def test_what_was_under_way_when_an_exception_came_is_handled_by_the_next_wait(monkeypatch):
+    simulation = Simulation(3)
+    seqs = [simulation.pool.ask(worker, Call("name")) for worker in simulation.workers]
+    handle, times = simulation.pool._handle, iter(range(9))
+
+    def interrupted(received):
+        if next(times) == 1:
+            raise KeyboardInterrupt
+        handle(received)
+
+    monkeypatch.setattr(simulation.pool, "_handle", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        simulation.pool.wait_until(lambda: False, seqs)
+    assert [served.message.value for served in simulation.pool.gather(seqs)] == [0, 1, 2]
+
+
+def test_a_replacement_draws_the_noise_that_was_next_whatever_it_is_asked_first():
+    simulation = Simulation(1)
+    (worker,), network = simulation.workers, simulation.network
+    collect, seqs = Collect(5, 1, 0, 0.0, 0.0), []
+    seqs.append(simulation.pool.ask(worker, collect))
+    worker.generator = b"after the last answer"
+    simulation.launcher.greets = False
+    simulation.launcher.of[0].die()
+    simulation.pool.wait_until(lambda: worker.process == 1, seqs)
+    seqs.append(simulation.pool.ask(worker, collect, *worker.take_generator()))  # before the hello of the replacement
+    simulation.launcher.of[0].greet()
+    simulation.pool.wait_until(lambda: worker.state == State.READY, seqs)
+    sent = [out for out in network.sent if out.identity == worker.identity and out.message == collect]
+    assert [(out.seq, out.buffers) for out in sent] == [(seqs[0], (b"after the last answer",)), (seqs[1], ())]

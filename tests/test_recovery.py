@@ -19,6 +19,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, LocalLauncher, WorkerDiedError
 from clusterenv_runtime.head import pool, supervisor
+from clusterenv_runtime.head.handle import State
 
 from .envs import BlockingEnv, CountingEnv, RandomEnv, Words, assert_same
 from .nets import change, linear
@@ -633,6 +634,28 @@ def test_training_starts_with_few_workers_and_grows():
         assert chunk.rows.tolist() == [3, 4]
         assert chunk.observations[0].tolist() == expected[3:].tolist()  # the seeds of its rows
         assert envs.restarts == []
+
+
+def test_a_worker_that_is_building_when_the_others_are_reset_is_reset_too(tmp_path):
+    gate = tmp_path / "gate"
+    env_fns = [RANDOM, partial(gated, gate, os.getpid())]
+    with ClusterEnv(env_fns, 2, min_workers=1, startup_timeout=HOUR) as envs:
+        late = envs._pool.workers[1]
+        wait_until(lambda: not envs._pool.gather([]) and late.state == State.BUILDING)
+        envs.publish(CategoricalPolicy(linear()))
+        envs.reset(seed=4)
+        gate.touch()
+        envs.send(2, 1)
+        _, chunk = envs.recv(1)
+        expected, _ = SyncVectorEnv([RANDOM]).reset(seed=5)
+        assert chunk.observations[0].tolist() == expected.tolist()
+
+
+def gated(gate, head):
+    """Make an environment, on a worker only once there is a file."""
+    if os.getpid() != head:
+        wait_until(gate.exists)
+    return RANDOM()
 
 
 @pytest.mark.parametrize(

@@ -321,6 +321,10 @@ def test_misuse():
         with pytest.raises(NoAsyncCallError):
             envs.recv(0)
         assert envs.recv(1)[0] == 1
+        envs.rollout(policy, 5, overlap=True)
+        with pytest.raises(NoAsyncCallError, match="Calling `recv` while an overlapped `rollout` is outstanding"):
+            envs.recv()
+        assert envs.rollout(policy, 5).rewards.shape == (5, 2)
         envs.send(5)
         with pytest.raises(
             AlreadyPendingCallError, match="Calling `rollout` while waiting for a pending call to `send`"

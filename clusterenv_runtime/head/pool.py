@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -126,6 +127,7 @@ class WorkerPool:
         self._former: set[bytes] = set()  # identities of the lost: what still comes from them is of no use
         self._errors: list[tuple[str, Error]] = []  # that are to be raised, and whose they are
         self._outbox: list[Outgoing] = []
+        self._inbox: deque[Received] = deque()  # received, and not yet handled to the end
         self._next_ping, self._closed = 0.0, False
         self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
 
@@ -234,8 +236,10 @@ class WorkerPool:
         return received
 
     def _serve(self, seconds: float) -> None:
-        for received in self._exchange(seconds):
-            self._handle(received)
+        self._inbox.extend(self._exchange(0 if self._inbox else seconds))
+        while self._inbox:
+            self._handle(self._inbox[0])  # should it raise, Ctrl-C for instance, it is handled once more
+            self._inbox.popleft()
 
     def _raise_if_interrupted(self) -> None:
         if self.interrupted:

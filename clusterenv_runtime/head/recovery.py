@@ -49,12 +49,13 @@ class Recovery:
             orders.append((None, SetAttr(name), (cloudpickle.dumps(values[worker.rows]),)))
         if worker.seeds is not None and not any(_resets_all(request.message) for request in unanswered):
             orders.append((None, Reset(), (cloudpickle.dumps((worker.seeds, self._options, None)),)))
+        worker.restores_generator = True
         for request in unanswered:
             message, buffers = request.message, request.buffers
             if isinstance(message, Step | CutOff) and worker.episodes.cut is not None:
                 message, *buffers = worker.episodes.step(None)
             elif isinstance(message, Collect):
-                buffers = worker.take_generator() or buffers
+                buffers = worker.take_generator()
             orders.append((request.seq, message, tuple(buffers)))
         return orders
 

@@ -116,7 +116,7 @@ class Transport:
         """
         closed = [out.identity for out in outbox if not self._send(out)]
         received: list[Received] = []
-        if seconds is not None and not closed and self._socket.poll(seconds * 1000):
+        if seconds is not None and self._socket.poll(0 if closed else seconds * 1000):
             while len(received) < FLOOD and self._receive(received):
                 pass
         return received, closed
