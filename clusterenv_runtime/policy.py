@@ -93,7 +93,8 @@ class Policy(nn.Module):
 
         # Through deepcopy's memo, so that nothing is copied and tied weights stay tied.
         def empty(tensor: torch.Tensor) -> torch.Tensor:
-            new = torch.empty_like(tensor, device=device, requires_grad=False)
+            # Not empty_like, which imports sympy for a tensor on torch's meta device: 0.4 s.
+            new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
 
         return copy.deepcopy(self, {id(tensor): empty(tensor) for tensor in self._tensors()})

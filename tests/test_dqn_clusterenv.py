@@ -144,12 +144,6 @@ def test_bad_input_is_one_line_before_anything_starts(tmp_path, monkeypatch, fla
     scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, flags.split(), says)
 
 
-def test_ctrl_c_is_clean_and_does_not_wait_for_the_end(tmp_path):
-    flags = [*TINY, "--total-timesteps", "4800"]
-    process, workers = scripts.start_and_await_training(SCRIPT, tmp_path, *flags)
-    scripts.check_interruption(process, workers)
-
-
 def test_killed_worker_ends_the_run_with_its_name(tmp_path):
     flags = [*TINY, "--total-timesteps", "4800", "--on-worker-loss", "raise", "--worker-timeout", "3600"]
     process, workers = scripts.start_and_await_training(SCRIPT, tmp_path, *flags)

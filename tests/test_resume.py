@@ -39,7 +39,7 @@ from .nets import linear
 from .patience import HOUR, at_most
 from .scripts import environment
 
-TIMES = int(os.environ.get("RESUME_TIMES", 2))
+TIMES = int(os.environ.get("RESUME_TIMES", 1))
 
 # Interruption.
 

@@ -157,8 +157,8 @@ def test_two_jobs_train_on_the_same_nodes_and_replace_a_killed_worker(train):
         job.await_training()
         assert set(job.places()) == {"worker-0", "worker-1", "worker-2"}
         assert set(job.places().values()) == set(job.slurm.nodes)
-    os.kill(ppo.worker(1), signal.SIGKILL)
     node = ppo.places()["worker-1"]
+    os.kill(ppo.worker(1), signal.SIGKILL)
     ppo.wait_for("a replacement", lambda: "another is started" in ppo.log())
     for job in (ppo, dqn):
         (job.directory / "go").touch()
