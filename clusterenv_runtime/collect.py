@@ -115,7 +115,7 @@ class Collector:
         seqs: Collection[int] = self.granted  # of all; or the oldest of one
         if worker is not None:
             seqs = [seq for seq, index in self.granted.items() if index == worker][:1]
-        if not seqs:
+        if not seqs or self.overlapped is not None:
             raise NoAsyncCallError("Calling `recv` without any prior call to `send`.", "recv")
         served = self._pool.first(seqs)
         index = self.granted.pop(served.request.seq)

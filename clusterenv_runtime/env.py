@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 
@@ -227,11 +227,9 @@ class ClusterEnv(VectorEnv):
         """Return the next answer to `send`, of this worker or of whichever is first: its number, and its rows' rollout.
 
         Raises:
-            NoAsyncCallError: there is nothing outstanding, or it is of an overlapped rollout.
+            NoAsyncCallError: there is nothing outstanding that was sent.
         """
         self._assert_is_running()
-        if self._collector.overlapped is not None:
-            raise NoAsyncCallError("Calling `recv` while an overlapped `rollout` is outstanding.", "recv")
         return self._collector.recv(worker)
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .envs import CountingEnv
 from .nets import linear
 from .patience import PATIENCE, assert_ended, at_most, with_more_time
 from .scripts import ROOT
-from .test_failures import GARBAGE
+from .test_strangers import GARBAGE
 
 
 @pytest.fixture(scope="module")

@@ -322,7 +322,7 @@ def test_misuse():
             envs.recv(0)
         assert envs.recv(1)[0] == 1
         envs.rollout(policy, 5, overlap=True)
-        with pytest.raises(NoAsyncCallError, match="Calling `recv` while an overlapped `rollout` is outstanding"):
+        with pytest.raises(NoAsyncCallError, match="Calling `recv` without any prior call to `send`"):
             envs.recv()
         assert envs.rollout(policy, 5).rewards.shape == (5, 2)
         envs.send(5)

@@ -379,7 +379,7 @@ def test_the_real_script_is_swept(tmp_path):
 def test_the_projects_own_sweeps_load(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert load("sweeps/sweep.yaml") == [
-        {"kl_threshold": kl, "seed": seed} for kl in (0, 0.05, 0.2) for seed in (1, 2, 3)
+        {"kl_threshold": kl, "seed": seed} for kl in (0, 0.01, 0.05) for seed in (1, 2, 3)
     ]
     with pytest.raises(SystemExit, match="method bayes is not supported"):
         load("sweeps/sweep_bayes.yaml")

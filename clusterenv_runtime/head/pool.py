@@ -126,8 +126,7 @@ class WorkerPool:
         self._by_identity: dict[bytes, WorkerHandle] = {}
         self._former: set[bytes] = set()  # identities of the lost: what still comes from them is of no use
         self._errors: list[tuple[str, Error]] = []  # that are to be raised, and whose they are
-        self._outbox: list[Outgoing] = []
-        self._inbox: deque[Received] = deque()  # received, and not yet handled to the end
+        self._outbox, self._inbox = list[Outgoing](), deque[Received]()  # to be sent; not yet handled to the end
         self._next_ping, self._closed = 0.0, False
         self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
 

@@ -1,0 +1,79 @@
+"""Strangers at the head's socket: what they send is dropped, counted, and changes nothing."""
+
+import os
+import socket
+from functools import partial
+
+import msgspec
+import pytest
+import zmq
+
+from clusterenv_runtime import ClusterEnv
+from clusterenv_runtime.protocol import Error, Hello, Pull, Reply, frames
+
+from .envs import CountingEnv
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ClusterEnv([partial(CountingEnv, length=10**6)] * 2, 2) as envs:
+        envs.reset()
+        yield envs
+
+
+def address_of(workers):
+    *_, command = workers.values()
+    return command[command.index("--connect") + 1]
+
+
+def header(value):
+    """A Reply's header around a value that is msgpack already, or is not."""
+    return frames(1, Reply(None))[0].replace(b"\xa5value\xc0", b"\xa5value" + value)
+
+
+RAW = {"type": "Reply", "value": None}
+GARBAGE = {
+    "nothing": [[b""]],
+    "many frames": [[b"x"] * 50],
+    "no msgpack": [[b"\xc1"], [os.urandom(99)], [b"GET / HTTP/1.1\r\n\r\n"]],
+    "half a message": [[frames(None, Hello(1, 0, "host", 1, {}))[0][:-3]]],
+    "another message": [[msgspec.msgpack.encode([1, {**RAW, "type": "Step"}])], [msgspec.msgpack.encode([1, 2])]],
+    "wrong types": [[msgspec.msgpack.encode(["1", RAW])], [msgspec.msgpack.encode([1, {**RAW, "dropped": 1}])]],
+    "a long list that is not there": [[header(b"\xdd\xff\xff\xff\xff")]],
+    "not UTF-8": [[header(b"\xa2\xff\xfe")]],
+    "very deep": [[header(b"\x91" * 20000 + b"\xc0")]],
+    "keys that cannot be": [[header(b"\x81\x81\x01\x01\x01")]],
+    "replies": [[*frames(seq, Reply(["array", 0, "<f8", [1]])), b"8 bytes."] for seq in range(3000)],
+    "errors": [frames(seq, Error(0, "builtins.ValueError", "no", "no", True)) for seq in range(3000)],
+    "pulls": [frames(seq, Pull(0)) for seq in range(3000)],
+    "hellos": [
+        frames(None, Hello(version, index, "host", 1, {"numpy": "0"})) for version in (0, 1) for index in (-1, 0, 1, 9)
+    ],
+}
+
+
+@pytest.mark.parametrize("messages", GARBAGE.values(), ids=GARBAGE)
+def test_what_a_stranger_sends_changes_nothing(cluster, workers, caplog, messages):
+    (steps,) = set(cluster.get_attr("count"))
+    dropped = cluster._pool.transport.dropped
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.sndhwm = stranger.linger = 0
+        stranger.connect(address_of(workers()))
+        for message in messages:
+            stranger.send_multipart(message)
+        while cluster._pool.transport.dropped < dropped + len(messages):
+            steps += 1
+            assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
+        assert tuple(sorted(cluster.call("pid"))) == tuple(sorted(workers()))
+        assert not stranger.poll(0)  # nothing was said to it
+    assert caplog.text.count("dropped ") == 1  # but of it
+
+
+def test_a_stranger_that_does_not_speak_zeromq(cluster, workers):
+    (steps,) = set(cluster.get_attr("count"))
+    for data in (b"", b"\0" * 64, b"\xff" * 64, os.urandom(1000)):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(address_of(workers()).removeprefix("ipc://"))
+            stranger.sendall(data)
+            steps += 1
+            assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
