@@ -1,8 +1,11 @@
 """Networks of namespaces on this machine, whose links can be cut or slowed down; as root, on Linux."""
 
+import asyncio
+import contextlib
 import os
 import shutil
 import subprocess
+import threading
 
 
 def why_no_namespaces():
@@ -66,3 +69,54 @@ class Network:
 
     def heal(self, index):
         ip("link", "set", self._links[index], "up")
+
+
+class Delay:
+    """Relays TCP connections from a port of its own to another of the same host, and holds back what passes.
+
+    Here and not by tc, whose netem is not in every kernel. TCP itself does not notice: its windows grow as without.
+    """
+
+    def __init__(self, host, port, seconds):
+        self._to, self._seconds, self._loop = (host, port), seconds, asyncio.new_event_loop()
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._relay, host))
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    async def _relay(self, reader, writer):
+        with contextlib.suppress(OSError, asyncio.CancelledError), contextlib.closing(writer):  # the ends may be killed
+            other_reader, other_writer = await asyncio.open_connection(*self._to)
+            with contextlib.closing(other_writer):
+                await asyncio.gather(self._hold_back(reader, other_writer), self._hold_back(other_reader, writer))
+
+    async def _hold_back(self, reader, writer):
+        held = asyncio.Queue()
+
+        async def receive():
+            while data := await reader.read(2**16):
+                held.put_nowait((self._loop.time() + self._seconds, data))
+            held.put_nowait((self._loop.time() + self._seconds, b""))
+
+        async def send():
+            while True:
+                when, data = await held.get()
+                await asyncio.sleep(when - self._loop.time())
+                if not data:
+                    writer.write_eof()
+                    return
+                writer.write(data)
+                await writer.drain()
+
+        await asyncio.gather(receive(), send())
+
+    def close(self):
+        async def end():
+            self._server.close()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

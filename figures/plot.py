@@ -195,13 +195,14 @@ def lag(task):
 
 def slow_network(path):
     """Return against seconds with workers behind slow links: a panel for each rate, a line for each seed."""
-    runs = {}  # {Mbit/s: {rule: {seed: [(seconds, return)]}}}
+    runs = {}  # {(Mbit/s, milliseconds): {rule: {seed: [(seconds, return)]}}}
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
-            seeds = runs.setdefault(float(row["mbits"]), {}).setdefault(row["rule"], {})
+            link = float(row["mbits"]), float(row["delay_ms"])
+            seeds = runs.setdefault(link, {}).setdefault(row["rule"], {})
             seeds.setdefault(row["seed"], []).append((float(row["seconds"]), float(row["return"])))
     figure, (panels,) = subplots(1, len(runs), 8, 3.6, sharey=True)
-    for axes, (mbits, rules) in zip(panels, sorted(runs.items()), strict=True):
+    for axes, ((mbits, delay_ms), rules) in zip(panels, sorted(runs.items()), strict=True):
         for rule, seeds in sorted(rules.items()):
             color, reached = SLOW_COLORS[rule], []
             for curve in seeds.values():
@@ -210,7 +211,8 @@ def slow_network(path):
             middle = np.median(reached)
             when = f"{middle:.0f} s" if np.isfinite(middle) else "not reached"
             axes.plot([], color=color, label=f"{rule}, {number_of(len(seeds))}: {when}")
-        axes.set(title=f"{mbits:g} Mbit/s", xlabel="seconds of training", xscale="log")
+        title = f"{mbits:g} Mbit/s" + f", {delay_ms:g} ms" * (delay_ms > 0)
+        axes.set(title=title, xlabel="seconds of training", xscale="log")
         logarithmic(axes.xaxis)
         axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=8)
     panels[0].set_ylabel(RETURN)

@@ -3,14 +3,17 @@
     python -m figures.slow_network                 # as root, on Linux; about two hours; then python -m figures.plot
 
 All workers are in a network namespace whose only link is held to so many Mbit/s in either direction (the token bucket
-of tc), and the head is outside: tcp with CURVE, --launcher external. PPO on CartPole-v1, with hidden layers of WIDTH
+of tc), and may be so many milliseconds long, there and back (a relay). The head is outside: tcp with CURVE, --launcher
+external. PPO on CartPole-v1, with hidden layers of WIDTH
 instead of 64. A run that is in the table is not run again, others are added to it.
 """
 
 import argparse
+import contextlib
 import csv
 import itertools
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -22,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from figures.network import Network, why_no_namespaces
+from figures.network import Delay, Network, why_no_namespaces
 from sweeps.attempts import here
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +38,7 @@ RULES = {
 }
 FLAGS = "--env-id CartPole-v1 --num-steps 64 --update-epochs 4 --learning-rate 5e-4 --total-timesteps 200000 "
 FLAGS += "--max-seconds 500 --eval-episodes 1 --no-cuda --launcher external --on-worker-loss raise --worker-timeout 120"
-COLUMNS = ("mbits", "rule", "seed", "seconds", "step", "return", "pulls", "bytes", "machine", "software")
+COLUMNS = ("mbits", "delay_ms", "rule", "seed", "seconds", "step", "return", "pulls", "bytes", "machine", "software")
 TAGS = ("charts/mean_return_100", "sync/pulls_per_worker", "sync/bytes")
 
 
@@ -52,22 +55,27 @@ def why_not():
         return f"{shlex.join(error.cmd)}: {error.stderr.strip()}"
 
 
-def train(network, flags, directory):
+def train(network, flags, directory, delay_ms=0):
     """Run the head here and its workers in the namespace; return a row of COLUMNS from `seconds` on per iteration."""
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "ppo_clusterenv.py"), "--hidden-size", str(WIDTH), *FLAGS.split(), *flags]
     command += ["--bind-address", network.head, "--worker-prefix", f"nsenter --net=/run/netns/{network.namespaces[0]}"]
     log = Path(directory, "output.txt")
-    with log.open("w") as output:
+    with log.open("w") as output, contextlib.ExitStack() as stack:
         options = {"cwd": directory, "env": env, "stdout": output, "stderr": output}
         head, workers = subprocess.Popen(command, **options), []
         try:
             while head.poll() is None:
                 printed = [line for line in log.read_text().splitlines(keepends=True) if line.startswith("nsenter ")]
                 for line in printed[len(workers) :]:
-                    if line.endswith("\n"):
-                        workers.append(subprocess.Popen(shlex.split(line), **options))
+                    if not line.endswith("\n"):
+                        continue
+                    if delay_ms:
+                        relay = Delay(network.head, int(re.search(rf"{network.head}:(\d+)", line)[1]), delay_ms / 2000)
+                        stack.callback(relay.close)
+                        line = re.sub(rf"({network.head}):\d+", rf"\1:{relay.port}", line)
+                    workers.append(subprocess.Popen(shlex.split(line), **options))
                 if any(worker.poll() for worker in workers):
                     break  # the head would wait for it to be started once more
                 time.sleep(0.1)
@@ -86,9 +94,16 @@ def train(network, flags, directory):
         yield [f"{value:.7g}" for value in (total, scalars[0].step, *(scalar.value for scalar in scalars))]
 
 
+def link(text):
+    """Return Mbit/s and milliseconds from "100" or "100:50"."""
+    mbits, _, delay_ms = text.partition(":")
+    return float(mbits), float(delay_ms or 0)
+
+
 def main():
     parser = argparse.ArgumentParser(description="Train behind slow links; append to a table what is not in it yet.")
-    parser.add_argument("--mbits", type=float, nargs="+", default=[1, 10, 100], help="rates of the link, Mbit/s")
+    links = "Mbit/s of the link, with milliseconds of delay after a colon"
+    parser.add_argument("--links", type=link, nargs="+", default=[(1, 0), (10, 0), (100, 0), (100, 100)], help=links)
     parser.add_argument("--seeds", type=int, default=3, help="seeds, from 1")
     parser.add_argument("--table", type=Path, default="figures/results/slow_network.csv", help="where results go")
     args = parser.parse_args()
@@ -99,20 +114,24 @@ def main():
     where = [this["machine"], ", ".join(f"{name} {version}" for name, version in this["versions"].items())]
     if args.table.exists():
         with open(args.table, newline="") as file:
-            done = {(float(row["mbits"]), row["rule"], int(row["seed"])) for row in csv.DictReader(file)}
-    for mbits, seed, rule in itertools.product(args.mbits, range(1, args.seeds + 1), RULES):
-        if (mbits, rule, seed) in done:
+            done = {
+                (float(row["mbits"]), float(row["delay_ms"]), row["rule"], int(row["seed"]))
+                for row in csv.DictReader(file)
+            }
+    for (mbits, delay_ms), seed, rule in itertools.product(args.links, range(1, args.seeds + 1), RULES):
+        if (mbits, delay_ms, rule, seed) in done:
             continue
         with Network(1) as network, tempfile.TemporaryDirectory() as directory:
             network.limit(0, f"{mbits:g}mbit")
-            rows = list(train(network, [*RULES[rule], "--seed", str(seed)], directory))
+            rows = list(train(network, [*RULES[rule], "--seed", str(seed)], directory, delay_ms))
         args.table.parent.mkdir(parents=True, exist_ok=True)
         with open(args.table, "a", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerows([] if file.tell() else [COLUMNS])
-            writer.writerows([f"{mbits:g}", rule, seed, *row, *where] for row in rows)
+            writer.writerows([f"{mbits:g}", f"{delay_ms:g}", rule, seed, *row, *where] for row in rows)
         seconds, step, returned, pulls, _ = rows[-1]
-        print(f"{mbits:g} Mbit/s, {rule}, seed {seed}: {step} steps in {seconds} s, {pulls} pulls, return {returned}")
+        name = f"{mbits:g} Mbit/s, {delay_ms:g} ms, {rule}, seed {seed}"
+        print(f"{name}: {step} steps in {seconds} s, {pulls} pulls, return {returned}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
 """The figures' tables and plots, from small logs whose every value is known."""
 
+import contextlib
 import csv
 import json
+import os
 import shutil
+import socket
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +17,7 @@ from scipy.stats import bootstrap
 from torch.utils.tensorboard import SummaryWriter
 
 from figures import claims, collect, plot, slow_network, tasks
-from figures.network import Network
+from figures.network import Delay, Network
 from sweeps.attempts import directory_of, here
 from sweeps.configurations import configurations, load
 from sweeps.estimates import difference, interval, iqm
@@ -244,7 +249,7 @@ def test_training_behind_a_slow_link(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(slow_network, "WIDTH", 1024)  # 8 MB for two workers: more than half a second at 100 Mbit/s
     tiny = "--envs-per-worker 1 --num-steps 8 --num-minibatches 1 --total-timesteps 64"
     monkeypatch.setattr(slow_network, "FLAGS", f"{slow_network.FLAGS} {tiny}")
-    monkeypatch.setattr("sys.argv", ["slow_network", "--mbits", "100", "--seeds", "1", "--table", str(table)])
+    monkeypatch.setattr("sys.argv", ["slow_network", "--links", "100", "--seeds", "1", "--table", str(table)])
     slow_network.main()
     with open(table, newline="") as file:
         rows = list(csv.DictReader(file))
@@ -267,6 +272,25 @@ def test_a_worker_that_fails_behind_a_slow_link_ends_the_run(tmp_path, monkeypat
         list(slow_network.train(network, [], tmp_path))
 
 
+def test_a_delay_holds_back_what_passes_in_both_directions_and_loses_nothing():
+    sent = os.urandom(2**20)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        relay, start = Delay("127.0.0.1", server.getsockname()[1], 0.1), time.monotonic()
+        with (
+            contextlib.closing(relay),
+            socket.create_connection(("127.0.0.1", relay.port)) as one,
+            server.accept()[0] as other,
+        ):
+            thread = threading.Thread(target=lambda: (one.sendall(sent), one.shutdown(socket.SHUT_WR)))
+            thread.start()
+            assert b"".join(iter(lambda: other.recv(2**16), b"")) == sent
+            assert time.monotonic() - start >= 0.1
+            other.sendall(sent[:9])
+            assert one.recv(9, socket.MSG_WAITALL) == sent[:9]
+            assert time.monotonic() - start >= 0.2
+            thread.join()
+
+
 def test_slow_links_are_drawn_from_what_there_is(tmp_path):
     table = tmp_path / "slow_network.csv"
     columns = dict.fromkeys(slow_network.COLUMNS, "1")
@@ -277,7 +301,14 @@ def test_slow_links_are_drawn_from_what_there_is(tmp_path):
             writer.writeheader()
             for mbits, rule, seed, curve in runs:
                 for second, value in enumerate(curve):
-                    row = {"mbits": mbits, "rule": rule, "seed": seed, "seconds": 10 + 10 * second, "return": value}
+                    row = {
+                        "mbits": mbits,
+                        "delay_ms": 20 * (mbits == 10),
+                        "rule": rule,
+                        "seed": seed,
+                        "seconds": 10 + 10 * second,
+                        "return": value,
+                    }
                     writer.writerow({**columns, **row})
         axes = plot.slow_network(table).axes
         return [(each.get_title(), [text.get_text() for text in each.get_legend().get_texts()]) for each in axes]
@@ -287,7 +318,7 @@ def test_slow_links_are_drawn_from_what_there_is(tmp_path):
     several.append((1, "KL > 0.1", 1, [9]))
     assert legends(*several, (10, "always", 1, [500])) == [
         ("1 Mbit/s", ["KL > 0.1, 1 seed: not reached", "always, 3 seeds: 30 s"]),
-        ("10 Mbit/s", ["always, 1 seed: 10 s"]),
+        ("10 Mbit/s, 20 ms", ["always, 1 seed: 10 s"]),
     ]
 
 
