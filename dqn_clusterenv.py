@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch.optim as optim
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
-from clusterenv_runtime.options import Fraction, NotNegative, Positive, PositiveNumber
+from clusterenv_runtime.options import Fraction, Nats, NotNegative, Positive, PositiveNumber
 from clusterenv_runtime.script import Counters, Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
 
 
@@ -59,6 +59,7 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same to the last bit"""
     sync_check_frequency: Positive = 20
     """gradient steps between publishing the policy, which measures the workers' divergence from it"""
+    kl_threshold: Nats = 0.001
     max_policy_lag: NotNegative | None = 40
     save_replay: bool = True
     """whether checkpoints hold the replay buffer; without it, a resumed run collects another `--learning-starts` steps
