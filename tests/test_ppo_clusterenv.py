@@ -56,7 +56,7 @@ def other(tmp_path_factory):
     """A run with all that a run may be told to do besides; its directory and its summary."""
     directory = tmp_path_factory.mktemp("other")
     flags = "--anneal_lr=False --norm-adv=false --clip_vloss=True --no-torch-deterministic --save-model --no_cuda"
-    flags += " --max_policy_lag 3 --sync-mode never --capture-video --total-timesteps 100000000 --max-seconds 1"
+    flags += " --max_policy_lag 1000000 --sync-mode never --capture-video --total-timesteps 100000000 --max-seconds 1"
     return directory, train(directory, *flags.split())[1]
 
 
@@ -126,7 +126,7 @@ def test_spellings_of_booleans_and_flags(other):
     args = other[1]["args"]
     assert [args[key] for key in ("anneal_lr", "norm_adv", "torch_deterministic", "cuda")] == [False] * 4
     assert [args[key] for key in ("clip_vloss", "save_model")] == [True] * 2
-    assert args["max_policy_lag"] == 3
+    assert args["max_policy_lag"] == 1000000
 
 
 def test_max_seconds_ends_the_run_in_order(other):
