@@ -1,11 +1,11 @@
 """Weights as rounded differences: what a pull moves, from the weights that a worker holds towards the published ones.
 
-Of each tensor a quarter of the weights move, those that are furthest off, all by the same amount, up or down. That is
-about 1.1 bits a weight. What is left over is part of the next difference, so errors do not add up; and workers report
-the distribution that they really acted on, so the learner corrects for it. A worker that holds nothing gets all weights
-in 8 bits each: a difference from zeros, in 127 steps up or down instead of one. So does one whose weights have little
-to do with the published ones, as after a checkpoint was loaded: ten differences would lead there, too, but each takes a
-rollout.
+Of each tensor the weights that are furthest off move, a quarter or fewer, all by the same amount, up or down. That is
+at most about 1.1 bits a weight. What is left over is part of the next difference, so errors do not add up; and workers
+report the distribution that they really acted on, so the learner corrects for it. A worker that holds nothing gets all
+weights in 8 bits each: a difference from zeros, in 127 steps up or down instead of one. So does one whose weights have
+little to do with the published ones, as after a checkpoint was loaded: ten differences would lead there, too, but each
+takes a rollout.
 
 Head and worker add the same float32 numbers in the same way, so that both know the sum to the last bit. This module
 imports torch, as `policy` does.
@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-SHARE = 0.25  # of the weights move
+SHARE = 0.25  # of the weights move, or fewer
 FAR = 0.5  # lengths of the weights: a worker that is further off gets all of them
-SAMPLE = 2**16  # weights of a tensor that are looked at to find the quarter that moves
+SAMPLE = 2**16  # weights of a tensor that are looked at to find those that move
 WHOLE, FROM_ZEROS, FROM_HELD = 0, 127, 1  # steps up or down that a message can tell; exact weights have none
 _POWERS = 3 ** np.arange(5, dtype=np.uint8)  # five numbers of -1, 0 or 1 make a byte
 _TRITS = (np.arange(3**5)[:, None] // _POWERS % 3 - 1).astype(np.int8)  # (243, 5), of each such byte
@@ -110,12 +110,18 @@ def _to_bytes(weights: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 
 def _furthest(rest: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return which of a tensor's weights move up (1) or down (-1), and by how much: their mean distance."""
+    """Return which of a tensor's weights move up (1) or down (-1), and by how much: their mean distance.
+
+    As many of the furthest, up to a quarter, as leave the least to move. With a few far off these move alone, as the
+    mean of a quarter would be too much for the others and too little for them.
+    """
     if not len(rest):
         return rest.to(torch.int8), 0.0
-    sample = rest[:: -(-len(rest) // SAMPLE)].abs()
-    least = sample.sort().values[-max(int(SHARE * len(sample)), 1)]
-    least = least.clamp(min=torch.finfo(torch.float32).tiny)
+    sample = rest[:: -(-len(rest) // SAMPLE)].abs().sort(descending=True).values
+    furthest = sample[: max(int(SHARE * len(sample)), 1)].double()
+    # Moving k weights by their mean distance takes the square of their sum, by k, off the squared distance of all.
+    gains = furthest.cumsum(0).square() / torch.arange(1, len(furthest) + 1, device=rest.device)
+    least = sample[gains.argmax()].clamp(min=torch.finfo(torch.float32).tiny)
     steps = (rest >= least).view(torch.int8) - (rest <= -least).view(torch.int8)
     moved = (rest * steps).sum(dtype=torch.float64).item()
     return steps, moved / max(steps.count_nonzero().item(), 1)

@@ -81,9 +81,12 @@ def test_errors_do_not_add_up_and_a_policy_at_rest_is_reached():
     policy, copy = CategoricalPolicy(nn.Linear(100, 100)), PolicyCopy()
     store, actor = PolicyStore([copy], SPACE, rounds=True), worker(policy)
     errors = []
-    for number in range(400):
+    for number in range(250):
         if number < 200:
             change(policy, 0.01)
+        if number == 199:  # one weight is far off: the mean of a quarter would take hundreds of pulls
+            with torch.no_grad():
+                next(policy.parameters())[0, 0] += 0.5
         store.publish(policy)
         pull(store, copy, actor)
         weights, _ = policy.split_weights(policy.flat_weights())
