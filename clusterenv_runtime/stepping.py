@@ -59,9 +59,10 @@ class Stepper:
             self._pool.ask(worker, *each) for worker, each in zip(self._pool.workers, requests, strict=True)
         ]
         if self._skips_absent and state == AsyncState.WAITING_RESET and self._mask is None:
-            absent = [worker.index for worker in self._pool.workers if not worker.has_been_ready]
-            self._pool.forget([self._pending[index] for index in absent])  # they do it, and nobody waits for that
-            self._pending = [None if index in absent else seq for index, seq in enumerate(self._pending)]
+            for worker in self._pool.workers:
+                if not worker.has_been_ready:  # it does it when it is, and nobody waits for that
+                    self._pool.forget([self._pending[worker.index]])
+                    self._pending[worker.index] = None
         self._pool.flush()
         self.state = state
 

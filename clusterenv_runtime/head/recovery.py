@@ -49,7 +49,7 @@ class Recovery:
             orders.append((None, SetAttr(name), (cloudpickle.dumps(values[worker.rows]),)))
         if worker.seeds is not None and not any(_resets_all(request.message) for request in unanswered):
             orders.append((None, Reset(), (cloudpickle.dumps((worker.seeds, self._options, None)),)))
-        worker.restores_generator = True
+        worker.restores_generator = True  # with the first of these, or the first that comes
         for request in unanswered:
             message, buffers = request.message, request.buffers
             if isinstance(message, Step | CutOff) and worker.episodes.cut is not None:
@@ -62,7 +62,6 @@ class Recovery:
     def lost(self, worker: WorkerHandle, text: str, unanswered: list[PendingRequest]) -> None:
         """Note that a worker's process has died, and will be replaced."""
         worker.copy.forget()
-        worker.restores_generator = True
         if worker.seeds is not None:
             worker.episodes.lost()
             if not any(_resets_all(request.message) for request in unanswered):  # else the seeds of the user
