@@ -3,6 +3,7 @@
 import ast
 import itertools
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -102,6 +103,8 @@ def test_a_rollout_makes_few_changes_of_file():
         counts = []
         for _ in range(9):
             files = []
+            # However slow this rollout is, nobody looks after the worker meanwhile.
+            envs._pool._supervisor.next_look = time.monotonic() + 3600
 
             def trace(frame, event, _, files=files):
                 code = frame.f_code
@@ -115,4 +118,4 @@ def test_a_rollout_makes_few_changes_of_file():
             finally:
                 sys.setprofile(None)
             counts.append(sum(before != after for before, after in itertools.pairwise(files)))
-    assert min(counts) <= 15  # in others the head looks after its workers, or has more than one message
+    assert min(counts) <= 15  # in others the head is woken for more than one message
