@@ -229,6 +229,7 @@ def main():
     slow, runs = (args.results / name for name in ("slow_network.csv", "runs.csv"))
     if not slow.exists() and not runs.exists():
         sys.exit(f"error: neither {slow} nor {runs} is there: run python -m figures.collect, see figures/README.md")
+    args.output.mkdir(parents=True, exist_ok=True)
     if slow.exists():
         slow_network(slow).savefig(args.output / "slow_network.png", dpi=150, metadata={"Software": None})
         print(args.output / "slow_network.png")

@@ -4,8 +4,8 @@
 
 All workers are in a network namespace whose only link is held to so many Mbit/s in either direction (the token bucket
 of tc), and may be so many milliseconds long, there and back (a relay). The head is outside: tcp with CURVE, --launcher
-external. PPO on CartPole-v1, with hidden layers of WIDTH
-instead of 64. A run that is in the table is not run again, others are added to it.
+external. PPO on CartPole-v1, with hidden layers of WIDTH instead of 64. A run that is in the table is not run again,
+others are added to it.
 """
 
 import argparse
