@@ -1,0 +1,128 @@
+"""Goes through every state that the model of the protocol can reach.
+
+    python -m verification.search                 # about a minute
+    python -m verification.search --large         # more of them: about two minutes, and 3 GB of memory
+    python -m verification.search --bugs          # puts bugs into the model, one after another, and finds them
+
+Besides what the model itself checks: from every state the run can come to its end without further luck, good or bad. So
+there is no deadlock, and nobody waits for what never comes.
+"""
+
+import argparse
+import sys
+import time
+from array import array
+from typing import NamedTuple
+
+from .bugs import BUGS, model_with
+from .model import Event, Model
+from .state import Violation
+
+MAX_RESTARTS = 1
+# What may happen, in any order: calls of the user, and how much goes wrong; and how many states that makes.
+PROGRAMS = [
+    ({"publish": 2, "send": 2}, 1, 366_352),
+    ({"publish": 1, "structure": 1, "send": 2}, 1, 623_400),
+    ({"publish": 2, "rollout": 2, "interrupt": 1}, 1, 165_282),
+    ({"step": 2, "interrupt": 1}, 2, 468_347),
+]
+LARGE = [({"publish": 2, "send": 3}, 1, 2_965_076)]
+# What finds the bugs, with one worker.
+SMALL = [
+    ({"step": 2, "interrupt": 1}, 2),
+    ({"publish": 1, "rollout": 2, "interrupt": 1}, 2),
+    ({"publish": 1, "structure": 1, "send": 3}, 2),
+]
+
+
+class Result(NamedTuple):
+    """What a search has found."""
+
+    states: int
+    transitions: int
+    seconds: float
+    problem: str  # empty for none
+    events: list[Event]  # that lead there
+
+
+def search(model: Model) -> Result:
+    """Visit every state that can be reached, nearest first, until one breaks a rule; then look for dead ends."""
+    start, transitions = time.perf_counter(), 0
+    numbers, states = {model.first: 0}, [model.first]
+    parents, events = array("l", [-1]), list[Event]([()])  # from where each was reached first, and by what
+    sources, targets = array("l"), array("l")  # of all steps that take no bad luck
+
+    def result(problem: str = "", last: int = 0) -> Result:
+        path = []
+        while last > 0:
+            path.append(events[last])
+            last = parents[last]
+        return Result(len(states), transitions, time.perf_counter() - start, problem, path[::-1])
+
+    for number, state in enumerate(states):  # which grows meanwhile
+        try:
+            for event, after, is_bad_luck in model.successors(state):
+                transitions += 1
+                target = numbers.setdefault(after, len(states))
+                if target == len(states):
+                    states.append(after)
+                    parents.append(number)
+                    events.append(event)
+                if not is_bad_luck:
+                    sources.append(number)
+                    targets.append(target)
+        except Violation as violation:
+            return result(str(violation), number)
+    dead_end = first_without_way([state.over for state in states], sources, targets)
+    return result() if dead_end is None else result(f"there is no way to the end from {states[dead_end]}", dead_end)
+
+
+def first_without_way(is_end: list[bool], sources: array, targets: array) -> int | None:
+    """Return the number of the first state from which no end can be reached, or None."""
+    into: list[list[int]] = [[] for _ in is_end]
+    for source, target in zip(sources, targets, strict=True):
+        into[target].append(source)
+    reaches, todo = list(is_end), [number for number, is_one in enumerate(is_end) if is_one]
+    while todo:
+        for source in into[todo.pop()]:
+            if not reaches[source]:
+                reaches[source] = True
+                todo.append(source)
+    return next((number for number, does in enumerate(reaches) if not does), None)
+
+
+def find(bug: str) -> Result:
+    """Search the model with a bug in it, in one setting after another until it is found; return the last result."""
+    for calls, faults in SMALL:
+        result = search(model_with(bug)(1, calls, faults, MAX_RESTARTS))
+        if result.problem:
+            break
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Search all states of the protocol's model.")
+    parser.add_argument("--large", action="store_true", help="more calls")
+    parser.add_argument("--bugs", action="store_true", help="put bugs into the model, which it must find")
+    args = parser.parse_args()
+    failed = False
+    if args.bugs:
+        for bug in BUGS:
+            result = find(bug)
+            failed |= not result.problem
+            found = f"found after {len(result.events)} events" if result.problem else "NOT FOUND"
+            print(f"{bug}: {found}, {result.states:,} states, {result.seconds:.1f} s", flush=True)
+    else:
+        for calls, faults, _ in LARGE if args.large else PROGRAMS:
+            result = search(Model(2, calls, faults, MAX_RESTARTS))
+            failed |= bool(result.problem)
+            setting = ", ".join(f"{number} {call}" for call, number in calls.items())
+            count = f"{result.states:,} states, {result.transitions:,} transitions, {result.seconds:.0f} s"
+            print(f"{setting}, {faults} faults: {count}{': ' * failed}{result.problem}", flush=True)
+            for number, event in enumerate(result.events, 1):
+                print(f"{number:4}", *event)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
