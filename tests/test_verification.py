@@ -1,12 +1,18 @@
-"""The model of the protocol: that no order of events breaks it, and that the search would notice."""
+"""The protocol's model and the simulation: that nothing breaks them, and that they would notice."""
 
+import subprocess
+import sys
 from array import array
+from pathlib import Path
 
 import pytest
 
+from verification import mutations
 from verification.bugs import BUGS
 from verification.model import Model
 from verification.search import MAX_RESTARTS, PROGRAMS, find, first_without_way, search
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(("calls", "faults", "states"), PROGRAMS)
@@ -29,3 +35,25 @@ def test_a_state_from_which_there_is_no_way_to_the_end():
     sources, targets = array("l", [0, 1, 1, 3, 4]), array("l", [1, 2, 3, 4, 3])
     assert first_without_way([False, False, True, False, False], sources, targets) == 3
     assert first_without_way([False, False, True, False, True], sources, targets) is None
+
+
+def simulate(*flags, timeout=1200):
+    command = [sys.executable, "-m", "verification.simulate", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+def test_no_schedule_breaks_the_runtime():
+    result = simulate("--schedules", "500")
+    assert result.returncode == 0 and "500 schedules" in result.stdout, result.stdout + result.stderr
+
+
+def test_a_seed_always_gives_the_same_run():
+    first, second = (simulate("--seed", "3", "--trace") for _ in range(2))
+    events = [line for line in first.stdout.splitlines() if "schedules in" not in line]
+    assert len(events) > 10 and events == [line for line in second.stdout.splitlines() if "schedules in" not in line]
+
+
+@pytest.mark.parametrize("name", list(mutations.MUTATIONS)[:3])
+def test_a_mistake_in_the_runtime_is_found(name):
+    is_found, text = mutations.find(name, 300)
+    assert is_found, text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +47,17 @@ class Head:
             worker.waited = waited
 
 
-def start_head(blueprint: Blueprint, options: ClusterOptions, launcher: Launcher, address: str | None) -> Head:
+def start_head(
+    blueprint: Blueprint,
+    options: ClusterOptions,
+    launcher: Launcher,
+    address: str | None,
+    make_transport: Callable[..., Transport] = Transport,
+    clock: Callable[[], float] = time.monotonic,
+) -> Head:
     """Listen at ``address``, start the workers, and return when as many as must be are up.
+
+    A simulation has a transport and a clock of its own.
 
     Raises:
         StartupError, WorkerDiedError: the head cannot listen, or a worker does not come up.
@@ -62,9 +72,11 @@ def start_head(blueprint: Blueprint, options: ClusterOptions, launcher: Launcher
     recovery = Recovery(options.rule, store)
     max_restarts = options.max_worker_restarts if options.on_worker_loss == "restart" else 0
     startup_timeout, worker_timeout = options.startup_timeout, options.worker_timeout
-    supervisor = Supervisor(workers, launcher, startup_timeout, worker_timeout, max_restarts, time.monotonic)
-    transport = Transport(address, options.port, options.security, options.keys(), worker_timeout, launcher.directory)
-    pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store)
+    supervisor = Supervisor(workers, launcher, startup_timeout, worker_timeout, max_restarts, clock)
+    transport = make_transport(
+        address, options.port, options.security, options.keys(), worker_timeout, launcher.directory
+    )
+    pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, clock)
     try:
         pool.start(min_workers, startup_timeout, worker_timeout)
     except BaseException:

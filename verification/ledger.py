@@ -1,0 +1,148 @@
+"""Environments whose every observation says where it is from, and a ledger of what the user has got of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from .world import World
+
+world: World | None = None  # in which the environments are: those of workers are unpickled and find it here
+
+
+class WrongBatch(AssertionError):
+    """The user got something else than what happened."""
+
+
+def length_of(life: int) -> int:
+    """Return how many steps an episode has."""
+    return 2 + life % 5
+
+
+def reward_of(row: int, life: int, step: int) -> float:
+    """Return the reward of the step that leads to this one."""
+    return row + life / 2**10 + step / 2**20
+
+
+class Labelled(gym.Env):
+    """Observes (row, which of all episodes this is, step). Its steps may take long, and may raise."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, row: int) -> None:
+        self.row, self.life, self.step_number = row, 0, 0
+
+    def _observation(self) -> np.ndarray:
+        return np.array([self.row, self.life, self.step_number], np.float64)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        """Begin an episode that nobody has seen."""
+        super().reset(seed=seed)
+        world.work(self.row)
+        self.life, self.step_number = world.begin_episode(), 0
+        return self._observation(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Go one step further."""
+        world.work(self.row)
+        self.step_number += 1
+        ends = self.step_number == length_of(self.life)
+        reward = reward_of(self.row, self.life, self.step_number)
+        return self._observation(), reward, ends and self.life % 2 == 0, ends and self.life % 2 == 1, {}
+
+
+class Ledger:
+    """What the user has seen last of each row, and whether what comes next follows from that."""
+
+    def __init__(self, num_envs: int) -> None:
+        self._last: list[tuple[int, int] | None] = [None] * num_envs  # episode and step, before a reset None
+        self._ended = [False] * num_envs  # whether the user has seen the end, and not what follows
+        self._seen: set[tuple[int, int]] = set()  # episodes and steps
+
+    def reset(self, observations: np.ndarray) -> None:
+        """Check what a reset of all environments has returned."""
+        for row, observation in enumerate(observations):
+            self._begins(row, observation)
+
+    def step(
+        self, observations: np.ndarray, rewards: np.ndarray, ends: np.ndarray, cuts: np.ndarray, infos: dict[str, Any]
+    ) -> None:
+        """Check what a step of all environments has returned."""
+        lost = infos.get("worker_lost", np.zeros(len(rewards), bool))
+        for row, observation in enumerate(observations):
+            flags = bool(ends[row]), bool(cuts[row])
+            if self._ended[row]:
+                self._begins(row, observation)
+                self._assert(rewards[row] == 0 and flags == (False, False), row, "begins with", rewards[row], flags)
+            elif lost[row]:
+                known = self._last[row] is None or self._is(row, observation, *self._last[row])
+                self._assert(known, row, "is lost at", observation)
+                self._assert(rewards[row] == 0 and flags == (False, True), row, "is lost with", rewards[row], flags)
+                self._ended[row] = True  # and what follows begins
+            else:
+                self._goes_on(row, observation, rewards[row], flags)
+
+    def rollout(self, rollout: Any, rows: np.ndarray) -> None:
+        """Check a rollout of these rows."""
+        ends = rollout.terminations | rollout.truncations
+        finals = iter(rollout.final_observations)
+        final_of = {(step, column): next(finals) for step, column in np.argwhere(ends)}
+        for column, row in enumerate(rows):
+            first = rollout.observations[0, column]
+            if self._ended[row]:
+                self._begins(row, first)
+            elif self._last[row] is None or not self._is(row, first, *self._last[row]):
+                self._jumps(row, first)
+            after = [*rollout.observations[1:, column], rollout.next_observations[column]]
+            for step, observation in enumerate(after):
+                flags = bool(rollout.terminations[step, column]), bool(rollout.truncations[step, column])
+                seen = final_of[step, column] if any(flags) else observation
+                self._goes_on(row, seen, rollout.rewards[step, column], flags)
+                if any(flags):
+                    self._begins(row, observation)
+
+    def lose_track(self, rows: np.ndarray) -> None:
+        """Note that the user has given up a call, which these rows may have done all the same."""
+        for row in rows:
+            self._last[row], self._ended[row] = None, False
+
+    def _is(self, row: int, observation: np.ndarray, life: int, step: int) -> bool:
+        return observation.tolist() == [row, life, step]
+
+    def _begins(self, row: int, observation: np.ndarray) -> None:
+        number, life, step = observation.astype(int).tolist()
+        self._assert(number == row and step == 0 and (life, 0) not in self._seen, row, "begins with", observation)
+        self._last[row], self._ended[row] = (life, 0), False
+        self._seen.add((life, 0))
+
+    def _jumps(self, row: int, observation: np.ndarray) -> None:
+        """Check an observation that does not follow: an episode of another process, or one that was given up."""
+        number, life, step = observation.astype(int).tolist()
+        last = self._last[row]
+        self._assert(number == row and (life, step) not in self._seen, row, "goes on with", observation)
+        if last is not None:
+            others = world.lives[last[0]] != world.lives[life]
+            self._assert(step == 0 and others, row, "jumps from", last, "to", observation)
+        self._last[row], self._ended[row] = (life, step), False
+        self._seen.add((life, step))
+
+    def _goes_on(self, row: int, observation: np.ndarray, reward: float, flags: tuple[bool, bool]) -> None:
+        if self._last[row] is None:
+            self._jumps(row, observation)
+            self._ended[row] = any(flags)
+            return
+        life, step = self._last[row][0], self._last[row][1] + 1
+        expected = (step == length_of(life) and life % 2 == 0, step == length_of(life) and life % 2 == 1)
+        self._assert(self._is(row, observation, life, step), row, "goes on with", observation, "after", self._last[row])
+        self._assert(reward == reward_of(row, life, step), row, "has the reward", reward)
+        self._assert(flags == expected, row, "ends as", flags)
+        self._assert((life, step) not in self._seen, row, "comes twice", observation)
+        self._seen.add((life, step))
+        self._last[row], self._ended[row] = (life, step), any(flags)
+
+    def _assert(self, holds: bool, *words: Any) -> None:
+        if not holds:
+            raise WrongBatch("row " + " ".join(map(str, words)))

@@ -1,0 +1,119 @@
+"""Puts mistakes into the runtime, one after another, and lets `verification.simulate` find them.
+
+    python -m verification.mutations
+
+Each is put into a copy of the code, in a directory of its own.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# What each is: the file, a piece of it, and what stands there instead.
+MUTATIONS = {
+    "what a lost worker held is believed of its replacement": ("head/recovery.py", "worker.copy.forget()", "pass"),
+    "a replacement is not asked what is outstanding": (
+        "head/pool.py",
+        "self._recovery.orders(worker, self._requests.of(worker.index))",
+        "self._recovery.orders(worker, [])",
+    ),
+    "a replacement is not told the policy's structure": ("head/recovery.py", "if self._store.structure:", "if False:"),
+    "the end of a lost episode is not told": ("head/recovery.py", "            worker.episodes.lost()\n", ""),
+    "nor if it is lost after the answer to a step": (
+        "stepping.py",
+        "        if worker.index in self._lost_since:",
+        "        if False:",
+    ),
+    "nor if it is lost after the answer to a request to act": (
+        "collect.py",
+        "            worker.episodes.lost()",
+        "            pass",
+    ),
+    "a worker that is given up is still waited for": (
+        "head/pool.py",
+        "                self._requests.forget_worker(worker.index)\n                raise",
+        "                raise",
+    ),
+    "the answers of former processes are taken": ("head/pool.py", "self._former.add(worker.identity)", "pass"),
+    "an interrupted call is not given up": (
+        "head/pool.py",
+        "            self._requests.forget(seqs)\n            raise",
+        "            raise",
+    ),
+    "late and duplicate answers are kept": (
+        "head/pool.py",
+        "self._answers[seq] = self._outstanding.pop(seq), frames, process",
+        "self._answers[seq] = self._outstanding[seq], frames, process",
+    ),
+    "who pulls for a request that was given up gets no weights": (
+        "head/pool.py",
+        "if worker.state in CONNECTED:\n                    weights",
+        "if worker.state in CONNECTED and request is not None:\n                    weights",
+    ),
+    "a worker that pulls takes another structure only later": (
+        "worker/worker.py",
+        "if isinstance(message, protocol.Structure):",
+        "if False:",
+    ),
+    "what came while weights were awaited is done in reverse": (
+        "worker/worker.py",
+        "self._later.popleft()",
+        "self._later.pop()",
+    ),
+    "a worker that was still building is not reset with the others": (
+        "stepping.py",
+        "                    self._pool.forget([self._pending[worker.index]])\n",
+        "",
+    ),
+    "weights are of the version before": (
+        "versions.py",
+        "self._flat, self._answers = flat,",
+        "self._flat, self._answers = getattr(self, '_flat', flat),",
+    ),
+    "two workers that hold different weights share a difference": (
+        "versions.py",
+        "self._answers[id(copy.weights)] = answer",
+        "self._answers = dict.fromkeys(map(id, [c.weights for c in self._copies]), answer)",
+    ),
+    "the steps of a replacement's first rollout are too few": (
+        "worker/one_by_one.py",
+        "for step in range(num_steps + 1):",
+        "for step in range(num_steps + (self.envs.current is not None)):",
+    ),
+}
+
+
+def find(name: str, schedules: int) -> tuple[bool, str]:
+    """Return whether a mistake is found in so many schedules, and what is printed last."""
+    file, old, new = MUTATIONS[name]
+    with tempfile.TemporaryDirectory() as directory:
+        for package in ("clusterenv_runtime", "verification"):
+            shutil.copytree(ROOT / package, Path(directory, package), ignore=shutil.ignore_patterns("__pycache__"))
+        path = Path(directory, "clusterenv_runtime", file)
+        text = path.read_text()
+        if text.count(old) != 1:
+            sys.exit(f"error: {old!r} is in {file} {text.count(old)} times, not once")
+        path.write_text(text.replace(old, new))
+        command = [sys.executable, "-m", "verification.simulate", "--schedules", str(schedules), "--until-failure"]
+        result = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=1800)
+    return result.returncode == 1, (result.stdout.strip() or result.stderr.strip()).splitlines()[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Put mistakes into the runtime, and let the simulation find them.")
+    parser.add_argument("--schedules", type=int, default=2000, help="how many it may take to find one")
+    args = parser.parse_args()
+    missed = 0
+    for name in MUTATIONS:
+        is_found, text = find(name, args.schedules)
+        missed += not is_found
+        print(f"{name}: {text if is_found else 'NOT FOUND'}"[:160], flush=True)
+    sys.exit(missed > 0)
+
+
+if __name__ == "__main__":
+    main()

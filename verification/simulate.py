@@ -1,0 +1,326 @@
+"""The real head and the real workers in a simulated world, through one random schedule after another.
+
+    python -m verification.simulate --schedules 10000
+    python -m verification.simulate --seed 123 --trace     # one of them again, and what happens in it
+
+A schedule is a user who calls what comes to mind, and processes that die, hang and are cut off meanwhile. It is decided
+by its seed. What the user gets must be what the environments did, each step of them once and in order; whoever waits
+gets an answer or an error; and a worker must hold what the head believes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import sys
+import time
+import traceback
+import warnings
+from unittest import mock
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, StartupError, WorkerDiedError
+from clusterenv_runtime.head.handle import State
+from clusterenv_runtime.head.start import start_head
+
+from . import ledger
+from .ledger import Labelled, Ledger
+from .world import Network, Process, Processes, World
+
+STARTUP_S, SILENCE_S = 5.0, 2.0
+CALLS = ["rollout"] * 4 + ["overlap", "send", "send", "recv", "recv", "step", "step", "reset", "publish", "structure"]
+RULES = [
+    {"sync_mode": "kl", "kl_threshold": 0.0},
+    {"sync_mode": "kl", "kl_threshold": 0.05, "max_policy_lag": 3},
+    {"sync_mode": "always"},
+    {"sync_mode": "interval", "sync_interval": 2},
+]
+
+
+class Wrong(AssertionError):
+    """The runtime has broken a promise."""
+
+
+class Schedule(World):
+    """A world in which something goes wrong.
+
+    Args:
+        seed: of all that happens.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, SILENCE_S)
+        draw = self.random
+        self.lives: dict[int, str] = {}  # which process began which episode
+        # Which of the messages that arrive is followed by a misfortune.
+        self._faults = sorted(draw.sample(range(80), draw.choice((0, 1, 1, 2, 2, 3, 5))))
+        self._arrivals = 0
+        self.raises_at = draw.randrange(200) if draw.random() < 0.1 else None  # which step of an environment raises
+        self._steps = 0
+        self.slowness = draw.choice((0.0, 0.0, 0.1, 0.5))  # how often a step takes long
+        self.num_workers = draw.randint(1, 3)
+        self.num_envs = self.num_workers + draw.randint(0, 2)
+        self.options = {
+            **draw.choice(RULES),
+            "weights": draw.choice(("difference", "difference", "float32")),
+            "max_worker_restarts": draw.randint(0, 3),
+            "min_workers": draw.choice((None, None, 1)),
+        }
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def begin_episode(self) -> int:
+        """Return the number of a new episode."""
+        self.lives[len(self.lives) + 1] = self.running.name if self.running else "the head"
+        return len(self.lives)
+
+    def work(self, row: int) -> None:
+        """Take the time of a step of an environment, or raise."""
+        if self.running is None:
+            return
+        self._steps += 1
+        if self._steps == self.raises_at:
+            self.note(f"environment {row} raises")
+            raise ValueError("raised by an environment")
+        if self.random.random() < self.slowness:
+            self.running.sleep(self.random.choice((0.01, 0.3, 3.0)))
+
+    def message_arrives(self) -> None:
+        """Let something go wrong, if it is time."""
+        self._arrivals += 1
+        if self._faults and self._arrivals > self._faults[0]:
+            del self._faults[0]
+            process = self.random.choice([each for each in self.processes.values() if each.exit is None] or [None])
+            if process is not None:
+                self.after(self.random.choice((0.0, 0.001, 0.02)), functools.partial(self.strike, process))
+
+    def strike(self, process: Process) -> None:
+        """Do something to a process."""
+        draw, seconds = self.random, self.random.choice((0.1, 1.0, 3.0))
+        kind = draw.choice(("die", "die", "cut", "stop", "survive"))
+        if kind == "die":
+            process.die()
+        elif kind == "cut":
+            process.cut(seconds)
+        else:
+            process.survives = kind == "survive"
+            process.stop(seconds)
+
+
+class User:
+    """Calls what comes to mind, and checks what comes of it."""
+
+    def __init__(self, world: Schedule, envs: ClusterEnv) -> None:
+        self.world, self.envs = world, envs
+        self.ledger = Ledger(world.num_envs)
+        self.rows = [np.arange(worker.rows.start, worker.rows.stop) for worker in envs._pool.workers]
+        self.everything = np.arange(world.num_envs)
+        self.make_policy(0)
+        self.ahead: int | None = None  # the steps of an overlapped rollout that was requested
+        self.sent = 0
+
+    def make_policy(self, hidden: int) -> None:
+        torch.manual_seed(hidden)
+        layers = [nn.Linear(3, hidden), nn.Linear(hidden, 2)] if hidden else [nn.Linear(3, 2)]
+        self.policy = CategoricalPolicy(nn.Sequential(*layers))
+
+    def learn(self) -> None:
+        """Change the policy a bit."""
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=self.world.generator), alpha=0.001)
+
+    def run(self) -> None:
+        """Reset, and make some calls."""
+        draw = self.world.random
+        self.call("reset")
+        for _ in range(draw.randint(2, 8)):
+            calls = [name for name in CALLS if self.may(name)]
+            self.call(draw.choice(calls))
+            self.world.pass_time(draw.choice((0.0, 0.0, 0.5, 5.0)))  # the user learns, and nobody is served
+        while self.sent:
+            self.call("recv")
+        self.check_leftovers()
+
+    def may(self, name: str) -> bool:
+        """Say whether a call is allowed."""
+        if name == "recv":
+            return self.sent > 0
+        if name == "send":
+            return self.ahead is None and self.envs.policy_version > 0 and self.sent < 2 * len(self.rows)
+        if self.ahead is not None:
+            return name in ("rollout", "overlap", "publish")
+        return self.sent == 0 or name in ("publish", "structure")
+
+    def call(self, name: str) -> None:
+        """Make one call, which may be interrupted."""
+        world = self.world
+        world.note(f"the user calls {name}")
+        is_over = False
+        if world.random.random() < 0.1:
+            world.after(world.random.choice((0.0, 0.01, 0.5)), lambda: None if is_over else self.envs.interrupt())
+        try:
+            getattr(self, name)()
+        except Interrupted:
+            world.note("the user is interrupted")
+            if name in ("rollout", "overlap", "step", "reset"):
+                self.ledger.lose_track(self.everything)
+                self.ahead = self.envs._collector.overlapped
+        finally:
+            is_over = True
+        self.envs._pool.interrupted = False
+        self.check_weights()
+
+    def reset(self) -> None:
+        observations, _ = self.envs.reset(seed=self.world.random.randrange(1000))
+        if self.world.options["min_workers"] is None:
+            self.ledger.reset(observations)
+        else:
+            self.ledger.lose_track(self.everything)  # of those that have yet to come it is zeros
+
+    def step(self) -> None:
+        actions = np.zeros(self.world.num_envs, np.int64)
+        self.ledger.step(*self.envs.step(actions))
+
+    def publish(self) -> None:
+        self.learn()
+        self.envs.publish(self.policy)
+
+    def structure(self) -> None:
+        self.make_policy(self.world.random.randint(0, 2))
+        self.publish()
+
+    def rollout(self, overlap: bool = False) -> None:
+        self.learn()
+        num_steps = self.ahead or self.world.random.randint(1, 4)
+        rollout = self.envs.rollout(self.policy, num_steps, overlap=overlap)
+        self.ahead = num_steps if overlap else None
+        if len(rollout.rewards) != num_steps:
+            raise Wrong(f"{num_steps} steps were asked for, {len(rollout.rewards)} came")
+        self.ledger.rollout(rollout, self.everything)
+
+    def overlap(self) -> None:
+        self.rollout(overlap=True)
+
+    def send(self) -> None:
+        worker = self.world.random.choice((None, *range(len(self.rows))))
+        before = len(self.envs._collector.granted)
+        try:
+            self.envs.send(self.world.random.randint(1, 4), worker)
+        finally:
+            self.sent += len(self.envs._collector.granted) - before
+
+    def recv(self) -> None:
+        worker, rollout = self.envs.recv()
+        self.sent -= 1
+        if rollout.rows.tolist() != self.rows[worker].tolist():
+            raise Wrong(f"rows {rollout.rows} came of worker {worker}")
+        self.ledger.rollout(rollout, rollout.rows)
+
+    def takes_what_is_left(self) -> None:
+        """Receive what was sent, after a worker was given up: there are answers or errors, and no hanging."""
+        while self.envs._collector.granted and self.ahead is None:
+            try:
+                self.envs.recv()
+            except WorkerDiedError:
+                break
+
+    def check_leftovers(self) -> None:
+        """Check that the head keeps nothing which nobody will ask for, and has always known what workers hold."""
+        requests, store = self.envs._pool._requests, self.envs._store
+        if self.ahead is None and (requests._outstanding or requests._answers):
+            raise Wrong(f"nobody takes {requests._outstanding} and the answers {list(requests._answers)}")
+        if store.mismatches:
+            raise Wrong("a worker did not hold what the head believed")
+
+    def check_weights(self) -> None:
+        """Compare what workers hold with what the head believes, where neither is about to change."""
+        for worker in self.envs._pool.workers:
+            process = self.world.processes.get(worker.identity)
+            if worker.state != State.READY or process.exit is not None or process.is_busy:
+                continue
+            actor, copy = process.worker._actor, worker.copy
+            if copy.weights is None:
+                continue
+            if actor.version != copy.held or not torch.equal(actor._held, copy.weights):
+                raise Wrong(f"{process.name} holds version {actor.version}, the head believes {copy.held}, or others")
+
+
+def run(seed: int, trace: bool = False) -> list[str]:
+    """Go through a schedule; return what happened, if it is to be traced.
+
+    Raises:
+        AssertionError: something went wrong that must not.
+    """
+    world = ledger.world = Schedule(seed)
+    world.trace = [] if trace else None
+    start = functools.partial(start_head, make_transport=lambda *_: Network(world), clock=world.clock)
+    envs = user = None
+    try:
+        with mock.patch("clusterenv_runtime.env.start_head", start):
+            envs = ClusterEnv(
+                [functools.partial(Labelled, row) for row in range(world.num_envs)],
+                world.num_workers,
+                launcher=Processes(world),
+                startup_timeout=STARTUP_S,
+                worker_timeout=SILENCE_S,
+                **world.options,
+            )
+        user = User(world, envs)
+        user.run()
+    except (StartupError, WorkerDiedError) as error:
+        world.note(f"the run ends: {error}")
+        if user is not None:
+            user.takes_what_is_left()
+    except ValueError as error:
+        if world.raises_at is None or "raised by an environment" not in str(error):
+            raise
+        world.note("the run ends: an environment has raised")
+    finally:
+        if envs is not None:
+            envs.close()
+        world.end()
+    if world.crashes:
+        raise Wrong(world.crashes[0])
+    return world.trace or []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Put the head and its workers through random schedules.")
+    parser.add_argument("--schedules", type=int, default=1000, help="how many, from --first on")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="only this one")
+    parser.add_argument("--until-failure", action="store_true", help="stop at the first that fails")
+    parser.add_argument("--trace", action="store_true", help="print what happens")
+    args = parser.parse_args()
+    logging.disable()
+    gym.logger.min_level = 100
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    seeds = [args.seed] if args.seed is not None else range(args.first, args.first + args.schedules)
+    failed, start = [], time.monotonic()
+    for number, seed in enumerate(seeds, 1):
+        try:
+            events = run(seed, args.trace)
+        except Exception as error:
+            failed.append(seed)
+            events = list(ledger.world.trace or [])
+            print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
+            if args.trace or args.seed is not None:
+                traceback.print_exc()
+            if args.until_failure:
+                break
+        if args.trace:
+            print(*events, sep="\n")
+        if number % 1000 == 0:
+            print(f"{number:,} schedules, {number / (time.monotonic() - start):.0f} a second", flush=True)
+    print(f"{number:,} schedules in {time.monotonic() - start:.0f} s, {len(failed)} failed: {failed[:20]}")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

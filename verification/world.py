@@ -1,0 +1,337 @@
+"""A world for the real head and the real workers: a clock, links and processes, in which a seed decides all chance.
+
+Workers run in threads of this process, of which one at a time has the turn, so that a seed always gives the same run.
+Time passes only here, from one event to the next.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from clusterenv_runtime import protocol
+from clusterenv_runtime.head.transport import Outgoing, Received
+from clusterenv_runtime.launchers import Exit, Launcher
+from clusterenv_runtime.worker.connection import HELLO_S, End
+from clusterenv_runtime.worker.worker import Worker
+
+KILLED = Exit("killed by SIGKILL", by_signal=True)
+FOREVER = 1e4  # simulated seconds, after which whoever still waits has been forgotten
+
+
+class Hang(AssertionError):
+    """Somebody waits for what never comes."""
+
+
+class Gone(BaseException):
+    """A process ends here, whatever it was doing."""
+
+
+class World:
+    """A clock, what will happen when, and who is there.
+
+    Args:
+        seed: of all chance.
+        silence: seconds after which a silent link is closed.
+    """
+
+    def __init__(self, seed: int, silence: float) -> None:
+        self.random, self.now, self.silence = random.Random(seed), 0.0, silence
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self.processes: dict[bytes, Process] = {}  # by the identity of their connection
+        self.running: Process | None = None  # whose turn it is; None for the head's
+        self.arrived: list[Received] = []  # at the head, and not read
+        self.crashes: list[str] = []  # what went wrong in workers' own code
+        self.trace: list[str] | None = None  # of what happens, if anybody wants to read it
+
+    def clock(self) -> float:
+        """Return the time in seconds."""
+        return self.now
+
+    def note(self, text: str) -> None:
+        if self.trace is not None:
+            self.trace.append(f"{self.now:9.3f} {text}")
+
+    def at(self, time: float, do: Callable[[], None]) -> None:
+        """Have something happen at that time."""
+        heapq.heappush(self._events, (time, next(self._order), do))
+
+    def after(self, seconds: float, do: Callable[[], None]) -> None:
+        """Have something happen so many seconds from now."""
+        self.at(self.now + seconds, do)
+
+    def delay(self) -> float:
+        """Return how long a message takes."""
+        return self.random.choice((0.001, 0.001, 0.01, 0.1)) * self.random.random()
+
+    def run(self, until: float, done: Callable[[], Any]) -> None:
+        """Let happen what is due by then, until ``done``."""
+        while not done() and self._events and self._events[0][0] <= until:
+            time, _, do = heapq.heappop(self._events)
+            self.now = max(self.now, time)
+            do()
+        if not done():
+            self.now = max(self.now, until)
+        if self.now > FOREVER:
+            raise Hang(f"the head still waits after {FOREVER:g} s")
+
+    def pass_time(self, seconds: float) -> None:
+        """Let happen what happens in so many seconds."""
+        self.run(self.now + seconds, lambda: False)
+
+    def deliver(self, process: Process, header: bytes, buffers: list[bytes]) -> None:
+        """Have a message arrive at the head."""
+        seq, message = protocol.decode_answer(header)
+        self.note(f"the head gets {type(message).__name__} {seq} of {process.name}")
+        self.message_arrives()
+        frames = [memoryview(frame) for frame in (header, *buffers)]
+        self.arrived.append(Received(process.identity, seq, message, frames))
+
+    def message_arrives(self) -> None:
+        """Note that a message has come to either end."""
+
+    def end(self) -> None:
+        """End all processes that are left."""
+        for process in self.processes.values():
+            process.die()
+
+
+class Process:
+    """A worker's process with its link to the head. The worker takes it for its `Connection`."""
+
+    def __init__(self, world: World, index: int, number: int) -> None:
+        self.world, self.index, self.number = world, index, number
+        self.name, self.identity = f"process {index}.{number}", b"%d.%d" % (index, number)
+        self.waited = 0.0  # as `Connection` has it
+        self.exit: Exit | None = None
+        self.is_cut = self.is_stopped = self.is_closed = False  # the link, the process, the link for good
+        self.inbox: deque[list[bytes]] = deque()
+        # What is under way from and to it, and when the last of it arrives.
+        self._up, self._down = deque[list[bytes]](), deque[list[bytes]]()
+        self._up_at = self._down_at = 0.0
+        self._held: list[Callable[[], None]] = []  # arrivals that wait for the link to be healed
+        self._listens = self._is_due = False  # whether a message wakes it, and whether it has slept through its turn
+        self.survives = False  # that it is killed
+        self.worker = Worker(self)
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    # In the process.
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            if self.exit is None:
+                self._greet()
+                self.worker.run()
+        except Gone:
+            pass
+        except BaseException:
+            self.world.crashes.append(f"{self.name} has crashed:\n{traceback.format_exc()}")
+        if self.exit is None:
+            self.exit = Exit("exit code 0")
+            self._close_behind(len(self._up))
+        self._back.release()
+
+    def _greet(self) -> None:
+        hello = protocol.Hello(protocol.PROTOCOL_VERSION, self.index, "host", 1, protocol.shared_versions())
+        while not self.inbox:
+            self.send(None, hello)
+            self.world.after(HELLO_S, lambda: self.wake() if self._listens else None)
+            self._pause(listens=True)
+
+    def _pause(self, listens: bool) -> None:
+        """Give the turn away until it comes back."""
+        self._listens = listens
+        self._back.release()
+        self._go.acquire()
+        self._listens = False
+        if self.exit is not None:
+            raise Gone
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass while an environment is at work."""
+        self.world.after(seconds, self.wake)
+        self._pause(listens=False)
+
+    def send(self, seq: int | None, message: protocol.Message, *buffers: Any) -> None:
+        """Send to the head."""
+        self._up.append([bytes(frame) for frame in protocol.frames(seq, message, *buffers)])
+        self._up_at = max(self._up_at, self.world.now + self.world.delay())
+        self.world.at(self._up_at, self._arrives_up)
+
+    def receive(self) -> tuple[int | None, protocol.Request, list[Any]]:
+        """Return the next message that is no ping."""
+        while True:
+            while not self.inbox:
+                self._pause(listens=True)
+            header, *buffers = self.inbox.popleft()
+            seq, request = protocol.decode_request(header)
+            if isinstance(request, protocol.Close):
+                raise End
+            if not isinstance(request, protocol.Ping):
+                return seq, request, [memoryview(buffer) for buffer in buffers]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has something to do, or has sent what has not arrived."""
+        return not self._listens or bool(self.inbox or self._up or self._down)
+
+    # In the world.
+    def turn(self) -> None:
+        """Let it work until it waits for something."""
+        self.world.running = self
+        self._go.release()
+        self._back.acquire()
+        self.world.running = None
+
+    def wake(self) -> None:
+        """Give it the turn, now or when it goes on."""
+        if self.is_stopped:
+            self._is_due = True
+        elif self.exit is None:
+            self.turn()
+
+    def _arrives_up(self) -> None:
+        if self.is_cut:
+            self._held.append(self._arrives_up)
+        elif self._up:  # else it died before it could send this
+            header, *buffers = self._up.popleft()
+            if not self.is_closed:
+                self.world.deliver(self, header, buffers)
+
+    def post(self, frames: list[bytes]) -> None:
+        """Have a message of the head's arrive some time."""
+        self._down.append(frames)
+        self._down_at = max(self._down_at, self.world.now + self.world.delay())
+        self.world.at(self._down_at, self._arrives_down)
+
+    def _arrives_down(self) -> None:
+        if self.is_cut:
+            self._held.append(self._arrives_down)
+        elif self.exit is None and not self.is_closed:
+            self.inbox.append(self._down.popleft())
+            self.world.message_arrives()
+            if self._listens:
+                self.wake()
+
+    # What goes wrong.
+    def die(self, reason: Exit = KILLED) -> None:
+        """End at once, with some of its last words unsent."""
+        if self.exit is None:
+            self.world.note(f"{self.name} dies: {reason.reason}")
+            self.exit = reason
+            self._close_behind(self.world.random.randint(0, len(self._up)))
+            self.turn()  # to its end
+
+    def _close_behind(self, messages: int) -> None:
+        """Close the link after so many of the messages that are under way."""
+        while len(self._up) > messages:
+            self._up.pop()
+        self.world.at(max(self._up_at, self.world.now), self._close)
+
+    def _close(self) -> None:
+        self.is_closed = True
+
+    def cut(self, seconds: float) -> None:
+        """Let nothing through for so long; after the time of silence, for ever."""
+        self.world.note(f"{self.name} is cut off for {seconds:.2f} s")
+        self.is_cut = True
+        silent = seconds >= self.world.silence
+        self.world.after(self.world.silence if silent else seconds, self._notice_silence if silent else self._heal)
+
+    def _heal(self) -> None:
+        self.is_cut = False
+        held, self._held = self._held, []
+        for arrives in held:
+            arrives()
+
+    def _notice_silence(self) -> None:
+        self._up.clear()
+        self._close()
+        self.die(Exit("exit code 1"))
+
+    def stop(self, seconds: float) -> None:
+        """Do nothing for so long. After the time of silence its link is closed."""
+        self.world.note(f"{self.name} is stopped for {seconds:.2f} s")
+        self.is_stopped = True
+        silent = seconds >= self.world.silence
+        self.world.after(self.world.silence if silent else seconds, self._close if silent else self._go_on)
+
+    def _go_on(self) -> None:
+        self.is_stopped, is_due = False, self._is_due
+        self._is_due = False
+        if is_due:
+            self.wake()
+
+
+class Network:
+    """The head's `Transport`."""
+
+    address, key_file, directory = "simulated", None, "nowhere"
+
+    def __init__(self, world: World) -> None:
+        self._world, self.dropped, self.is_closed = world, 0, False
+
+    def exchange(self, outbox: Iterable[Outgoing], seconds: float | None) -> tuple[list[Received], list[bytes]]:
+        """As `Transport.exchange`; time passes while it waits."""
+        world, closed = self._world, []
+        for out in outbox:
+            process = world.processes[out.identity]
+            if process.is_closed:
+                closed.append(out.identity)
+            else:
+                process.post([bytes(frame) for frame in protocol.frames(out.seq, out.message, *out.buffers)])
+        if seconds is None:
+            return [], closed
+        # A thousandth of a second goes by at least, as the head works, too.
+        world.run(world.now + max(0 if closed else seconds, 0.001), lambda: world.arrived)
+        received, world.arrived = world.arrived, []
+        return received, closed
+
+    def drop(self, identity: bytes, text: str) -> None:
+        self.dropped += 1
+        self._world.note(f"dropped {text}")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Processes(Launcher):
+    """A `Launcher` of such processes."""
+
+    name, remote = "simulated", False
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world, self._started, self.of = world, [], dict[int, Process]()
+
+    def start_worker(self, index: int) -> None:
+        """Start a process, which takes some time, or too long."""
+        world = self._world
+        self._started.append(index)
+        process = self.of[index] = Process(world, index, self._started.count(index))
+        world.processes[process.identity] = process
+        world.after(world.random.choice((0.01, 0.1, 1.0)), process.wake)
+
+    def exit(self, index: int) -> Exit | None:
+        return self.of[index].exit
+
+    def kill(self, index: int) -> None:
+        process = self.of[index]
+        if not process.survives:
+            process.die()
+
+    def has_ended(self, index: int) -> bool:
+        return self.of[index].exit is not None
+
+    def stop(self, timeout: float) -> None:
+        self._world.run(self._world.now + timeout, lambda: all(each.exit for each in self.of.values()))
+        for process in self.of.values():
+            process.die()
