@@ -54,7 +54,7 @@ class EnvPoolVectorEnv(VectorEnv):
             space = self.single_observation_space
             some, infos = self._pool.reset(np.flatnonzero(mask).astype(np.int32))
             self._observations = map_space(np.copy, space, self._observations)  # the user has the one from before
-            for leaf, new in zip(leaves_of(space, self._observations), leaves_of(space, some), strict=True):
+            for leaf, new in zip(*leaves_of(space, self._observations, some), strict=True):
                 leaf[mask] = new
         return self._observations, infos
 

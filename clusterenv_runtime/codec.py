@@ -89,6 +89,9 @@ def unpack(tree: Any, buffers: list[Any], copy: bool = True) -> Any:
             state = unpack(data, buffers)
             if state["bit_generator"] not in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"):
                 raise ValueError(f"bit generator {state['bit_generator']!r}")
+            # NumPy reads memory at these places without a check.
+            if not (0 <= state["state"].get("pos", 0) <= 624 and 0 <= state.get("buffer_pos", 0) <= 4):
+                raise ValueError("the position of a bit generator")
             bits = getattr(np.random, state["bit_generator"])()
             bits.state = state
             return np.random.Generator(bits)

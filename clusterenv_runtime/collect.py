@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from gymnasium.error import NoAsyncCallError, ResetNeeded
-from gymnasium.vector.utils import create_empty_array
 
 from .blueprint import Blueprint
-from .errors import ProtocolError
 from .head.episodes import Episodes
 from .head.handle import State, WorkerHandle
 from .head.pool import Served
@@ -35,7 +33,6 @@ class Collector:
         self._pool, self._store, self._rule = head.pool, head.store, head.rule
         self._space = space = blueprint.single_observation_space
         self._is_batched = is_batched(space)
-        self._example = create_empty_array(space, 1) if self._is_batched else None
         self.granted: dict[int, int] = {}  # seq -> worker, of requests to act that are outstanding, oldest first
         self.overlapped: int | None = None  # the steps of the rollout that was requested ahead
 
@@ -124,15 +121,9 @@ class Collector:
 
     def _open(self, served: Served) -> RolloutPart:
         """Return a worker's part, and note what it tells of the worker."""
-        request, message, buffers, is_last = served
-        worker = self._pool.workers[request.worker]
-        num_steps, num_envs = request.message.num_steps, len(worker.episodes.ended)
-        try:
-            part = RolloutPart.unpack(message.part, buffers, self._space, self._example, num_steps, num_envs)
-        except ProtocolError as error:
-            raise ProtocolError(f"{worker.describe()}: {error}") from None
-        worker.episodes = Episodes(part.next_observations, np.zeros(num_envs, bool))
-        if is_last:  # its process has been replaced since, and holds nothing
+        worker, part = self._pool.workers[served.request.worker], served.message
+        worker.episodes = Episodes(part.next_observations, np.zeros(worker.num_envs, bool))
+        if served.is_last:  # its process has been replaced since, and holds nothing
             worker.episodes.lost()
         else:
             self._store.acted(worker.copy, part)

@@ -10,6 +10,8 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
+from .errors import ProtocolError
+
 
 def observation_spaces(
     mode: str | tuple[Space, Space], single: Space, num_envs: int, env_fns: Sequence[Callable[[], gym.Env]]
@@ -72,14 +74,18 @@ def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:
     return function(*trees)
 
 
-def leaves_of(space: Space, batch: Any) -> list[Any]:
-    """Return the leaves of a batch of ``space``, in order.
+def leaves_of(space: Space, *batches: Any) -> list[list[Any]]:
+    """Return for each of some batches of ``space`` its leaves, in order.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not of the structure of ``space``.
+        ProtocolError: one is not of the structure of ``space``.
     """
-    leaves: list[Any] = []
-    map_space(leaves.append, space, batch)
+    leaves: list[list[Any]] = [[] for _ in batches]
+    try:
+        for found, batch in zip(leaves, batches, strict=True):
+            map_space(found.append, space, batch)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"observations are not of {space}: {error!r}") from None
     return leaves
 
 

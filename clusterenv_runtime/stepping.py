@@ -16,7 +16,6 @@ from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import create_empty_array, iterate
 
 from .blueprint import Blueprint
-from .codec import unpack
 from .errors import DeadlineError
 from .head.episodes import Episodes
 from .head.handle import WorkerHandle
@@ -81,8 +80,7 @@ class Stepper:
         finally:
             self.state = AsyncState.DEFAULT
         replies, self._lost_since = {}, {answer.request.worker for answer in served if answer.is_last}
-        for request, reply, buffers, _ in served:
-            reply.value, reply.infos = unpack(reply.value, buffers), unpack(reply.infos, buffers)
+        for request, reply, _ in served:
             replies[request.worker] = reply
             self._warn_of(reply.dropped)
         return [replies.get(worker.index) or self._nothing(worker) for worker in self._pool.workers]

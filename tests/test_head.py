@@ -118,6 +118,11 @@ class Processes(Launcher):
         return self.of[index].exit is not None
 
 
+def opens(asked, answer, *_):
+    """Take any answer for what was asked for."""
+    return answer
+
+
 class Simulation:
     """A pool of ``number`` workers with one environment each, on a `Network`."""
 
@@ -132,11 +137,13 @@ class Simulation:
         self.supervisor = Supervisor(
             self.workers, self.launcher, STARTUP_S, SILENCE_S, max_restarts, self.network.clock
         )
+        clock = self.network.clock
         self.pool = WorkerPool(
-            self.workers, self.network, self.launcher, self.supervisor, self.recovery, store, self.network.clock
+            self.workers, self.network, self.launcher, self.supervisor, self.recovery, store, opens, clock
         )
+        self.launcher.prepare(number, [], "nowhere")
         if start:
-            self.pool.start(number, STARTUP_S, SILENCE_S)
+            self.pool.start(number)
 
     def call(self, *indices, timeout=None):
         """Ask these workers, or all, and return what they answer."""
@@ -277,7 +284,7 @@ def test_workers_that_say_nothing_are_named_together():
     simulation = Simulation(3, launcher=Silent, start=False)
     text = f"worker 0 .*, worker 1 .*, worker 2 .* did not come up .* within {STARTUP_S:g} s$"
     with pytest.raises(StartupError, match=text):
-        simulation.pool.start(3, STARTUP_S, SILENCE_S)
+        simulation.pool.start(3)
     assert STARTUP_S < simulation.network.now < STARTUP_S + 2 * LOOK_S
 
 
@@ -288,7 +295,7 @@ def test_with_fewer_workers_than_may_come_one_that_is_late_is_a_loss():
             super().start_worker(index)
 
     simulation = Simulation(2, launcher=SecondIsLate, start=False)
-    simulation.pool.start(1, STARTUP_S, SILENCE_S)
+    simulation.pool.start(1)
     simulation.wait(STARTUP_S + 1)
     (restart,) = simulation.recovery.restarts
     assert restart["worker"] == 1 and "did not come up" in restart["reason"]
@@ -318,7 +325,7 @@ def test_a_worker_of_another_version_is_refused_at_the_start_and_lost_later():
 
     simulation = Simulation(1, launcher=Old, start=False)
     with pytest.raises(StartupError, match="speaks protocol 1, the head"):
-        simulation.pool.start(1, STARTUP_S, SILENCE_S)
+        simulation.pool.start(1)
 
     simulation = Simulation(1)
     simulation.launcher.greets = False

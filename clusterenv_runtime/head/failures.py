@@ -9,6 +9,8 @@ import gymnasium as gym
 from ..errors import EnvError
 from ..protocol import Error
 
+FOR_ITERATION = StopIteration, StopAsyncIteration  # raised anew they would end a loop or a generator of the user's
+
 
 def to_exception(errors: list[tuple[str, Error]]) -> Exception:
     """Return what to raise for errors of workers that are described by texts: the last, with its `EnvError` as cause.
@@ -35,7 +37,7 @@ def _local_exception(error: Error) -> Exception | None:
     """Make the exception a worker names, if it is one of Python's or Gymnasium's that takes one text."""
     module, _, name = error.kind.rpartition(".")
     kind = getattr({"builtins": builtins, "gymnasium.error": gym.error}.get(module), name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+    if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, FOR_ITERATION):
         return None
     try:
         return kind(error.message)

@@ -63,15 +63,14 @@ class WorkerHandle:
     seeds: list[int | None] | None = None  # of its last reset; None before the first
     user_seeds: list[int | None] | None = None  # of the user's last reset of all environments
     generator: bytes = b""  # the state of its policy's random numbers after its last answer
+    pulled: tuple[int, int] = 0, 0  # the seq that its process has pulled for last, and how often
     restores_generator: bool = False  # whether its process gets that with its next request to act
     waited: float = 0.0  # seconds so far without a request to work on, or without weights
     has_been_ready: bool = False
     losses: int = 0  # of its processes, since there was an answer
 
-    @property
-    def num_envs(self) -> int:
-        """How many environments it has."""
-        return self.rows.stop - self.rows.start
+    def __post_init__(self) -> None:
+        self.num_envs = self.rows.stop - self.rows.start
 
     def describe(self, log: str | None = None) -> str:
         """Return its name for the user, with where it runs and the path of its log."""
@@ -79,6 +78,12 @@ class WorkerHandle:
         where += f", environments {self.rows.start} to {self.rows.stop - 1}"
         where += f", {self.ended_because}" if self.ended_because else ""
         return f"worker {self.index} ({where}{'' if log is None else f', log {log}'})"
+
+    def may_pull(self, seq: int | None) -> bool:
+        """Note a pull, and say whether its process may have one: for each request, in order, two at most."""
+        last, times = self.pulled
+        self.pulled = (seq or 0), (times + 1 if seq == last else 1)
+        return seq is not None and seq >= last and self.pulled[1] <= 2
 
     def take_generator(self) -> tuple[bytes, ...]:
         """Return the buffers of its next request to act: the state of its random numbers, if its process lacks it."""

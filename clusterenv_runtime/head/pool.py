@@ -7,20 +7,20 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from .. import protocol
-from ..errors import DeadlineError, Interrupted, StartupError, WorkerDiedError
+from ..errors import DeadlineError, Interrupted, ProtocolError, StartupError, WorkerDiedError
 from ..launchers import Exit, Launcher
-from ..launchers.base import worker_flags
-from ..protocol import Close, Collect, Error, Hello, Message, Part, Ping, Pull, Reply
+from ..protocol import Close, Error, Hello, Message, Part, Ping, Pull, Reply
+from ..rollout import RolloutPart
 from ..versions import PolicyStore
 from .failures import to_exception
 from .handle import CONNECTED, PendingRequest, State, WorkerHandle
 from .recovery import Recovery
 from .supervisor import Supervisor
-from .transport import Outgoing, Received, Transport
+from .transport import Malformed, Outgoing, Received, Transport
 
 logger = logging.getLogger(__name__)
 PING_S = 1.0  # how often the head tries whether workers can be reached
@@ -30,8 +30,7 @@ class Served(NamedTuple):
     """An answer, and what it answers."""
 
     request: PendingRequest
-    message: Reply | Part
-    buffers: list[Any]
+    message: Reply | RolloutPart
     is_last: bool  # whether the process that answered has been replaced since
 
 
@@ -41,9 +40,7 @@ class Requests:
     def __init__(self) -> None:
         self.numbers = itertools.count(1)
         self._outstanding: dict[int, PendingRequest] = {}  # by seq, oldest first
-        # By seq, frames of what nobody has taken yet, and whose process sent them. They are decoded again when taken:
-        # thousands, held decoded, are so many objects that Python's garbage collector takes most of the time.
-        self._answers: dict[int, tuple[PendingRequest, list[Any], int]] = {}
+        self._answers: dict[int, tuple[PendingRequest, Reply | RolloutPart, int]] = {}  # by seq, with whose it is
 
     def add(self, worker: int, message: Message, buffers: tuple[Any, ...]) -> int:
         """Keep a request, and return its number."""
@@ -56,12 +53,12 @@ class Requests:
         request = self._outstanding.get(seq)
         return request if request is not None and request.worker == worker else None
 
-    def answer(self, seq: int, frames: list[Any], process: int) -> None:
+    def answer(self, seq: int, answer: Reply | RolloutPart, process: int) -> None:
         """Keep the answer to a request that is outstanding."""
-        self._answers[seq] = self._outstanding.pop(seq), frames, process
+        self._answers[seq] = self._outstanding.pop(seq), answer, process
 
-    def take(self, seq: int) -> tuple[PendingRequest, list[Any], int]:
-        """Return an answered request, the frames of its answer and whose process sent them; they are kept no longer."""
+    def take(self, seq: int) -> tuple[PendingRequest, Reply | RolloutPart, int]:
+        """Return an answered request, its answer and whose process sent it; they are kept no longer."""
         return self._answers.pop(seq)
 
     def forget(self, seqs: Iterable[int]) -> None:
@@ -90,15 +87,12 @@ class Requests:
 
     def watch(self, seqs: Iterable[int]) -> Callable[[], bool]:
         """Return a function that says whether none of these is outstanding; asking it often costs little."""
-        rest: Iterator[int] = iter(seqs)
-        seq: int | None = None
+        rest = list(seqs)
 
         def are_settled() -> bool:
-            nonlocal seq
-            while seq not in self._outstanding:  # what has been answered is not asked again
-                if (seq := next(rest, None)) is None:
-                    return True
-            return False
+            while rest and rest[-1] not in self._outstanding:  # what has been answered is not asked again
+                rest.pop()
+            return not rest
 
         return are_settled
 
@@ -118,9 +112,10 @@ class WorkerPool:
         supervisor: Supervisor,
         recovery: Recovery,
         store: PolicyStore,
+        open_answer: Callable[[Message, Reply | Part, list[Any], int, int], Reply | RolloutPart],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.workers, self.transport = workers, transport
+        self.workers, self.transport, self._open = workers, transport, open_answer
         self._launcher, self._supervisor, self._recovery, self._store = launcher, supervisor, recovery, store
         self._clock, self._requests = clock, Requests()
         self._by_identity: dict[bytes, WorkerHandle] = {}
@@ -130,21 +125,17 @@ class WorkerPool:
         self._next_ping, self._closed = 0.0, False
         self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
 
-    def start(self, min_workers: int, startup_timeout: float, worker_timeout: float) -> None:
+    def start(self, min_workers: int) -> None:
         """Start all workers, and return when so many have built their environments.
 
         Raises:
             StartupError, WorkerDiedError: a worker does not come up.
         """
-        flags = worker_flags(self.transport.address, self.transport.key_file, startup_timeout, worker_timeout)
-        self._launcher.prepare(len(self.workers), flags, self.transport.directory)
         self._supervisor.all_must_start = min_workers == len(self.workers)
         self._supervisor.start()
-
-        def are_up() -> bool:
-            return self.has_failed or sum(worker.state == State.READY for worker in self.workers) >= min_workers
-
-        self._wait(are_up)
+        self._wait(
+            lambda: self.has_failed or sum(worker.state == State.READY for worker in self.workers) >= min_workers
+        )
         self._supervisor.all_must_start = False
 
     def ask(self, worker: WorkerHandle, message: Message, *buffers: Any) -> int:
@@ -271,7 +262,9 @@ class WorkerPool:
                 if worker is None:  # else said again, while the head was busy
                     self._greet(received.identity, hello)
             case message if worker is None:
-                self.transport.drop(received.identity, f"a {type(message).__name__} of a stranger")
+                self.transport.drop(received.identity, f"{received.what} of a stranger")
+            case Malformed(text):
+                self._supervisor.lose(worker, Exit(f"it sent {text}"))
             case message:
                 worker.heard = self._clock()
                 self._handle_answer(worker, received.seq, message, received.frames)
@@ -280,7 +273,9 @@ class WorkerPool:
         request = self._requests.find(seq, worker.index)
         match message:
             case Pull():  # also for a request given up since: that worker waits all the same
-                if worker.state in CONNECTED:
+                if not worker.may_pull(seq):
+                    self._supervisor.lose(worker, Exit("it pulled for what it was not asked"))
+                elif worker.state in CONNECTED:
                     weights, buffers = self._store.pull(worker.copy, message.version)
                     self._post(worker, seq, weights, *buffers)
             case Error() if request is not None or message.fatal:
@@ -293,14 +288,15 @@ class WorkerPool:
                 name = self._supervisor.describe(worker)
                 logger.warning("%s could not do again what its predecessor did: %s", name, message.message)
             case Reply() | Part() if request is not None:  # else late or duplicate
-                if isinstance(message, Part) != isinstance(request.message, Collect):
-                    self._supervisor.lose(worker, Exit(f"it answered {request.message} by a {type(message).__name__}"))
+                try:
+                    answer = self._open(request.message, message, frames, worker.num_envs, self._store.version)
+                except ProtocolError as error:
+                    self._supervisor.lose(worker, Exit(f"its answer was wrong: {error}"))
                     return
-                self._requests.answer(seq, frames, worker.process)
+                self._requests.answer(seq, answer, worker.process)
                 worker.losses = 0
                 if isinstance(message, Part):
-                    worker.generator = message.generator
-                    worker.waited += message.waited
+                    worker.generator, worker.waited = message.generator, worker.waited + message.waited
             case Reply() if seq == worker.building and worker.state == State.BUILDING:
                 self._supervisor.is_ready(worker)
 
@@ -329,9 +325,8 @@ class WorkerPool:
             self._outbox.append(Outgoing(worker.identity, seq, message, buffers))
 
     def _take(self, seq: int) -> Served:
-        request, (header, *buffers), process = self._requests.take(seq)
-        _, message = protocol.decode_answer(header)
-        return Served(request, message, buffers, process != self.workers[request.worker].process)
+        request, answer, process = self._requests.take(seq)
+        return Served(request, answer, process != self.workers[request.worker].process)
 
     def close(self, timeout: float) -> None:
         """Close every worker within about ``timeout`` seconds, by force if need be. Safe to call twice."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gymnasium.vector.utils import create_empty_array
+
 from ..blueprint import Blueprint
 from ..launchers import Launcher
+from ..launchers.base import worker_flags
 from ..options import ClusterOptions
+from ..rollout import open_answer
 from ..sync import SyncRule
 from ..versions import PolicyStore
 from .episodes import Episodes
@@ -76,9 +81,13 @@ def start_head(
     transport = make_transport(
         address, options.port, options.security, options.keys(), worker_timeout, launcher.directory
     )
-    pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, clock)
+    space = blueprint.single_observation_space
+    opens = functools.partial(open_answer, space, create_empty_array(space, 1))
+    pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, opens, clock)
+    flags = worker_flags(transport.address, transport.key_file, startup_timeout, worker_timeout)
+    launcher.prepare(num_workers, flags, transport.directory)
     try:
-        pool.start(min_workers, startup_timeout, worker_timeout)
+        pool.start(min_workers)
     except BaseException:
         pool.close(timeout=0)
         raise

@@ -37,13 +37,25 @@ class Outgoing:
 
 
 @dataclass
+class Malformed:
+    """What came instead of a message, in words."""
+
+    text: str
+
+
+@dataclass
 class Received:
     """A message of one connection; ``frames`` are its raw buffers, the header's first."""
 
     identity: bytes
     seq: int | None
-    message: Answer
+    message: Answer | Malformed
     frames: list[Any]
+
+    @property
+    def what(self) -> str:
+        """What has come, in words."""
+        return self.message.text if isinstance(self.message, Malformed) else f"a {type(self.message).__name__}"
 
 
 class Transport:
@@ -134,7 +146,7 @@ class Transport:
         return True
 
     def _receive(self, received: list[Received]) -> bool:
-        """Add the next message, if it is well-formed, and say whether there was one."""
+        """Add the next message, and say whether there was one."""
         try:
             identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -142,10 +154,9 @@ class Transport:
         buffers = [frame.buffer for frame in frames]
         try:
             seq, message = protocol.decode_answer(buffers[0])
-        except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: a stranger may send anything
-            self.drop(identity.bytes, f"a malformed message: {error}")
-        else:
-            received.append(Received(identity.bytes, seq, message, buffers))
+        except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: anything may be sent
+            seq, message = None, Malformed(f"a malformed message: {error}")
+        received.append(Received(identity.bytes, seq, message, buffers))
         return True
 
     def drop(self, identity: bytes, text: str) -> None:

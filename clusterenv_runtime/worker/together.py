@@ -63,7 +63,7 @@ class EnvsTogether:
         """
         space, num_envs = self.single_observation_space, self.num_envs
         transitions = Transitions(space, self._observations, num_steps, num_envs)
-        places = leaves_of(space, transitions.observations)
+        (places,) = leaves_of(space, transitions.observations)
         final_observations = [_take(space, self._observations, slice(0))]
         episodes: list[np.ndarray] = [np.empty((0, 3))]  # as `Transitions.part` takes them; those beyond it come last
         actor.start(num_steps, num_envs)
@@ -74,7 +74,7 @@ class EnvsTogether:
             # The rows whose next observation is still wanted, and where it goes.
             rows = slice(None) if aligned else np.flatnonzero(count <= num_steps)
             here = step if aligned else (count[rows], rows)
-            for place, leaf in zip(places, leaves_of(space, self._observations), strict=True):
+            for place, leaf in zip(places, *leaves_of(space, self._observations), strict=True):
                 place[here] = leaf[rows]
             if count.min() >= num_steps:
                 break
