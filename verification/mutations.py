@@ -79,6 +79,12 @@ MUTATIONS = {
         "self._answers[id(copy.weights)] = answer",
         "self._answers = dict.fromkeys(map(id, [c.weights for c in self._copies]), answer)",
     ),
+    "a worker says what it likes about its version": ("rollout.py", "if not 0 < part.version <= newest:", "if False:"),
+    "what is no message is dropped, and its sender kept": (
+        "head/pool.py",
+        'self._supervisor.lose(worker, Exit(f"it sent {text}"))',
+        "pass",
+    ),
     "the steps of a replacement's first rollout are too few": (
         "worker/one_by_one.py",
         "for step in range(num_steps + 1):",

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, StartupError, WorkerDiedError
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, Rollout, StartupError, WorkerDiedError
 from clusterenv_runtime.head.handle import State
 from clusterenv_runtime.head.start import start_head
 
@@ -101,11 +101,13 @@ class Schedule(World):
     def strike(self, process: Process) -> None:
         """Do something to a process."""
         draw, seconds = self.random, self.random.choice((0.1, 1.0, 3.0))
-        kind = draw.choice(("die", "die", "cut", "stop", "survive"))
+        kind = draw.choice(("die", "die", "cut", "stop", "survive", "lie"))
         if kind == "die":
             process.die()
         elif kind == "cut":
             process.cut(seconds)
+        elif kind == "lie":
+            process.lies = True
         else:
             process.survives = kind == "survive"
             process.stop(seconds)
@@ -201,7 +203,7 @@ class User:
         self.ahead = num_steps if overlap else None
         if len(rollout.rewards) != num_steps:
             raise Wrong(f"{num_steps} steps were asked for, {len(rollout.rewards)} came")
-        self.ledger.rollout(rollout, self.everything)
+        self.check_rollout(rollout, self.everything)
 
     def overlap(self) -> None:
         self.rollout(overlap=True)
@@ -217,9 +219,13 @@ class User:
     def recv(self) -> None:
         worker, rollout = self.envs.recv()
         self.sent -= 1
-        if rollout.rows.tolist() != self.rows[worker].tolist():
-            raise Wrong(f"rows {rollout.rows} came of worker {worker}")
-        self.ledger.rollout(rollout, rollout.rows)
+        self.check_rollout(rollout, self.rows[worker])
+
+    def check_rollout(self, rollout: Rollout, rows: np.ndarray) -> None:
+        versions = rollout.policy_versions
+        if rollout.rows.tolist() != rows.tolist() or versions.min() < 1 or versions.max() > self.envs.policy_version:
+            raise Wrong(f"rows {rollout.rows} came of versions {versions}; {rows} were asked for")
+        self.ledger.rollout(rollout, rows)
 
     def takes_what_is_left(self) -> None:
         """Receive what was sent, after a worker was given up: there are answers or errors, and no hanging."""
@@ -234,7 +240,7 @@ class User:
         requests, store = self.envs._pool._requests, self.envs._store
         if self.ahead is None and (requests._outstanding or requests._answers):
             raise Wrong(f"nobody takes {requests._outstanding} and the answers {list(requests._answers)}")
-        if store.mismatches:
+        if store.mismatches and not self.world.has_lies:
             raise Wrong("a worker did not hold what the head believed")
 
     def check_weights(self) -> None:

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from clusterenv_runtime import protocol
-from clusterenv_runtime.head.transport import Outgoing, Received
+from clusterenv_runtime.head.transport import Malformed, Outgoing, Received
 from clusterenv_runtime.launchers import Exit, Launcher
 from clusterenv_runtime.worker.connection import HELLO_S, End
 from clusterenv_runtime.worker.worker import Worker
+
+from .lies import lie_instead_of
 
 KILLED = Exit("killed by SIGKILL", by_signal=True)
 FOREVER = 1e4  # simulated seconds, after which whoever still waits has been forgotten
@@ -49,6 +51,7 @@ class World:
         self.running: Process | None = None  # whose turn it is; None for the head's
         self.arrived: list[Received] = []  # at the head, and not read
         self.crashes: list[str] = []  # what went wrong in workers' own code
+        self.has_lies = False  # whether a process has sent what none may
         self.trace: list[str] | None = None  # of what happens, if anybody wants to read it
 
     def clock(self) -> float:
@@ -88,7 +91,10 @@ class World:
 
     def deliver(self, process: Process, header: bytes, buffers: list[bytes]) -> None:
         """Have a message arrive at the head."""
-        seq, message = protocol.decode_answer(header)
+        try:
+            seq, message = protocol.decode_answer(header)
+        except Exception as error:  # as `Transport` has it
+            seq, message = None, Malformed(f"a malformed message: {error}")
         self.note(f"the head gets {type(message).__name__} {seq} of {process.name}")
         self.message_arrives()
         frames = [memoryview(frame) for frame in (header, *buffers)]
@@ -119,6 +125,7 @@ class Process:
         self._held: list[Callable[[], None]] = []  # arrivals that wait for the link to be healed
         self._listens = self._is_due = False  # whether a message wakes it, and whether it has slept through its turn
         self.survives = False  # that it is killed
+        self.lies = False  # with its next message
         self.worker = Worker(self)
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         threading.Thread(target=self._run, daemon=True).start()
@@ -162,9 +169,15 @@ class Process:
 
     def send(self, seq: int | None, message: protocol.Message, *buffers: Any) -> None:
         """Send to the head."""
-        self._up.append([bytes(frame) for frame in protocol.frames(seq, message, *buffers)])
-        self._up_at = max(self._up_at, self.world.now + self.world.delay())
-        self.world.at(self._up_at, self._arrives_up)
+        sent = [[bytes(frame) for frame in protocol.frames(seq, message, *buffers)]]
+        if self.lies and not isinstance(message, protocol.Hello):
+            self.lies, self.world.has_lies = False, True
+            kind, sent = lie_instead_of(self.world.random, seq, message, *sent)
+            self.world.note(f"{self.name} lies: {kind} instead of a {type(message).__name__}")
+        for frames in sent:
+            self._up.append(frames)
+            self._up_at = max(self._up_at, self.world.now + self.world.delay())
+            self.world.at(self._up_at, self._arrives_up)
 
     def receive(self) -> tuple[int | None, protocol.Request, list[Any]]:
         """Return the next message that is no ping."""

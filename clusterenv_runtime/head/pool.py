@@ -273,7 +273,7 @@ class WorkerPool:
         request = self._requests.find(seq, worker.index)
         match message:
             case Pull():  # also for a request given up since: that worker waits all the same
-                if not worker.may_pull(seq):
+                if not (self._store.version and worker.may_pull(seq)):
                     self._supervisor.lose(worker, Exit("it pulled for what it was not asked"))
                 elif worker.state in CONNECTED:
                     weights, buffers = self._store.pull(worker.copy, message.version)

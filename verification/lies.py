@@ -1,0 +1,30 @@
+"""What a worker that goes wrong may send."""
+
+from __future__ import annotations
+
+from random import Random
+
+from clusterenv_runtime import protocol
+
+
+def lie_instead_of(
+    random: Random, seq: int | None, message: protocol.Message, frames: list[bytes]
+) -> tuple[str, list[list[bytes]]]:
+    """Return what kind of lie it is, and messages that no worker may send, in place of one; each is of frames."""
+    # Not what leaves a worker silent for good: nobody can tell that from a long step.
+    kinds = ["garbage", "pulls"] + ["empty"] * (not isinstance(message, protocol.Pull))
+    kinds += ["short", "fewer"] * (len(frames) > 1)
+    kind = random.choice(kinds + ["future", "past"] * isinstance(message, protocol.Part))
+    match kind:
+        case "garbage":
+            return kind, [[b"\xc1", *frames[1:]]]
+        case "pulls":
+            return kind, [protocol.frames(seq, protocol.Pull(0)) for _ in range(5)]
+        case "empty":
+            return kind, [protocol.frames(seq, protocol.Reply([1, 2]))]
+        case "short":
+            return kind, [[*frames[:-1], frames[-1][: len(frames[-1]) // 2]]]
+        case "fewer":
+            return kind, [frames[:-1]]
+    message.part["version"] = 10**6 if kind == "future" else 0
+    return kind, [[protocol.encode((seq, message)), *frames[1:]]]
