@@ -120,7 +120,8 @@ def _check_reply(asked: Message, reply: Reply, space: Space, example: Any, num_e
             _check_array(name, array, (num_envs,), kinds, ndim=1)
     elif isinstance(asked, Call) and not (isinstance(reply.value, list | tuple) and len(reply.value) == num_envs):
         raise ProtocolError(f"a call gives {num_envs} values, got {type(reply.value).__name__}")
-    for info in reply.infos or ():
+    infos = [] if reply.infos is None else reply.infos
+    for info in infos if isinstance(infos, list) else [infos]:
         is_pair = isinstance(info, tuple) and len(info) == 2 and isinstance(info[1], dict)
         if not (is_pair and type(info[0]) is int and 0 <= info[0] < num_envs):
             raise ProtocolError(f"infos are pairs of an environment and a dict, got {type(info).__name__}")

@@ -139,7 +139,6 @@ ERRORS = {
     "nothing": ZeroDivisionError(),
     "two arguments": OSError(2, "No such file"),
     "of Gymnasium": gym.error.ResetNeeded("first reset"),
-    "stop": StopIteration("enough"),
 }
 PLACES = [
     *((where, row, "one text") for where in ("constructor", "reset", "step") for row in (1, 4)),
@@ -180,6 +179,7 @@ def test_an_exception_in_an_environment_is_raised_here(workers, where, row, name
         (CustomError("only tests know it"), "tests.envs.CustomError: only tests know it"),
         (UnicodeDecodeError("ascii", b"x", 0, 1, "takes five arguments"), "UnicodeDecodeError: 'ascii' codec can't"),
         (SystemExit(7), "builtins.SystemExit: 7"),
+        (StopIteration("enough"), "builtins.StopIteration: enough"),  # it would end a loop of the user's
     ],
     ids=lambda value: type(value).__name__,
 )

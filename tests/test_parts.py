@@ -7,7 +7,9 @@ from gymnasium import spaces
 from gymnasium.vector.utils import create_empty_array
 
 from clusterenv_runtime import ProtocolError
-from clusterenv_runtime.rollout import RolloutPart
+from clusterenv_runtime.codec import pack
+from clusterenv_runtime.protocol import Call, Collect, CutOff, Part, Reply, Reset, SetAttr, Step
+from clusterenv_runtime.rollout import RolloutPart, open_answer
 from clusterenv_runtime.spaces import map_space
 
 from .envs import assert_same
@@ -61,6 +63,71 @@ WRONG = {
 def map_leaf(tree, function):
     """Change one leaf of a tree."""
     return {**tree, "b": function(tree["b"])} if isinstance(tree, dict) else function(tree)
+
+
+def opened(asked, answer, buffers, newest=5):
+    """Open what a worker of two environments has answered."""
+    space = PART_SPACES[0]
+    return open_answer(space, create_empty_array(space, 1), asked, answer, [b"header", *buffers], 2, newest)
+
+
+@pytest.mark.parametrize("version", [-1, 0, 1, 5, 6, 10**6])
+def test_a_part_is_of_a_version_that_was_published(version):
+    part, buffers = msgspec.structs.replace(a_part(PART_SPACES[0]), version=version), []
+    answer = Part(part.pack(buffers), b"", 0.0)
+    buffers = [bytes(buffer) for buffer in buffers]
+    if 0 < version <= 5:
+        assert opened(Collect(6, 5, 0, 0.0, 0.0), answer, buffers).version == version
+    else:
+        with pytest.raises(ProtocolError, match=f"version {version}, and 5 is the newest"):
+            opened(Collect(6, 5, 0, 0.0, 0.0), answer, buffers)
+
+
+OBSERVATIONS, FLAGS = np.zeros((2, 3), np.float32), np.zeros(2, bool)
+REPLIES = [
+    (Reset(), OBSERVATIONS, [(0, {"a": 1})]),
+    (Step(), (OBSERVATIONS, np.zeros(2), FLAGS, FLAGS), []),
+    (CutOff(), (OBSERVATIONS, np.zeros(2), FLAGS, FLAGS), [(1, {"worker_lost": True})]),
+    (Call("name"), (1, "two"), None),
+    (SetAttr("name"), None, None),
+]
+WRONG_REPLIES = [
+    (Reset(), OBSERVATIONS[:1], []),
+    (Reset(), OBSERVATIONS.astype(np.int64), []),
+    (Reset(), None, []),
+    (Reset(), {"a": OBSERVATIONS}, []),
+    (Step(), (OBSERVATIONS, np.zeros(2), FLAGS), []),
+    (Step(), [OBSERVATIONS, np.zeros(2), FLAGS, FLAGS], []),
+    (Step(), (OBSERVATIONS, np.zeros(3), FLAGS, FLAGS), []),
+    (Step(), (OBSERVATIONS, np.zeros(2), np.zeros(2), FLAGS), []),
+    (CutOff(), None, []),
+    (Call("name"), (1, 2, 3), None),
+    (Call("name"), 7, None),
+    (Reset(), OBSERVATIONS, [(2, {})]),
+    (Reset(), OBSERVATIONS, [(0, 1)]),
+    (Reset(), OBSERVATIONS, [{}]),
+    (Reset(), OBSERVATIONS, 5),
+    (Collect(6, 5, 0, 0.0, 0.0), None, []),
+]
+
+
+def a_reply(value, infos):
+    buffers = []
+    reply = Reply(pack(value, buffers), pack(infos, buffers))
+    return reply, [bytes(buffer) for buffer in buffers]
+
+
+@pytest.mark.parametrize("asked, value, infos", REPLIES, ids=str)
+def test_a_reply_comes_back(asked, value, infos):
+    reply = opened(asked, *a_reply(value, infos))
+    assert_same(reply.value, value)
+    assert reply.infos == infos
+
+
+@pytest.mark.parametrize("asked, value, infos", WRONG_REPLIES, ids=str)
+def test_a_reply_that_cannot_be_one_is_a_protocol_error(asked, value, infos):
+    with pytest.raises(ProtocolError):
+        opened(asked, *a_reply(value, infos))
 
 
 @pytest.mark.parametrize("space", PART_SPACES, ids=["Box", "Dict"])

@@ -182,6 +182,13 @@ GARBAGE = st.recursive(
 )
 
 
+def mt19937(position):
+    """Pack a generator's state that says to read there; NumPy does not check that, and would end the process."""
+    state = np.random.MT19937(1).state
+    state["state"] |= {"key": state["state"]["key"].tolist(), "pos": position}
+    return ["Generator", pack(state, [])]
+
+
 def pcg64(state, has_uint32=0):
     rest = [["state", ["dict", [["state", state], ["inc", 1]]]], ["has_uint32", has_uint32], ["uinteger", 0]]
     return ["Generator", ["dict", [["bit_generator", "PCG64"], *rest]]]
@@ -214,6 +221,8 @@ def test_garbage_raises_protocol_error_or_nothing(tree, buffers):
         ["GraphInstance", [1, 2]],
         ["Generator", ["dict", [["bit_generator", "SeedSequence"]]]],
         ["Generator", ["dict", [["bit_generator", "PCG64"]]]],
+        mt19937(2 * 10**9),
+        mt19937(-1),
         ["array", 0, "<f8", [2**64 - 1]],
         ["array", 0, "<f8", [2**31, 2**31, 2**31]],
         ["array", 0, "U0", [2**45]],
