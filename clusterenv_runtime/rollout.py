@@ -71,9 +71,7 @@ class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
             _check_array(name, getattr(self, name), (self.episodes.size,), kinds, ndim=1)
         ends = int(np.count_nonzero(self.terminations | self.truncations))
         for name, leading, leaves in zip(OBSERVATIONS, (steps, (ends,), (num_envs,)), observations, strict=True):
-            for leaf, one in zip(leaves, example, strict=True):
-                shape = leading + one.shape[1:]
-                _check_array(name, leaf, shape, one.dtype.kind, len(shape))
+            _check_observations(name, leaves, example, leading)
 
 
 def open_answer(
@@ -111,11 +109,7 @@ def _check_reply(asked: Message, reply: Reply, space: Space, example: Any, num_e
         if is_step and not (isinstance(reply.value, tuple) and len(reply.value) == 4):
             raise ProtocolError(f"a step gives four values, got {type(reply.value).__name__}")
         observations, *arrays = reply.value if is_step else (reply.value,)
-        for leaf, one in zip(*leaves_of(space, observations, example), strict=True):
-            if isinstance(one, np.ndarray):
-                _check_array("observations", leaf, (num_envs, *one.shape[1:]), one.dtype.kind, one.ndim)
-            elif not (isinstance(leaf, tuple) and len(leaf) == num_envs):
-                raise ProtocolError(f"observations must be {num_envs} in a tuple, got a {type(leaf).__name__}")
+        _check_observations("observations", *leaves_of(space, observations, example), (num_envs,))
         for name, array, kinds in zip(("rewards", "terminations", "truncations"), arrays, "fbb", strict=False):
             _check_array(name, array, (num_envs,), kinds, ndim=1)
     elif isinstance(asked, Call) and not (isinstance(reply.value, list | tuple) and len(reply.value) == num_envs):
@@ -125,6 +119,15 @@ def _check_reply(asked: Message, reply: Reply, space: Space, example: Any, num_e
         is_pair = isinstance(info, tuple) and len(info) == 2 and isinstance(info[1], dict)
         if not (is_pair and type(info[0]) is int and 0 <= info[0] < num_envs):
             raise ProtocolError(f"infos are pairs of an environment and a dict, got {type(info).__name__}")
+
+
+def _check_observations(name: str, leaves: list[Any], example: list[Any], leading: tuple[int, ...]) -> None:
+    for leaf, one in zip(leaves, example, strict=True):
+        if isinstance(one, np.ndarray):
+            shape = leading + one.shape[1:]
+            _check_array(name, leaf, shape, one.dtype.kind, len(shape))
+        elif not (isinstance(leaf, tuple) and len(leaf) == leading[0]):
+            raise ProtocolError(f"{name} must be {leading[0]} in a tuple, got a {type(leaf).__name__}")
 
 
 def _check_array(name: str, array: Any, leading: tuple[int, ...], kinds: str, ndim: int | None = None) -> None:

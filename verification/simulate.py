@@ -30,7 +30,8 @@ from clusterenv_runtime.head.start import start_head
 
 from . import ledger
 from .ledger import Labelled, Ledger
-from .world import Network, Process, Processes, World
+from .network import Network, Processes
+from .world import Process, World
 
 STARTUP_S, SILENCE_S = 5.0, 2.0
 CALLS = ["rollout"] * 4 + ["overlap", "send", "send", "recv", "recv", "step", "step", "reset", "publish", "structure"]

@@ -12,12 +12,12 @@ import random
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from clusterenv_runtime import protocol
-from clusterenv_runtime.head.transport import Malformed, Outgoing, Received
-from clusterenv_runtime.launchers import Exit, Launcher
+from clusterenv_runtime.head.transport import Malformed, Received
+from clusterenv_runtime.launchers import Exit
 from clusterenv_runtime.worker.connection import HELLO_S, End
 from clusterenv_runtime.worker.worker import Worker
 
@@ -256,8 +256,11 @@ class Process:
         """Let nothing through for so long; after the time of silence, for ever."""
         self.world.note(f"{self.name} is cut off for {seconds:.2f} s")
         self.is_cut = True
-        silent = seconds >= self.world.silence
-        self.world.after(self.world.silence if silent else seconds, self._notice_silence if silent else self._heal)
+        self._after(seconds, self._heal, self._notice_silence)
+
+    def _after(self, seconds: float, over: Callable[[], None], silent: Callable[[], None]) -> None:
+        """Have one thing happen after so long, or, if the link is silent for too long by then, the other."""
+        self.world.after(min(seconds, self.world.silence), silent if seconds >= self.world.silence else over)
 
     def _heal(self) -> None:
         self.is_cut = False
@@ -274,77 +277,10 @@ class Process:
         """Do nothing for so long. After the time of silence its link is closed."""
         self.world.note(f"{self.name} is stopped for {seconds:.2f} s")
         self.is_stopped = True
-        silent = seconds >= self.world.silence
-        self.world.after(self.world.silence if silent else seconds, self._close if silent else self._go_on)
+        self._after(seconds, self._go_on, self._close)
 
     def _go_on(self) -> None:
         self.is_stopped, is_due = False, self._is_due
         self._is_due = False
         if is_due:
             self.wake()
-
-
-class Network:
-    """The head's `Transport`."""
-
-    address, key_file, directory = "simulated", None, "nowhere"
-
-    def __init__(self, world: World) -> None:
-        self._world, self.dropped, self.is_closed = world, 0, False
-
-    def exchange(self, outbox: Iterable[Outgoing], seconds: float | None) -> tuple[list[Received], list[bytes]]:
-        """As `Transport.exchange`; time passes while it waits."""
-        world, closed = self._world, []
-        for out in outbox:
-            process = world.processes[out.identity]
-            if process.is_closed:
-                closed.append(out.identity)
-            else:
-                process.post([bytes(frame) for frame in protocol.frames(out.seq, out.message, *out.buffers)])
-        if seconds is None:
-            return [], closed
-        # A thousandth of a second goes by at least, as the head works, too.
-        world.run(world.now + max(0 if closed else seconds, 0.001), lambda: world.arrived)
-        received, world.arrived = world.arrived, []
-        return received, closed
-
-    def drop(self, identity: bytes, text: str) -> None:
-        self.dropped += 1
-        self._world.note(f"dropped {text}")
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-class Processes(Launcher):
-    """A `Launcher` of such processes."""
-
-    name, remote = "simulated", False
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world, self._started, self.of = world, [], dict[int, Process]()
-
-    def start_worker(self, index: int) -> None:
-        """Start a process, which takes some time, or too long."""
-        world = self._world
-        self._started.append(index)
-        process = self.of[index] = Process(world, index, self._started.count(index))
-        world.processes[process.identity] = process
-        world.after(world.random.choice((0.01, 0.1, 1.0)), process.wake)
-
-    def exit(self, index: int) -> Exit | None:
-        return self.of[index].exit
-
-    def kill(self, index: int) -> None:
-        process = self.of[index]
-        if not process.survives:
-            process.die()
-
-    def has_ended(self, index: int) -> bool:
-        return self.of[index].exit is not None
-
-    def stop(self, timeout: float) -> None:
-        self._world.run(self._world.now + timeout, lambda: all(each.exit for each in self.of.values()))
-        for process in self.of.values():
-            process.die()
