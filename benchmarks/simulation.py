@@ -14,7 +14,7 @@ import torch
 import zmq
 
 from clusterenv_runtime import Exit, Launcher, protocol
-from clusterenv_runtime.codec import pack
+from clusterenv_runtime.codec import List, pack
 from clusterenv_runtime.security import read_key_file
 from clusterenv_runtime.worker.actor import Actor
 from clusterenv_runtime.worker.worker import build_environments
@@ -66,15 +66,15 @@ class Simulation:
                     self.rule, self.envs = request.rule, build_environments(**pickle.loads(buffers[0]))
                     observation_buffers = []
                     value = pack(self.envs.reset(seed=1)[0], observation_buffers)
-                    self.observations = protocol.Reply(value, ["list", []]), observation_buffers
-                self.send(worker, seq, protocol.Reply(None, ["list", []]))
+                    self.observations = protocol.Reply(value, List([])), observation_buffers
+                self.send(worker, seq, protocol.Reply(None, List([])))
             case protocol.Structure():
                 worker.version = 0
                 if self.actor is None:
                     self.actor = Actor()
                     self.actor.load_structure(pickle.loads(buffers[0]))
                     self.actor.policy.load_flat_weights(bytes(self.actor.policy.flat_weights().numel()))  # all zero
-                self.send(worker, seq, protocol.Reply(None, ["list", []]))
+                self.send(worker, seq, protocol.Reply(None, List([])))
 
     def send(self, worker, seq, message, buffers=()):
         frames = protocol.frames(seq, message, *buffers)

@@ -1,23 +1,87 @@
 """Values to frames and back: what may travel to the head, where nothing is ever unpickled.
 
-`pack` and `unpack` carry arrays, numbers, strings, bytes, None and containers of these, and nothing else.
+`pack` and `unpack` carry arrays, numbers, strings, bytes, None and containers of these, and nothing else. Between them
+a value is a tree of the structs below, which msgspec checks when it decodes a header. There is no map in it: with keys
+that are made to collide, a map would keep busy whoever decodes it.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Collection
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from gymnasium.spaces import GraphInstance
 
 from .errors import ProtocolError
 
-_DTYPE = re.compile(r"[<>|][biufcSUmM]\d{1,9}(\[\w+\])?")  # plain data of a fixed size
-_CONTAINERS = {"list": list, "tuple": tuple, "GraphInstance": lambda items: GraphInstance(*items)}
+SMALL = 2**16  # bytes; what is smaller shares a frame with others, as each frame costs several microseconds
+MAX_KEYS = 1000  # of a dict that are not text; a sender can make them collide
+_DTYPE = r"[<>|][biufcSUmM]\d{1,9}(\[\w+\])?"  # plain data of a fixed size
+_Index = Annotated[int, msgspec.Meta(ge=0)]
 
 
-def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Any:
+class _Node(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=lambda name: name.lower()):
+    """Base of what a packed value is made of; on the wire a list that begins with the name."""
+
+
+class Array(_Node):
+    """Where the data of an array is, and what it means."""
+
+    frame: _Index
+    offset: _Index  # in bytes
+    dtype: Annotated[str, msgspec.Meta(pattern=f"^{_DTYPE}$")]
+    shape: list[_Index]
+
+
+class Scalar(Array):
+    """A scalar of NumPy."""
+
+
+class List(_Node):
+    """A list."""
+
+    items: list[Packed]
+
+
+class Tuple(List):
+    """A tuple."""
+
+
+class Graph(List):
+    """A GraphInstance of Gymnasium."""
+
+
+class Dict(_Node):
+    """A dict, as pairs of key and value."""
+
+    items: list[tuple[Packed, Packed]]
+
+
+class Int(_Node):
+    """An integer of more than 64 bits."""
+
+    digits: Annotated[str, msgspec.Meta(pattern="^-?0x[0-9a-f]+$")]
+
+
+class Bytes(_Node):
+    """Bytes, which msgspec does not tell from text where both may be."""
+
+    data: bytes
+
+
+class Generator(_Node):
+    """A generator of NumPy."""
+
+    state: Packed
+
+
+Packed = None | bool | int | float | str | Array | Scalar | List | Tuple | Graph | Dict | Int | Bytes | Generator
+
+
+def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Packed:
     """Turn ``value`` into a tree msgpack can carry, appending the data of its arrays to ``buffers``.
 
     Types survive exactly (tuple or list, ``np.float32`` or ``float``), except for
@@ -25,76 +89,101 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> An
     packed is left out and its key noted there; otherwise it raises TypeError.
     """
     kind = type(value)
-    if value is None or kind in (bool, float, str, bytes):
+    if value is None or kind in (bool, float, str):
         return value
+    if kind is bytes:
+        return Bytes(value)
     if kind is int:
-        return value if -(2**63) <= value < 2**63 else ["int", hex(value)]
+        return value if -(2**63) <= value < 2**63 else Int(hex(value))
     if (
         isinstance(value, np.ndarray | np.generic)
-        and _DTYPE.fullmatch(value.dtype.str)
+        and re.fullmatch(_DTYPE, value.dtype.str)
         and (value.nbytes or not value.ndim or not value.size)
     ):
-        array = np.ascontiguousarray(value).reshape(-1)
-        buffers.append(array.view(np.uint8).data if array.nbytes else b"")
-        name = "scalar" if isinstance(value, np.generic) else "array"
-        return [name, len(buffers) - 1, value.dtype.str, list(value.shape)]
+        place = _append(np.ascontiguousarray(value).reshape(-1), buffers)
+        return (Scalar if isinstance(value, np.generic) else Array)(*place, value.dtype.str, list(value.shape))
     if isinstance(value, list | tuple):
-        name = kind.__name__ if kind in (list, GraphInstance) else "tuple"
-        return [name, [pack(item, buffers, dropped) for item in value]]
+        node = List if kind is list else Graph if kind is GraphInstance else Tuple
+        return node([pack(item, buffers, dropped) for item in value])
     if isinstance(value, dict):
+        _check_keys(value)
         items = []
         for key, item in value.items():
             used = len(buffers)
             try:
-                items.append([pack(key, buffers), pack(item, buffers, dropped)])
+                items.append((pack(key, buffers), pack(item, buffers, dropped)))
             except TypeError:
                 if dropped is None:
                     raise
                 del buffers[used:]
                 dropped.append(f"{key} ({type(item).__name__})")
-        return ["dict", items]
+        return Dict(items)
     if kind is np.random.Generator:
-        return ["Generator", pack(value.bit_generator.state, buffers)]
+        return Generator(pack(value.bit_generator.state, buffers))
     raise TypeError(
         f"a {kind.__module__}.{kind.__qualname__} cannot be sent to the head, only arrays, numbers, strings, bytes, "
         "None and containers of these (nothing is unpickled there)"
     )
 
 
-def unpack(tree: Any, buffers: list[Any], copy: bool = True) -> Any:
+def _append(array: np.ndarray, buffers: list[Any]) -> tuple[int, int]:
+    """Append the data of a flat array, and return in which buffer they are, and from which byte on."""
+    data = array.view(np.uint8).data if array.nbytes else b""
+    if array.nbytes >= SMALL:
+        buffers.append(data)
+        return len(buffers) - 1, 0
+    if not buffers or not isinstance(buffers[-1], bytearray):
+        buffers.append(bytearray())
+    shared = buffers[-1]
+    shared += bytes(-len(shared) % 8)  # so that numbers lie where the processor wants them
+    offset = len(shared)
+    shared += data
+    return len(buffers) - 1, offset
+
+
+def unpack(tree: Packed, buffers: list[Any], copy: bool = True) -> Any:
     """Undo `pack`. Arrays are fresh and writable, or with ``copy=False`` read-only views of ``buffers``.
 
     Raises:
         ProtocolError: ``tree`` is not what `pack` makes, or does not fit ``buffers``.
     """
-    if not isinstance(tree, list):
+    if not isinstance(tree, _Node):
         return tree
     try:
-        kind, data = tree[0], tree[1]
-        if kind in _CONTAINERS:
-            return _CONTAINERS[kind]([unpack(item, buffers, copy) for item in data])
-        if kind == "dict":
-            return {unpack(key, buffers, copy): unpack(item, buffers, copy) for key, item in data}
-        if kind == "int":
-            return int(data, 16)
-        if kind in ("array", "scalar"):
-            if not _DTYPE.fullmatch(tree[2]) or any(type(length) is not int or length < 0 for length in tree[3]):
-                raise ValueError(f"dtype {tree[2]}, shape {tree[3]}")
-            dtype = np.dtype(tree[2])
-            # np.str_("") has no bytes; an array of such would be as long as the sender likes
-            flat = np.frombuffer(buffers[data], dtype) if dtype.itemsize or tree[3] else np.zeros((), dtype)
-            array = flat.reshape(tree[3])
-            return array[()] if kind == "scalar" else array.copy() if copy else array
-        if kind == "Generator":
-            state = unpack(data, buffers)
-            if state["bit_generator"] not in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"):
-                raise ValueError(f"bit generator {state['bit_generator']!r}")
-            # NumPy reads memory at these places without a check.
-            if not (0 <= state["state"].get("pos", 0) <= 624 and 0 <= state.get("buffer_pos", 0) <= 4):
-                raise ValueError("the position of a bit generator")
-            bits = getattr(np.random, state["bit_generator"])()
-            bits.state = state
-            return np.random.Generator(bits)
+        match tree:
+            case Array():
+                array = np.ndarray(tree.shape, tree.dtype, buffers[tree.frame], tree.offset)
+                if array.ndim and array.size and not array.nbytes:  # it would be as long as the sender likes
+                    raise ValueError(f"dtype {tree.dtype}, shape {tree.shape}")
+                return array[()] if isinstance(tree, Scalar) else array.copy() if copy else array
+            case List():
+                items = [unpack(item, buffers, copy) for item in tree.items]
+                return items if type(tree) is List else GraphInstance(*items) if type(tree) is Graph else tuple(items)
+            case Dict():
+                keys = [unpack(key, buffers) for key, _ in tree.items]
+                _check_keys(keys)
+                return {key: unpack(item, buffers, copy) for key, (_, item) in zip(keys, tree.items, strict=True)}
+            case Int():
+                return int(tree.digits, 16)
+            case Bytes():
+                return tree.data
+            case Generator():
+                return _generator(unpack(tree.state, buffers))
     except Exception as error:  # whatever a malformed tree makes NumPy raise
         raise ProtocolError(f"malformed value in a message: {error}") from None
-    raise ProtocolError(f"unknown kind of value in a message: {kind!r}")
+
+
+def _check_keys(keys: Collection[Any]) -> None:
+    if (others := sum(type(key) not in (str, bytes) for key in keys)) > MAX_KEYS:
+        raise TypeError(f"a dict of {others} keys that are not text cannot be sent to the head: {MAX_KEYS} at most")
+
+
+def _generator(state: dict[str, Any]) -> np.random.Generator:
+    if state["bit_generator"] not in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"):
+        raise ValueError(f"bit generator {state['bit_generator']!r}")
+    # NumPy reads memory at these places without a check.
+    if not (0 <= state["state"].get("pos", 0) <= 624 and 0 <= state.get("buffer_pos", 0) <= 4):
+        raise ValueError("the position of a bit generator")
+    bits = getattr(np.random, state["bit_generator"])()
+    bits.state = state
+    return np.random.Generator(bits)

@@ -17,10 +17,12 @@ from typing import Any
 import msgspec
 import zmq
 
+from .codec import Packed
 from .sync import SyncRule
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 2**31  # a peer that sends more in one frame is cut off
+MAX_HEADER_BYTES = 2**22  # decoded, it may take twenty times as much memory
 
 
 class Message(msgspec.Struct, tag=True):
@@ -96,15 +98,15 @@ class Hello(Message):
 
 
 class Reply(Message):  # the buffers of ``value`` and ``infos``
-    value: Any
-    infos: Any = None
+    value: Packed
+    infos: Packed = None
     dropped: list[str] = []  # what of ``infos`` could not be sent
 
 
 class Part(Message):  # the buffers of ``part``
     """Answers a `Collect`."""
 
-    part: dict[str, Any]  # the packed fields of a `rollout.RolloutPart`
+    part: dict[str, Packed]  # the packed fields of a `rollout.RolloutPart`
     generator: bytes  # the state of the policy's random numbers afterwards, of a torch.Generator
     waited: float  # seconds without a request to work on, or without weights, since the part before
 
@@ -131,8 +133,15 @@ decode_answer = msgspec.msgpack.Decoder(tuple[int | None, Answer]).decode
 
 
 def frames(seq: int | None, message: Message, *buffers: Any) -> list[Any]:
-    """Return the frames of one message, ready for ``send_multipart``."""
-    return [encode((seq, message)), *buffers]
+    """Return the frames of one message, ready for ``send_multipart``.
+
+    Raises:
+        ValueError: all but its arrays is too long.
+    """
+    if len(header := encode((seq, message))) > MAX_HEADER_BYTES:
+        text = f"a message of {len(header)} bytes beside its arrays, {MAX_HEADER_BYTES} at most"
+        raise ValueError(f"{text}: put what is long into arrays")
+    return [header, *buffers]
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from gymnasium import Space
 
-from .codec import pack, unpack
+from .codec import Packed, pack, unpack
 from .errors import ProtocolError
 from .protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
 from .spaces import join, join_arrays, leaves_of, take
@@ -39,13 +39,13 @@ class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     episodic_lengths: np.ndarray  # (num_episodes,) int64
     params: np.ndarray  # (states, ...) the policy's distribution parameters at `sampled_states`
 
-    def pack(self, buffers: list[Any]) -> dict[str, Any]:
+    def pack(self, buffers: list[Any]) -> dict[str, Packed]:
         """Return what `protocol.Part` holds, and append the data of the arrays to ``buffers``."""
         return {name: pack(getattr(self, name), buffers) for name in self.__struct_fields__}
 
     @classmethod
     def unpack(
-        cls, fields: dict[str, Any], buffers: list[Any], space: Space, example: Any, num_steps: int, num_envs: int
+        cls, fields: dict[str, Packed], buffers: list[Any], space: Space, example: Any, num_steps: int, num_envs: int
     ) -> RolloutPart:
         """Undo `pack`, with views of ``buffers``; ``example`` is any batch of ``space``, the single observation space.
 

@@ -99,9 +99,9 @@ class Bomb:
 BOMBS = {
     "a pickle": [[pickle.dumps(Bomb())], frames(1, Reply(None)) + [pickle.dumps(Bomb())]],
     "a pickle as every frame": [[pickle.dumps(Bomb())] * 20],
-    "an object array": [[*frames(seq, Reply(["array", 0, "|O", [1]])), pickle.dumps(Bomb())] for seq in range(200)],
-    "a terabyte": [[*frames(seq, Reply(["array", 0, "|S1", [2**40]])), b"x"] for seq in range(200)],
-    "a gigabyte of nothing": [[*frames(seq, Reply(["array", 0, "|S0", [2**30]])), b""] for seq in range(200)],
+    "an object array": [[*frames(seq, Reply(["array", 0, 0, "|O", [1]])), pickle.dumps(Bomb())] for seq in range(200)],
+    "a terabyte": [[*frames(seq, Reply(["array", 0, 0, "|S1", [2**40]])), b"x"] for seq in range(200)],
+    "a gigabyte of nothing": [[*frames(seq, Reply(["array", 0, 0, "|S0", [2**30]])), b""] for seq in range(200)],
 }
 
 

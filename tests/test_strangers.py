@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from clusterenv_runtime import ClusterEnv
-from clusterenv_runtime.protocol import Error, Hello, Pull, Reply, frames
+from clusterenv_runtime.protocol import MAX_HEADER_BYTES, Error, Hello, Pull, Reply, encode, frames
 
 from .envs import CountingEnv
 
@@ -43,7 +43,9 @@ GARBAGE = {
     "not UTF-8": [[header(b"\xa2\xff\xfe")]],
     "very deep": [[header(b"\x91" * 20000 + b"\xc0")]],
     "keys that cannot be": [[header(b"\x81\x81\x01\x01\x01")]],
-    "replies": [[*frames(seq, Reply(["array", 0, "<f8", [1]])), b"8 bytes."] for seq in range(3000)],
+    "a map": [frames(1, Reply({1: 2}))],
+    "too much beside its arrays": [[encode((1, Reply("x" * MAX_HEADER_BYTES)))]],
+    "replies": [[*frames(seq, Reply(["array", 0, 0, "<f8", [1]])), b"8 bytes."] for seq in range(3000)],
     "errors": [frames(seq, Error(0, "builtins.ValueError", "no", "no", True)) for seq in range(3000)],
     "pulls": [frames(seq, Pull(0)) for seq in range(3000)],
     "hellos": [

@@ -153,6 +153,8 @@ class Transport:
             return False
         buffers = [frame.buffer for frame in frames]
         try:
+            if len(buffers[0]) > protocol.MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {len(buffers[0])} bytes, {protocol.MAX_HEADER_BYTES} at most")
             seq, message = protocol.decode_answer(buffers[0])
         except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: anything may be sent
             seq, message = None, Malformed(f"a malformed message: {error}")
