@@ -34,3 +34,8 @@ class EnvError(ClusterEnvError):
 
     Where the original exception is one of Python's or Gymnasium's, that one is raised and this is its ``__cause__``.
     """
+
+
+def printable(text: str) -> str:
+    """Escape in a peer's words what a terminal would obey, such as a sequence that moves its cursor; lines stay."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)

@@ -50,20 +50,32 @@ class Policy(nn.Module):
         return next(self.parameters()).device
 
     @torch.no_grad()
+    def params_at(self, observations: Any) -> torch.Tensor:
+        """Return distribution parameters ``(batch, params)`` at a batch of arrays, in eval mode, as on the workers."""
+        training = [module for module in self.modules() if module.training]
+        self.eval()
+        try:
+            return self(to_tensor(observations, self.device))
+        finally:
+            for module in training:
+                module.training = True
+
+    @torch.no_grad()
+    def action_at(self, params: torch.Tensor) -> torch.Tensor:
+        """Return actions ``(batch, ...)`` for parameters of `params_at`, always with the same noise."""
+        with torch.device("cpu"):  # where a worker acts
+            noise = self.noise(1, len(params), params.shape[-1], torch.Generator().manual_seed(0))
+        return self.act(params, noise[0].to(params.device))
+
+    @torch.no_grad()
     def divergence(self, observations: Any, behavior_params: Any) -> np.ndarray:
         """Mean KL(behavior || this policy) in nats for each of several (observations, parameters) pairs.
 
         A mean over states, so it does not depend on how many environments a worker has; summed over action dimensions.
         """
-        training = [module for module in self.modules() if module.training]
-        self.eval()  # as on the workers
         sizes = [len(params) for params in behavior_params]
         behavior = torch.as_tensor(np.concatenate(behavior_params), device=self.device)
-        try:
-            params = self(to_tensor(_concatenate(observations), self.device))
-        finally:
-            for module in training:
-                module.training = True
+        params = self.params_at(_concatenate(observations))
         kl = self.kl(behavior, params).cpu().numpy()
         return np.add.reduceat(kl, np.cumsum([0, *sizes[:-1]])) / sizes
 

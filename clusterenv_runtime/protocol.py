@@ -12,7 +12,7 @@ import contextlib
 import functools
 import importlib.metadata
 import platform
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import zmq
@@ -89,12 +89,12 @@ class Close(Message):
 
 
 # Worker to head.
-class Hello(Message):
+class Hello(Message):  # its text is printed, so it may move no cursor
     protocol: int
     index: int
-    host: str
+    host: Annotated[str, msgspec.Meta(pattern=r"^[\w.:-]{0,255}$")]
     pid: int
-    versions: dict[str, str]
+    versions: dict[str, Annotated[str, msgspec.Meta(pattern=r"^[\w.!+-]{0,100}$")]]
 
 
 class Reply(Message):  # the buffers of ``value`` and ``infos``
@@ -119,7 +119,7 @@ class Pull(Message):
 
 class Error(Message):
     env: int | None
-    kind: str
+    kind: Annotated[str, msgspec.Meta(pattern=r"^[\w.<>]{1,1000}$")]
     message: str
     traceback: str
     fatal: bool  # whether the worker ends

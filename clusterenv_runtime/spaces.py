@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import Space, spaces
-from gymnasium.vector.utils import batch_differing_spaces, batch_space
+from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array
 
 from .errors import ProtocolError
 
@@ -62,6 +63,13 @@ def is_batched(space: Space) -> bool:
     if isinstance(space, spaces.Dict | spaces.Tuple):
         return all(map(is_batched, space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces))
     return isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
+
+
+def one_of(space: Space) -> Any:
+    """Return a batch of one of ``space``, always the same."""
+    own = copy.deepcopy(space)  # whose random numbers are nobody else's
+    own.seed(0)
+    return concatenate(space, [own.sample()], create_empty_array(space, 1))
 
 
 def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:

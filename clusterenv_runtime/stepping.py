@@ -16,7 +16,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import create_empty_array, iterate
 
 from .blueprint import Blueprint
-from .errors import DeadlineError
+from .errors import DeadlineError, printable
 from .head.episodes import Episodes
 from .head.handle import WorkerHandle
 from .head.start import Head
@@ -99,11 +99,10 @@ class Stepper:
 
     def _warn_of(self, dropped: list[str]) -> None:
         for key in dropped:
-            if key not in self._warned:
+            if key not in self._warned and len(self._warned) < 100:  # a worker may say what it likes
                 self._warned.add(key)
-                gym.logger.warn(
-                    f"Info {key} is left out: only arrays, numbers, strings and their containers leave a worker."
-                )
+                kinds = "only arrays, numbers, strings and their containers leave a worker"
+                gym.logger.warn(f"Info {printable(key)} is left out: {kinds}.")
 
     def reset(self, seed: int | list[int | None] | None, options: dict[str, Any] | None) -> None:
         """Ask for a reset of all environments, or of those of ``options["reset_mask"]``."""

@@ -12,8 +12,9 @@ import cloudpickle
 import numpy as np
 from gymnasium import Space
 
+from .answers import Published
 from .protocol import Collect, Weights
-from .spaces import flatten_steps, join, take
+from .spaces import flatten_steps, join, one_of, take
 from .sync import KL_STATES, sampled_states
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ class PolicyStore:
     def __init__(self, copies: Sequence[PolicyCopy], space: Space, rounds: bool) -> None:
         self._copies, self._space, self._rounds = copies, space, rounds
         self._most = min(KL_STATES, max(ALL_KL_STATES // len(copies), 16))
-        self.version = 0  # +1 at each publish
-        self.structure, self._since = b"", 0  # cloudpickle of the policy without its weights, its first version
+        self.version, self.published = 0, Published()  # +1 at each publish, and what is known of it
+        self.structure = b""  # cloudpickle of the policy without its weights
         self.bytes_sent = 0  # cumulative weight bytes, all workers
         self.mismatches = 0  # how often a worker did not hold what it had been sent
         self._policy: Policy | None = None
@@ -78,16 +79,20 @@ class PolicyStore:
     def publish(self, policy: Policy) -> bool:
         """Make the current weights of ``policy`` the next version and measure every copy's divergence from them.
 
-        Return whether ``structure`` has changed, so that the workers must be told.
+        Return whether ``structure`` has changed, so that the workers must be told. Whatever the policy raises for an
+        observation is raised here.
         """
         flat, layout = policy.flat_weights(), policy.layout()
+        structure, shapes = self.structure, self.published[2:]
+        if policy is not self._policy or layout != self._layout or not structure:
+            structure = cloudpickle.dumps(policy.structure())
+            params = policy.params_at(one_of(self._space))  # raises if it does not fit, before anything has changed
+            shapes = tuple(params.shape[1:]), tuple(policy.action_at(params).shape[1:])
+        changed = structure != self.structure  # a new wrapper around the same module is not a new structure
+        self._policy, self._layout, self.structure = policy, layout, structure
         self.version += 1
-        old = self.structure
-        if policy is not self._policy or layout != self._layout or not old:
-            self._policy, self._layout, self.structure = policy, layout, cloudpickle.dumps(policy.structure())
-        changed = self.structure != old  # a new wrapper around the same module is not a new structure
+        self.published = Published(self.version, self.version if changed else self.published.since, *shapes)
         if changed:
-            self._since = self.version
             for copy in self._copies:
                 copy.forget()
         # A copy on the learner's device; it becomes bytes only when the first worker pulls this version.
@@ -102,7 +107,7 @@ class PolicyStore:
 
     def acted(self, copy: PolicyCopy, part: RolloutPart) -> None:
         """Keep some of what a worker saw in its part of a rollout, and its policy's distribution parameters there."""
-        if part.version < self._since:
+        if part.version < self.published.since:
             return  # another structure
         chosen = sampled_states(len(part.params), self._most)
         # Copies: the user may write to what these are views of.

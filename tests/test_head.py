@@ -8,6 +8,7 @@ from gymnasium import spaces
 
 from clusterenv_runtime import DeadlineError, Exit, Launcher, StartupError, WorkerDiedError
 from clusterenv_runtime.head.episodes import Episodes
+from clusterenv_runtime.head.failures import to_exception
 from clusterenv_runtime.head.handle import State, WorkerHandle
 from clusterenv_runtime.head.pool import WorkerPool
 from clusterenv_runtime.head.recovery import Recovery
@@ -400,3 +401,11 @@ def test_a_replacement_draws_the_noise_that_was_next_whatever_it_is_asked_first(
     simulation.pool.wait_until(lambda: worker.state == State.READY, seqs)
     sent = [out for out in network.sent if out.identity == worker.identity and out.message == collect]
     assert [(out.seq, out.buffers) for out in sent] == [(seqs[0], (b"after the last answer",)), (seqs[1], ())]
+
+
+def test_what_a_worker_says_of_an_error_moves_no_cursor():
+    error = to_exception(
+        [("worker 0", Error(0, "builtins.ValueError", "\x1b[2J\nno\u202e", "\x1b[2J\n\tin step", True))]
+    )
+    assert str(error) == "\\x1b[2J\nno\\u202e"
+    assert str(error.__cause__).endswith("\n\n\\x1b[2J\n\tin step")

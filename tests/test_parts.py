@@ -3,13 +3,15 @@
 import msgspec
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from gymnasium.vector.utils import create_empty_array
 
 from clusterenv_runtime import ProtocolError
+from clusterenv_runtime.answers import Opener, Published
 from clusterenv_runtime.codec import pack
 from clusterenv_runtime.protocol import Call, Collect, CutOff, Part, Reply, Reset, SetAttr, Step
-from clusterenv_runtime.rollout import RolloutPart, open_answer
+from clusterenv_runtime.rollout import RolloutPart
 from clusterenv_runtime.spaces import map_space
 
 from .envs import assert_same
@@ -44,20 +46,30 @@ def a_part(space, num_steps=6, num_envs=2):
 
 
 PART_SPACES = [spaces.Box(-1, 1, (3,)), spaces.Dict(a=spaces.Discrete(3), b=spaces.Box(0, 255, (2, 2), np.uint8))]
-WRONG = {
-    "observations": lambda part: map_leaf(part.observations, lambda leaf: leaf[:-1]),
-    "final_observations": lambda part: map_leaf(part.final_observations, lambda leaf: np.concatenate([leaf, leaf])),
-    "next_observations": lambda part: map_leaf(part.next_observations, lambda leaf: leaf[..., None]),
-    "rewards": lambda part: part.rewards[:, :1],
-    "logprobs": lambda part: part.logprobs.astype("U8"),
-    "terminations": lambda part: part.terminations.astype(np.int8),
-    "truncations": lambda part: part.truncations[None],
-    "actions": lambda part: part.actions.T,
-    "params": lambda part: part.params[1:],
-    "episodes": lambda part: part.episodes.astype(np.float64),
-    "episodic_returns": lambda part: part.episodic_returns[1:],
-    "version": lambda part: "1",
-}
+WRONG = [
+    ("observations", lambda part: map_leaf(part.observations, lambda leaf: leaf[:-1])),
+    ("final_observations", lambda part: map_leaf(part.final_observations, lambda leaf: np.concatenate([leaf, leaf]))),
+    ("next_observations", lambda part: map_leaf(part.next_observations, lambda leaf: leaf[..., None])),
+    ("rewards", lambda part: part.rewards[:, :1]),
+    ("logprobs", lambda part: part.logprobs.astype("U8")),
+    ("terminations", lambda part: part.terminations.astype(np.int8)),
+    ("truncations", lambda part: part.truncations[None]),
+    ("actions", lambda part: part.actions.T),
+    ("params", lambda part: part.params[1:]),
+    ("episodes", lambda part: part.episodes.astype(np.float64)),
+    ("episodic_returns", lambda part: part.episodic_returns[1:]),
+    ("version", lambda part: "1"),
+    ("actions", lambda part: part.actions[..., None]),
+    ("actions", lambda part: part.actions + 2),
+    ("actions", lambda part: part.actions - 1),
+    ("params", lambda part: part.params[:, :2]),
+    ("rewards", lambda part: np.where(np.arange(2), part.rewards, np.nan)),
+    ("logprobs", lambda part: part.logprobs + np.float32("nan")),
+    ("params", lambda part: part.params + np.float32("nan")),
+    ("episodic_returns", lambda part: part.episodic_returns + np.nan),
+    ("rewards", lambda part: part.rewards.astype(">f8")),
+    ("rewards", lambda part: part.rewards.astype(np.longdouble)),
+]
 
 
 def map_leaf(tree, function):
@@ -65,22 +77,56 @@ def map_leaf(tree, function):
     return {**tree, "b": function(tree["b"])} if isinstance(tree, dict) else function(tree)
 
 
-def opened(asked, answer, buffers, newest=5):
+def opened(asked, answer, buffers, space=PART_SPACES[0], action_space=None, newest=5, since=1):
     """Open what a worker of two environments has answered."""
-    space = PART_SPACES[0]
-    return open_answer(space, create_empty_array(space, 1), asked, answer, [b"header", *buffers], 2, newest)
+    published = Published(newest, since, params_shape=(3,), actions_shape=())
+    return Opener(space, action_space or spaces.Discrete(2))(asked, answer, [b"header", *buffers], 2, published)
+
+
+def packed(part, **fields):
+    """Return the message and the buffers of a part, with some fields changed."""
+    buffers = []
+    fields = {**part.pack(buffers), **{name: pack(value, buffers) for name, value in fields.items()}}
+    return Part(fields, b"", 0.0), [bytes(buffer) for buffer in buffers]
+
+
+COLLECT = Collect(6, 5, 0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("version", [-1, 0, 1, 5, 6, 10**6])
 def test_a_part_is_of_a_version_that_was_published(version):
-    part, buffers = msgspec.structs.replace(a_part(PART_SPACES[0]), version=version), []
-    answer = Part(part.pack(buffers), b"", 0.0)
-    buffers = [bytes(buffer) for buffer in buffers]
+    answer = packed(a_part(PART_SPACES[0]), version=version)
     if 0 < version <= 5:
-        assert opened(Collect(6, 5, 0, 0.0, 0.0), answer, buffers).version == version
+        assert opened(COLLECT, *answer).version == version
     else:
         with pytest.raises(ProtocolError, match=f"version {version}, and 5 is the newest"):
-            opened(Collect(6, 5, 0, 0.0, 0.0), answer, buffers)
+            opened(COLLECT, *answer)
+
+
+def test_a_part_of_another_structure_may_have_other_parameters_and_actions():
+    part = a_part(PART_SPACES[0])
+    wide = {"params": part.params[:, :2], "actions": part.actions[..., None]}
+    with pytest.raises(ProtocolError, match="actions must be of shape"):
+        opened(COLLECT, *packed(part, **wide))
+    assert opened(COLLECT, *packed(part, **wide), since=2).params.shape == (12, 2)
+
+
+@pytest.mark.parametrize("state", [bytes(5056), b"x", b"\xff" * 5056], ids=["zeros", "short", "ones"])
+def test_the_state_of_random_numbers_is_one_that_can_be_loaded(state):
+    answer, buffers = packed(a_part(PART_SPACES[0]))
+    answer.generator = state
+    with pytest.raises(ProtocolError, match="the state of its random numbers"):
+        opened(COLLECT, answer, buffers)
+    answer.generator = torch.Generator().get_state().numpy().tobytes()
+    opened(COLLECT, answer, buffers)
+
+
+@pytest.mark.parametrize("waited", [-1.0, float("nan"), float("inf")])
+def test_nobody_waits_for_no_number_of_seconds(waited):
+    answer, buffers = packed(a_part(PART_SPACES[0]))
+    answer.waited = waited
+    with pytest.raises(ProtocolError, match="waited for"):
+        opened(COLLECT, answer, buffers)
 
 
 OBSERVATIONS, FLAGS = np.zeros((2, 3), np.float32), np.zeros(2, bool)
@@ -107,7 +153,7 @@ WRONG_REPLIES = [
     (Reset(), OBSERVATIONS, [(0, 1)]),
     (Reset(), OBSERVATIONS, [{}]),
     (Reset(), OBSERVATIONS, 5),
-    (Collect(6, 5, 0, 0.0, 0.0), None, []),
+    (COLLECT, None, []),
 ]
 
 
@@ -132,18 +178,13 @@ def test_a_reply_that_cannot_be_one_is_a_protocol_error(asked, value, infos):
 
 @pytest.mark.parametrize("space", PART_SPACES, ids=["Box", "Dict"])
 def test_a_part_comes_back_and_one_that_does_not_fit_is_a_protocol_error(space):
-    example = create_empty_array(space, 1)
-
-    def over_the_wire(fields, buffers):
-        return RolloutPart.unpack(fields, [bytes(buffer) for buffer in buffers], space, example, 6, 2)
-
-    part, buffers = a_part(space), []
-    came = over_the_wire(part.pack(buffers), buffers)
+    part = a_part(space)
+    came = opened(COLLECT, *packed(part), space)
     assert_same(msgspec.structs.asdict(came), msgspec.structs.asdict(part))
-    for name, wrong in WRONG.items():
-        other, buffers = msgspec.structs.replace(part, **{name: wrong(part)}), []
+    for name, wrong in WRONG:
         with pytest.raises(ProtocolError, match=name if name != "version" else "version|int"):
-            over_the_wire(other.pack(buffers), buffers)
-    for fields in ({}, {**part.pack(buffers := []), "more": 1}):
+            opened(COLLECT, *packed(part, **{name: wrong(part)}), space)
+    answer, buffers = packed(part)
+    for fields in ({}, {**answer.part, "more": 1}):
         with pytest.raises(ProtocolError, match="missing|unknown field"):
-            over_the_wire(fields, buffers)
+            opened(COLLECT, Part(fields, b"", 0.0), buffers, space)

@@ -45,6 +45,12 @@ GARBAGE = {
     "keys that cannot be": [[header(b"\x81\x81\x01\x01\x01")]],
     "a map": [frames(1, Reply({1: 2}))],
     "too much beside its arrays": [[encode((1, Reply("x" * MAX_HEADER_BYTES)))]],
+    "names that move the cursor": [
+        frames(None, Hello(1, 0, "host\x1b[2J", 1, {})),
+        frames(None, Hello(1, 0, "host", 1, {"numpy": "2\n"})),
+        frames(1, Error(0, "builtins.ValueError\n", "no", "no", True)),
+        [encode((1, {"type": "\x1b[2J"}))],
+    ],
     "replies": [[*frames(seq, Reply(["array", 0, 0, "<f8", [1]])), b"8 bytes."] for seq in range(3000)],
     "errors": [frames(seq, Error(0, "builtins.ValueError", "no", "no", True)) for seq in range(3000)],
     "pulls": [frames(seq, Pull(0)) for seq in range(3000)],
@@ -69,6 +75,7 @@ def test_what_a_stranger_sends_changes_nothing(cluster, workers, caplog, message
         assert tuple(sorted(cluster.call("pid"))) == tuple(sorted(workers()))
         assert not stranger.poll(0)  # nothing was said to it
     assert caplog.text.count("dropped ") == 1  # but of it
+    assert "\x1b" not in caplog.text
 
 
 def test_a_stranger_that_does_not_speak_zeromq(cluster, workers):

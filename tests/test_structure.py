@@ -23,6 +23,7 @@ LAYERS = [
     ["errors", "sync", "spaces"],
     ["codec", "security", "launchers/", "backends", "policy", "differences"],
     ["protocol", "rollout", "keys", "blueprint"],
+    ["answers"],
     ["versions", "options"],
     ["head/", "worker/"],
     ["stepping", "collect"],

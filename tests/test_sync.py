@@ -379,7 +379,7 @@ def test_the_structure_carries_no_weights():
 
 
 def test_workers_load_a_published_policy_before_they_answer_the_next_reset():
-    _, policy = make_agent()
+    policy = CategoricalPolicy(linear(1, 2))
     with ClusterEnv([CountingEnv] * 2, 2) as envs:
         envs.reset()
         assert envs.call("imported", "torch") == (False, False)

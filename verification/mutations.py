@@ -79,7 +79,11 @@ MUTATIONS = {
         "self._answers[id(copy.weights)] = answer",
         "self._answers = dict.fromkeys(map(id, [c.weights for c in self._copies]), answer)",
     ),
-    "a worker says what it likes about its version": ("rollout.py", "if not 0 < part.version <= newest:", "if False:"),
+    "a worker says what it likes about its version": (
+        "answers.py",
+        "if not 0 < part.version <= published.version:",
+        "if False:",
+    ),
     "what is no message is dropped, and its sender kept": (
         "head/pool.py",
         'self._supervisor.lose(worker, Exit(f"it sent {text}"))',

@@ -6,7 +6,7 @@ import builtins
 
 import gymnasium as gym
 
-from ..errors import EnvError
+from ..errors import EnvError, printable
 from ..protocol import Error
 
 FOR_ITERATION = StopIteration, StopAsyncIteration  # raised anew they would end a loop or a generator of the user's
@@ -20,12 +20,13 @@ def to_exception(errors: list[tuple[str, Error]]) -> Exception:
     for _, error in errors:
         if error.fatal and error.env is not None:
             gym.logger.error(f"Received the following error from Worker-{error.env} - Shutting it down")
-            gym.logger.error("%s", error.traceback)
+            gym.logger.error("%s", printable(error.traceback))
     worker, error = errors[-1]
     if error.fatal and error.env is not None:
         gym.logger.error("Raising the last exception back to the main process.")
     which = "the policy or an environment" if error.env is None else f"environment {error.env}"
-    env_error = EnvError(f"{which} on {worker} raised {error.kind}: {error.message}\n\n{error.traceback}")
+    text = printable(error.message)
+    env_error = EnvError(f"{which} on {worker} raised {error.kind}: {text}\n\n{printable(error.traceback)}")
     exception = _local_exception(error)
     if exception is None:
         return env_error
@@ -40,6 +41,6 @@ def _local_exception(error: Error) -> Exception | None:
     if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, FOR_ITERATION):
         return None
     try:
-        return kind(error.message)
+        return kind(printable(error.message))
     except TypeError:  # UnicodeDecodeError and the like want more
         return None

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from .. import protocol
-from ..errors import DeadlineError, Interrupted, ProtocolError, StartupError, WorkerDiedError
+from ..answers import Published
+from ..errors import DeadlineError, Interrupted, ProtocolError, StartupError, WorkerDiedError, printable
 from ..launchers import Exit, Launcher
 from ..protocol import Close, Error, Hello, Message, Part, Ping, Pull, Reply
 from ..rollout import RolloutPart
@@ -112,10 +113,10 @@ class WorkerPool:
         supervisor: Supervisor,
         recovery: Recovery,
         store: PolicyStore,
-        open_answer: Callable[[Message, Reply | Part, list[Any], int, int], Reply | RolloutPart],
+        opener: Callable[[Message, Reply | Part, list[Any], int, Published], Reply | RolloutPart],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.workers, self.transport, self._open = workers, transport, open_answer
+        self.workers, self.transport, self._open = workers, transport, opener
         self._launcher, self._supervisor, self._recovery, self._store = launcher, supervisor, recovery, store
         self._clock, self._requests = clock, Requests()
         self._by_identity: dict[bytes, WorkerHandle] = {}
@@ -286,10 +287,10 @@ class WorkerPool:
                     self._requests.forget_worker(worker.index)
             case Error():
                 name = self._supervisor.describe(worker)
-                logger.warning("%s could not do again what its predecessor did: %s", name, message.message)
+                logger.warning("%s could not do again what its predecessor did: %s", name, printable(message.message))
             case Reply() | Part() if request is not None:  # else late or duplicate
                 try:
-                    answer = self._open(request.message, message, frames, worker.num_envs, self._store.version)
+                    answer = self._open(request.message, message, frames, worker.num_envs, self._store.published)
                 except ProtocolError as error:
                     self._supervisor.lose(worker, Exit(f"its answer was wrong: {error}"))
                     return

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gymnasium.vector.utils import create_empty_array
-
+from ..answers import Opener
 from ..blueprint import Blueprint
 from ..launchers import Launcher
 from ..launchers.base import worker_flags
 from ..options import ClusterOptions
-from ..rollout import open_answer
 from ..sync import SyncRule
 from ..versions import PolicyStore
 from .episodes import Episodes
@@ -81,9 +78,8 @@ def start_head(
     transport = make_transport(
         address, options.port, options.security, options.keys(), worker_timeout, launcher.directory
     )
-    space = blueprint.single_observation_space
-    opens = functools.partial(open_answer, space, create_empty_array(space, 1))
-    pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, opens, clock)
+    opener = Opener(blueprint.single_observation_space, blueprint.single_action_space)
+    pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, opener, clock)
     flags = worker_flags(transport.address, transport.key_file, startup_timeout, worker_timeout)
     launcher.prepare(num_workers, flags, transport.directory)
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from .. import protocol
-from ..errors import StartupError
+from ..errors import StartupError, printable
 from ..protocol import Answer, Message
 from ..security import Gate, HeadKeys
 
@@ -157,7 +157,7 @@ class Transport:
                 raise ValueError(f"a header of {len(buffers[0])} bytes, {protocol.MAX_HEADER_BYTES} at most")
             seq, message = protocol.decode_answer(buffers[0])
         except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: anything may be sent
-            seq, message = None, Malformed(f"a malformed message: {error}")
+            seq, message = None, Malformed(f"a malformed message: {printable(str(error))}")
         received.append(Received(identity.bytes, seq, message, buffers))
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import socket
 import threading
@@ -67,7 +68,8 @@ class Connection:
     def greet(self, index: int) -> None:
         """Say hello as this one of the head's workers, until the head's first message is there."""
         versions = protocol.shared_versions()
-        hello = protocol.Hello(protocol.PROTOCOL_VERSION, index, socket.gethostname(), os.getpid(), versions)
+        host = re.sub(r"[^\w.:-]", "_", socket.gethostname())[:255]  # the head takes no others
+        hello = protocol.Hello(protocol.PROTOCOL_VERSION, index, host, os.getpid(), versions)
         self.send(None, hello)
         start, warned = time.monotonic(), False
         # Once more from time to time: the head may not know yet that the one before is dead.
