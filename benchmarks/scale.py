@@ -37,7 +37,7 @@ from .simulation import SimulatedLauncher, spawn
 OBSERVATIONS = {"vector": ((8,), np.float32, 8, 20_000), "image": ((84, 84, 4), np.uint8, 2, 6_700_000)}
 TRANSPORTS = {
     "ipc": {},
-    "tcp": {"bind_address": "127.0.0.1", "security": "none"},
+    "tcp": {"bind_address": "127.0.0.1", "security": "none", "allow_insecure": True},
     "tcp+curve": {"bind_address": "127.0.0.1"},
 }
 # of the table, all of the CSV's but a few; MB are 10^6 bytes

@@ -21,8 +21,8 @@ from .idle import Corner, IdleEnv
 
 TCP = {"bind_address": "127.0.0.1"}
 VARIANTS = {
-    "tcp, no heartbeats": {**TCP, "security": "none", "worker_timeout": 1e5},
-    "tcp, heartbeats": {**TCP, "security": "none", "worker_timeout": 1.0},  # four a second
+    "tcp, no heartbeats": {**TCP, "security": "none", "allow_insecure": True, "worker_timeout": 1e5},
+    "tcp, heartbeats": {**TCP, "security": "none", "allow_insecure": True, "worker_timeout": 1.0},  # four a second
     "tcp, CURVE, heartbeats": {**TCP, "worker_timeout": 1.0},
     "ipc, heartbeats": {"worker_timeout": 1.0},
 }

@@ -95,7 +95,7 @@ def simulate(indices, flags, weights_at, frame_bytes):
     for index in indices:
         socket = context.socket(zmq.DEALER)
         socket.linger = socket.rcvhwm = 0
-        protocol.set_limits(socket, float(flags["--head-timeout"]))
+        protocol.set_limits(socket, float(flags["--head-timeout"]), protocol.MAX_REQUEST_FRAME)
         if keys is not None:
             keys.secure(socket)
         socket.connect(flags["--connect"])

@@ -7,6 +7,7 @@ that are made to collide, a map would keep busy whoever decodes it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from gymnasium.spaces import GraphInstance
 
 from .errors import ProtocolError
 
+MAX_FRAME = 2**22  # bytes; what is larger travels in several frames
 SMALL = 2**16  # bytes; what is smaller shares a frame with others, as each frame costs several microseconds
 MAX_KEYS = 1000  # of a dict that are not text; a sender can make them collide
 _DTYPE = r"[<>|][biufcSUmM]\d{1,9}(\[\w+\])?"  # plain data of a fixed size
@@ -38,6 +40,10 @@ class Array(_Node):
 
 class Scalar(Array):
     """A scalar of NumPy."""
+
+
+class Bytes(Array):
+    """Bytes, as an array of them."""
 
 
 class List(_Node):
@@ -66,12 +72,6 @@ class Int(_Node):
     digits: Annotated[str, msgspec.Meta(pattern="^-?0x[0-9a-f]+$")]
 
 
-class Bytes(_Node):
-    """Bytes, which msgspec does not tell from text where both may be."""
-
-    data: bytes
-
-
 class Generator(_Node):
     """A generator of NumPy."""
 
@@ -92,7 +92,8 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Pa
     if value is None or kind in (bool, float, str):
         return value
     if kind is bytes:
-        return Bytes(value)
+        data = np.frombuffer(value, np.uint8)
+        return Bytes(*_append(data, buffers), "|u1", [len(value)])
     if kind is int:
         return value if -(2**63) <= value < 2**63 else Int(hex(value))
     if (
@@ -130,9 +131,9 @@ def _append(array: np.ndarray, buffers: list[Any]) -> tuple[int, int]:
     """Append the data of a flat array, and return in which buffer they are, and from which byte on."""
     data = array.view(np.uint8).data if array.nbytes else b""
     if array.nbytes >= SMALL:
-        buffers.append(data)
-        return len(buffers) - 1, 0
-    if not buffers or not isinstance(buffers[-1], bytearray):
+        buffers.extend(data[start : start + MAX_FRAME] for start in range(0, array.nbytes, MAX_FRAME))
+        return len(buffers) - -(-array.nbytes // MAX_FRAME), 0
+    if not buffers or not isinstance(buffers[-1], bytearray) or len(buffers[-1]) > MAX_FRAME - SMALL - 8:
         buffers.append(bytearray())
     shared = buffers[-1]
     shared += bytes(-len(shared) % 8)  # so that numbers lie where the processor wants them
@@ -152,10 +153,12 @@ def unpack(tree: Packed, buffers: list[Any], copy: bool = True) -> Any:
     try:
         match tree:
             case Array():
-                array = np.ndarray(tree.shape, tree.dtype, buffers[tree.frame], tree.offset)
+                array = np.ndarray(tree.shape, tree.dtype, _data_of(tree, buffers), tree.offset)
                 if array.ndim and array.size and not array.nbytes:  # it would be as long as the sender likes
                     raise ValueError(f"dtype {tree.dtype}, shape {tree.shape}")
-                return array[()] if isinstance(tree, Scalar) else array.copy() if copy else array
+                if isinstance(tree, Scalar | Bytes):
+                    return array[()] if isinstance(tree, Scalar) else array.tobytes()
+                return array.copy() if copy else array
             case List():
                 items = [unpack(item, buffers, copy) for item in tree.items]
                 return items if type(tree) is List else GraphInstance(*items) if type(tree) is Graph else tuple(items)
@@ -165,12 +168,17 @@ def unpack(tree: Packed, buffers: list[Any], copy: bool = True) -> Any:
                 return {key: unpack(item, buffers, copy) for key, (_, item) in zip(keys, tree.items, strict=True)}
             case Int():
                 return int(tree.digits, 16)
-            case Bytes():
-                return tree.data
             case Generator():
                 return _generator(unpack(tree.state, buffers))
     except Exception as error:  # whatever a malformed tree makes NumPy raise
         raise ProtocolError(f"malformed value in a message: {error}") from None
+
+
+def _data_of(array: Array, buffers: list[Any]) -> Any:
+    data = buffers[array.frame]
+    if len(data) == MAX_FRAME and (size := math.prod(array.shape) * np.dtype(array.dtype).itemsize) > MAX_FRAME:
+        data = bytearray().join(buffers[array.frame : array.frame - (-size // MAX_FRAME)])
+    return data
 
 
 def _check_keys(keys: Collection[Any]) -> None:

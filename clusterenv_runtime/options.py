@@ -82,7 +82,7 @@ class ClusterOptions:
     security: Literal["curve", "none"] = "curve"
     """over tcp: `curve` encrypts and admits only workers that have this run's keys, `none` does neither"""
     allow_insecure: bool = False
-    """permit the security `none` on an address that other machines can reach"""
+    """permit the security `none`, with which whoever can reach the port can execute code as you"""
     key_file: str | None = None
     """over tcp: the keys, in a file of `python -m clusterenv_runtime.keys FILE`; by default each run makes its own"""
 
@@ -146,9 +146,8 @@ class ClusterOptions:
             raise ValueError(f"give either {either}, not both")
         if self.interface is not None and self.interface not in interfaces:
             raise ValueError(f"{spell('interface')} must be one of {', '.join(interfaces)}, got {self.interface}")
-        if address in ("*", "0.0.0.0", "::"):
-            one = "one address or network interface, not all of them"
-            raise ValueError(f"{spell('bind_address')} must be {one} ({address})")
+        if self.bind_address:
+            _check_address(self.bind_address, spell)
         if launcher.remote and not address:
             needs = f"{spell('launcher')} {launcher.name} needs {either}"
             raise ValueError(f"{needs}: an address that its workers can connect to")
@@ -157,22 +156,23 @@ class ClusterOptions:
         encrypted = self.security == "curve"
         if self.key_file is not None and not (address and encrypted):
             raise ValueError(f"{spell('key_file')} is for tcp with {spell('security')} curve")
-        if not (encrypted or self.allow_insecure or _is_loopback(address)):
-            raise ValueError(
-                f"{spell('security')} none on {address} would let anyone run your policy's rollouts and read it: use "
-                f"curve, or set {spell('allow_insecure')} where the network is yours alone"
-            )
+        if address and not (encrypted or self.allow_insecure):
+            who = "whoever can reach the port, on this machine or another, execute code as you"
+            only = f"use curve, or set {spell('allow_insecure')} where nobody else can"
+            raise ValueError(f"{spell('security')} none on {address} would let {who}: {only}")
         self.keys()
         return address
 
 
-def _is_loopback(address: str | None) -> bool:
-    if address is None or address in ("lo", "localhost"):
-        return True
+def _check_address(text: str, spell: Callable[[str], str]) -> None:
+    """Raise ValueError if this is not the address of one interface; ZeroMQ would read "0" as all of them."""
     try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # an interface's name
-        return False
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        name = f"an interface's name goes to {spell('interface')}"
+        raise ValueError(f"{spell('bind_address')} must be an IP address ({name}), got {text}") from None
+    if (getattr(address, "ipv4_mapped", None) or address).is_unspecified:
+        raise ValueError(f"{spell('bind_address')} must be one address, not all of them ({text})")
 
 
 def check_ranges(options: Any, spell: Callable[[str], str] = str) -> None:

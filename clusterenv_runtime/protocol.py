@@ -17,12 +17,11 @@ from typing import Annotated, Any
 import msgspec
 import zmq
 
-from .codec import Packed
+from .codec import MAX_FRAME, Packed
 from .sync import SyncRule
 
 PROTOCOL_VERSION = 5
-MAX_FRAME_BYTES = 2**31  # a peer that sends more in one frame is cut off
-MAX_HEADER_BYTES = 2**22  # decoded, it may take twenty times as much memory
+MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `codec.MAX_FRAME`
 
 
 class Message(msgspec.Struct, tag=True):
@@ -138,8 +137,8 @@ def frames(seq: int | None, message: Message, *buffers: Any) -> list[Any]:
     Raises:
         ValueError: all but its arrays is too long.
     """
-    if len(header := encode((seq, message))) > MAX_HEADER_BYTES:
-        text = f"a message of {len(header)} bytes beside its arrays, {MAX_HEADER_BYTES} at most"
+    if len(header := encode((seq, message))) > MAX_FRAME:
+        text = f"a message of {len(header)} bytes beside its arrays, {MAX_FRAME} at most"
         raise ValueError(f"{text}: put what is long into arrays")
     return [header, *buffers]
 
@@ -166,9 +165,12 @@ def mismatch(hello: Hello) -> str | None:
     return None
 
 
-def set_limits(socket: zmq.Socket[bytes], silence: float) -> None:
-    """Cap what ``socket`` receives, and close a link that has been silent for so many seconds (ZMTP's PING)."""
+def set_limits(socket: zmq.Socket[bytes], silence: float, max_frame: int) -> None:
+    """Cut off a peer that sends more bytes than this in one frame, or that has been silent for so many seconds.
+
+    The first holds for a stranger's handshake, too. The second is by ZMTP's PING.
+    """
     silence = min(silence, 10**6)  # eleven days; libzmq counts milliseconds in 32 bits
-    socket.maxmsgsize = MAX_FRAME_BYTES
+    socket.maxmsgsize = max_frame
     socket.heartbeat_ivl = max(int(silence * 250), 1)
     socket.heartbeat_timeout = max(int(silence * 750), 1)

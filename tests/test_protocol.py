@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from clusterenv_runtime import ProtocolError
-from clusterenv_runtime.codec import MAX_KEYS, SMALL, List, pack, unpack
-from clusterenv_runtime.protocol import MAX_HEADER_BYTES, Error, Hello, Pull, Reply, decode_answer, frames
+from clusterenv_runtime.codec import MAX_FRAME, MAX_KEYS, SMALL, List, pack, unpack
+from clusterenv_runtime.protocol import Error, Hello, Pull, Reply, decode_answer, frames
 
 from .envs import assert_same
 
@@ -91,6 +91,8 @@ def test_values_come_back_exactly(value, copy):
         ("dict", ["array", 0, 0, "<f8", [1]]),
         {"int": "0x1", ("tuple", 1): {}, 1: {2: None}, "1": {}},
         [np.arange(3), np.zeros(SMALL, np.int8), np.int8(5), np.arange(1.5), np.ones(SMALL), b"x", np.zeros(3, bool)],
+        [np.arange(2 * MAX_FRAME // 8 + 1), 1, np.arange(MAX_FRAME), b"x" * MAX_FRAME, b"y" * (MAX_FRAME + 1), b""],
+        [np.full(SMALL - 1, number, np.uint8) for number in range(99)],
         dict.fromkeys(range(MAX_KEYS)),
         {str(number): number for number in range(MAX_KEYS + 1)},
         GraphInstance(np.zeros((2, 1)), None, None),
@@ -159,8 +161,8 @@ def test_dicts_of_many_keys_that_are_not_text_are_a_type_error():
 
 def test_what_is_too_long_belongs_into_arrays():
     with pytest.raises(ValueError, match="4194304 at most: put what is long into arrays"):
-        frames(1, Reply("x" * MAX_HEADER_BYTES))
-    frames(1, Reply(None), b"x" * MAX_HEADER_BYTES)
+        frames(1, Reply("x" * MAX_FRAME))
+    frames(1, Reply(None), b"x" * MAX_FRAME)
 
 
 @pytest.mark.parametrize("value", UNSENDABLE, ids=lambda value: type(value).__name__)
@@ -176,6 +178,14 @@ def test_entries_that_cannot_be_sent_are_left_out_and_named(value):
 def test_what_is_left_out_is_not_sent():
     pack({"array": np.ones(SMALL), "bad": [np.ones(SMALL), object()]}, buffers := [], [])
     assert list(map(len, buffers)) == [8 * SMALL]
+
+
+def test_no_frame_is_longer_than_the_head_takes():
+    pack(
+        [np.arange(2 * MAX_FRAME + 1), *(np.ones(SMALL - 1, bool) for _ in range(99)), b"x" * MAX_FRAME], buffers := []
+    )
+    assert max(map(len, buffers)) == MAX_FRAME
+    assert len(buffers) < 32
 
 
 NAMES = ["list", "tuple", "dict", "int", "array", "scalar", "bytes", "generator", "graph", "PCG64", "state", "<f8"]

@@ -509,7 +509,7 @@ def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypat
         ("--port 5000", "--port needs --bind-address or --interface"),
         ("--interface lo --bind-address 127.0.0.1", "give either --bind-address or --interface, not both"),
         ("--interface none0", "got none0"),
-        ("--bind-address 0.0.0.0", "--bind-address must be one address or network interface, not all"),
+        ("--bind-address 0.0.0.0", "--bind-address must be one address, not all of them (0.0.0.0)"),
         ("--bind-address 192.0.2.1", "cannot listen on --bind-address 192.0.2.1, port 0: "),
         ("--bind-address 10.0.0.1 --security none", "use curve, or set --allow-insecure"),
     ],

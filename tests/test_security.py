@@ -17,6 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, StartupError, WorkerDiedError
+from clusterenv_runtime.codec import MAX_FRAME
 from clusterenv_runtime.protocol import PROTOCOL_VERSION, Hello, Reply, frames
 from clusterenv_runtime.security import WorkerKeys, read_key_file
 
@@ -24,6 +25,7 @@ from .envs import CountingEnv
 from .nets import linear
 from .patience import PATIENCE, assert_ended, at_most, with_more_time
 from .scripts import ROOT
+from .test_fuzz import resident_bytes
 from .test_strangers import GARBAGE
 
 
@@ -147,12 +149,24 @@ def test_a_worker_refuses_a_key_file_that_others_can_read_or_that_holds_no_keys(
     assert start_worker(path).startswith(f"error: {path} is not a worker's key file: ")
 
 
+EVERYWHERE = "0.0.0.0", "::", "0:0::0", "::ffff:0.0.0.0"
+
+
 @pytest.mark.parametrize(
     "arguments, text",
     [
         ({"security": "tls"}, "security must be 'curve' or 'none', got 'tls'"),
-        ({"bind_address": "0.0.0.0"}, "bind_address must be one address or network interface, not all of them"),
-        ({"bind_address": "eth0", "security": "none"}, "security none on eth0 would let anyone"),
+        *(({"bind_address": all_}, "bind_address must be one address, not all of them") for all_ in EVERYWHERE),
+        *(
+            ({"bind_address": odd}, "bind_address must be an IP address .*, got")
+            for odd in ("0", "0x0", "000.0.0.0", "lo")
+        ),
+        (
+            {"bind_address": "127.0.0.1", "security": "none"},
+            "security none on 127.0.0.1 would let whoever can reach the",
+        ),
+        ({"interface": "lo", "security": "none"}, "security none on lo would let whoever .* execute code as you"),
+        ({"interface": "nosuch0"}, "interface must be one of lo, .*got nosuch0"),
         ({"worker_timeout": 0}, "worker_timeout must be a number of seconds > 0, got 0"),
     ],
 )
@@ -170,18 +184,21 @@ def test_where_it_cannot_listen_it_says_so():
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=f"cannot listen on tcp://127.0.0.1:{port}: Address already in use"):
             ClusterEnv([CountingEnv], 1, bind_address="127.0.0.1", port=port)
-    with pytest.raises(StartupError, match="cannot listen on tcp://nosuch0:.*: No such device"):
-        ClusterEnv([CountingEnv], 1, bind_address="nosuch0")
+    with pytest.raises(StartupError, match=r"cannot listen on tcp://192.0.2.1:.*: Cannot assign requested address"):
+        ClusterEnv([CountingEnv], 1, bind_address="192.0.2.1")
 
 
 @pytest.mark.parametrize("security", ["curve", "none"])
-def test_a_port_of_ones_own_and_no_security_on_loopback(security):
+def test_a_port_of_ones_own_and_no_security_if_that_is_allowed(security):
     port = None
     while port is None:  # below those that the kernel gives to whoever asks for any: nobody else takes it meanwhile
         with contextlib.suppress(OSError), socket.socket() as free:
             free.bind(("127.0.0.1", number := random.SystemRandom().randrange(10_000, 32_000)))
             port = number
-    with ClusterEnv([CountingEnv] * 2, 2, bind_address="lo", port=port, security=security) as envs:
+    insecure = security == "none"
+    with ClusterEnv(
+        [CountingEnv] * 2, 2, interface="lo", port=port, security=security, allow_insecure=insecure
+    ) as envs:
         envs.reset()
         assert envs.step([0, 0])[1].tolist() == [1, 1]
         with socket.create_connection(("127.0.0.1", port)):
@@ -240,3 +257,78 @@ time.sleep(3600)
     finally:
         head.kill()
         head.communicate()
+
+
+# What strangers take before they have shown who they are.
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)  # ZMTP 3.1's, as a client
+HUGE_COMMAND = b"\x06" + (500 * 10**6).to_bytes(8, "big")
+
+
+def test_a_handshake_is_not_huge(cluster, workers):
+    host, port = flag_of(workers, "--connect").removeprefix("tcp://").split(":")
+    before = resident_bytes(os.getpid())
+    for _ in range(6):
+        with socket.create_connection((host, int(port)), PATIENCE) as stranger:
+            stranger.sendall(GREETING + HUGE_COMMAND)
+            with pytest.raises(ConnectionError):  # cut off, long before it has sent all
+                for _ in range(500):
+                    stranger.sendall(bytes(10**6))
+                pytest.fail("all was taken")
+        step(cluster)
+    assert resident_bytes(os.getpid()) < before + 100 * 2**20
+
+
+def test_an_admitted_peers_frame_is_not_huge(cluster, workers):
+    keys = read_key_file(flag_of(workers, "--key-file"))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        keys.secure(peer)
+        monitor = peer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        peer.connect(flag_of(workers, "--connect"))
+        assert monitor.poll(PATIENCE * 1000)
+        assert recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        peer.send(bytes(MAX_FRAME + 1))
+        assert monitor.poll(PATIENCE * 1000)
+        assert recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+        peer.disable_monitor()
+    step(cluster)
+
+
+CROWDED = """
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from clusterenv_runtime import ClusterEnv
+from tests.envs import CountingEnv
+with ClusterEnv([CountingEnv] * 2, 2, bind_address="127.0.0.1") as envs:
+    envs.reset()
+    port = int(envs._pool.transport.address.rpartition(":")[2])
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(1200)]
+    for stranger in idle:
+        assert len(stranger.recv(10)) == 10  # the head has taken it, and says so
+    open(sys.argv[0]).close()
+    assert envs.step([0, 0])[1].tolist() == [1, 1]
+    for stranger in idle:  # those that do not go on are cut off
+        while stranger.recv(1000):
+            pass
+    print("all cut off")
+"""
+
+
+def test_a_crowd_of_idle_strangers_does_not_use_up_the_open_files(tmp_path):
+    (tmp_path / "crowded.py").write_text(CROWDED)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, tmp_path / "crowded.py"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
+    assert result.stdout == "all cut off\n", result.stderr
+
+
+def test_ipv6(workers):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with ClusterEnv([CountingEnv] * 2, 2, bind_address="::1") as envs:
+        assert flag_of(workers, "--connect").startswith("tcp://[::1]:")
+        envs.reset()
+        step(envs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import resource
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,17 +14,30 @@ from typing import Any
 import zmq
 
 from .. import protocol
+from ..codec import MAX_FRAME
 from ..errors import StartupError, printable
 from ..protocol import Answer, Message
 from ..security import Gate, HeadKeys
 
 logger = logging.getLogger(__name__)
+MOST_FILES = 65_536
+HANDSHAKE_MS = 10_000  # in which a peer must have shown who it is
 FLOOD = 1000  # messages that are received at once; then the head looks after its workers
 
 
 def listening_address(bind_address: str | None, port: int | str, directory: str) -> str:
     """Return where to listen for workers, as ZeroMQ writes it."""
-    return f"tcp://{bind_address}:{port}" if bind_address else f"ipc://{directory}/head"
+    if not bind_address:
+        return f"ipc://{directory}/head"
+    return f"tcp://[{bind_address}]:{port}" if ":" in bind_address else f"tcp://{bind_address}:{port}"
+
+
+def raise_file_limit() -> None:
+    """Let this process have as many open files as it may: each connection is one, and a stranger may open many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @dataclass
@@ -84,6 +98,7 @@ class Transport:
         silence: float,
         parent: Path | None,
     ) -> None:
+        raise_file_limit()
         self.dropped = 0  # messages so far that were malformed or of strangers
         self._complained_of: set[bytes] = set()
         if parent is not None:
@@ -97,8 +112,10 @@ class Transport:
         self._socket.router_mandatory = True  # a message to a worker that has gone raises instead of vanishing
         self._socket.sndhwm = 0  # one that does not read must not block the head; what it is sent is bounded
         # libzmq's own thread notices a silent link, whatever Python does at either end; a message to it then fails.
-        protocol.set_limits(self._socket, silence)
+        protocol.set_limits(self._socket, silence, MAX_FRAME)
+        self._socket.handshake_ivl = HANDSHAKE_MS
         try:
+            self._socket.ipv6 = ":" in (bind_address or "")
             if bind_address and security == "curve":
                 self.key_file = Path(self.directory) / "key"
                 self._gate = Gate(self._context, self._socket, self.key_file, keys)
@@ -153,8 +170,6 @@ class Transport:
             return False
         buffers = [frame.buffer for frame in frames]
         try:
-            if len(buffers[0]) > protocol.MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {len(buffers[0])} bytes, {protocol.MAX_HEADER_BYTES} at most")
             seq, message = protocol.decode_answer(buffers[0])
         except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: anything may be sent
             seq, message = None, Malformed(f"a malformed message: {printable(str(error))}")

@@ -121,7 +121,8 @@ def _check(args: ScriptArgs) -> None:
     try:
         args.check(args.make_launcher(None, spell), spell)
         if args.bind_address:
-            socket.create_server((args.bind_address, args.port)).close()
+            family = socket.AF_INET6 if ":" in args.bind_address else socket.AF_INET
+            socket.create_server((args.bind_address, args.port), family=family).close()
     except (StartupError, ValueError) as error:
         check(False, error)
     except OSError as error:

@@ -57,11 +57,12 @@ class Connection:
         self._socket.linger = 5000  # the last message may be why we die
         self._socket.connect_timeout = 2000  # ms, and then once more
         self._socket.rcvhwm = 0  # the head bounds what it asks; were pings to pile up unread, the link would seem dead
-        protocol.set_limits(self._socket, timeout)
+        protocol.set_limits(self._socket, timeout, protocol.MAX_REQUEST_FRAME)
         if keys is not None:
             keys.secure(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         threading.Thread(target=self._exit_with_head, daemon=True).start()
+        self._socket.ipv6 = "[" in address
         self._socket.connect(address)
         self.waited = 0.0  # seconds in `receive` since this was last set to 0
 
