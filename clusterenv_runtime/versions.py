@@ -67,7 +67,7 @@ class PolicyStore:
     """
 
     def __init__(self, copies: Sequence[PolicyCopy], space: Space, rounds: bool) -> None:
-        self._copies, self._space, self._rounds = copies, space, rounds
+        self._copies, self._space, self._rounds, self._example = copies, space, rounds, one_of(space)
         self._most = min(KL_STATES, max(ALL_KL_STATES // len(copies), 16))
         self.version, self.published = 0, Published()  # +1 at each publish, and what is known of it
         self.structure = b""  # cloudpickle of the policy without its weights
@@ -86,7 +86,7 @@ class PolicyStore:
         structure, shapes = self.structure, self.published[2:]
         if policy is not self._policy or layout != self._layout or not structure:
             structure = cloudpickle.dumps(policy.structure())
-            params = policy.params_at(one_of(self._space))  # raises if it does not fit, before anything has changed
+            params = policy.params_at(self._example)  # raises if it does not fit, before anything has changed
             shapes = tuple(params.shape[1:]), tuple(policy.action_at(params).shape[1:])
         changed = structure != self.structure  # a new wrapper around the same module is not a new structure
         self._policy, self._layout, self.structure = policy, layout, structure

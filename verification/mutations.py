@@ -13,8 +13,18 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What each is: the file, a piece of it, and what stands there instead.
+# What each is: the file, a piece of it, and what stands there instead. Some were there once.
 MUTATIONS = {
+    "until d016c55: what a wait has posted is left unsent": (
+        "head/pool.py",
+        "            if self._outbox:  # such as the weights that were waited for\n                self.flush()\n",
+        "            pass\n",
+    ),
+    "until 851c8d7: who pulls before anything is published ends the run": (
+        "head/pool.py",
+        "if not (self._store.version and worker.may_pull(seq)):",
+        "if not worker.may_pull(seq):",
+    ),
     "what a lost worker held is believed of its replacement": ("head/recovery.py", "worker.copy.forget()", "pass"),
     "a replacement is not asked what is outstanding": (
         "head/pool.py",
@@ -23,7 +33,7 @@ MUTATIONS = {
     ),
     "a replacement is not told the policy's structure": ("head/recovery.py", "if self._store.structure:", "if False:"),
     "the end of a lost episode is not told": ("head/recovery.py", "            worker.episodes.lost()\n", ""),
-    "nor if it is lost after the answer to a step": (
+    "until 8cddea0: nor if it is lost after the answer to a step": (
         "stepping.py",
         "        if worker.index in self._lost_since:",
         "        if False:",
@@ -46,8 +56,8 @@ MUTATIONS = {
     ),
     "late and duplicate answers are kept": (
         "head/pool.py",
-        "self._answers[seq] = self._outstanding.pop(seq), frames, process",
-        "self._answers[seq] = self._outstanding[seq], frames, process",
+        "self._answers[seq] = self._outstanding.pop(seq), answer, process",
+        "self._answers[seq] = self._outstanding[seq], answer, process",
     ),
     "who pulls for a request that was given up gets no weights": (
         "head/pool.py",

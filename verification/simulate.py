@@ -102,16 +102,30 @@ class Schedule(World):
     def strike(self, process: Process) -> None:
         """Do something to a process."""
         draw, seconds = self.random, self.random.choice((0.1, 1.0, 3.0))
-        kind = draw.choice(("die", "die", "cut", "stop", "survive", "lie"))
+        kind = draw.choice(("die", "die", "cut", "stop", "survive", "lie", "flood"))
         if kind == "die":
             process.die()
         elif kind == "cut":
             process.cut(seconds)
         elif kind == "lie":
             process.lies = True
+        elif kind == "flood":
+            process.flood(300)
         else:
             process.survives = kind == "survive"
             process.stop(seconds)
+
+
+class Net(nn.Module):
+    """Logits of two actions. What is not used makes it another structure."""
+
+    def __init__(self, unused: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1e-3, 1e-3, 2 * (3 + unused)).reshape(3 + unused, 2))
+
+    def forward(self, observations: torch.Tensor) -> torch.Tensor:
+        """Return logits ``(batch, 2)`` of observations ``(batch, 3)``."""
+        return observations @ self.weight[:3]
 
 
 class User:
@@ -126,10 +140,8 @@ class User:
         self.ahead: int | None = None  # the steps of an overlapped rollout that was requested
         self.sent = 0
 
-    def make_policy(self, hidden: int) -> None:
-        torch.manual_seed(hidden)
-        layers = [nn.Linear(3, hidden), nn.Linear(hidden, 2)] if hidden else [nn.Linear(3, 2)]
-        self.policy = CategoricalPolicy(nn.Sequential(*layers))
+    def make_policy(self, unused: int) -> None:
+        self.policy = CategoricalPolicy(Net(unused))
 
     def learn(self) -> None:
         """Change the policy a bit."""
@@ -165,10 +177,11 @@ class User:
         world.note(f"the user calls {name}")
         is_over = False
         if world.random.random() < 0.1:
-            world.after(world.random.choice((0.0, 0.01, 0.5)), lambda: None if is_over else self.envs.interrupt())
+            interrupt = world.random.choice((self.envs.interrupt, self.press_ctrl_c))
+            world.after(world.random.choice((0.0, 0.01, 0.5)), lambda: None if is_over else interrupt())
         try:
             getattr(self, name)()
-        except Interrupted:
+        except (Interrupted, KeyboardInterrupt):
             world.note("the user is interrupted")
             if name in ("rollout", "overlap", "step", "reset"):
                 self.ledger.lose_track(self.everything)
@@ -177,6 +190,10 @@ class User:
             is_over = True
         self.envs._pool.interrupted = False
         self.check_weights()
+
+    def press_ctrl_c(self) -> None:
+        """Do as Python does where nobody has asked for anything else."""
+        raise KeyboardInterrupt
 
     def reset(self) -> None:
         observations, _ = self.envs.reset(seed=self.world.random.randrange(1000))

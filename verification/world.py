@@ -175,9 +175,12 @@ class Process:
             kind, sent = lie_instead_of(self.world.random, seq, message, *sent)
             self.world.note(f"{self.name} lies: {kind} instead of a {type(message).__name__}")
         for frames in sent:
-            self._up.append(frames)
-            self._up_at = max(self._up_at, self.world.now + self.world.delay())
-            self.world.at(self._up_at, self._arrives_up)
+            self._post_up(frames)
+
+    def _post_up(self, frames: list[bytes]) -> None:
+        self._up.append(frames)
+        self._up_at = max(self._up_at, self.world.now + self.world.delay())
+        self.world.at(self._up_at, self._arrives_up)
 
     def receive(self) -> tuple[int | None, protocol.Request, list[Any]]:
         """Return the next message that is no ping."""
@@ -251,6 +254,12 @@ class Process:
 
     def _close(self) -> None:
         self.is_closed = True
+
+    def flood(self, messages: int) -> None:
+        """Answer often what nobody has asked."""
+        self.world.note(f"{self.name} floods the head with {messages} messages")
+        for _ in range(messages if self.exit is None else 0):
+            self._post_up(protocol.frames(10**9, protocol.Reply(None)))
 
     def cut(self, seconds: float) -> None:
         """Let nothing through for so long; after the time of silence, for ever."""
