@@ -55,5 +55,5 @@ def test_a_seed_always_gives_the_same_run():
 
 @pytest.mark.parametrize("name", list(mutations.MUTATIONS)[:3])
 def test_a_mistake_in_the_runtime_is_found(name):
-    is_found, text = mutations.find(name, 300)
+    is_found, text = mutations.find(name, 3000)
     assert is_found, text
