@@ -118,7 +118,7 @@ class Pull(Message):
 
 class Error(Message):
     env: int | None
-    kind: Annotated[str, msgspec.Meta(pattern=r"^[\w.<>]{1,1000}$")]
+    kind: str
     message: str
     traceback: str
     fatal: bool  # whether the worker ends

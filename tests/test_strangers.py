@@ -47,7 +47,6 @@ GARBAGE = {
     "names that move the cursor": [
         frames(None, Hello(1, 0, "host\x1b[2J", 1, {})),
         frames(None, Hello(1, 0, "host", 1, {"numpy": "2\n"})),
-        frames(1, Error(0, "builtins.ValueError\n", "no", "no", True)),
         [encode((1, {"type": "\x1b[2J"}))],
     ],
     "replies": [[*frames(seq, Reply(["array", 0, 0, "<f8", [1]])), b"8 bytes."] for seq in range(3000)],

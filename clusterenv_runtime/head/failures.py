@@ -26,7 +26,7 @@ def to_exception(errors: list[tuple[str, Error]]) -> Exception:
         gym.logger.error("Raising the last exception back to the main process.")
     which = "the policy or an environment" if error.env is None else f"environment {error.env}"
     text = printable(error.message)
-    env_error = EnvError(f"{which} on {worker} raised {error.kind}: {text}\n\n{printable(error.traceback)}")
+    env_error = EnvError(f"{which} on {worker} raised {printable(error.kind)}: {text}\n\n{printable(error.traceback)}")
     exception = _local_exception(error)
     if exception is None:
         return env_error
