@@ -34,7 +34,7 @@ class Array(_Node):
 
     frame: _Index
     offset: _Index  # in bytes
-    dtype: Annotated[str, msgspec.Meta(pattern=f"^{_DTYPE}$")]
+    dtype: Annotated[str, msgspec.Meta(pattern=f"^{_DTYPE}$")]  # of an object, NumPy would take the data for pointers
     shape: list[_Index]
 
 

@@ -12,12 +12,17 @@ def lie_instead_of(
 ) -> tuple[str, list[list[bytes]]]:
     """Return what kind of lie it is, and messages that no worker may send, in place of one; each is of frames."""
     # Not what leaves a worker silent for good: nobody can tell that from a long step.
-    kinds = ["garbage", "pulls"] + ["empty"] * (not isinstance(message, protocol.Pull))
+    kinds = ["garbage", "pulls"] + ["twice", "others"] * (seq is not None)
+    kinds += ["empty"] * (not isinstance(message, protocol.Pull))
     kinds += ["short", "fewer"] * (len(frames) > 1)
     kind = random.choice(kinds + ["future", "past"] * isinstance(message, protocol.Part))
     match kind:
         case "garbage":
             return kind, [[b"\xc1", *frames[1:]]]
+        case "twice":
+            return kind, [frames, frames]
+        case "others":  # requests, which it answers besides its own
+            return kind, [*([protocol.encode((seq + by, message)), *frames[1:]] for by in (1, -1)), frames]
         case "pulls":
             return kind, [protocol.frames(seq, protocol.Pull(0)) for _ in range(5)]
         case "empty":

@@ -48,7 +48,12 @@ MUTATIONS = {
         "                self._requests.forget_worker(worker.index)\n                raise",
         "                raise",
     ),
-    "the answers of former processes are taken": ("head/pool.py", "self._former.add(worker.identity)", "pass"),
+    "what a worker says after a wrong answer is believed": (
+        "head/pool.py",
+        "self._former.add(worker.identity)  # nor is what it says after that to be believed",
+        "pass",
+    ),
+    "a worker answers for another": ("head/pool.py", " and request.worker == worker else None", " else None"),
     "an interrupted call is not given up": (
         "head/pool.py",
         "            self._requests.forget(seqs)\n            raise",
@@ -96,7 +101,7 @@ MUTATIONS = {
     ),
     "what is no message is dropped, and its sender kept": (
         "head/pool.py",
-        'self._supervisor.lose(worker, Exit(f"it sent {text}"))',
+        'self._refuse(worker, f"it sent {text}")',
         "pass",
     ),
     "the steps of a replacement's first rollout are too few": (

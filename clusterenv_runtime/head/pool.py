@@ -265,7 +265,7 @@ class WorkerPool:
             case message if worker is None:
                 self.transport.drop(received.identity, f"{received.what} of a stranger")
             case Malformed(text):
-                self._supervisor.lose(worker, Exit(f"it sent {text}"))
+                self._refuse(worker, f"it sent {text}")
             case message:
                 worker.heard = self._clock()
                 self._handle_answer(worker, received.seq, message, received.frames)
@@ -275,7 +275,7 @@ class WorkerPool:
         match message:
             case Pull():  # also for a request given up since: that worker waits all the same
                 if not (self._store.version and worker.may_pull(seq)):
-                    self._supervisor.lose(worker, Exit("it pulled for what it was not asked"))
+                    self._refuse(worker, "it pulled for what it was not asked")
                 elif worker.state in CONNECTED:
                     weights, buffers = self._store.pull(worker.copy, message.version)
                     self._post(worker, seq, weights, *buffers)
@@ -292,14 +292,17 @@ class WorkerPool:
                 try:
                     answer = self._open(request.message, message, frames, worker.num_envs, self._store.published)
                 except ProtocolError as error:
-                    self._supervisor.lose(worker, Exit(f"its answer was wrong: {error}"))
-                    return
+                    return self._refuse(worker, f"its answer was wrong: {error}")
                 self._requests.answer(seq, answer, worker.process)
                 worker.losses = 0
                 if isinstance(message, Part):
                     worker.generator, worker.waited = message.generator, worker.waited + message.waited
             case Reply() if seq == worker.building and worker.state == State.BUILDING:
                 self._supervisor.is_ready(worker)
+
+    def _refuse(self, worker: WorkerHandle, text: str) -> None:
+        self._former.add(worker.identity)  # nor is what it says after that to be believed
+        self._supervisor.lose(worker, Exit(text))
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         worker = self.workers[hello.index] if 0 <= hello.index < len(self.workers) else None
