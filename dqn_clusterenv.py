@@ -13,13 +13,13 @@ import torch.nn.functional as F
 import torch.optim as optim
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
-from clusterenv_runtime.options import Fraction, Nats, NotNegative, Positive, PositiveNumber
+from clusterenv_runtime.options import Fraction, Name, Nats, NotNegative, Positive, PositiveNumber
 from clusterenv_runtime.script import Counters, Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
 
 
 @dataclass
 class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and sync_mode, it inherits
-    exp_name: str = os.path.basename(__file__)[: -len(".py")]
+    exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
     env_id: str = "CartPole-v1"

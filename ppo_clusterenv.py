@@ -13,13 +13,13 @@ import torch.optim as optim
 from torch.distributions import Categorical, Distribution
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.options import Fraction, Nats, NotNegativeNumber, Number, Positive, PositiveNumber
+from clusterenv_runtime.options import Fraction, Name, Nats, NotNegativeNumber, Number, Positive, PositiveNumber
 from clusterenv_runtime.script import Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
 
 
 @dataclass
 class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and kl_threshold, it inherits
-    exp_name: str = os.path.basename(__file__)[: -len(".py")]
+    exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
     env_id: str = "LunarLander-v3"

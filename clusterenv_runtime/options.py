@@ -7,6 +7,7 @@ import inspect
 import ipaddress
 import math
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -38,6 +39,8 @@ Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
 Seconds = Annotated[float, Range("a number of seconds > 0", lambda value: value > 0)]
 Nats = Annotated[float, Range("a number of nats >= 0", lambda value: value >= 0)]
 Port = Annotated[int, Range("from 0 to 65535", lambda value: 0 <= value < 2**16)]
+_NAME = "of letters, digits and -_.+=, not begin with a dot"  # slurm/train.sh has the same rule
+Name = Annotated[str, Range(_NAME, lambda value: re.fullmatch(r"[\w+=-][\w.+=-]*", value))]
 
 
 @dataclass
@@ -187,7 +190,7 @@ def check_ranges(options: Any, spell: Callable[[str], str] = str) -> None:
                 raise ValueError(f"{spell(name)} must be {words}, got {value!r}")
             for range_ in getattr(part, "__metadata__", ()):
                 if isinstance(range_, Range) and not range_.holds(value):
-                    raise ValueError(f"{spell(name)} must be {range_.text}, got {value}")
+                    raise ValueError(f"{spell(name)} must be {range_.text}, got {value!r}")
 
 
 def parse_options(

@@ -9,14 +9,30 @@ script=$1
 shift
 name=${SLURM_JOB_NAME//[^[:alnum:]_.+=-]/_}-$SLURM_JOB_ID
 name=${name/#./_}
-resume='' previous=''
+experiment=$name resume='' previous=''
 for word in "$@"; do
-    case $previous in --run-name | --run_name) name=$word ;; --resume) resume=$word ;; esac
-    case $word in --run-name=* | --run_name=*) name=${word#*=} ;; --resume=*) resume=${word#*=} ;; esac
+    case $word in --*=*) flag=${word%%=*} value=${word#*=} ;; *) flag=$previous value=$word ;; esac
+    case $flag in
+        --run[-_]name) name=$value ;;
+        --exp[-_]name) experiment=$value ;;
+        --resume) resume=$value ;;
+    esac
     previous=$word
+done
+# The script checks these, too, but only when directories have been made and keys removed.
+for flag in "--run-name $name" "--exp-name $experiment"; do
+    value=${flag#* }
+    if [[ ! $value =~ ^[[:alnum:]_+=-][[:alnum:]_.+=-]*$ ]]; then
+        echo "error: ${flag%% *} must be of letters, digits and -_.+=, not begin with a dot, got ${value@Q}" >&2
+        exit 2
+    fi
 done
 if [[ -n $resume ]]; then
     name=$(realpath --canonicalize-missing --no-symlinks --relative-to=runs -- "$resume")
+    if [[ $name == .* ]]; then
+        echo "error: --resume must be runs/NAME, of the working directory, got $resume" >&2
+        exit 2
+    fi
 fi
 
 # A task for each worker, and one for the head, which in a heterogeneous job is a part of its own.

@@ -109,7 +109,9 @@ def test_a_percent_sign_in_a_log_is_none_to_srun():
         ("--worker-prefix nonesuch", {}, "--worker-prefix begins with nonesuch, and there is no such program here"),
         ("--key-file key", {}, "--key-file is for tcp with --security curve"),
         ("--key-file no --bind-address 127.0.0.1", {}, "cannot read the key file no: No such file"),
-        ("--run-name ../there", {}, "--run-name must be of letters, digits"),
+        ("--run-name ../there", {}, "--run-name must be of letters, digits and -_.+=, not begin with a dot, got"),
+        ("--dry-run --exp-name ../there", {}, "--exp-name must be of letters, digits and -_.+=, not begin with"),
+        ("--dry-run --exp-name=", {}, "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got ''"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(tmp_path, monkeypatch, path, flags, env, says):

@@ -1,5 +1,6 @@
 """What the scripts share: a run keeps what it is told to, environments of a backend are the script's, and the flags."""
 
+import os
 import re
 import signal
 import subprocess
@@ -157,6 +158,30 @@ def test_what_make_env_does_to_an_id_that_only_the_backend_has_is_seen_on_anothe
 
 
 # Flags and imports.
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--run-name", "../x"], "--run-name must be of letters, digits and -_.+=, not begin with a dot, got '../x'"),
+        (["--run_name="], "--run-name must be of letters, digits and -_.+=, not begin with a dot, got ''"),
+        (["--exp-name", "x/y"], "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got 'x/y'"),
+        (["--exp_name=.x"], "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got '.x'"),
+        (["--resume", "../x"], "--resume must be runs/NAME, of the working directory, got ../x"),
+    ],
+)
+def test_a_job_for_what_is_no_run_says_so_before_it_makes_or_removes_anything(tmp_path, flags, says):
+    keys = tmp_path / "x" / "workers" / "clusterenv-old"  # as they are removed in the run that a job trains
+    keys.mkdir(parents=True)
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "slurm").symlink_to(ROOT / "slurm")
+    shell = f'set -euo pipefail; launch=(); source slurm/train.sh {SCRIPT} "$@"'
+    env = {**scripts.environment(), "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "job", "SLURM_NTASKS": "2"}
+    command = ["bash", "-c", shell, "job", *flags]
+    result = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (2, f"error: {says}\n")
+    assert os.listdir(here) == ["slurm"] and keys.exists()
 
 
 def test_the_page_of_flags_is_the_one_that_the_code_gives():

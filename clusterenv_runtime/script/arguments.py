@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from ..errors import CheckpointError, StartupError
-from ..options import ClusterOptions, Positive, PositiveNumber, Range
+from ..options import ClusterOptions, Name, Positive, PositiveNumber, Range
 from .checkpoint import load_checkpoint
 
 T = TypeVar("T", bound="ScriptArgs")
@@ -47,15 +47,15 @@ class ScriptArgs(ClusterOptions):
     """with `--env-backend envpool`: the number of threads that step each worker's environments"""
     dry_run: bool = False
     """print the workers' commands, one a line, and start nothing"""
-    run_name: str | None = None
+    run_name: Name | None = None
     """the run goes to `runs/RUN_NAME`; by default it is named after environment, experiment, seed and time"""
     checkpoint_interval: Interval = 300.0
     """seconds between checkpoints; there is also one at the end, and at SIGTERM, SIGUSR1 and Ctrl-C"""
     resume: str | None = None
     """go on with this run (`runs/NAME`): its flags are the defaults, and those given here override them"""
 
-    exp_name: str = ""
-    """the name of this experiment"""
+    exp_name: Name = "experiment"
+    """the name of this experiment, and of its model's file"""
     seed: Seed = 1
     """seed of the experiment"""
     torch_deterministic: bool = True
@@ -131,5 +131,3 @@ def _check(args: ScriptArgs) -> None:
     check(video, f"--capture-video needs --env-backend gymnasium, not {args.env_backend}")
     threaded = args.env_backend == "envpool" or args.env_threads == 1
     check(threaded, f"--env-threads needs --env-backend envpool, not {args.env_backend}")
-    named = args.run_name is None or re.fullmatch(r"[\w+=-][\w.+=-]*", args.run_name)
-    check(named, f"--run-name must be of letters, digits and -_.+=, not begin with a dot, got {args.run_name}")
