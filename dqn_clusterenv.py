@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch.optim as optim
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
-from clusterenv_runtime.options import Fraction, Name, Nats, NotNegative, Positive, PositiveNumber
+from clusterenv_runtime.options import EnvId, Fraction, Name, Nats, NotNegative, Positive, PositiveNumber
 from clusterenv_runtime.script import Counters, Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
 
 
@@ -22,7 +22,7 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
-    env_id: str = "CartPole-v1"
+    env_id: EnvId = "CartPole-v1"
     """the id of the environment"""
     total_timesteps: Positive = 500000
     """total timesteps of the experiments"""

@@ -13,7 +13,7 @@ import torch.optim as optim
 from torch.distributions import Categorical, Distribution
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.options import Fraction, Name, Nats, NotNegativeNumber, Number, Positive, PositiveNumber
+from clusterenv_runtime.options import EnvId, Fraction, Name, Nats, NotNegativeNumber, Number, Positive, PositiveNumber
 from clusterenv_runtime.script import Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
 
 
@@ -22,7 +22,7 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
-    env_id: str = "LunarLander-v3"
+    env_id: EnvId = "LunarLander-v3"
     """the id of the environment"""
     total_timesteps: Positive = 1500000
     """total timesteps of the experiments"""

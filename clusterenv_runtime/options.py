@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from .launchers import Launcher, launcher_names, make_launcher
+from .launchers import OWN, Launcher, launcher_names, make_launcher
 from .security import HeadKeys, read_key_file
 from .sync import SyncRule
 
@@ -26,6 +26,16 @@ class Range:
     """What a value must be, in words and as a function that says whether it is."""
 
     text: str
+    holds: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class RunsCode:
+    """Which values run someone's code: they start a program, name what is imported, or say who may send code.
+
+    A script never takes such a value from a file alone, see `clusterenv_runtime.script.parse`.
+    """
+
     holds: Callable[[Any], bool]
 
 
@@ -40,6 +50,8 @@ Seconds = Annotated[float, Range("a number of seconds > 0", lambda value: value 
 Nats = Annotated[float, Range("a number of nats >= 0", lambda value: value >= 0)]
 Port = Annotated[int, Range("from 0 to 65535", lambda value: 0 <= value < 2**16)]
 _NAME = "of letters, digits and -_.+=, not begin with a dot"  # slurm/train.sh has the same rule
+LauncherName = Annotated[str, RunsCode(lambda value: value not in OWN)]
+EnvId = Annotated[str, RunsCode(lambda value: ":" in str(value))]  # Gymnasium imports the module before the colon
 Name = Annotated[str, Range(_NAME, lambda value: re.fullmatch(r"[\w+=-][\w.+=-]*", value))]
 
 
@@ -49,10 +61,10 @@ class ClusterOptions:
 
     num_workers: Positive = 2
     """the number of environment worker processes, each with a contiguous share of the environments"""
-    launcher: str = "local"
+    launcher: LauncherName = "local"
     """where workers run: `local` starts them on this machine, `slurm` as steps of the job that this runs in, `external`
     prints their commands and waits until you have run them; or a launcher that another package adds"""
-    worker_prefix: str = ""
+    worker_prefix: Annotated[str, RunsCode(bool)] = ""
     """goes before each worker's Python, as in `nice -n 19` or (with the launcher `slurm`) `apptainer exec image.sif`"""
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
     """when workers pull weights: by divergence (APS), every `sync_interval` versions, every version, or once"""
@@ -84,9 +96,9 @@ class ClusterOptions:
     """the tcp port to listen on; 0 for a random free one"""
     security: Literal["curve", "none"] = "curve"
     """over tcp: `curve` encrypts and admits only workers that have this run's keys, `none` does neither"""
-    allow_insecure: bool = False
+    allow_insecure: Annotated[bool, RunsCode(bool)] = False
     """permit the security `none`, with which whoever can reach the port can execute code as you"""
-    key_file: str | None = None
+    key_file: Annotated[str | None, RunsCode(bool)] = None
     """over tcp: the keys, in a file of `python -m clusterenv_runtime.keys FILE`; by default each run makes its own"""
 
     @property
@@ -188,9 +200,17 @@ def check_ranges(options: Any, spell: Callable[[str], str] = str) -> None:
             if typing.get_origin(part) is Literal and value not in typing.get_args(part):
                 words = " or ".join(map(repr, typing.get_args(part)))
                 raise ValueError(f"{spell(name)} must be {words}, got {value!r}")
-            for range_ in getattr(part, "__metadata__", ()):
-                if isinstance(range_, Range) and not range_.holds(value):
-                    raise ValueError(f"{spell(name)} must be {range_.text}, got {value!r}")
+            for mark in getattr(part, "__metadata__", ()):
+                if isinstance(mark, Range) and not mark.holds(value):
+                    raise ValueError(f"{spell(name)} must be {mark.text}, got {value!r}")
+
+
+def that_run_code(options: Any) -> dict[str, Any]:
+    """Return the fields of this dataclass whose values run someone's code, as their types' `RunsCode` say."""
+    hints = typing.get_type_hints(type(options), include_extras=True)
+    marks = [(name, mark) for name, hint in hints.items() for mark in getattr(hint, "__metadata__", ())]
+    found = [name for name, mark in marks if isinstance(mark, RunsCode) and mark.holds(getattr(options, name))]
+    return {name: getattr(options, name) for name in found}
 
 
 def parse_options(

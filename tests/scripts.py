@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # CartPole whose runs last, however fast the machine: after the first STEPS of an environment each takes a while, until
 # there is a file `go` in the working directory. The last reset by a worker was when a file `reset` there was written.
+LASTING_ID = "lasting_env:Lasting-v0"
 LASTING_ENV = """
 import os, pathlib, sys, time
 import gymnasium as gym
@@ -51,7 +52,7 @@ def environment(**extra):
 def lasting(directory, steps, seconds=0.05):
     """Put LASTING_ENV into a directory; return the flags of a run with it there."""
     Path(directory, "lasting_env.py").write_text(f"STEPS, SECONDS = {steps}, {seconds}\n{LASTING_ENV}")
-    return ["--env-id", "lasting_env:Lasting-v0"]
+    return ["--env-id", LASTING_ID]
 
 
 def run(script, directory, *flags, **extra):
@@ -124,7 +125,7 @@ def check_interruption(process, workers, number=signal.SIGINT, code=130):
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == code
     (line,) = errors.splitlines()
-    assert line.startswith(f"interrupted; to go on: python {process.args[1]} --resume runs/")
+    assert line.startswith(f"interrupted; to go on: python {process.args[1]} --env-id={LASTING_ID} --resume runs/")
     assert not any(alive(pid) for pid in workers)
     return line.rpartition(" ")[2]
 

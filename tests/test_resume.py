@@ -4,10 +4,12 @@ How often something is killed at a random moment, RESUME_TIMES says: ``RESUME_TI
 with ``TEST_SECONDS=9000``, as that may take longer than a test may.
 """
 
+import importlib
 import json
 import os
 import pickle
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,7 +29,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import dqn_clusterenv
 import ppo_clusterenv
 from clusterenv_runtime import CategoricalPolicy, CheckpointError, ClusterEnv, Interrupted
-from clusterenv_runtime.script import Run, parse
+from clusterenv_runtime.script import Run, arguments, parse
 from clusterenv_runtime.script.checkpoint import load_checkpoint, rng_state, save_checkpoint, set_rng_state
 from clusterenv_runtime.script.signals import Signals
 
@@ -374,19 +376,19 @@ CODES = pytest.mark.parametrize(
 @CODES
 def test_a_signal_interrupts_then_all_is_saved_and_a_schedulers_next_is_ignored(signals, capsys, number, code):
     envs, saves = Envs(), []
-    with pytest.raises(SystemExit) as exit, signals.saving(envs, lambda: saves.append(1), "runs/x"):
+    with pytest.raises(SystemExit) as exit, signals.saving(envs, lambda: saves.append(1), "--resume runs/x"):
         signal.raise_signal(number)
         assert envs.interruptions == 1 and not saves
         raise Interrupted
     assert exit.value.code == code and saves == [1]
-    assert capsys.readouterr().err == f"interrupted; to go on: python {sys.argv[0]} --resume runs/x\n"
+    assert capsys.readouterr().err == "interrupted; to go on: --resume runs/x\n"
     left = [signal.getsignal(each) for each in NUMBERS]
     assert left == [signal.SIG_IGN, signal.SIG_IGN, signal.default_int_handler]
 
 
 @CODES
 def test_a_signal_before_the_training_or_after_it_ends_the_process_where_it_is(signals, capsys, number, code):
-    with signals.saving(Envs(), None, "runs/x"):
+    with signals.saving(Envs(), None, "--resume runs/x"):
         pass
     with pytest.raises(SystemExit) as exit:
         signal.raise_signal(number)
@@ -396,7 +398,7 @@ def test_a_signal_before_the_training_or_after_it_ends_the_process_where_it_is(s
 
 def test_a_signal_during_the_last_update_is_heeded_before_the_evaluation(signals):
     envs, saves = Envs(), []
-    with pytest.raises(SystemExit) as exit, signals.saving(envs, lambda: saves.append(1), "runs/x"):
+    with pytest.raises(SystemExit) as exit, signals.saving(envs, lambda: saves.append(1), "--resume runs/x"):
         signals.raise_if_received()
         signal.raise_signal(signal.SIGTERM)
         envs.close()
@@ -407,7 +409,7 @@ def test_a_signal_during_the_last_update_is_heeded_before_the_evaluation(signals
 
 def test_a_second_ctrl_c_is_the_usual_one(signals):
     envs = Envs()
-    with pytest.raises(KeyboardInterrupt), signals.saving(envs, None, "runs/x"):
+    with pytest.raises(KeyboardInterrupt), signals.saving(envs, None, "--resume runs/x"):
         signal.raise_signal(signal.SIGINT)
         assert envs.interruptions == 1
         signal.raise_signal(signal.SIGINT)
@@ -421,7 +423,7 @@ def test_a_signal_is_heeded_at_once_when_there_are_no_workers_to_wait_for(signal
         signal.raise_signal(signal.SIGTERM)
         saves.append(1)
 
-    with pytest.raises(SystemExit) as exit, signals.saving(envs, save, "runs/x"):
+    with pytest.raises(SystemExit) as exit, signals.saving(envs, save, "--resume runs/x"):
         signal.raise_signal(signal.SIGTERM)
         pytest.fail("it was not heeded")
     assert exit.value.code == 75 and saves == [1]
@@ -488,6 +490,53 @@ def test_a_run_that_cannot_be_resumed_is_one_line(run_x, monkeypatch, flags, say
     assert says in refusal(monkeypatch, ppo_clusterenv.Args, *flags.split())
 
 
+RUNNING_CODE = [
+    ("worker_prefix", "touch owned", "'--worker-prefix=touch owned'"),
+    ("env_id", "owned:Env-v0", "--env-id=owned:Env-v0"),
+    ("launcher", "added", "--launcher=added"),
+    ("key_file", "their.key", "--key-file=their.key"),
+    ("allow_insecure", True, "--allow-insecure=True"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "flag"), RUNNING_CODE)
+def test_what_runs_code_is_not_taken_from_a_run_but_accepted_if_it_is_given_again(
+    run_x, monkeypatch, name, value, flag
+):
+    args = ppo_clusterenv.Args(**{name: value})
+    save_checkpoint("runs/x", {"args": vars(args), "global_step": 6}, 6)
+    monkeypatch.setattr(arguments, "_check", lambda _: None)  # there is no such program, launcher and file
+    says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
+    assert says.startswith(f"error: runs/x has {arguments.spell(name)} {value!r}: what can run someone's code is not")
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    again = arguments.resume_command(args, "runs/x")
+    assert again == f"python script.py {flag} --resume runs/x"
+    monkeypatch.setattr(sys, "argv", shlex.split(again)[1:])
+    assert getattr(parse(ppo_clusterenv.Args, fixed=["env_id"])[0], name) == value
+
+
+def test_what_runs_code_is_refused_all_at_once_and_another_value_may_be_given(run_x, monkeypatch):
+    args = vars(ppo_clusterenv.Args(worker_prefix="touch owned", env_id="owned:Env-v0"))
+    save_checkpoint("runs/x", {"args": args, "global_step": 6}, 6)
+    says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
+    assert "has --worker-prefix 'touch owned' and --env-id 'owned:Env-v0': " in says
+    flags = ["--resume", "runs/x", "--worker-prefix", "nice", "--env-id", "owned:Env-v0"]
+    monkeypatch.setattr(sys, "argv", ["script.py", *flags])
+    assert parse(ppo_clusterenv.Args)[0].worker_prefix == "nice"
+
+
+@pytest.mark.parametrize("script", ["ppo_clusterenv", "dqn_clusterenv"])
+def test_a_run_from_elsewhere_neither_starts_nor_imports_anything(tmp_path, script):
+    args = importlib.import_module(script).Args(worker_prefix="touch started", env_id="owned:Env-v0")
+    (tmp_path / "owned.py").write_text("open('imported', 'w').close()")
+    os.makedirs(tmp_path / "runs" / "x")
+    save_checkpoint(tmp_path / "runs" / "x", {"args": vars(args), "global_step": 0}, 0)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    result = scripts.run(f"{script}.py", tmp_path, "--resume", "runs/x")
+    scripts.check_refusal(result, "runs/x has --worker-prefix 'touch started' and --env-id 'owned:Env-v0'")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
 def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypatch, caplog):
     assert "--clip-coef" in refusal(monkeypatch, dqn_clusterenv.Args, "--resume", "runs/x")
     (path,) = saved_in(Path("runs/x"))
@@ -534,6 +583,7 @@ def test_a_cluster_env_takes_what_the_flags_say(monkeypatch, tmp_path):
 # Whole runs.
 
 LONG = ["--checkpoint-interval", "0.1"]
+LASTING = ["--env-id", scripts.LASTING_ID]  # what names code is given again
 RUNS = {
     "ppo_clusterenv.py": ([*ppo.TINY, *LONG], 64, ppo.SUMMARY),
     "dqn_clusterenv.py": ([*dqn.TINY, *LONG], 8, dqn.SUMMARY),
@@ -594,7 +644,7 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     assert 0 < before["global_step"] < total and before["seconds"] > 0
     (tmp_path / "go").touch()
     # With nothing left to do, what is loaded is saved again, and evaluated.
-    resume(script, tmp_path, folder, "--total-timesteps", str(before["global_step"]))
+    resume(script, tmp_path, folder, *LASTING, "--total-timesteps", str(before["global_step"]))
     after = load_checkpoint(folder)
     # Not the time in between counts, nor that to start: none before the workers' reset.
     saved = max(path.stat().st_mtime for path in saved_in(folder))
@@ -633,9 +683,9 @@ def test_kill_at_random_moments_and_resume_to_the_end(tmp_path, script):
         envs = saved["parts"]["envs"]
         counters.append([saved["global_step"], envs["policy_version"], *envs["pulls"], envs["sync_bytes"]])
         counters[-1] += [saved["seconds"], saved["parts"].get("count", {}).get("gradient_steps", 0)]
-        command = [sys.executable, str(scripts.ROOT / script), "--resume", f"runs/{folder.name}"]
+        command = [sys.executable, str(scripts.ROOT / script), *LASTING, "--resume", f"runs/{folder.name}"]
     (tmp_path / "go").touch()
-    resume(script, tmp_path, folder)
+    resume(script, tmp_path, folder, *LASTING)
     summary = check_the_whole_run(script, folder, total)
     for earlier, later in zip(counters, counters[1:], strict=False):
         assert all(a <= b for a, b in zip(earlier, later, strict=True))
@@ -652,7 +702,7 @@ def test_without_its_replay_buffer_a_run_collects_first(tmp_path):
     gradient_steps = saved["parts"]["count"]["gradient_steps"]
     assert saved["parts"]["rb"] == {} and gradient_steps == (saved["global_step"] - 16) // 10
     (tmp_path / "go").touch()
-    result = resume(dqn.SCRIPT, tmp_path, folder, "--learning-starts", "100")
+    result = resume(dqn.SCRIPT, tmp_path, folder, *LASTING, "--learning-starts", "100")
     assert "not in checkpoints" in result.stdout
     assert "no replay buffer in the checkpoint: collecting 100 steps before learning" in result.stdout
     summary = check_the_whole_run(dqn.SCRIPT, folder, total)

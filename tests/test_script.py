@@ -65,7 +65,7 @@ def test_a_module_a_counter_and_a_metric_are_a_line_each_and_resumed(tmp_path):
     done = before["global_step"] // 64
     assert 0 < done < 60 and before["parts"]["count"] == {"epochs": done * epochs}
     (tmp_path / "go").touch()
-    result = scripts.run(script, tmp_path, "--resume", f"runs/{folder.name}")
+    result = scripts.run(script, tmp_path, "--env-id", scripts.LASTING_ID, "--resume", f"runs/{folder.name}")
     assert result.returncode == 0, result.stderr
     parts = load_checkpoint(folder)["parts"]
     assert parts["count"] == {"epochs": 60 * epochs}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 import socket
 import sys
 import typing
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from ..errors import CheckpointError, StartupError
-from ..options import ClusterOptions, Name, Positive, PositiveNumber, Range
+from ..options import ClusterOptions, Name, Positive, PositiveNumber, Range, that_run_code
 from .checkpoint import load_checkpoint
 
 T = TypeVar("T", bound="ScriptArgs")
@@ -91,7 +92,8 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
     """Read the command line; with --resume also the checkpoint to go on from, else an empty one.
 
     ``fixed`` are the flags that must stay as they were, besides the number of workers and of their environments.
-    Mistakes end the process with one line.
+    Mistakes end the process with one line. So do flags of the run that can run someone's code (`RunsCode`), unless the
+    command line has them, too: whoever made the checkpoint chose them.
     """
     # W&B agents write booleans as --flag=True; tyro's spelling is --flag and --no-flag
     hints = typing.get_type_hints(script_args)
@@ -108,12 +110,23 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
             check(False, error)
         unknown = ", ".join(spell(name) for name in saved["args"] if name not in hints)
         check(not unknown, f"{args.resume} is of another script, or version of it: it has {unknown}")
-        args = tyro.cli(script_args, args=argv, default=script_args(**saved["args"]))
+        given, args = args, tyro.cli(script_args, args=argv, default=script_args(**saved["args"]))
+        code = {name: value for name, value in that_run_code(args).items() if value != getattr(given, name)}
+        has = " and ".join(f"{spell(name)} {value!r}" for name, value in code.items())
+        why = "what can run someone's code is not taken from a file; to accept it, give it again on the command line"
+        check(not code, f"{args.resume} has {has}: {why}")
         for name in ("num_workers", "envs_per_worker", *fixed):
             before, now = saved["args"].get(name), getattr(args, name)
             check(before == now, f"{spell(name)} cannot change on the way: {args.resume} has {before}, got {now}")
     _check(args)
     return args, saved
+
+
+def resume_command(args: ScriptArgs, directory: str) -> str:
+    """Return the command that goes on with the run in ``directory``, with the flags that are not taken from there."""
+    usual = vars(type(args)())
+    flags = [f"{spell(name)}={value}" for name, value in that_run_code(args).items() if value != usual[name]]
+    return shlex.join(["python", sys.argv[0], *flags, "--resume", directory])
 
 
 def _check(args: ScriptArgs) -> None:

@@ -19,7 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ..env import ClusterEnv
 from ..rollout import Rollout
-from .arguments import check
+from .arguments import check, resume_command
 from .checkpoint import rng_state, save_checkpoint, set_rng_state
 from .curve import LearningCurve
 from .dry_run import worker_commands
@@ -132,7 +132,8 @@ class Run:
             set_rng_state(self._saved["rng"])
         self._start = time.time() - self._saved.get("seconds", 0)
         self._progress = Progress(TextColumn("{task.fields[status]}"), TimeRemainingColumn(), TextColumn("left"))
-        with envs, self.writer, self._progress, self._signals.saving(envs, self.save, self.directory):
+        to_go_on = resume_command(self.args, self.directory)
+        with envs, self.writer, self._progress, self._signals.saving(envs, self.save, to_go_on):
             yield
 
     @property

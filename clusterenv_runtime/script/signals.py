@@ -47,8 +47,8 @@ class Signals:
             raise Interrupted("interrupted")
 
     @contextmanager
-    def saving(self, envs: ClusterEnv, save: Callable[[], None], directory: str) -> Iterator[None]:
-        """Have a signal end this block where nothing is half done: call ``save``, say how to resume, and exit.
+    def saving(self, envs: ClusterEnv, save: Callable[[], None], to_go_on: str) -> Iterator[None]:
+        """Have a signal end this block where nothing is half done: call ``save``, say how to go on, and exit.
 
         That is in a wait for workers, which it interrupts, and in `raise_if_received`. Once ``envs`` is closed nothing
         is ever half done.
@@ -58,6 +58,6 @@ class Signals:
             yield
         except Interrupted:
             save()
-            self._exit(f"interrupted; to go on: python {sys.argv[0]} --resume {directory}")
+            self._exit(f"interrupted; to go on: {to_go_on}")
         finally:
             self._envs = None
