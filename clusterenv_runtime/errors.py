@@ -29,6 +29,10 @@ class CheckpointError(ClusterEnvError):
     """There is no run, no checkpoint, or none that is whole; the text says which."""
 
 
+class RunLockedError(ClusterEnvError):
+    """Another process trains the run; the text says which."""
+
+
 class EnvError(ClusterEnvError):
     """An environment raised on a worker; the text names env, worker and log and holds the remote traceback.
 

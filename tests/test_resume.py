@@ -4,6 +4,8 @@ How often something is killed at a random moment, RESUME_TIMES says: ``RESUME_TI
 with ``TEST_SECONDS=9000``, as that may take longer than a test may.
 """
 
+import errno
+import fcntl
 import importlib
 import json
 import os
@@ -11,6 +13,7 @@ import pickle
 import random
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,8 +32,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import dqn_clusterenv
 import ppo_clusterenv
 from clusterenv_runtime import CategoricalPolicy, CheckpointError, ClusterEnv, Interrupted
+from clusterenv_runtime.errors import RunLockedError
 from clusterenv_runtime.script import Run, arguments, parse
 from clusterenv_runtime.script.checkpoint import load_checkpoint, rng_state, save_checkpoint, set_rng_state
+from clusterenv_runtime.script.lock import lock
 from clusterenv_runtime.script.signals import Signals
 
 from . import scripts
@@ -38,7 +43,7 @@ from . import test_dqn_clusterenv as dqn
 from . import test_ppo_clusterenv as ppo
 from .envs import BlockingEnv, CountingEnv, assert_same
 from .nets import linear
-from .patience import HOUR, at_most
+from .patience import HOUR, at_most, wait_until
 from .scripts import environment
 
 TIMES = int(os.environ.get("RESUME_TIMES", 1))
@@ -531,10 +536,10 @@ def test_a_run_from_elsewhere_neither_starts_nor_imports_anything(tmp_path, scri
     (tmp_path / "owned.py").write_text("open('imported', 'w').close()")
     os.makedirs(tmp_path / "runs" / "x")
     save_checkpoint(tmp_path / "runs" / "x", {"args": vars(args), "global_step": 0}, 0)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    before = set(tmp_path.rglob("*"))
     result = scripts.run(f"{script}.py", tmp_path, "--resume", "runs/x")
     scripts.check_refusal(result, "runs/x has --worker-prefix 'touch started' and --env-id 'owned:Env-v0'")
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert set(tmp_path.rglob("*")) - before == {tmp_path / "runs" / "x" / "lock"}
 
 
 def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypatch, caplog):
@@ -578,6 +583,73 @@ def test_a_cluster_env_takes_what_the_flags_say(monkeypatch, tmp_path):
     with ClusterEnv([CountingEnv], **options) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         envs.reset()
+
+
+# One process at a time.
+
+
+def test_a_run_that_another_process_trains_is_refused_until_that_is_killed(tmp_path):
+    flags = [*ppo.TINY, *LONG, "--run-name", "x", "--total-timesteps", "1920"]
+    process, _ = scripts.start_and_await_training(ppo.SCRIPT, tmp_path, *flags)
+    wait_until(lambda: saved_in(tmp_path / "runs" / "x"))
+    says = f"runs/x is being trained by process {process.pid} on {socket.gethostname()}\n"
+    scripts.check_refusal(scripts.run(ppo.SCRIPT, tmp_path, *flags), says)
+    again = [*LASTING, "--resume", "runs/x"]
+    scripts.check_refusal(scripts.run(ppo.SCRIPT, tmp_path, *again), says)
+    assert "clusterenv_runtime.worker" in scripts.run(ppo.SCRIPT, tmp_path, *again, "--dry-run").stdout
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+    (tmp_path / "go").touch()
+    resume(ppo.SCRIPT, tmp_path, tmp_path / "runs" / "x", *LASTING)
+    check_the_whole_run(ppo.SCRIPT, tmp_path / "runs" / "x", 1920)
+
+
+HOLDER = """
+import os, sys, time
+from clusterenv_runtime.script.lock import lock
+lock(sys.argv[1])
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(3600)
+"""
+
+
+def test_a_lock_is_its_processes_alone_and_goes_with_it(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    child = int(process.stdout.readline())
+    try:
+        with pytest.raises(RunLockedError, match=f"is being trained by process {process.pid} on "):
+            lock(tmp_path)
+        process.kill()
+        process.wait()
+        lock(tmp_path)
+        lock(tmp_path)
+        assert scripts.alive(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.stdout.close()
+
+
+def test_where_files_cannot_be_locked_a_run_warns_and_goes_on(tmp_path, monkeypatch, caplog):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    lock(tmp_path)
+    warning = f"no other process may train {tmp_path}, but that cannot be ensured: No locks available"
+    assert [record.getMessage() for record in caplog.records] == [warning]
+
+
+def test_a_link_in_place_of_the_lock_is_one_line_and_not_followed(run_x, monkeypatch, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    os.symlink(tmp_path / "precious", "runs/x/lock")
+    says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
+    assert says == "error: cannot write to runs/x: Too many levels of symbolic links"
+    assert (tmp_path / "precious").read_text() == "precious"
 
 
 # Whole runs.

@@ -15,9 +15,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from ..errors import CheckpointError, StartupError
+from ..errors import CheckpointError, RunLockedError, StartupError
 from ..options import ClusterOptions, Name, Positive, PositiveNumber, Range, that_run_code
 from .checkpoint import load_checkpoint
+from .lock import lock
 
 T = TypeVar("T", bound="ScriptArgs")
 Seed = Annotated[int, Range("from 0 to 4294967295", lambda value: 0 <= value < 2**32)]
@@ -105,9 +106,13 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
         in_runs = not args.resumed_name.startswith(".")
         check(in_runs, f"--resume must be runs/NAME, of the working directory, got {args.resume}")
         try:
+            if os.path.isdir(args.resume) and not args.dry_run:
+                lock(args.resume)  # before it is read: whoever has it may be about to write the next checkpoint
             saved = load_checkpoint(args.resume)
-        except CheckpointError as error:
+        except (CheckpointError, RunLockedError) as error:
             check(False, error)
+        except OSError as error:
+            check(False, f"cannot write to {args.resume}: {error.strerror}")
         unknown = ", ".join(spell(name) for name in saved["args"] if name not in hints)
         check(not unknown, f"{args.resume} is of another script, or version of it: it has {unknown}")
         given, args = args, tyro.cli(script_args, args=argv, default=script_args(**saved["args"]))

@@ -18,11 +18,13 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from ..env import ClusterEnv
+from ..errors import RunLockedError
 from ..rollout import Rollout
 from .arguments import check, resume_command
 from .checkpoint import rng_state, save_checkpoint, set_rng_state
 from .curve import LearningCurve
 from .dry_run import worker_commands
+from .lock import lock
 from .signals import Signals
 
 T = TypeVar("T")
@@ -91,6 +93,9 @@ class Run:
         named = self.args.resume is not None or self.args.run_name is not None
         try:
             os.makedirs(self.directory, exist_ok=named)
+            lock(self.directory)
+        except RunLockedError as error:
+            check(False, error)
         except OSError as error:
             check(False, f"cannot write to {self.directory}: {error.strerror}")
         begun = any(name.startswith("checkpoint-") for name in os.listdir(self.directory))
