@@ -10,8 +10,10 @@ import logging
 import os
 import random
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -50,24 +52,56 @@ def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], st
     _check(state, "state")
     directory = Path(directory)
     temporary = directory / "checkpoint.tmp"  # of a process killed while it saved, too: the next one overwrites it
-    try:
-        with open(temporary, "wb") as file:
-            hashed = _Hashed(file)
-            try:
-                torch.save(state, hashed)
-            except RuntimeError as error:
-                raise hashed.error or error from None
-            hashed.flush()
-            os.fsync(file.fileno())
-        path = directory / f"checkpoint-{step:012d}-{hashed.digest.hexdigest()}.pt"
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)  # the disk may be full
-        raise
+    with _on_disk(temporary) as file:
+        digest = _dump(state, file)
+    path = directory / f"checkpoint-{step:012d}-{digest}.pt"
+    temporary.replace(path)
     _fsync(directory)
     earlier = [(at, other) for at, _, other in _checkpoints(directory) if other != path]
     for other in [other for at, other in earlier if at >= step] + [other for at, other in earlier if at < step][1:]:
         other.unlink()
+
+
+def save_model(path: str, state: dict[str, Any]) -> None:
+    """Write the ``state_dict`` of a model, whole; if that fails, what was at ``path`` stays.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with replaced(path) as file:
+        _dump(state, file)
+
+
+@contextmanager
+def replaced(path: str) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of ``path`` after this block, when all of it is on disk."""
+    temporary = Path(f"{path}.tmp")
+    with _on_disk(temporary) as file:
+        yield file
+    temporary.replace(path)
+
+
+@contextmanager
+def _on_disk(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file: after this block all of it is on disk, or it is gone."""
+    try:
+        with open(path, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)  # the disk may be full
+        raise
+
+
+def _dump(state: dict[str, Any], file: BinaryIO) -> str:
+    """Write a state, and return the SHA-256 of what was written."""
+    hashed = _Hashed(file)
+    try:
+        torch.save(state, hashed)
+    except RuntimeError as error:
+        raise hashed.error or error from None
+    return hashed.digest.hexdigest()
 
 
 def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -48,7 +48,7 @@ class LearningCurve:
         self.points, self._returns, self._lengths = state["points"], state["returns"], state["lengths"]
         self._recent_returns.extend(state["recent"])
 
-    def plot(self, title: str, path: str) -> None:
+    def plot(self, title: str, file: BinaryIO) -> None:
         steps, returns, pulls, versions = np.array(self.points).reshape(-1, 4).T
         figure = Figure(figsize=(7, 5.5), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
@@ -58,4 +58,4 @@ class LearningCurve:
         bottom.plot(steps, pulls, color="#D55E00", label="pulls per worker")
         bottom.set(xlabel="environment steps", ylabel="cumulative number")
         bottom.legend(frameon=False)
-        figure.savefig(path, dpi=150)
+        figure.savefig(file, dpi=150)

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
-from torch.utils.tensorboard import SummaryWriter
 
 from ..env import ClusterEnv
 from ..errors import RunLockedError
 from ..rollout import Rollout
 from .arguments import check, resume_command
-from .checkpoint import rng_state, save_checkpoint, set_rng_state
+from .checkpoint import replaced, rng_state, save_checkpoint, save_model, set_rng_state
 from .curve import LearningCurve
 from .dry_run import worker_commands
 from .lock import lock
+from .logs import open_logs
 from .signals import Signals
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+def say(text: str) -> None:
+    """Print a line if it can be written: a full disk, or a terminal that is gone, is no reason to end a run."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 class Counters(SimpleNamespace):
@@ -85,7 +94,10 @@ class Run:
                 resume="allow",
             )  # fmt: skip
             wandb.define_metric("*", step_metric="global_step")
-        self.writer = SummaryWriter(self.directory, purge_step=self.global_step + bool(saved))
+        try:
+            self.writer = open_logs(self.directory, self.global_step + bool(saved))
+        except OSError as error:
+            check(False, f"cannot write to {self.directory}: {error.strerror}")
         table = "\n".join([f"|{key}|{value}|" for key, value in vars(args).items()])
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", self.global_step)
 
@@ -123,7 +135,17 @@ class Run:
         }  # fmt: skip
         save_checkpoint(self.directory, state, self.global_step)
         if self.args.save_model:
-            torch.save(self._model.state_dict(), f"{self.directory}/{self.args.exp_name}.cleanrl_model")
+            save_model(f"{self.directory}/{self.args.exp_name}.cleanrl_model", self._model.state_dict())
+
+    def _try_to_save(self) -> None:
+        """Save, or warn: a disk that is full now need not be at the next time, or in `finish`."""
+        try:
+            self.save()
+            self._unsaved = False
+        except OSError as error:
+            self._unsaved = True
+            at, why = f"{self.directory} at step {self.global_step}", error.strerror or error
+            logger.warning("no checkpoint of %s: %s; training goes on", at, why)
 
     @contextmanager
     def training(self, envs: ClusterEnv, model: torch.nn.Module) -> Iterator[None]:
@@ -136,7 +158,8 @@ class Run:
         if self._saved:
             set_rng_state(self._saved["rng"])
         self._start = time.time() - self._saved.get("seconds", 0)
-        self._progress = Progress(TextColumn("{task.fields[status]}"), TimeRemainingColumn(), TextColumn("left"))
+        columns = TextColumn("{task.fields[status]}"), TimeRemainingColumn(), TextColumn("left")
+        self._progress = Progress(*columns, console=Console(quiet=not sys.stdout.isatty()))  # else `report` prints
         to_go_on = resume_command(self.args, self.directory)
         with envs, self.writer, self._progress, self._signals.saving(envs, self.save, to_go_on):
             yield
@@ -160,14 +183,14 @@ class Run:
         for iteration in range(done + 1, number + 1):
             self._signals.raise_if_received()
             if time.monotonic() - saved_at > self.args.checkpoint_interval:
-                self.save()
+                self._try_to_save()
                 saved_at = time.monotonic()
             yield iteration
             if self._stop:
                 break
         self._trained_seconds = self.seconds
         self._progress.stop()
-        self.save()
+        self._try_to_save()
         self._envs.close()
         self._signals.raise_if_received()
 
@@ -203,15 +226,17 @@ class Run:
         self._progress.update(self._task, completed=iteration, status=status)
         if not self._progress.console.is_terminal and iteration * 20 // self._number > self._printed:
             self._printed = iteration * 20 // self._number
-            print(status, flush=True)
+            say(status)
         self._stop = self._time_is_up()
 
     def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
-        """Log the evaluation, draw the learning curve, and write ``summary.json``, with ``more`` in it."""
+        """Log and print the evaluation, draw the learning curve, and write ``summary.json``, with ``more`` in it.
+
+        If one of these files or the last checkpoint cannot be written, exit with one line.
+        """
         self.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
         args, envs, step, seconds = self.args, self._envs, self.global_step, self._trained_seconds
         mean_return, pulls = self.curve.mean_return, float(envs.pulls.mean())
-        self.curve.plot(f"{args.exp_name} on {args.env_id}, seed {args.seed}", f"{self.directory}/learning_curve.png")
         summary = {
             "global_step": step, "wall_seconds": seconds, "sps": step / seconds, **more,
             "pulls_per_worker": pulls, "sync_bytes": envs.sync_bytes,
@@ -220,9 +245,16 @@ class Run:
             "kl_threshold": args.kl_threshold, "seed": args.seed, "env_id": args.env_id,
             "worker_restarts": envs.restarts, "args": vars(args),
         }  # fmt: skip
-        with open(f"{self.directory}/summary.json", "w") as file:
-            json.dump(summary, file, indent=2)
         if self._wandb:
             self._wandb.summary.update(summary)
-        print(f"{step:,} steps in {seconds:.0f} s; {pulls:g} pulls a worker")
-        print(f"mean return {mean_return:.1f}, in the evaluation {np.mean(eval_returns):.1f}; see {self.directory}")
+        say(f"{step:,} steps in {seconds:.0f} s; {pulls:g} pulls a worker")
+        say(f"mean return {mean_return:.1f}, in the evaluation {np.mean(eval_returns):.1f}; see {self.directory}")
+        try:
+            with replaced(f"{self.directory}/learning_curve.png") as file:
+                self.curve.plot(f"{args.exp_name} on {args.env_id}, seed {args.seed}", file)
+            with replaced(f"{self.directory}/summary.json") as file:
+                file.write(json.dumps(summary, indent=2).encode())
+            if self._unsaved:
+                self.save()
+        except OSError as error:
+            check(False, f"cannot write to {self.directory}: {error.strerror or error}")

@@ -57,7 +57,11 @@ class Signals:
         try:
             yield
         except Interrupted:
-            save()
+            try:
+                save()
+            except OSError as error:
+                from_before = f"to go on from the checkpoint before, if there is one: {to_go_on}"
+                sys.exit(f"error: interrupted, and not saved: {error.strerror or error}; {from_before}")
             self._exit(f"interrupted; to go on: {to_go_on}")
         finally:
             self._envs = None

@@ -1,0 +1,71 @@
+"""TensorBoard's logs of a run, which a full disk interrupts and does not end."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
+
+
+def open_logs(directory: str, purge_step: int) -> SummaryWriter:
+    """Return a writer of logs into ``directory``, in which those of this step and of later ones no longer count.
+
+    Raises:
+        OSError: nothing can be written there. Later on that is a warning, see `EventFiles`.
+    """
+    writer = SummaryWriter(directory, purge_step=purge_step)
+    writer.file_writer.event_writer = EventFiles(writer.file_writer.event_writer)
+    return writer
+
+
+class EventFiles:
+    """In place of a `SummaryWriter`'s file of events: what cannot be written is lost, with a warning.
+
+    TensorBoard's own raises its first error for ever. Here each `flush` tries to begin a new file after it.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._begin = file, type(file)
+        self._directory = file.get_logdir()
+
+    def get_logdir(self) -> str:
+        return self._directory
+
+    def add_event(self, event: Any) -> None:
+        if self._file is not None:
+            self._attempt(self._file.add_event, event)
+
+    def flush(self) -> None:
+        self._attempt(self._begin_again if self._file is None else self._file.flush)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._attempt(self._file.close)
+
+    def _begin_again(self) -> None:
+        with tempfile.TemporaryFile(dir=self._directory) as probe:  # a file that cannot be begun would stay, empty
+            probe.write(bytes(2**16))
+        self._file = self._begin(self._directory)
+
+    def _attempt(self, write: Callable[..., None], *args: Any) -> None:
+        try:
+            write(*args)
+        except OSError as error:
+            if self._file is not None:
+                why = error.strerror or error
+                logger.warning("no TensorBoard logs in %s until the next checkpoint: %s", self._directory, why)
+            self._file = None
+
+
+def _report(args: Any, usual: Callable[[Any], None] = threading.excepthook) -> None:
+    if not type(args.thread).__module__.startswith("tensorboard."):  # which raises its error where one logs, as well
+        usual(args)
+
+
+threading.excepthook = _report
