@@ -38,14 +38,14 @@ from clusterenv_runtime.errors import RunLockedError
 from clusterenv_runtime.script import Run, arguments, logs, parse
 from clusterenv_runtime.script.checkpoint import load_checkpoint, rng_state, save_checkpoint, save_model, set_rng_state
 from clusterenv_runtime.script.lock import lock
-from clusterenv_runtime.script.signals import Signals
+from clusterenv_runtime.script.signals import TOLD, Signals
 
 from . import scripts
 from . import test_dqn_clusterenv as dqn
 from . import test_ppo_clusterenv as ppo
 from .envs import BlockingEnv, CountingEnv, assert_same
 from .nets import linear
-from .patience import HOUR, at_most, wait_until
+from .patience import HOUR, assert_ended, at_most, wait_until
 from .scripts import environment
 
 TIMES = int(os.environ.get("RESUME_TIMES", 1))
@@ -374,19 +374,20 @@ class Envs:
         self.close()
 
 
-NUMBERS = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+NUMBERS = *TOLD, signal.SIGINT
 
 
 @pytest.fixture
 def signals():
     before = {number: signal.getsignal(number) for number in NUMBERS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     yield Signals()
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 CODES = pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)], ids=lambda value: str(value)
+    ("number", "code"), [*((number, 75) for number in TOLD), (signal.SIGINT, 130)], ids=lambda value: str(value)
 )
 
 
@@ -400,7 +401,7 @@ def test_a_signal_interrupts_then_all_is_saved_and_a_schedulers_next_is_ignored(
     assert exit.value.code == code and saves == [1]
     assert capsys.readouterr().err == "interrupted; to go on: --resume runs/x\n"
     left = [signal.getsignal(each) for each in NUMBERS]
-    assert left == [signal.SIG_IGN, signal.SIG_IGN, signal.default_int_handler]
+    assert left == [*[signal.SIG_IGN] * len(TOLD), signal.default_int_handler]
 
 
 @CODES
@@ -411,6 +412,12 @@ def test_a_signal_before_the_training_or_after_it_ends_the_process_where_it_is(s
         signal.raise_signal(number)
         pytest.fail("it was not heeded")
     assert (exit.value.code, capsys.readouterr().err) == (code, "interrupted\n")
+
+
+def test_a_hangup_that_is_ignored_stays_so(signals):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    Signals()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_a_signal_during_the_last_update_is_heeded_before_the_evaluation(signals):
@@ -831,6 +838,45 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     assert_same_state(after, before)
     generators = before["parts"]["envs"]["generators"]
     assert len(generators) == 2 and None not in generators
+
+
+@pytest.mark.parametrize("shell", ["none", "bash", "nohup"])
+def test_a_terminal_that_is_lost_has_a_run_save_and_end_but_not_under_nohup(tmp_path, shell):
+    flags = [*ppo.TINY, "--run-name", "x", *scripts.lasting(tmp_path, 80), "--total-timesteps", "1280"]
+    command = [sys.executable, str(scripts.ROOT / ppo.SCRIPT), *flags]
+    before = {"none": [], "bash": ["bash", "--norc", "-i"], "nohup": ["nohup"]}[shell]
+    terminal, theirs = os.openpty()
+
+    def take():  # as ssh gives a shell its terminal
+        os.login_tty(theirs)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    process = subprocess.Popen(
+        [*before, *([] if shell == "bash" else command)],
+        cwd=tmp_path, env=environment(), preexec_fn=take, pass_fds=[theirs],
+    )  # fmt: skip
+    os.close(theirs)
+    if shell == "bash":
+        os.write(terminal, shlex.join(command).encode() + b"\n")
+    if shell == "nohup":
+        output = tmp_path / "nohup.out"
+        wait_until(lambda: output.exists() and b" SPS " in output.read_bytes())  # it trains
+    else:
+        said = b""
+        while b" SPS " not in said:
+            said += os.read(terminal, 2**16)
+    folder = tmp_path / "runs" / "x"
+    head = int((folder / "lock").read_text().split()[1])
+    workers = scripts.workers_of(head)
+    assert len(workers) == 2 and not saved_in(folder)
+    os.close(terminal)
+    if shell == "nohup":
+        (tmp_path / "go").touch()
+    assert_ended([head, *workers])
+    assert process.wait() == {"none": 75, "bash": -signal.SIGHUP, "nohup": 0}[shell]
+    step = load_checkpoint(folder)["global_step"]
+    assert step == 1280 if shell == "nohup" else 0 < step < 1280
+    assert [path.read_text() for path in (folder / "workers").iterdir()] == ["", ""]  # told by the head to end
 
 
 @pytest.mark.parametrize("script", RUNS)

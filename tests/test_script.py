@@ -16,6 +16,7 @@ import torch
 import ppo_clusterenv
 from clusterenv_runtime.script import Counters, Run, environments
 from clusterenv_runtime.script.checkpoint import load_checkpoint
+from clusterenv_runtime.script.signals import TOLD
 from docs import flags
 
 from . import scripts
@@ -77,7 +78,7 @@ def test_a_module_a_counter_and_a_metric_are_a_line_each_and_resumed(tmp_path):
 def new_run(tmp_path, monkeypatch):
     """A function that begins a run, or goes on with a state of one."""
     monkeypatch.chdir(tmp_path)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (*TOLD, signal.SIGINT)}
     runs = []
 
     def new(saved):

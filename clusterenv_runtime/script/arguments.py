@@ -52,9 +52,10 @@ class ScriptArgs(ClusterOptions):
     run_name: Name | None = None
     """the run goes to `runs/RUN_NAME`; by default it is named after environment, experiment, seed and time"""
     checkpoint_interval: Interval = 300.0
-    """seconds between checkpoints; there is also one at the end, and at SIGTERM, SIGUSR1 and Ctrl-C"""
+    """seconds between checkpoints; there is also one at the end, and at SIGTERM, SIGUSR1, SIGHUP and Ctrl-C"""
     resume: str | None = None
-    """go on with this run (`runs/NAME`): its flags are the defaults, and those given here override them"""
+    """go on with this run (`runs/NAME`): its flags are the defaults, and those given here override them; those that can
+    run code, such as `worker_prefix`, must be given again"""
 
     exp_name: Name = "experiment"
     """the name of this experiment, and of its model's file"""

@@ -1,7 +1,8 @@
-"""Signals that end a run in order: SIGTERM and SIGUSR1, as schedulers send them, and Ctrl-C."""
+"""Signals that end a run in order: a scheduler's SIGTERM and SIGUSR1, a lost terminal's SIGHUP, and Ctrl-C."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 from ..env import ClusterEnv
 from ..errors import Interrupted
 
+TOLD = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 PREEMPTED, CTRL_C = 75, 130  # exit codes: EX_TEMPFAIL, for which schedulers may requeue, and the shell's 128 + SIGINT
 
 
@@ -23,11 +25,14 @@ class Signals:
     def __init__(self) -> None:
         self._code: int | None = None  # the exit code, once a signal has come
         self._envs: ClusterEnv | None = None  # what the training waits for
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._handle)
+        for number in (*TOLD, signal.SIGINT):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: Any) -> None:
-        for other in (signal.SIGTERM, signal.SIGUSR1):  # a scheduler may tell this process twice, and amid its saving
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        for other in TOLD:  # a scheduler may tell this process twice, and amid its saving
             signal.signal(other, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._code = CTRL_C if number == signal.SIGINT else PREEMPTED
@@ -65,3 +70,12 @@ class Signals:
             self._exit(f"interrupted; to go on: {to_go_on}")
         finally:
             self._envs = None
+
+
+def _leave_terminal() -> None:
+    """Send what is printed nowhere, where it would go to a terminal that has hung up: writing to that is an error."""
+    for output in (1, 2):
+        try:
+            os.write(output, b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
