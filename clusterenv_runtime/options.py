@@ -33,7 +33,7 @@ class Range:
 class RunsCode:
     """Which values run someone's code: they start a program, name what is imported, or say who may send code.
 
-    A script never takes such a value from a file alone, see `clusterenv_runtime.script.parse`.
+    The training scripts never take such a value from a checkpoint alone: the command line must have it, too.
     """
 
     holds: Callable[[Any], bool]
