@@ -170,6 +170,21 @@ class CustomError(Exception):
     """An exception that only tests know."""
 
 
+class MuteError(Exception):
+    """An exception that raises another when it is asked for its text or its arguments."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __reduce__(self):
+        return MuteError, (self.error,)
+
+    def __str__(self):
+        raise self.error
+
+    args = property(__str__)
+
+
 class FailingEnv(CountingEnv):
     """Raises ``error`` in its ``where``: "constructor", "reset" or "step"."""
 

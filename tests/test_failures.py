@@ -1,9 +1,11 @@
 """What breaks, breaks clearly and soon, and leaves nothing behind."""
 
+import asyncio
 import gc
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +18,12 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
+import zmq
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError, LocalLauncher, StartupError, WorkerDiedError
-from clusterenv_runtime.protocol import PROTOCOL_VERSION
+from clusterenv_runtime.protocol import MAX_HEADER_BYTES, PROTOCOL_VERSION, decode_answer
 
-from .envs import BlockingEnv, CountingEnv, CustomError, FailingEnv, assert_same
+from .envs import BlockingEnv, CountingEnv, CustomError, FailingEnv, MuteError, assert_same
 from .nets import linear
 from .patience import HOUR, PATIENCE, assert_ended, at_most, with_more_time
 
@@ -129,6 +132,46 @@ def test_a_worker_killed_while_it_builds_its_environments(workers):
     assert not workers()
 
 
+# Workers that are told to end by somebody else.
+
+
+def test_ctrl_c_at_a_workers_own_terminal_is_no_error_of_its_environment(workers, pipe, tmp_path):
+    class ClosingEnv(BlockingEnv):
+        def close(self):
+            (tmp_path / "closed").touch()
+
+    envs = ClusterEnv([partial(ClosingEnv, pipe.path)], 1, on_worker_loss="raise", worker_timeout=HOUR)
+    envs.reset()
+    envs.step_async([0])
+    (pid,) = pipe.pids(1)
+    os.kill(pid, signal.SIGINT)
+    with at_most(), pytest.raises(WorkerDiedError, match=died(0, pid, "0 to 0", "exit code 0")):
+        envs.step_wait()
+    assert (tmp_path / "closed").exists()
+    envs.close()
+    assert not workers()
+
+
+def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
+    container = ["unshare", "--pid", "--fork", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*container, "true"], capture_output=True).returncode:
+        pytest.skip("this may not make process namespaces")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as head:
+        head.bind(f"ipc://{tmp_path}/head")
+        arguments = ["--connect", f"ipc://{tmp_path}/head", "--index", "0", "--startup-timeout", str(HOUR)]
+        command = [*container, sys.executable, "-m", "clusterenv_runtime.worker", *arguments]
+        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        try:
+            assert head.poll(PATIENCE * 1000)  # it has said hello
+            assert decode_answer(head.recv_multipart()[1])[1].pid == 1
+            (worker,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(worker), signal.SIGTERM)
+            assert process.wait(PATIENCE) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+            process.wait()
+
+
 # Environments that raise.
 
 ERRORS = {
@@ -158,7 +201,7 @@ def assert_tells_all(text, row):
     worker, rows = [(0, "0 to 2"), (1, "3 to 4")][row > 2]
     assert re.match(rf"environment {row} on worker {worker} \(.*, pid \d+.*, environments {rows}\) raised ", text)
     assert "Traceback (most recent call last)" in text
-    assert "in _fail_in\n    raise self.error" in text  # the line in the environment
+    assert re.search(r"in _fail_in\n[ |]+raise self.error", text)  # the line in the environment; | is of a group's
 
 
 @pytest.mark.parametrize("where, row, name", PLACES)
@@ -180,6 +223,12 @@ def test_an_exception_in_an_environment_is_raised_here(workers, where, row, name
         (UnicodeDecodeError("ascii", b"x", 0, 1, "takes five arguments"), "UnicodeDecodeError: 'ascii' codec can't"),
         (SystemExit(7), "builtins.SystemExit: 7"),
         (StopIteration("enough"), "builtins.StopIteration: enough"),  # it would end a loop of the user's
+        (KeyboardInterrupt("window closed"), "builtins.KeyboardInterrupt: window closed"),
+        (GeneratorExit(), "builtins.GeneratorExit: "),
+        (asyncio.CancelledError(), "asyncio.exceptions.CancelledError: "),
+        (ExceptionGroup("of \udc80", [ValueError("x")]), "builtins.ExceptionGroup: of \\udc80 (1 sub-exception)"),
+        (MuteError(RuntimeError()), "tests.envs.MuteError: <exception str() failed>"),
+        (MuteError(SystemExit(4)), "tests.envs.MuteError: <exception str() failed>"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -189,6 +238,36 @@ def test_an_exception_that_cannot_be_made_here_is_an_env_error(workers, where, e
         run_until_it_raises(where, error, 3)
     assert text in str(caught.value)
     assert_tells_all(str(caught.value), 3)
+    assert not workers()
+
+
+@pytest.mark.parametrize(
+    "message, text",
+    [
+        ("a name \udcff of bytes", r"a name \udcff of bytes"),
+        ("x" * MAX_HEADER_BYTES, "x" * 1000 + "\n[...]\n" + "x" * 1000),
+        ("é" * MAX_HEADER_BYTES, "é" * 1000),
+    ],
+    ids=["lone surrogate", "too long", "too long, and cut within a character"],
+)
+def test_an_exception_whose_text_cannot_be_sent_is_raised_here(workers, message, text):
+    with at_most(), pytest.raises(ValueError) as caught:
+        run_until_it_raises("step", ValueError(message), 3)
+    assert type(caught.value) is ValueError and text in str(caught.value)
+    assert text in str(caught.value.__cause__) and "in _fail_in\n    raise self.error" in str(caught.value.__cause__)
+    assert not workers()
+
+
+def test_text_that_cannot_be_sent_is_an_error(workers):
+    class TellingEnv(CountingEnv):
+        def step(self, action):
+            return *super().step(action)[:-1], {"path": "a name \udcff of bytes"}
+
+    text = "on worker 1 .* raised builtins.UnicodeEncodeError: .* surrogates"
+    with ClusterEnv([CountingEnv, TellingEnv], 2, worker_timeout=HOUR) as envs:
+        envs.reset()
+        with at_most(), pytest.raises(EnvError, match=text):
+            envs.step([0, 0])
     assert not workers()
 
 

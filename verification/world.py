@@ -31,7 +31,7 @@ class Hang(AssertionError):
     """Somebody waits for what never comes."""
 
 
-class Gone(BaseException):
+class Gone(End):
     """A process ends here, whatever it was doing."""
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
+import os
+import signal
 import sys
 
 from ..errors import StartupError
 from ..security import read_key_file
-from .connection import Connection
+from .connection import Connection, End
 from .worker import Worker
 
 
@@ -24,6 +27,7 @@ def main() -> None:
     parser.add_argument("--head-directory", metavar="DIR", help="to remove, should that parent vanish")
     parser.add_argument("--key-file", metavar="FILE", help="the run's keys, for tcp; only its owner may read it")
     args = parser.parse_args()
+    _handle_signals()
     logging.basicConfig(format=f"worker {args.index}: %(message)s")
     try:
         keys = None if args.key_file is None else read_key_file(args.key_file)
@@ -34,12 +38,25 @@ def main() -> None:
     )
     worker = Worker(connection)
     try:
-        connection.greet(args.index)
-        worker.run()
+        with contextlib.suppress(End):
+            connection.greet(args.index)
+            worker.run()
     finally:
         worker.close()
         connection.close()
         gc.freeze()  # this process ends: to collect what torch has made would take most of a second
+
+
+def _handle_signals() -> None:
+    """End in order at Ctrl-C, and at SIGTERM even as the first process of a container."""
+
+    def end(*_: object) -> None:  # so that a KeyboardInterrupt is an environment's, and an error like any other
+        raise End
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as by a shell's jobs
+        signal.signal(signal.SIGINT, end)
+    if os.getpid() == 1:  # the kernel spares it what it does not handle
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 if __name__ == "__main__":

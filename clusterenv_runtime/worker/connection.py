@@ -23,7 +23,7 @@ HELLO_S = 5.0  # how often a worker that waits for the head's first answer says 
 
 
 class End(BaseException):
-    """There is nothing more to do: the head has said so, perhaps instead of sending weights, or a request failed."""
+    """There is nothing more to do: the head has said so, or Ctrl-C; or a request failed. It may come at any time."""
 
 
 class Connection:

@@ -14,6 +14,7 @@ from gymnasium.vector.utils import batch_space, concatenate, iterate
 
 from ..rollout import RolloutPart
 from ..spaces import map_space, merge_rows
+from .connection import End
 from .transitions import Transitions, stack
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class _Envs(list[gym.Env]):
         self.current = None
         try:
             yield
-        except (Exception, SystemExit) as error:
-            if self.current is None:
+        except BaseException as error:
+            if self.current is None or isinstance(error, End):
                 raise
             raise EnvRaised(int(self.current)) from error
 

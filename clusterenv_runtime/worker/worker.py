@@ -7,6 +7,7 @@ import pickle
 import sys
 import traceback
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
@@ -20,6 +21,8 @@ from .together import EnvsTogether
 
 if TYPE_CHECKING:
     from .actor import Actor
+
+MAX_TEXT_BYTES = 2**20  # of each of an error's three texts, which must fit in `protocol.MAX_HEADER_BYTES`
 
 
 def build_environments(registry: dict[str, Any], **arguments: Any) -> EnvsOneByOne | EnvsTogether:
@@ -61,7 +64,9 @@ class Worker:
                 infos, self._envs.infos = self._envs.infos, []
                 answer = protocol.Reply(value, pack(infos, out, dropped), dropped)
             self._connection.send(seq, answer, *out)
-        except (Exception, SystemExit) as error:
+        except End:
+            raise
+        except BaseException as error:
             # An environment that raised while it was built, reset or stepped is in no state to go on.
             fatal = not isinstance(request, protocol.Call | protocol.SetAttr)
             self._connection.send(seq, self._describe(error, fatal))
@@ -74,9 +79,9 @@ class Worker:
             env, error = self._first_row + error.env, error.__cause__
         return protocol.Error(
             env=env,
-            kind=f"{type(error).__module__}.{type(error).__qualname__}",
-            message=str(error.args[0]) if len(error.args) == 1 else str(error),
-            traceback="".join(traceback.format_exception(error)),
+            kind=_text(lambda: f"{type(error).__module__}.{type(error).__qualname__}"),
+            message=_text(lambda: error.args[0] if len(error.args) == 1 else error),
+            traceback=_text(lambda: "".join(traceback.format_exception(error))),
             fatal=fatal,
         )
 
@@ -143,3 +148,15 @@ class Worker:
         self._actor.load_weights(message, buffers)
         if not self._actor.version:  # they did not fit what is held: all of them, then
             self._pull(seq)
+
+
+def _text(make: Callable[[], Any]) -> str:
+    """Return a text about an error so that it can be sent, whatever the error's own code does."""
+    try:
+        data = str(make()).encode(errors="backslashreplace")  # lone surrogates cannot be sent
+    except BaseException:  # an error that raises while it is described is reported all the same
+        return "<exception str() failed>"
+    if len(data) > MAX_TEXT_BYTES:
+        half = MAX_TEXT_BYTES // 2
+        data = data[:half] + b"\n[...]\n" + data[-half:]
+    return data.decode(errors="ignore")  # the cut may have gone through a character
