@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import subprocess
 import sys
 import time
 import zlib
@@ -205,6 +206,24 @@ class FailingEnv(CountingEnv):
         if place == self.where:
             self.wait()
             raise self.error
+
+
+class LeavingEnv(CountingEnv):
+    """Starts a child that leaves the worker's process group, and a daemon, which has no parent any more."""
+
+    started = ()
+
+    def reset(self, *, seed=None, options=None):
+        if not self.started:
+            child = subprocess.Popen(["sleep", str(HOUR)], start_new_session=True)
+            daemon = subprocess.run(["sh", "-c", f"setsid sleep {HOUR} > /dev/null & echo $!"], stdout=subprocess.PIPE)
+            self.started = [child.pid, int(daemon.stdout)]
+        return super().reset(seed=seed, options=options)
+
+    def leave(self):
+        """Leave the worker's process group, as its leader for the head's."""
+        os.setpgid(0, os.getpgid(os.getppid())) if os.getpgrp() == os.getpid() else os.setsid()
+        return os.getpid()
 
 
 class BlockingEnv(CountingEnv):

@@ -23,7 +23,7 @@ import zmq
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError, LocalLauncher, StartupError, WorkerDiedError
 from clusterenv_runtime.protocol import MAX_HEADER_BYTES, PROTOCOL_VERSION, decode_answer
 
-from .envs import BlockingEnv, CountingEnv, CustomError, FailingEnv, MuteError, assert_same
+from .envs import BlockingEnv, CountingEnv, CustomError, FailingEnv, LeavingEnv, MuteError, assert_same
 from .nets import linear
 from .patience import HOUR, PATIENCE, assert_ended, at_most, with_more_time
 
@@ -129,6 +129,49 @@ def test_a_worker_killed_while_it_builds_its_environments(workers):
 
     with pytest.raises(WorkerDiedError, match=died(1, "[0-9]+", "1 to 1")):
         ClusterEnv([CountingEnv, die], 2)
+    assert not workers()
+
+
+# What environments start, and where it goes.
+
+
+def test_what_has_left_a_killed_workers_group_ends_with_it(workers):
+    with ClusterEnv([LeavingEnv] * 2, 2, worker_timeout=HOUR) as envs:
+        envs.reset()
+        *_, pid = envs.call("pid")
+        _, started = envs.get_attr("started")
+        kill(pid)
+        with at_most():
+            envs.step([0, 0])
+        assert len(envs.restarts) == 1
+        assert_ended(started)
+        _, started = envs.get_attr("started")
+        for process in started:
+            os.kill(process, 0)  # those of the replacement live
+    assert_ended(started)
+    assert not workers()
+
+
+def test_a_worker_that_has_left_its_group_is_killed(workers):
+    launcher = LocalLauncher()
+    with ClusterEnv([LeavingEnv], 1, launcher=launcher, worker_timeout=HOUR) as envs:
+        (pid,) = envs.call("leave")
+        assert os.getpgid(pid) != pid
+        launcher.kill(0)
+        assert_ended([pid])
+    assert not workers()
+
+
+def test_a_worker_that_has_left_the_group_of_its_prefix_ends_with_it(workers):
+    launcher = LocalLauncher(prefix="sh -c '\"$@\"; exit $?' sh")
+    with ClusterEnv([LeavingEnv], 1, launcher=launcher, worker_timeout=HOUR) as envs:
+        envs.reset()
+        (shell,), (pid,) = workers(), envs.call("leave")
+        assert os.getsid(pid) == pid
+        kill(shell)
+        while not envs.restarts:  # until that is noticed the worker answers
+            envs.step([0])
+        assert_ended([pid])
     assert not workers()
 
 
@@ -459,6 +502,23 @@ ClusterEnv([CountingEnv] * 2, 2, startup_timeout=3600)
     head.wait(PATIENCE)
     assert_ended([pid])
     assert list(temporary_directory.iterdir()) == []
+
+
+def test_nothing_that_an_environment_has_started_survives_a_head_that_is_killed(start_head, pipe):
+    code = """
+import os, signal, sys
+from clusterenv_runtime import ClusterEnv
+from tests.envs import LeavingEnv
+envs = ClusterEnv([LeavingEnv], 1, worker_timeout=3600)
+envs.reset()
+with open(sys.argv[1], "w") as pipe:
+    pipe.writelines(f"{pid}\\n" for pid in [*envs.call("pid"), *envs.get_attr("started")[0]])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    head = start_head(code)
+    pids = pipe.pids(3)
+    head.wait(PATIENCE)
+    assert_ended(pids)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ PACKAGE = Path(clusterenv_runtime.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up: whoever is below knows nothing of who is above. `name/` is all of a folder.
 LAYERS = [
-    ["errors", "sync", "spaces"],
+    ["errors", "sync", "spaces", "processes"],
     ["codec", "security", "launchers/", "backends", "policy", "differences"],
     ["protocol", "rollout", "keys", "blueprint"],
     ["answers"],

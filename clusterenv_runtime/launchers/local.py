@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
+from ..processes import VARIABLE, kill_marked
 from .base import Exit, Launcher
 
 
@@ -25,6 +27,8 @@ class LocalLauncher(Launcher):
         super().__init__(log_dir, prefix)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._replaced: list[subprocess.Popen[bytes]] = []  # killed, and perhaps not yet reaped
+        # What the marks of all processes begin with, in a worker its own; and the marks by pid. See `processes`.
+        self._mark, self._marks = f"{os.environ.get(VARIABLE, '')}{secrets.token_hex(8)}.", dict[int, str]()
 
     def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
         flags = [*flags, "--head-directory", directory, "--head-pid", str(os.getpid())]
@@ -46,13 +50,15 @@ class LocalLauncher(Launcher):
         if index in self._processes:
             self._replaced = [process for process in self._replaced if process.poll() is None]
             self._replaced.append(self._processes[index])
-        env = {**self.inherited(), **self.variables()}
+        mark = f"{self._mark}{secrets.token_hex(4)}."
+        env = {**self.inherited(), **self.variables(), VARIABLE: mark}
         with self.output(index) as output:
             # A process group of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.
             # No session: Linux may share the cores out between sessions, whatever the niceness of who is in them.
             self._processes[index] = subprocess.Popen(
                 self.command(index), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
             )
+        self._marks[self._processes[index].pid] = mark
 
     def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes] | None]:
         """Open the file to which a command's output goes; None is this process's."""
@@ -75,7 +81,8 @@ class LocalLauncher(Launcher):
         kill_group(self._processes[index])
 
     def has_ended(self, index: int) -> bool:
-        return self._processes[index].poll() is not None
+        process = self._processes[index]
+        return process.poll() is not None and not kill_marked(self._marks[process.pid])
 
     def stop(self, timeout: float) -> None:
         replaced = [process for process in self._replaced if process.poll() is None]
@@ -89,10 +96,13 @@ class LocalLauncher(Launcher):
                 _await(processes, deadline + 6)  # one that is in the kernel, on a file system that is gone, stays
         for process in processes:
             kill_group(process)
+        while kill_marked(self._mark) and time.monotonic() < deadline + 7:
+            time.sleep(0.01)
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with what its environments have started, which may have outlived it."""
+    """Kill a process, with what is left of its group: what its environments have started may have outlived it."""
+    process.kill()  # it may have left the group
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

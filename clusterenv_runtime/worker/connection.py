@@ -16,6 +16,7 @@ import zmq
 import zmq.utils.monitor
 
 from .. import protocol
+from ..processes import VARIABLE, kill_marked
 from ..security import WorkerKeys
 
 logger = logging.getLogger(__name__)
@@ -129,5 +130,7 @@ class Connection:
             while self._parent is not None and not self._parent_has_left() and time.monotonic() < deadline:
                 time.sleep(0.01)
             self._tidy_up()
+            if VARIABLE in os.environ:
+                kill_marked(os.environ[VARIABLE])
             os._exit(1)
         self._monitor.close()
