@@ -81,6 +81,9 @@ class ClusterOptions:
     """what happens when a worker dies or falls silent: another takes its place, or the run ends with an error"""
     max_worker_restarts: NotNegative = 3
     """the run ends when so many replacements of one worker in a row have died without an answer"""
+    standby_workers: NotNegative = 0
+    """keep so many processes ready, with their imports done, to take the place of workers that die; with the launcher
+    `local`, for the memory of a worker each"""
     min_workers: Positive | None = None
     """begin when so many workers are up, the others join when they come; by default when all are"""
     worker_timeout: Seconds = 30.0
@@ -157,6 +160,8 @@ class ClusterOptions:
             raise ValueError(f"{needs}: pull every how many policy versions?")
         if program and not launcher.remote and shutil.which(program) is None:
             raise ValueError(f"{spell('worker_prefix')} begins with {program}, and there is no such program here")
+        if self.standby_workers and not launcher.can_stand_by:
+            raise ValueError(f"{spell('standby_workers')} goes with {spell('launcher')} local, not {launcher.name}")
         if self.bind_address and self.interface:
             raise ValueError(f"give either {either}, not both")
         if self.interface is not None and self.interface not in interfaces:

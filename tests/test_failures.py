@@ -215,6 +215,65 @@ def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
             process.wait()
 
 
+# Processes that stand by.
+
+
+def standbys(launcher):
+    return [process.pid for process in launcher._standbys]
+
+
+@pytest.mark.parametrize("prefix", ["", "nice -n 1", "sh -c '\"$@\"; exit $?' sh"])
+def test_a_process_that_stands_by_takes_the_place_of_a_lost_worker(workers, tmp_path, prefix):
+    launcher = LocalLauncher(tmp_path, prefix)
+    with ClusterEnv([CountingEnv] * 2, 2, launcher=launcher, standby_workers=1, worker_timeout=HOUR) as envs:
+        envs.reset()
+        (standby,) = standbys(launcher)
+        assert "torch" in workers()[standby]  # which this process has imported, and so does that
+        kill(envs.call("pid")[1])
+        with at_most():
+            envs.step([0, 0])
+        assert [restart["worker"] for restart in envs.restarts] == [1]
+        _, pid = envs.call("pid")
+        assert os.getpgid(pid) == standby
+        log = str(tmp_path / "worker-1.log")
+        assert [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)] == [os.devnull, log, log]
+        (another,) = standbys(launcher)
+        assert another != standby and another in workers()
+    assert not workers()
+
+
+def test_where_those_that_stand_by_have_died_too_another_process_is_started(workers):
+    launcher = LocalLauncher()
+    with ClusterEnv([CountingEnv], 1, launcher=launcher, standby_workers=2, worker_timeout=HOUR) as envs:
+        envs.reset()
+        dead = standbys(launcher)
+        for pid in (*dead, *envs.call("pid")):
+            kill(pid)
+        with at_most():
+            envs.step([0])
+        assert len(envs.restarts) == 1 and len(standbys(launcher)) == 2 and not set(standbys(launcher)) & {*dead}
+        assert len(workers()) == 3
+    assert not workers()
+
+
+def test_no_process_that_stands_by_survives_a_head_that_is_killed(start_head, pipe, temporary_directory):
+    code = """
+import os, signal, sys
+from clusterenv_runtime import ClusterEnv
+from tests.conftest import worker_commands
+from tests.envs import CountingEnv
+envs = ClusterEnv([CountingEnv], 1, standby_workers=1, worker_timeout=3600)
+with open(sys.argv[1], "w") as pipe:
+    pipe.writelines(f"{pid}\\n" for pid in worker_commands())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    head = start_head(code)
+    pids = pipe.pids(2)
+    head.wait(PATIENCE)
+    assert_ended(pids)
+    assert list(temporary_directory.iterdir()) == []
+
+
 # Environments that raise.
 
 ERRORS = {

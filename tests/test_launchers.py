@@ -105,6 +105,7 @@ def test_a_percent_sign_in_a_log_is_none_to_srun():
         ("--launcher slurm", {**PLAIN, "PATH": os.path.dirname(sys.executable)}, "there is no srun here"),
         ("--launcher slurm", {**PLAIN, "SLURM_JOB_NODELIST": "x"}, "scontrol show hostnames x: slurm_load_node error"),
         ("--launcher external", {}, "--launcher external needs --bind-address or --interface"),
+        ("--standby-workers 1 --launcher slurm", PLAIN, "--standby-workers goes with --launcher local, not slurm"),
         ("--worker-prefix 'nice", {}, "--worker-prefix 'nice: No closing quotation"),
         ("--worker-prefix nonesuch", {}, "--worker-prefix begins with nonesuch, and there is no such program here"),
         ("--key-file key", {}, "--key-file is for tcp with --security curve"),

@@ -82,6 +82,7 @@ def start_head(
     pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, opener, clock)
     flags = worker_flags(transport.address, transport.key_file, startup_timeout, worker_timeout)
     launcher.prepare(num_workers, flags, transport.directory)
+    launcher.standby_workers = options.standby_workers
     try:
         pool.start(min_workers)
     except BaseException:

@@ -30,6 +30,8 @@ class Launcher:
 
     name = "of your own"
     remote = True  # whether workers may run on other machines, so that the head must listen over tcp
+    can_stand_by = False  # whether it can start processes ahead of their need
+    standby_workers = 0  # how many such processes it is to keep, if it can
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         self.log_dir, self.prefix = None if log_dir is None else Path(log_dir), shlex.split(prefix)

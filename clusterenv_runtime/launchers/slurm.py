@@ -101,7 +101,7 @@ class SlurmLauncher(LocalLauncher):
         StartupError: this is no Slurm job.
     """
 
-    name, remote = "slurm", True
+    name, remote, can_stand_by = "slurm", True, False
     directory = Launcher.directory
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:

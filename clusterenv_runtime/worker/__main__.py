@@ -13,6 +13,7 @@ import sys
 from ..errors import StartupError
 from ..security import read_key_file
 from .connection import Connection, End
+from .standby import wait_for_arguments
 from .worker import Worker
 
 
@@ -26,7 +27,8 @@ def main() -> None:
     parser.add_argument("--head-pid", type=int, help="the head's, if it is this process's parent")
     parser.add_argument("--head-directory", metavar="DIR", help="to remove, should that parent vanish")
     parser.add_argument("--key-file", metavar="FILE", help="the run's keys, for tcp; only its owner may read it")
-    args = parser.parse_args()
+    arguments = sys.argv[1:]
+    args = parser.parse_args(wait_for_arguments(arguments[1:]) if arguments[:1] == ["--standby"] else arguments)
     _handle_signals()
     logging.basicConfig(format=f"worker {args.index}: %(message)s")
     try:
