@@ -22,7 +22,7 @@ from .together import EnvsTogether
 if TYPE_CHECKING:
     from .actor import Actor
 
-MAX_TEXT_BYTES = 2**20  # of each of an error's three texts, which must fit in `protocol.MAX_HEADER_BYTES`
+MAX_TEXT_BYTES = 2**20  # of each of an error's three texts, which must fit in a frame, `codec.MAX_FRAME`
 
 
 def build_environments(registry: dict[str, Any], **arguments: Any) -> EnvsOneByOne | EnvsTogether:
