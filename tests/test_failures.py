@@ -21,7 +21,8 @@ import pytest
 import zmq
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError, LocalLauncher, StartupError, WorkerDiedError
-from clusterenv_runtime.protocol import MAX_HEADER_BYTES, PROTOCOL_VERSION, decode_answer
+from clusterenv_runtime.codec import MAX_FRAME
+from clusterenv_runtime.protocol import PROTOCOL_VERSION, decode_answer
 
 from .envs import BlockingEnv, CountingEnv, CustomError, FailingEnv, LeavingEnv, MuteError, assert_same
 from .nets import linear
@@ -347,8 +348,8 @@ def test_an_exception_that_cannot_be_made_here_is_an_env_error(workers, where, e
     "message, text",
     [
         ("a name \udcff of bytes", r"a name \udcff of bytes"),
-        ("x" * MAX_HEADER_BYTES, "x" * 1000 + "\n[...]\n" + "x" * 1000),
-        ("é" * MAX_HEADER_BYTES, "é" * 1000),
+        ("x" * MAX_FRAME, "x" * 1000 + "\n[...]\n" + "x" * 1000),
+        ("é" * MAX_FRAME, "é" * 1000),
     ],
     ids=["lone surrogate", "too long", "too long, and cut within a character"],
 )

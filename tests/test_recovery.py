@@ -468,9 +468,9 @@ def test_a_replacement_goes_on_with_its_predecessors_noise():
 
 def test_what_the_environments_have_started_ends_with_their_worker(tmp_path):
     class ParentEnv(CountingEnv):
-        def __init__(self):
-            super().__init__()
+        def reset(self, **arguments):
             self.child = subprocess.Popen(["sleep", str(HOUR)]).pid
+            return super().reset(**arguments)
 
     with ClusterEnv([ParentEnv], 1) as envs:
         envs.reset()
