@@ -63,6 +63,8 @@ WRONG = [
     ("actions", lambda part: part.actions + 2),
     ("actions", lambda part: part.actions - 1),
     ("params", lambda part: part.params[:, :2]),
+    ("episodic_lengths", lambda part: part.episodic_lengths[1:]),
+    ("episodic_lengths", lambda part: part.episodic_lengths.astype(float)),
     ("rewards", lambda part: np.where(np.arange(2), part.rewards, np.nan)),
     ("logprobs", lambda part: part.logprobs + np.float32("nan")),
     ("params", lambda part: part.params + np.float32("nan")),

@@ -50,6 +50,7 @@ EVERY_THIRD, AT_MOST_TWO_BEHIND = SyncRule("interval", interval=3), SyncRule("ne
         (KL, 5, 6, math.inf, True),
         (KL, 5, 6, math.nan, True),
         (SyncRule("kl", 0), 5, 6, 0.0, False),
+        (KL, 6, 6, 0.5, False),  # rounded, it may be as far from what was published; another pull brings no more
         (SyncRule("kl", math.inf), 5, 6, math.inf, False),
         (ALWAYS, 5, 6, 0.0, True),
         (ALWAYS, 5, 5, math.inf, False),
