@@ -4,6 +4,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,6 +155,15 @@ def test_a_prefix_may_have_the_worker_as_its_child(workers):
         os.killpg(min(workers()), signal.SIGKILL)
         envs.step([0, 0])
         assert len(envs.restarts) == 1
+
+
+def test_a_prefix_may_give_the_worker_processes_of_its_own():
+    container = ["unshare", "--pid", "--fork", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*container, "true"], capture_output=True).returncode:
+        pytest.skip("this may not make process namespaces")
+    with ClusterEnv([CountingEnv] * 2, 2, worker_prefix=shlex.join(container)) as envs:
+        envs.reset()
+        assert envs.call("pid") == (1, 1)
 
 
 def test_a_name_is_taken_once_a_run_of_it_has_a_checkpoint(tmp_path):

@@ -110,7 +110,7 @@ class Connection:
 
     def _parent_has_left(self) -> bool:
         """Say whether the head was this process's parent, and is no more."""
-        return self._parent is not None and os.getppid() != self._parent
+        return self._parent is not None and os.getppid() not in (self._parent, 0)  # 0: it is not in our pid namespace
 
     def _tidy_up(self) -> None:
         if self._parent_has_left() and self._directory is not None:
