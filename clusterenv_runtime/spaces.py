@@ -66,7 +66,9 @@ def is_batched(space: Space) -> bool:
 
 
 def one_of(space: Space) -> Any:
-    """Return a batch of one of ``space``, always the same."""
+    """Return a batch of one of ``space``, always the same; if that is no array, of anything."""
+    if not is_batched(space):
+        return create_empty_array(space, 1)
     own = copy.deepcopy(space)  # whose random numbers are nobody else's
     own.seed(0)
     return concatenate(space, [own.sample()], create_empty_array(space, 1))
