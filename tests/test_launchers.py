@@ -81,12 +81,12 @@ def test_a_dry_run_prints_what_would_run_and_leaves_nothing(tmp_path, monkeypatc
     assert text == file.read_text() and not (tmp_path / "runs").exists()
 
 
-def test_a_steps_environment_has_nothing_that_makes_srun_divide_the_cores(monkeypatch, path):
+def test_a_steps_environment_has_no_mark_and_nothing_that_makes_srun_divide_the_cores(monkeypatch, path):
     for name, value in {"PATH": path, **PLAIN}.items():
         monkeypatch.setenv(name, value)
     for name in ("SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NPROCS"):
         monkeypatch.setenv(name, "1")
-    kept = {name for name in SlurmLauncher().inherited() if name.startswith(("SLURM", "SRUN"))}
+    kept = {name for name in SlurmLauncher().environment("a mark") if name.startswith(("SLURM", "SRUN", "CLUSTERENV"))}
     assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"}
 
 

@@ -51,9 +51,9 @@ class LocalLauncher(Launcher):
         # One BLAS thread each: a worker's cores are its environments'.
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": os.pathsep.join(paths)}
 
-    def inherited(self) -> dict[str, str]:
-        """Return the environment variables of this process that workers get as well."""
-        return dict(os.environ)
+    def environment(self, mark: str) -> dict[str, str]:
+        """Return the environment variables of a command; see `processes` for the mark."""
+        return {**os.environ, **self.variables(), VARIABLE: mark}
 
     def start(self) -> None:
         super().start()
@@ -70,13 +70,12 @@ class LocalLauncher(Launcher):
 
     def _start_process(self, index: int | None) -> subprocess.Popen[bytes]:
         mark = f"{self._mark}{secrets.token_hex(4)}."
-        env = {**self.inherited(), **self.variables(), VARIABLE: mark}
         with contextlib.nullcontext() if index is None else self.output(index) as output:
             # A process group of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.
             # No session: Linux may share the cores out between sessions, whatever the niceness of who is in them.
             process = subprocess.Popen(
                 self.command(index),
-                env=env,
+                env=self.environment(mark),
                 stdin=subprocess.PIPE if index is None else subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

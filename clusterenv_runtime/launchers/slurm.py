@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from ..errors import StartupError
+from ..processes import VARIABLE
 from .base import Exit, Launcher
 from .local import LocalLauncher, kill_group
 
@@ -144,10 +145,12 @@ class SlurmLauncher(LocalLauncher):
         worker = [*self.prefix, "python" if self.prefix else sys.executable, *self.arguments(index)]
         return srun_command(index, self._places[index], self._allocation.het, self.log(index), worker)
 
-    def inherited(self) -> dict[str, str]:
+    def environment(self, mark: str) -> dict[str, str]:
         # What the job asked for by task is not for these steps: with it srun gives each cores of its own, see above.
-        unset = re.compile("(SLURM|SRUN)_(CPUS_PER_TASK|TRES_PER_TASK|NTASKS.*|NPROCS)(_HET_GROUP_.)?")
-        return {name: value for name, value in super().inherited().items() if not unset.fullmatch(name)}
+        # Nor is the mark: beside the head, a worker that ends what carries it would kill its own srun, which is to say
+        # why it ended. What a step has started, Slurm ends.
+        unset = re.compile(f"{VARIABLE}|(SLURM|SRUN)_(CPUS_PER_TASK|TRES_PER_TASK|NTASKS.*|NPROCS)(_HET_GROUP_.)?")
+        return {name: value for name, value in super().environment(mark).items() if not unset.fullmatch(name)}
 
     def start_worker(self, index: int) -> None:
         if index in self._processes:
