@@ -1,12 +1,15 @@
 """The tables of figures/collect.py, read: for each task, the runs of its settings and their curves."""
 
 import csv
+import shlex
 import sys
 from typing import NamedTuple
 
 import numpy as np
 
 from sweeps.estimates import ENOUGH
+
+from .collect import SETTINGS
 
 PLAIN, ROUNDED = ", plain", ", differences"  # variants of settings
 
@@ -41,6 +44,7 @@ class Task:
         self.algorithm = program.removesuffix("_clusterenv.py").upper()
         self.title = f"{self.algorithm}, {env_id}"
         self.name = f"{self.algorithm}_{env_id}".lower().replace("-", "_")
+        self.flags = None  # that all runs have in common: all but their setting's and the seed
         self.runs = {}  # {setting: {seed: row}}
         self.curves = {}  # {setting: {seed: {name: array}}}
 
@@ -92,6 +96,14 @@ def load(results):
         value = float(row["sync_interval" if mode == "interval" else "kl_threshold"])
         setting = Setting(mode, value, decoupled, float(row["max_policy_lag"] or "inf"), row["weights"])
         task = tasks.setdefault((row["program"], row["env_id"]), Task(row["program"], row["env_id"]))
+        words = shlex.split(row["command"])
+        flags = {word for word in words if word.removeprefix("--").partition("=")[0] not in SETTINGS}
+        task.flags = task.flags or flags
+        if flags != task.flags:
+            sys.exit(
+                f"error: {results / 'runs.csv'} has runs of {task.title} that cannot be compared, as they differ in "
+                f"more than when workers pull what: {', '.join(sorted(flags ^ task.flags))}"
+            )
         texts = columns[row["run"]]
         curves = {name: np.array([float(text or "nan") for text in texts[name]]) for name in texts.keys() - {"run"}}
         row["training_return"] = str(np.nanmean(curves["return"]))

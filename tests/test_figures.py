@@ -216,9 +216,9 @@ def test_statistics():
         assert value == 1 and np.isnan([low, high]).all()
 
 
-def test_the_plan_runs_nothing_twice_and_always_with_every_seed(monkeypatch):
+def test_the_plan_runs_nothing_twice_always_with_every_seed_and_what_is_compared_differs_in_its_rule(monkeypatch):
     monkeypatch.chdir(ROOT)
-    seen, seeds, always = set(), {}, {}
+    seen, seeds, always, others = set(), {}, {}, {}
     for path in (*Path("figures").glob("*.yaml"), *Path("figures/v2").glob("*.yaml")):
         setup = load(path)
         for flat in configurations(setup, 1):
@@ -226,6 +226,8 @@ def test_the_plan_runs_nothing_twice_and_always_with_every_seed(monkeypatch):
             assert key not in seen, path
             seen.add(key)
             task = setup["program"], flat["env_id",]
+            other = {name: value for (name,), value in flat.items() if name not in collect.SETTINGS}
+            assert other == others.setdefault(task, other), path
             seeds.setdefault(task, set()).add(flat["seed",])
             if flat.get(("sync_interval",)) == 1:
                 always.setdefault(task, []).append(flat["seed",])
@@ -320,6 +322,17 @@ def test_slow_links_are_drawn_from_what_there_is(tmp_path):
         ("1 Mbit/s", ["KL > 0.1, 1 seed: not reached", "always, 3 seeds: 30 s"]),
         ("10 Mbit/s, 20 ms", ["always, 1 seed: 10 s"]),
     ]
+
+
+def test_runs_that_differ_in_more_than_their_rule_are_not_compared(paths):
+    paths, call = paths
+    call(collect)
+    table = paths["--results"] / "runs.csv"
+    first, *rows = table.read_text().splitlines()
+    rows[3] = rows[3].replace("--sync_mode", "--num_steps=64 --sync_mode")
+    table.write_text("\n".join([first, *rows]))
+    with pytest.raises(SystemExit, match="CartPole-v1 that cannot be compared, .* pull what: --num_steps=64"):
+        tasks.load(paths["--results"])
 
 
 def test_without_tables_there_is_one_line(tmp_path, monkeypatch):
