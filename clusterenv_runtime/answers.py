@@ -7,30 +7,35 @@ of an observation may be anything of its dtype, as environments may say what the
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from gymnasium import Space, spaces
+from gymnasium.vector.utils import create_empty_array
 
-from .codec import unpack
+from .codec import Unpacker
 from .errors import ProtocolError
 from .protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
 from .rollout import OBSERVATIONS, RolloutPart
-from .spaces import leaves_of, one_of
+from .spaces import leaves_of
 from .sync import sampled_states
 
 if TYPE_CHECKING:
     import torch
 
+MAX_INFO_KEYS = 10_000  # of a worker's infos; each becomes an array of all environments
+
 
 class Published(NamedTuple):
-    """What is known of the published policy; shapes and dtypes are those of what it gives at one state."""
+    """What is known of a published policy; shapes and dtypes are those of what it gives at one state."""
 
     version: int = 0
     since: int = 1  # the first version of its structure
     params_shape: tuple[int, ...] = ()
     actions_shape: tuple[int, ...] = ()
+    actions_kinds: str = ""  # of dtypes, as NumPy names them
 
 
 class Opener:
@@ -42,11 +47,17 @@ class Opener:
     """
 
     def __init__(self, space: Space, action_space: Space) -> None:
-        self._space, self._action_space, self._example = space, action_space, one_of(space)
+        self._space, self._action_space, self._example = space, action_space, create_empty_array(space, 1)
         self._generator: torch.Generator | None = None  # to try states on
 
     def __call__(
-        self, asked: Message, answer: Reply | Part, frames: list[Any], num_envs: int, published: Published
+        self,
+        asked: Message,
+        answer: Reply | Part,
+        frames: list[Any],
+        num_envs: int,
+        asked_at: Published,
+        published: Published,
     ) -> Reply | RolloutPart:
         """Return the part in an answer, or the `Reply` with its value and infos unpacked.
 
@@ -55,7 +66,8 @@ class Opener:
             answer: its answer.
             frames: that message's frames.
             num_envs: how many environments the worker has.
-            published: what acted, or what came after it.
+            asked_at: what was published when that was asked.
+            published: what is now.
 
         Raises:
             ProtocolError: it is not what was asked for.
@@ -63,23 +75,32 @@ class Opener:
         if isinstance(asked, Collect) != isinstance(answer, Part):
             raise ProtocolError(f"a {type(answer).__name__} to a {type(asked).__name__}")
         if isinstance(answer, Part):
-            return self._open_part(asked.num_steps, answer, frames[1:], num_envs, published)
-        answer.value, answer.infos = unpack(answer.value, frames[1:]), unpack(answer.infos, frames[1:])
+            return self._open_part(asked.num_steps, answer, frames[1:], num_envs, asked_at, published)
+        unpack = Unpacker(frames[1:])
+        answer.value, answer.infos = unpack(answer.value), unpack(answer.infos)
         self._check_reply(asked, answer, num_envs)
         return answer
 
     def _open_part(
-        self, num_steps: int, answer: Part, buffers: list[Any], num_envs: int, published: Published
+        self,
+        num_steps: int,
+        answer: Part,
+        buffers: list[Any],
+        num_envs: int,
+        asked_at: Published,
+        published: Published,
     ) -> RolloutPart:
-        values = {name: unpack(value, buffers, copy=False) for name, value in answer.part.items()}
+        unpack = Unpacker(buffers, copy=False)
+        values = {name: unpack(value) for name, value in answer.part.items()}
         try:
             part = msgspec.convert(values, RolloutPart)
         except msgspec.ValidationError as error:
             raise ProtocolError(f"a part of a rollout is malformed: {error}") from None
         example, *observations = leaves_of(self._space, self._example, *(getattr(part, name) for name in OBSERVATIONS))
-        if not 0 < part.version <= published.version:
-            newest = f"and {published.version} is the newest"
-            raise ProtocolError(f"it says that it acted on version {part.version}, {newest}")
+        policy = published if part.version >= published.since else asked_at
+        if not policy.since <= part.version <= published.version:
+            possible = f"but these are {asked_at.since} to {published.version}"
+            raise ProtocolError(f"it says that it acted on version {part.version}, {possible}")
         if not 0 <= answer.waited < math.inf:
             raise ProtocolError(f"it says that it waited for {answer.waited} seconds")
         if answer.generator:
@@ -89,19 +110,18 @@ class Opener:
         _check("logprobs", part.logprobs, "f", steps)
         _check("terminations", part.terminations, "b", steps)
         _check("truncations", part.truncations, "b", steps)
-        is_known = part.version >= published.since
-        _check("actions", part.actions, "biuf", steps, published.actions_shape if is_known else None)
-        states = (len(sampled_states(num_steps * num_envs)),)
-        _check("params", part.params, "f", states, published.params_shape if is_known else None)
+        _check("actions", part.actions, policy.actions_kinds, steps, policy.actions_shape)
+        _check("params", part.params, "f", (len(sampled_states(num_steps * num_envs)),), policy.params_shape)
         episodes = (part.episodes.size,)
         _check("episodes", part.episodes, "i", episodes)
         _check("episodic_returns", part.episodic_returns, "f", episodes)
         _check("episodic_lengths", part.episodic_lengths, "i", episodes)
-        for name in ("rewards", "logprobs", "params", "episodic_returns"):
-            if np.isnan(getattr(part, name)).any():
-                raise ProtocolError(f"{name} hold NaN")
-        self._check_actions(part.actions)
-        ends = int(np.count_nonzero(part.terminations | part.truncations))
+        if (fault := fault_of(part, self._action_space)) is not None:
+            raise ProtocolError(fault)
+        ended = (part.terminations | part.truncations).reshape(-1)
+        ends, within = int(np.count_nonzero(ended)), part.episodes[part.episodes < ended.size]  # some go further
+        if np.any(part.episodes < 0) or np.any(np.diff(part.episodes) <= 0) or not np.all(ended[within]):
+            raise ProtocolError("episodes are counted that have not ended")
         for name, leading, leaves in zip(OBSERVATIONS, (steps, (ends,), (num_envs,)), observations, strict=True):
             _check_observations(name, leaves, example, leading)
         return part
@@ -116,13 +136,6 @@ class Opener:
         except RuntimeError as error:
             raise ProtocolError(f"the state of its random numbers: {error}") from None
 
-    def _check_actions(self, actions: np.ndarray) -> None:
-        space = self._action_space
-        if isinstance(space, spaces.Discrete) and not np.all(
-            (actions >= space.start) & (actions < space.start + space.n)
-        ):
-            raise ProtocolError(f"actions are not of {space}")
-
     def _check_reply(self, asked: Message, reply: Reply, num_envs: int) -> None:
         is_reset, is_step = isinstance(asked, Reset), isinstance(asked, Step | CutOff)
         if is_reset or is_step:
@@ -134,31 +147,64 @@ class Opener:
                 _check(name, array, kinds, (num_envs,))
         elif isinstance(asked, Call) and not (isinstance(reply.value, list | tuple) and len(reply.value) == num_envs):
             raise ProtocolError(f"a call gives {num_envs} values, got {type(reply.value).__name__}")
-        infos = [] if reply.infos is None else reply.infos
-        for info in infos if isinstance(infos, list) else [infos]:
+        if not isinstance(reply.infos, list):
+            raise ProtocolError(f"infos are a list, got {type(reply.infos).__name__}")
+        for info in reply.infos:
             is_pair = isinstance(info, tuple) and len(info) == 2 and isinstance(info[1], dict)
             if not (is_pair and type(info[0]) is int and 0 <= info[0] < num_envs):
                 raise ProtocolError(f"infos are pairs of an environment and a dict, got {type(info).__name__}")
+        keys = set[Any]()
+        for _, info in reply.infos:
+            for path in _paths(info):
+                keys.add(path)
+                if len(keys) > MAX_INFO_KEYS:
+                    raise ProtocolError(f"infos have more than {MAX_INFO_KEYS} different keys")
+
+
+def fault_of(part: RolloutPart, action_space: Space) -> str | None:
+    """Say what of a part's values no learner can use, if anything. Observations may be whatever there is."""
+    for name in ("logprobs", "params"):
+        if np.isnan(getattr(part, name)).any():
+            return f"{name} hold NaN: has the policy diverged?"
+    for name in ("rewards", "actions", "episodic_returns"):
+        if not np.isfinite(getattr(part, name)).all():
+            return f"{name} are not all finite"
+    if isinstance(action_space, spaces.Discrete | spaces.MultiDiscrete):
+        number = action_space.n if isinstance(action_space, spaces.Discrete) else action_space.nvec
+        is_one = part.actions.shape[2:] == action_space.shape
+        if is_one and np.any((part.actions < action_space.start) | (part.actions >= action_space.start + number)):
+            return f"actions are not of {action_space}"
+    return None
+
+
+def _paths(info: dict[Any, Any], start: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys of a dict, and of the dicts in it."""
+    for key, value in info.items():
+        yield (*start, key)
+        if isinstance(value, dict):
+            yield from _paths(value, (*start, key))
 
 
 def _check_observations(name: str, leaves: list[Any], example: list[Any], leading: tuple[int, ...]) -> None:
     for leaf, one in zip(leaves, example, strict=True):
         if isinstance(one, np.ndarray):
-            _check(name, leaf, one.dtype.kind, leading, one.shape[1:])
+            _check(name, leaf, one.dtype.kind, leading, one.shape[1:], one.dtype)
         elif not (isinstance(leaf, tuple) and len(leaf) == leading[0]):
             raise ProtocolError(f"{name} must be {leading[0]} in a tuple, got a {type(leaf).__name__}")
 
 
-def _check(name: str, array: Any, kinds: str, leading: tuple[int, ...], trailing: tuple[int, ...] | None = ()) -> None:
-    """Raise ProtocolError if this is not an array of such dtypes as torch reads, and of this shape.
-
-    The trailing shape is not checked if it is None.
-    """
+def _check(
+    name: str,
+    array: Any,
+    kinds: str,
+    leading: tuple[int, ...],
+    trailing: tuple[int, ...] = (),
+    dtype: np.dtype[Any] | None = None,
+) -> None:
+    """Raise ProtocolError if this is not an array of such dtypes as torch reads, or of this one, and of this shape."""
     if not isinstance(array, np.ndarray):
         raise ProtocolError(f"{name} must be an array, got a {type(array).__name__}")
-    shape = array.shape[: len(leading)] if trailing is None else array.shape
     is_readable = array.dtype.kind in kinds and array.dtype.isnative and array.dtype.itemsize <= 8
-    if shape != leading + (trailing or ()) or not is_readable:
-        wanted = f"{leading + (trailing or ())}{' and more' if trailing is None else ''}"
+    if array.shape != leading + trailing or not (is_readable or (dtype is not None and array.dtype == dtype)):
         found = f"{array.dtype.str} of shape {array.shape}"
-        raise ProtocolError(f"{name} must be of shape {wanted} and kind {kinds!r}, got {found}")
+        raise ProtocolError(f"{name} must be of shape {leading + trailing} and kind {kinds!r}, got {found}")

@@ -1,8 +1,8 @@
 """Values to frames and back: what may travel to the head, where nothing is ever unpickled.
 
-`pack` and `unpack` carry arrays, numbers, strings, bytes, None and containers of these, and nothing else. Between them
-a value is a tree of the structs below, which msgspec checks when it decodes a header. There is no map in it: with keys
-that are made to collide, a map would keep busy whoever decodes it.
+`pack` and `Unpacker` carry arrays, numbers, strings, bytes, None and containers of these, and nothing else. Between
+them a value is a tree of the structs below, which msgspec checks when it decodes a header. There is no map in it: with
+keys that are made to collide, a map would keep busy whoever decodes it.
 """
 
 from __future__ import annotations
@@ -142,43 +142,59 @@ def _append(array: np.ndarray, buffers: list[Any]) -> tuple[int, int]:
     return len(buffers) - 1, offset
 
 
-def unpack(tree: Packed, buffers: list[Any], copy: bool = True) -> Any:
-    """Undo `pack`. Arrays are fresh and writable, or with ``copy=False`` read-only views of ``buffers``.
+class Unpacker:
+    """Undoes `pack` for the values of one message. Each byte of it belongs to one array: it unpacks to no more.
 
-    Raises:
-        ProtocolError: ``tree`` is not what `pack` makes, or does not fit ``buffers``.
+    Args:
+        buffers: of that message.
+        copy: whether arrays are fresh and writable, or read-only views of the buffers.
     """
-    if not isinstance(tree, _Node):
-        return tree
-    try:
+
+    def __init__(self, buffers: list[Any], copy: bool = True) -> None:
+        self._buffers, self._copy, self._bytes_left = buffers, copy, sum(map(len, buffers))
+
+    def __call__(self, tree: Packed) -> Any:
+        """Return the value that was packed.
+
+        Raises:
+            ProtocolError: ``tree`` is not what `pack` makes, or does not fit the buffers.
+        """
+        try:
+            return self._value_of(tree)
+        except Exception as error:  # whatever a malformed tree makes NumPy raise
+            raise ProtocolError(f"malformed value in a message: {error}") from None
+
+    def _value_of(self, tree: Packed) -> Any:
         match tree:
             case Array():
-                array = np.ndarray(tree.shape, tree.dtype, _data_of(tree, buffers), tree.offset)
-                if array.ndim and array.size and not array.nbytes:  # it would be as long as the sender likes
-                    raise ValueError(f"dtype {tree.dtype}, shape {tree.shape}")
+                array = self._array_of(tree)
                 if isinstance(tree, Scalar | Bytes):
                     return array[()] if isinstance(tree, Scalar) else array.tobytes()
-                return array.copy() if copy else array
+                return array.copy() if self._copy else array
             case List():
-                items = [unpack(item, buffers, copy) for item in tree.items]
+                items = [self._value_of(item) for item in tree.items]
                 return items if type(tree) is List else GraphInstance(*items) if type(tree) is Graph else tuple(items)
             case Dict():
-                keys = [unpack(key, buffers) for key, _ in tree.items]
+                keys = [self._value_of(key) for key, _ in tree.items]
                 _check_keys(keys)
-                return {key: unpack(item, buffers, copy) for key, (_, item) in zip(keys, tree.items, strict=True)}
+                return {key: self._value_of(item) for key, (_, item) in zip(keys, tree.items, strict=True)}
             case Int():
                 return int(tree.digits, 16)
             case Generator():
-                return _generator(unpack(tree.state, buffers))
-    except Exception as error:  # whatever a malformed tree makes NumPy raise
-        raise ProtocolError(f"malformed value in a message: {error}") from None
+                return _generator(self._value_of(tree.state))
+        return tree
 
-
-def _data_of(array: Array, buffers: list[Any]) -> Any:
-    data = buffers[array.frame]
-    if len(data) == MAX_FRAME and (size := math.prod(array.shape) * np.dtype(array.dtype).itemsize) > MAX_FRAME:
-        data = bytearray().join(buffers[array.frame : array.frame - (-size // MAX_FRAME)])
-    return data
+    def _array_of(self, array: Array) -> np.ndarray:
+        size = math.prod(array.shape) * np.dtype(array.dtype).itemsize
+        self._bytes_left -= size
+        if self._bytes_left < 0:
+            raise ValueError("its arrays are larger than the message")
+        if not size and array.shape and math.prod(array.shape):  # it would be as long as the sender likes
+            raise ValueError(f"dtype {array.dtype}, shape {array.shape}")
+        data = self._buffers[array.frame]
+        if size > MAX_FRAME and len(data) == MAX_FRAME:
+            data = bytearray().join(self._buffers[array.frame : array.frame - (-size // MAX_FRAME)])
+        return np.ndarray(array.shape, array.dtype, data, array.offset)
 
 
 def _check_keys(keys: Collection[Any]) -> None:

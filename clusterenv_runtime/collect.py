@@ -79,7 +79,7 @@ class Collector:
 
     def send(self, num_steps: int, workers: Sequence[WorkerHandle]) -> None:
         """Ask these workers to act, and serve all until those that will pull have their weights."""
-        if not self._store.version:
+        if not self._store.structure:
             raise ValueError("there is no policy to act on: `publish` it first")
         busy = set(self.granted.values())
         pulling = []  # workers that have nothing else to do, and that will ask for weights now

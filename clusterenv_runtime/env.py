@@ -84,7 +84,7 @@ class ClusterEnv(VectorEnv):
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         self._assert_is_running()
         observations, infos = self._stepper.finish_reset(timeout)
-        return observations, self._join_infos(infos)
+        return observations, self._stepper.join_infos(infos, self._add_info)
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Step every environment; return observations, rewards, terminations, truncations and infos."""
@@ -98,7 +98,7 @@ class ClusterEnv(VectorEnv):
     def step_wait(self, timeout: float | None = None) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         self._assert_is_running()
         *arrays, infos = self._stepper.finish_step(timeout)
-        return *arrays, self._join_infos(infos)
+        return *arrays, self._stepper.join_infos(infos, self._add_info)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call each environment's method ``name``, or read its attribute; the results must be what `pack` takes."""
@@ -256,12 +256,6 @@ class ClusterEnv(VectorEnv):
         interrupted is given up, except that requests of `send` remain outstanding.
         """
         self._pool.interrupted = True
-
-    def _join_infos(self, parts: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
-        infos: dict[str, Any] = {}
-        for env, info in parts:
-            infos = self._add_info(infos, info, env)
-        return infos
 
     def _assert_is_running(self) -> None:
         if self.closed:

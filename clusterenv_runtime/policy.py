@@ -62,10 +62,10 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def action_at(self, params: torch.Tensor) -> torch.Tensor:
-        """Return actions ``(batch, ...)`` for parameters of `params_at`, always with the same noise."""
+        """Return actions ``(batch, ...)``, on the CPU, for parameters of `params_at`, always with the same noise."""
         with torch.device("cpu"):  # where a worker acts
             noise = self.noise(1, len(params), params.shape[-1], torch.Generator().manual_seed(0))
-        return self.act(params, noise[0].to(params.device))
+            return self.act(params.cpu(), noise[0])
 
     @torch.no_grad()
     def divergence(self, observations: Any, behavior_params: Any) -> np.ndarray:

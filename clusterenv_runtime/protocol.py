@@ -2,7 +2,7 @@
 
 A message is one msgpack header followed by raw buffers. The header is a pair: ``seq``, and one of the structs below,
 validated when decoded. ``seq`` numbers a request, and comes back with its answer: exactly one `Reply`, `Part` or
-`Error`, after a `Pull` or none. What is neither has the ``seq`` None. Towards the worker, buffers may hold pickles,
+`Error`, after two `Pull`s at most. What is neither has the ``seq`` None. Towards the worker, buffers may hold pickles,
 because a worker runs the head's code anyway; towards the head, values are what `codec.pack` makes.
 """
 
@@ -91,9 +91,9 @@ class Close(Message):
 class Hello(Message):  # its text is printed, so it may move no cursor
     protocol: int
     index: int
-    host: Annotated[str, msgspec.Meta(pattern=r"^[\w.:-]{0,255}$")]
+    host: Annotated[str, msgspec.Meta(pattern=r"^[\w.:-]{0,255}\Z")]
     pid: int
-    versions: dict[str, Annotated[str, msgspec.Meta(pattern=r"^[\w.!+-]{0,100}$")]]
+    versions: dict[str, Annotated[str, msgspec.Meta(pattern=r"^[\w.!+-]{0,100}\Z")]]
 
 
 class Reply(Message):  # the buffers of ``value`` and ``infos``

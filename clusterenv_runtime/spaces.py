@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,12 +67,14 @@ def is_batched(space: Space) -> bool:
 
 
 def one_of(space: Space) -> Any:
-    """Return a batch of one of ``space``, always the same; if that is no array, of anything."""
-    if not is_batched(space):
-        return create_empty_array(space, 1)
-    own = copy.deepcopy(space)  # whose random numbers are nobody else's
-    own.seed(0)
-    return concatenate(space, [own.sample()], create_empty_array(space, 1))
+    """Return a batch of one of ``space``, always the same: of zeros if none can be drawn, and else of anything."""
+    batch = create_empty_array(space, 1)
+    if is_batched(space):
+        with contextlib.suppress(Exception):  # NumPy draws no numbers from bounds as wide as float64's
+            own = copy.deepcopy(space)  # whose random numbers are nobody else's
+            own.seed(0)
+            batch = concatenate(space, [own.sample()], batch)
+    return batch
 
 
 def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:

@@ -45,7 +45,7 @@ class Stepper:
         self._mask: np.ndarray | None = None  # of the reset under way
         self._observations: Any = None  # of all environments, the last ones
         self._lost_since: set[int] = set()  # workers whose process was replaced after it had answered the last call
-        self._warned: set[str] = set()  # info keys that were left out
+        self._warned: set[str] = set()  # what the user was told of infos
 
     def _assert_one_by_one(self) -> None:
         if self._blueprint.steps_together:
@@ -82,7 +82,9 @@ class Stepper:
         replies, self._lost_since = {}, {answer.request.worker for answer in served if answer.is_last}
         for request, reply, _ in served:
             replies[request.worker] = reply
-            self._warn_of(reply.dropped)
+            for key in reply.dropped:
+                kinds = "only arrays, numbers, strings and their containers leave a worker"
+                self._warn(f"Info {printable(key)} is left out: {kinds}.")
         return [replies.get(worker.index) or self._nothing(worker) for worker in self._pool.workers]
 
     def _infos(self, replies: list[Reply]) -> Infos:
@@ -97,12 +99,21 @@ class Stepper:
     def _nothing(self, worker: WorkerHandle) -> Reply:
         return Reply(create_empty_array(self._space, worker.num_envs), [])
 
-    def _warn_of(self, dropped: list[str]) -> None:
-        for key in dropped:
-            if key not in self._warned and len(self._warned) < 100:  # a worker may say what it likes
-                self._warned.add(key)
-                kinds = "only arrays, numbers, strings and their containers leave a worker"
-                gym.logger.warn(f"Info {printable(key)} is left out: {kinds}.")
+    def join_infos(self, infos: Infos, add_info: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """Return the infos of environments as those of all, by Gymnasium's own method."""
+        joined: dict[str, Any] = {}
+        for env, info in infos:
+            try:
+                joined = add_info(joined, info, env)
+            except Exception:  # whatever it raises where infos do not go together
+                self._warn(f"Infos of environment {env} are left out: they do not go with those of others.")
+        return joined
+
+    def _warn(self, text: str) -> None:
+        """Warn once of something about infos; a worker may say what it likes, so of a hundred things at most."""
+        if text not in self._warned and len(self._warned) < 100:
+            self._warned.add(text)
+            gym.logger.warn(text)
 
     def reset(self, seed: int | list[int | None] | None, options: dict[str, Any] | None) -> None:
         """Ask for a reset of all environments, or of those of ``options["reset_mask"]``."""

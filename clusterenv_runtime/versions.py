@@ -67,7 +67,7 @@ class PolicyStore:
     """
 
     def __init__(self, copies: Sequence[PolicyCopy], space: Space, rounds: bool) -> None:
-        self._copies, self._space, self._rounds, self._example = copies, space, rounds, one_of(space)
+        self._copies, self._space, self._rounds = copies, space, rounds
         self._most = min(KL_STATES, max(ALL_KL_STATES // len(copies), 16))
         self.version, self.published = 0, Published()  # +1 at each publish, and what is known of it
         self.structure = b""  # cloudpickle of the policy without its weights
@@ -83,27 +83,40 @@ class PolicyStore:
         observation is raised here.
         """
         flat, layout = policy.flat_weights(), policy.layout()
-        structure, shapes = self.structure, self.published[2:]
+        structure, facts = self.structure, self.published[2:]
         if policy is not self._policy or layout != self._layout or not structure:
             structure = cloudpickle.dumps(policy.structure())
-            params = policy.params_at(self._example)  # raises if it does not fit, before anything has changed
-            shapes = tuple(params.shape[1:]), tuple(policy.action_at(params).shape[1:])
+            params = policy.params_at(one_of(self._space))  # raises if it does not fit, before anything has changed
+            actions = policy.action_at(params).numpy()
+            kinds = "iu" if actions.dtype.kind in "iu" else actions.dtype.kind
+            facts = tuple(params.shape[1:]), actions.shape[1:], kinds
         changed = structure != self.structure  # a new wrapper around the same module is not a new structure
         self._policy, self._layout, self.structure = policy, layout, structure
         self.version += 1
-        self.published = Published(self.version, self.version if changed else self.published.since, *shapes)
+        self.published = Published(self.version, self.version if changed else self.published.since, *facts)
         if changed:
             for copy in self._copies:
                 copy.forget()
         # A copy on the learner's device; it becomes bytes only when the first worker pulls this version.
         self._flat, self._answers = flat, dict[int, Answer]()
         known = [copy for copy in self._copies if copy.behavior]
-        divergence = policy.divergence(*zip(*(copy.recent for copy in known), strict=True)) if known else []
         for copy in self._copies:
             copy.measured, copy.divergence = copy.behavior, math.inf
-        for copy, nats in zip(known, divergence, strict=True):
-            copy.divergence = float(nats)
+        self._measure(known)
         return changed
+
+    def _measure(self, copies: list[PolicyCopy]) -> None:
+        """Measure how far copies that have acted are from the policy; where that is no number, it stays inf."""
+        if not copies:
+            return
+        try:
+            divergence = self._policy.divergence(*zip(*(copy.recent for copy in copies), strict=True))
+        except (ValueError, IndexError):  # their parameters are no distribution's, or their states no policy's
+            for copy in copies if len(copies) > 1 else []:
+                self._measure([copy])
+        else:
+            for copy, nats in zip(copies, divergence, strict=True):
+                copy.divergence = float(nats)
 
     def acted(self, copy: PolicyCopy, part: RolloutPart) -> None:
         """Keep some of what a worker saw in its part of a rollout, and its policy's distribution parameters there."""

@@ -144,6 +144,27 @@ def test_rollouts_equal_those_of_environments_that_step_one_by_one(mode):
             assert_same(getattr(other, name), getattr(one, name), name)
 
 
+class Bytes(SyncVectorEnv):
+    """Observes in another dtype than its space says."""
+
+    def reset(self, **options):
+        observations, infos = super().reset(**options)
+        return observations.astype(np.uint8), infos
+
+    def step(self, actions):
+        observations, *rest = super().step(actions)
+        return observations.astype(np.uint8), *rest
+
+
+def test_observations_get_the_dtype_of_their_space():
+    def make(num_envs):
+        return Bytes([partial(CountingEnv, 3)] * num_envs)
+
+    for rollout in rollouts(make, CategoricalPolicy(linear(1, 2)), 5, times=2, num_envs=4):
+        for name in ("observations", "final_observations", "next_observations"):
+            assert getattr(rollout, name).dtype == np.float32
+
+
 @pytest.mark.parametrize(
     "mode, kind", [*((mode, CategoricalPolicy) for mode in MODES), (AutoresetMode.NEXT_STEP, GaussianPolicy)]
 )

@@ -20,6 +20,7 @@ from clusterenv_runtime.protocol import (
     Collect,
     Error,
     Hello,
+    Pull,
     Reply,
     Setup,
     decode_request,
@@ -409,3 +410,47 @@ def test_what_a_worker_says_of_an_error_moves_no_cursor():
     )
     assert str(error) == "\\x1b[2J\nno\\u202e"
     assert str(error.__cause__).endswith("\n\n\\x1b[2J\n\tin step")
+
+
+def test_after_the_error_that_ends_it_a_worker_is_not_heard():
+    simulation = Simulation(2)
+    (seq,), first = simulation.never(), simulation.launcher.of[0]
+    for _ in range(3):
+        simulation.network.deliver(first.identity, seq, Error(0, "builtins.ValueError", "text", "", True))
+    with pytest.raises(ValueError, match="text"):
+        simulation.call(1)
+    simulation.network.deliver(first.identity, seq, Error(0, "builtins.ValueError", "text", "", True))
+    assert simulation.call(1) == [1]
+
+
+def test_errors_for_which_nobody_waits_are_said_once():
+    simulation = Simulation(1)
+    for seq in range(1000, 2000):
+        error = Error(0, "builtins.ValueError", "text", "", False)
+        simulation.network.deliver(simulation.launcher.of[0].identity, seq, error)
+    assert simulation.call() == [0]
+    assert simulation.network.dropped == 1000  # of which `Transport.drop` says the first
+
+
+@pytest.mark.parametrize("version", [0, 1, 10**6])
+def test_who_pulls_for_something_else_than_to_act_is_lost(version):
+    simulation = Simulation(1)
+    simulation.pool._store.version = 1
+    (seq,) = simulation.never()
+    simulation.network.deliver(simulation.launcher.of[0].identity, seq, Pull(version))
+    assert simulation.call() == [0]
+    assert "pulled for what it was not asked" in simulation.recovery.restarts[0]["reason"]
+
+
+def test_an_answer_that_its_opener_fails_at_costs_its_worker_alone():
+    simulation = Simulation(1)
+    opened = iter([RuntimeError("no"), None])
+
+    def fails_once(asked, answer, *_):
+        if error := next(opened):
+            raise error
+        return answer
+
+    simulation.pool._open = fails_once
+    assert simulation.call() == [0]
+    assert "its answer was wrong: no" in simulation.recovery.restarts[0]["reason"]

@@ -57,11 +57,15 @@ WRONG = [
     ("actions", lambda part: part.actions.T),
     ("params", lambda part: part.params[1:]),
     ("episodes", lambda part: part.episodes.astype(np.float64)),
+    ("episodes", lambda part: part.episodes[::-1]),
+    ("episodes", lambda part: part.episodes - 12),
+    ("episodes", lambda part: np.flatnonzero(~part.terminations)[: part.episodes.size]),
     ("episodic_returns", lambda part: part.episodic_returns[1:]),
     ("version", lambda part: "1"),
     ("actions", lambda part: part.actions[..., None]),
     ("actions", lambda part: part.actions + 2),
     ("actions", lambda part: part.actions - 1),
+    ("actions", lambda part: part.actions.astype(float)),
     ("params", lambda part: part.params[:, :2]),
     ("episodic_lengths", lambda part: part.episodic_lengths[1:]),
     ("episodic_lengths", lambda part: part.episodic_lengths.astype(float)),
@@ -79,10 +83,13 @@ def map_leaf(tree, function):
     return {**tree, "b": function(tree["b"])} if isinstance(tree, dict) else function(tree)
 
 
-def opened(asked, answer, buffers, space=PART_SPACES[0], action_space=None, newest=5, since=1):
+NOW = Published(5, 1, params_shape=(3,), actions_shape=(), actions_kinds="iu")
+
+
+def opened(asked, answer, buffers, space=PART_SPACES[0], action_space=None, published=NOW, asked_at=NOW):
     """Open what a worker of two environments has answered."""
-    published = Published(newest, since, params_shape=(3,), actions_shape=())
-    return Opener(space, action_space or spaces.Discrete(2))(asked, answer, [b"header", *buffers], 2, published)
+    opener = Opener(space, action_space or spaces.Discrete(2))
+    return opener(asked, answer, [b"header", *buffers], 2, asked_at, published)
 
 
 def packed(part, **fields):
@@ -101,16 +108,21 @@ def test_a_part_is_of_a_version_that_was_published(version):
     if 0 < version <= 5:
         assert opened(COLLECT, *answer).version == version
     else:
-        with pytest.raises(ProtocolError, match=f"version {version}, and 5 is the newest"):
+        with pytest.raises(ProtocolError, match=f"version {version}, but these are 1 to 5"):
             opened(COLLECT, *answer)
 
 
-def test_a_part_of_another_structure_may_have_other_parameters_and_actions():
+def test_a_part_is_of_the_structure_that_was_published_when_it_was_asked_or_since():
     part = a_part(PART_SPACES[0])
-    wide = {"params": part.params[:, :2], "actions": part.actions[..., None]}
+    wide = packed(part, params=part.params[:, :2], actions=np.zeros((6, 2, 1)))
+    before = Published(1, 1, params_shape=(2,), actions_shape=(1,), actions_kinds="f")
     with pytest.raises(ProtocolError, match="actions must be of shape"):
-        opened(COLLECT, *packed(part, **wide))
-    assert opened(COLLECT, *packed(part, **wide), since=2).params.shape == (12, 2)
+        opened(COLLECT, *wide)
+    with pytest.raises(ProtocolError, match="actions must be of shape"):
+        opened(COLLECT, *packed(part), published=NOW._replace(since=2), asked_at=before)
+    assert opened(COLLECT, *wide, published=NOW._replace(since=2), asked_at=before).params.shape == (12, 2)
+    with pytest.raises(ProtocolError, match="version 1, but these are 2 to 5"):
+        opened(COLLECT, *wide, published=NOW._replace(since=2), asked_at=NOW._replace(since=2))
 
 
 @pytest.mark.parametrize("state", [bytes(5056), b"x", b"\xff" * 5056], ids=["zeros", "short", "ones"])
@@ -136,8 +148,8 @@ REPLIES = [
     (Reset(), OBSERVATIONS, [(0, {"a": 1})]),
     (Step(), (OBSERVATIONS, np.zeros(2), FLAGS, FLAGS), []),
     (CutOff(), (OBSERVATIONS, np.zeros(2), FLAGS, FLAGS), [(1, {"worker_lost": True})]),
-    (Call("name"), (1, "two"), None),
-    (SetAttr("name"), None, None),
+    (Call("name"), (1, "two"), []),
+    (SetAttr("name"), None, []),
 ]
 WRONG_REPLIES = [
     (Reset(), OBSERVATIONS[:1], []),
@@ -149,12 +161,16 @@ WRONG_REPLIES = [
     (Step(), (OBSERVATIONS, np.zeros(3), FLAGS, FLAGS), []),
     (Step(), (OBSERVATIONS, np.zeros(2), np.zeros(2), FLAGS), []),
     (CutOff(), None, []),
-    (Call("name"), (1, 2, 3), None),
-    (Call("name"), 7, None),
+    (Call("name"), (1, 2, 3), []),
+    (Call("name"), 7, []),
+    (Call("name"), (1, "two"), None),
     (Reset(), OBSERVATIONS, [(2, {})]),
     (Reset(), OBSERVATIONS, [(0, 1)]),
     (Reset(), OBSERVATIONS, [{}]),
     (Reset(), OBSERVATIONS, 5),
+    (Reset(), OBSERVATIONS, None),
+    (Reset(), OBSERVATIONS, (0, {})),
+    (Reset(), OBSERVATIONS, [(0, {str(key): {"a": 1} for key in range(5001)})]),
     (COLLECT, None, []),
 ]
 

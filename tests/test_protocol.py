@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from clusterenv_runtime import ProtocolError
-from clusterenv_runtime.codec import MAX_FRAME, MAX_KEYS, SMALL, List, pack, unpack
+from clusterenv_runtime.codec import MAX_FRAME, MAX_KEYS, SMALL, List, Unpacker, pack
 from clusterenv_runtime.protocol import Error, Hello, Pull, Reply, decode_answer, frames
 
 from .envs import assert_same
@@ -61,7 +61,7 @@ def over_the_wire(value, copy=True, dropped=None):
 
 def received(tree, buffers, copy=True):
     """Encode, decode and unpack what may be a packed value, or not."""
-    return unpack(decode_answer(frames(1, Reply(tree))[0])[1].value, buffers, copy)
+    return Unpacker(buffers, copy)(decode_answer(frames(1, Reply(tree))[0])[1].value)
 
 
 @settings(max_examples=300, deadline=None)
@@ -273,6 +273,7 @@ def test_garbage_raises_protocol_error_or_nothing(tree, buffers):
         ["array", 0, 0, "U0", [2**45]],
         ["array", 0, 0, ",", [1]],
         ["array", 0, 0, "f4,(", [1]],
+        ["list", [["array", 0, 0, "|u1", [5]], ["array", 0, 3, "|u1", [5]]]],
         pcg64(-1),
         pcg64(["int", hex(2**200)]),
         pcg64(1, has_uint32=2**64 - 1),
@@ -287,7 +288,7 @@ def test_malformed_values_are_protocol_errors(tree):
 def test_too_deep_values_are_protocol_errors():
     tree = functools.reduce(lambda tree, _: List([tree]), range(5000), None)
     with pytest.raises(ProtocolError, match="recursion"):
-        unpack(tree, [])
+        Unpacker([])(tree)
 
 
 MESSAGES = [

@@ -295,6 +295,49 @@ def test_observations_that_are_not_arrays_are_refused(space):
         assert envs.policy_version == 0
 
 
+class Rewarding(CountingEnv):
+    """Rewards each step with ``reward``."""
+
+    def __init__(self, reward):
+        super().__init__()
+        self.reward = reward
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, self.reward, *rest
+
+
+@pytest.mark.parametrize("reward", [np.nan, -np.inf])
+def test_a_reward_that_is_no_number_stops_the_run_and_names_the_worker(reward):
+    with ClusterEnv([partial(Rewarding, 1.0), partial(Rewarding, reward)], 2) as envs:
+        envs.reset()
+        with pytest.raises(ValueError, match="rewards are not all finite") as caught:
+            envs.rollout(CategoricalPolicy(linear(1, 2)), 5)
+        assert "on worker 1 " in str(caught.value.__cause__) and not envs.restarts
+
+
+def test_a_policy_that_has_diverged_stops_the_run():
+    policy = CategoricalPolicy(linear(1, 2))
+    with ClusterEnv([CountingEnv], 1) as envs:
+        envs.reset()
+        envs.rollout(policy, 5)
+        with torch.no_grad():
+            next(policy.parameters()).fill_(torch.nan)
+        with pytest.raises(ValueError, match="Expected parameter logits"):
+            envs.rollout(policy, 5)
+        assert not envs.restarts
+
+
+def test_actions_that_are_not_of_their_space_stop_the_run():
+    class Other(CountingEnv):
+        action_space = spaces.Discrete(2, start=1)
+
+    with ClusterEnv([Other], 1) as envs:
+        envs.reset()
+        with pytest.raises(ValueError, match=r"actions are not of Discrete\(2, start=1\)"):
+            envs.rollout(CategoricalPolicy(linear(1, 2)), 50)
+
+
 def test_a_policy_that_does_not_fit_the_observations():
     with ClusterEnv([CountingEnv], 1) as envs:
         envs.reset()

@@ -2,7 +2,11 @@
 
 import os
 import socket
+import subprocess
+import sys
+import time
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -84,3 +88,33 @@ def test_a_stranger_that_does_not_speak_zeromq(cluster, workers):
             stranger.sendall(data)
             steps += 1
             assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
+
+
+FLOODS = """
+import sys, zmq
+with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+    socket.sndhwm = 1
+    socket.connect(sys.argv[1])
+    for _ in range(200):
+        socket.send(bytes(2**22))
+"""
+
+
+def resident():
+    """This process's memory, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_a_peer_sends_to_a_busy_head_is_not_all_kept(cluster, workers):
+    before = resident()
+    with subprocess.Popen([sys.executable, "-c", FLOODS, address_of(workers())]) as stranger:
+        try:
+            while resident() < before + 50 * 2**20:
+                time.sleep(0.1)
+            time.sleep(2)  # in which it could have sent all
+            assert stranger.poll() is None and resident() < before + 150 * 2**20
+            while stranger.poll() is None:  # now it can
+                cluster.step([0, 0])
+                assert resident() < before + 250 * 2**20
+        finally:
+            stranger.kill()

@@ -15,6 +15,7 @@ from torch import nn
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, GaussianPolicy, LocalLauncher
 from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.protocol import Collect
+from clusterenv_runtime.spaces import one_of
 from clusterenv_runtime.sync import SyncRule, sampled_states
 from clusterenv_runtime.versions import PolicyCopy, PolicyStore
 
@@ -324,6 +325,31 @@ def test_of_many_workers_fewer_states_are_kept(num_workers, most):
         assert len(observations) == expected
         assert np.array_equal(observations, behavior_params)
     assert np.array_equal(observations[[0, -1]], states[[0, -1]])  # evenly spread over the last part
+
+
+def test_who_acted_by_no_distribution_pulls_and_the_others_are_measured():
+    copies, policy = [PolicyCopy() for _ in range(3)], CategoricalPolicy(linear())
+    store = PolicyStore(copies, spaces.Box(-1, 1, (3,)), rounds=False)
+    store.publish(policy)
+    for copy, logit in zip(copies, (0.0, np.inf, 1.0), strict=True):
+        params = np.full((4, 3), logit, np.float32)
+        observations = np.zeros((4, 1, 3), np.float32)
+        store.acted(
+            copy, SimpleNamespace(version=1, rewards=np.zeros((4, 1)), observations=observations, params=params)
+        )
+    store.publish(policy)
+    first, second, third = (copy.divergence for copy in copies)
+    assert 0 < first < 1 and second == math.inf and third == pytest.approx(first, rel=1e-4)
+
+
+WIDE = spaces.Box(np.finfo(np.float64).min, np.finfo(np.float64).max, (2,), np.float64)
+LONG = spaces.Box(0, np.iinfo(np.int64).max, (2,), np.int64)
+
+
+@pytest.mark.parametrize("space", [WIDE, LONG, spaces.Box(-1, 1, (2,), np.longdouble), spaces.Dict(a=WIDE)], ids=str)
+def test_spaces_that_no_number_can_be_drawn_from_have_a_batch_of_one(space):
+    batch = one_of(space)
+    assert (batch["a"] if isinstance(batch, dict) else batch).shape == (1, 2)
 
 
 class Mixed(nn.Module):

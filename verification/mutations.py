@@ -22,8 +22,8 @@ MUTATIONS = {
     ),
     "until 851c8d7: who pulls before anything is published ends the run": (
         "head/pool.py",
-        "if not (self._store.version and worker.may_pull(seq)):",
-        "if not worker.may_pull(seq):",
+        "if not (worker.may_pull(seq, message.version) and 0 <= message.version < self._store.version):",
+        "if False:",
     ),
     "what a lost worker held is believed of its replacement": ("head/recovery.py", "worker.copy.forget()", "pass"),
     "a replacement is not asked what is outstanding": (
@@ -96,7 +96,7 @@ MUTATIONS = {
     ),
     "a worker says what it likes about its version": (
         "answers.py",
-        "if not 0 < part.version <= published.version:",
+        "if not policy.since <= part.version <= published.version:",
         "if False:",
     ),
     "what is no message is dropped, and its sender kept": (

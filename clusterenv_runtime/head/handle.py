@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..answers import Published
 from ..launchers import Exit
 from ..protocol import Message
 from ..versions import PolicyCopy
@@ -34,6 +35,7 @@ class PendingRequest:
     worker: int
     message: Message
     buffers: tuple[Any, ...]
+    published: Published  # when it was asked
 
 
 @dataclass
@@ -63,6 +65,7 @@ class WorkerHandle:
     seeds: list[int | None] | None = None  # of its last reset; None before the first
     user_seeds: list[int | None] | None = None  # of the user's last reset of all environments
     generator: bytes = b""  # the state of its policy's random numbers after its last answer
+    collects: list[int] = field(default_factory=list)  # the seqs of what it was asked to act since its last answer
     pulled: tuple[int, int] = 0, 0  # the seq that its process has pulled for last, and how often
     restores_generator: bool = False  # whether its process gets that with its next request to act
     waited: float = 0.0  # seconds so far without a request to work on, or without weights
@@ -79,11 +82,14 @@ class WorkerHandle:
         where += f", {self.ended_because}" if self.ended_because else ""
         return f"worker {self.index} ({where}{'' if log is None else f', log {log}'})"
 
-    def may_pull(self, seq: int | None) -> bool:
-        """Note a pull, and say whether its process may have one: for each request, in order, two at most."""
+    def may_pull(self, seq: int | None, version: int) -> bool:
+        """Note a pull, and say whether its process may have one.
+
+        That is one for each request to act, in order, and another if then it says that it holds nothing.
+        """
         last, times = self.pulled
         self.pulled = (seq or 0), (times + 1 if seq == last else 1)
-        return seq is not None and seq >= last and self.pulled[1] <= 2
+        return seq in self.collects and seq >= last and (self.pulled[1] == 1 or (self.pulled[1] == 2 and not version))
 
     def take_generator(self) -> tuple[bytes, ...]:
         """Return the buffers of its next request to act: the state of its random numbers, if its process lacks it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import time
 from collections import deque
@@ -11,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from .. import protocol
-from ..answers import Published
-from ..errors import DeadlineError, Interrupted, ProtocolError, StartupError, WorkerDiedError, printable
+from ..answers import Opener, Published
+from ..errors import DeadlineError, Interrupted, StartupError, WorkerDiedError, printable
 from ..launchers import Exit, Launcher
-from ..protocol import Close, Error, Hello, Message, Part, Ping, Pull, Reply
+from ..protocol import Close, Collect, Error, Hello, Message, Part, Ping, Pull, Reply
 from ..rollout import RolloutPart
 from ..versions import PolicyStore
 from .failures import to_exception
@@ -23,7 +22,6 @@ from .recovery import Recovery
 from .supervisor import Supervisor
 from .transport import Malformed, Outgoing, Received, Transport
 
-logger = logging.getLogger(__name__)
 PING_S = 1.0  # how often the head tries whether workers can be reached
 
 
@@ -43,10 +41,12 @@ class Requests:
         self._outstanding: dict[int, PendingRequest] = {}  # by seq, oldest first
         self._answers: dict[int, tuple[PendingRequest, Reply | RolloutPart, int]] = {}  # by seq, with whose it is
 
-    def add(self, worker: int, message: Message, buffers: tuple[Any, ...]) -> int:
+    def add(self, worker: WorkerHandle, message: Message, buffers: tuple[Any, ...], published: Published) -> int:
         """Keep a request, and return its number."""
         seq = next(self.numbers)
-        self._outstanding[seq] = PendingRequest(seq, worker, message, buffers)
+        self._outstanding[seq] = PendingRequest(seq, worker.index, message, buffers, published)
+        if isinstance(message, Collect):
+            worker.collects.append(seq)
         return seq
 
     def find(self, seq: int | None, worker: int) -> PendingRequest | None:
@@ -113,7 +113,7 @@ class WorkerPool:
         supervisor: Supervisor,
         recovery: Recovery,
         store: PolicyStore,
-        opener: Callable[[Message, Reply | Part, list[Any], int, Published], Reply | RolloutPart],
+        opener: Opener,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.workers, self.transport, self._open = workers, transport, opener
@@ -142,7 +142,7 @@ class WorkerPool:
     def ask(self, worker: WorkerHandle, message: Message, *buffers: Any) -> int:
         """Request something of a worker that is still there, and return the ``seq``; sent by a wait, or by `flush`."""
         self.require(worker)
-        seq = self._requests.add(worker.index, message, buffers)
+        seq = self._requests.add(worker, message, buffers, self._store.published)
         self._post(worker, seq, message, *buffers)
         return seq
 
@@ -178,7 +178,7 @@ class WorkerPool:
         return self._take(self._requests.first_answered(seqs))
 
     def forget(self, seqs: Iterable[int]) -> None:
-        """Give up waiting for these requests: their answers, but not their errors, are dropped."""
+        """Give up waiting for these requests: their answers are dropped, and of their errors those that end nothing."""
         self._requests.forget(seqs)
 
     def wait_until(self, done: Callable[[], bool], seqs: Iterable[int]) -> None:
@@ -274,7 +274,7 @@ class WorkerPool:
         request = self._requests.find(seq, worker.index)
         match message:
             case Pull():  # also for a request given up since: that worker waits all the same
-                if not (self._store.version and worker.may_pull(seq)):
+                if not (worker.may_pull(seq, message.version) and 0 <= message.version < self._store.version):
                     self._refuse(worker, "it pulled for what it was not asked")
                 elif worker.state in CONNECTED:
                     weights, buffers = self._store.pull(worker.copy, message.version)
@@ -283,41 +283,42 @@ class WorkerPool:
                 self._errors.append((self._supervisor.describe(worker), message))
                 self._requests.forget([seq])
                 if message.fatal:  # even if it answers a request given up since: there will be no other answer
+                    self._former.add(worker.identity)
                     self._supervisor.end(worker, "shut down after its error")
                     self._requests.forget_worker(worker.index)
             case Error():
-                name = self._supervisor.describe(worker)
-                logger.warning("%s could not do again what its predecessor did: %s", name, printable(message.message))
+                name, why = self._supervisor.describe(worker), printable(message.message)
+                self.transport.drop(worker.identity, f"an error of {name}, for which nobody waits: {why}")
             case Reply() | Part() if request is not None:  # else late or duplicate
+                policies = request.published, self._store.published
                 try:
-                    answer = self._open(request.message, message, frames, worker.num_envs, self._store.published)
-                except ProtocolError as error:
-                    return self._refuse(worker, f"its answer was wrong: {error}")
+                    answer = self._open(request.message, message, frames, worker.num_envs, *policies)
+                except Exception as error:  # ProtocolError; but nothing that a worker sends is to end the run
+                    return self._refuse(worker, f"its answer was wrong: {printable(str(error))}")
                 self._requests.answer(seq, answer, worker.process)
                 worker.losses = 0
                 if isinstance(message, Part):
                     worker.generator, worker.waited = message.generator, worker.waited + message.waited
+                    worker.collects = [other for other in worker.collects if other > seq]
             case Reply() if seq == worker.building and worker.state == State.BUILDING:
                 self._supervisor.is_ready(worker)
 
     def _refuse(self, worker: WorkerHandle, text: str) -> None:
         self._former.add(worker.identity)  # nor is what it says after that to be believed
+        self._post(worker, None, Close())
         self._supervisor.lose(worker, Exit(text))
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         worker = self.workers[hello.index] if 0 <= hello.index < len(self.workers) else None
         if worker is None or worker.state != State.STARTING:
             text = f"a hello from {hello.host}, pid {hello.pid}: there is no worker {hello.index} to come"
-            self.transport.drop(identity, text)
-            return
+            return self.transport.drop(identity, text)
         self._by_identity[identity] = worker
         self._supervisor.said_hello(worker, identity, hello.host, hello.pid)
         if (mismatch := protocol.mismatch(hello)) is not None:
             if self._supervisor.all_must_start:
                 raise StartupError(f"{self._supervisor.describe(worker)} {mismatch}")
-            self._post(worker, None, Close())
-            self._supervisor.lose(worker, Exit(f"it {mismatch}"))
-            return
+            return self._refuse(worker, f"it {mismatch}")
         for seq, message, buffers in self._recovery.orders(worker, self._requests.of(worker.index)):
             seq = next(self._requests.numbers) if seq is None else seq
             worker.building = seq if worker.building is None else worker.building

@@ -22,7 +22,8 @@ from ..security import Gate, HeadKeys
 logger = logging.getLogger(__name__)
 MOST_FILES = 65_536
 HANDSHAKE_MS = 10_000  # in which a peer must have shown who it is
-FLOOD = 1000  # messages that are received at once; then the head looks after its workers
+UNREAD = 24  # messages of a peer that libzmq keeps until the head receives; a worker sends fewer, see `greet`
+FLOOD, FLOOD_BYTES = 1000, 2**26  # that are received at once; then the head looks after its workers
 
 
 def listening_address(bind_address: str | None, port: int | str, directory: str) -> str:
@@ -110,6 +111,7 @@ class Transport:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.router_mandatory = True  # a message to a worker that has gone raises instead of vanishing
+        self._socket.rcvhwm = UNREAD
         self._socket.sndhwm = 0  # one that does not read must not block the head; what it is sent is bounded
         # libzmq's own thread notices a silent link, whatever Python does at either end; a message to it then fails.
         protocol.set_limits(self._socket, silence, MAX_FRAME)
@@ -144,10 +146,10 @@ class Transport:
         Return what has come, and the identities of those whose connection is closed.
         """
         closed = [out.identity for out in outbox if not self._send(out)]
-        received: list[Received] = []
+        received, size = list[Received](), 0
         if seconds is not None and self._socket.poll(0 if closed else seconds * 1000):
-            while len(received) < FLOOD and self._receive(received):
-                pass
+            while len(received) < FLOOD and size < FLOOD_BYTES and self._receive(received):
+                size += sum(map(len, received[-1].frames))
         return received, closed
 
     def _send(self, out: Outgoing) -> bool:

@@ -20,7 +20,8 @@ from ..processes import VARIABLE, kill_marked
 from ..security import WorkerKeys
 
 logger = logging.getLogger(__name__)
-HELLO_S = 5.0  # how often a worker that waits for the head's first answer says that it is there
+HELLO_S = 5.0  # after how long a worker that waits for the head's first answer says again that it is there
+MAX_HELLO_S = 60.0  # after how long in the end, as each time it is twice as long
 
 
 class End(BaseException):
@@ -73,10 +74,12 @@ class Connection:
         host = re.sub(r"[^\w.:-]", "_", socket.gethostname())[:255]  # the head takes no others
         hello = protocol.Hello(protocol.PROTOCOL_VERSION, index, host, os.getpid(), versions)
         self.send(None, hello)
-        start, warned = time.monotonic(), False
-        # Once more from time to time: the head may not know yet that the one before is dead.
-        while not self._socket.poll(HELLO_S * 1000):
+        start, warned, pause = time.monotonic(), False, HELLO_S
+        # Once more from time to time: the head may not know yet that the one before is dead. If it learns for long, it
+        # reads nothing, and what piles up there is limited.
+        while not self._socket.poll(pause * 1000):
             self.send(None, hello)
+            pause = min(2 * pause, MAX_HELLO_S)
             if not warned and (warned := time.monotonic() > start + self._startup_timeout):
                 text = "no answer for %g s: the head is busy, or does not expect this worker"
                 logger.warning(text, self._startup_timeout)

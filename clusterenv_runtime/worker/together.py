@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import create_empty_array
 
 from ..backends import EnvPoolVectorEnv
 from ..rollout import RolloutPart
@@ -40,7 +41,8 @@ class EnvsTogether:
         for name, expected in (("observation", single_observation_space), ("action", single_action_space)):
             if (space := getattr(self._envs, f"single_{name}_space")) != expected:
                 raise RuntimeError(f"the environments' {name} space here is {space}, at the head it was {expected}")
-        self.single_observation_space = single_observation_space
+        self.single_observation_space, self.single_action_space = single_observation_space, single_action_space
+        self._example = create_empty_array(single_observation_space, 1)
         self._mode = AutoresetMode(self._envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self.infos: list[Any] = []  # those of a reset have no place in a rollout
         self._returns, self._lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
@@ -51,9 +53,18 @@ class EnvsTogether:
 
     def reset(self, *, seed: list[int | None], options: dict[str, Any] | None) -> Any:
         one_each = isinstance(self._envs, EnvPoolVectorEnv | SyncVectorEnv)  # Gymnasium wants one for all
-        self._observations, infos = self._envs.reset(seed=seed if one_each else seed[0], options=options)
+        observations, infos = self._envs.reset(seed=seed if one_each else seed[0], options=options)
+        self._observations = self._of_space(observations)
         self._returns[:], self._lengths[:], self._dead[:] = 0, 0, False
         return deepcopy(self._observations), infos  # it is sent without copying, perhaps while we go on
+
+    def _of_space(self, observations: Any) -> Any:
+        """Return a batch in the dtypes of the space, as `SyncVectorEnv` does it; not every vector environment does."""
+
+        def cast(leaf: Any, example: Any) -> Any:
+            return leaf.astype(example.dtype, copy=False) if isinstance(example, np.ndarray) else leaf
+
+        return map_space(cast, self.single_observation_space, observations, self._example)
 
     def collect(self, actor: Actor, num_steps: int) -> RolloutPart:
         """Act and step until each row has ``num_steps`` transitions.
@@ -95,13 +106,13 @@ class EnvsTogether:
                 numbers = (count[rows] - 1) * num_envs + rows
                 episodes.append(np.stack([numbers, self._returns[rows], self._lengths[rows]], 1))
                 final = info["final_obs"] if self._mode == AutoresetMode.SAME_STEP else seen
-                final_observations.append(_take(space, final, rows))
+                final_observations.append(self._of_space(_take(space, final, rows)))
                 self._returns[ended] = self._lengths[ended] = 0
                 if self._mode == AutoresetMode.DISABLED:
                     seen, _ = self._envs.reset(options={"reset_mask": ended})
             if not aligned:
                 self._dead = ended
-            self._observations = seen
+            self._observations = self._of_space(seen)
             step += 1
         counted = np.concatenate(episodes)
         order = counted[:, 0].argsort()  # by transition, which is not always the order that they came in

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium as gym
 
 from .. import protocol
+from ..answers import fault_of
 from ..codec import pack
 from ..sync import SyncRule
 from .connection import Connection, End
@@ -133,6 +134,8 @@ class Worker:
         self._actor.set_epsilon(request.epsilon)
         waited, self._connection.waited = self._connection.waited, 0.0
         part = self._envs.collect(self._actor, request.num_steps)
+        if (fault := fault_of(part, self._envs.single_action_space)) is not None:
+            raise ValueError(fault)
         return protocol.Part(part.pack(out), self._actor.generator_state, waited)
 
     def _pull(self, seq: int | None) -> None:
