@@ -195,14 +195,17 @@ def lag(task):
 
 def slow_network(path):
     """Return against seconds with workers behind slow links: a panel for each rate, a line for each seed."""
-    runs = {}  # {(Mbit/s, milliseconds): {rule: {seed: [(seconds, return)]}}}
+    runs, numbers = {}, set()  # {(Mbit/s, milliseconds): {rule: {seed: [(seconds, return)]}}}
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
             link = float(row["mbits"]), float(row["delay_ms"])
             seeds = runs.setdefault(link, {}).setdefault(row["rule"], {})
             seeds.setdefault(row["seed"], []).append((float(row["seconds"]), float(row["return"])))
-    figure, (panels,) = subplots(1, len(runs), 8, 3.6, sharey=True)
-    for axes, ((mbits, delay_ms), rules) in zip(panels, sorted(runs.items()), strict=True):
+    rows, columns = -(-len(runs) // 2), min(len(runs), 2)
+    figure, grid = subplots(rows, columns, 8, 1 + 2.2 * rows, sharex=True, sharey=True)
+    for axes in grid.flat[len(runs) :]:
+        axes.remove()
+    for axes, ((mbits, delay_ms), rules) in zip(grid.flat, sorted(runs.items()), strict=False):
         for rule, seeds in sorted(rules.items()):
             color, reached = SLOW_COLORS[rule], []
             for curve in seeds.values():
@@ -210,14 +213,17 @@ def slow_network(path):
                 reached.append(next((seconds for seconds, value in curve if value >= SOLVED), np.inf))
             middle = np.median(reached)
             when = f"{middle:.0f} s" if np.isfinite(middle) else "not reached"
-            axes.plot([], color=color, label=f"{rule}, {number_of(len(seeds))}: {when}")
+            axes.plot([], color=color, label=f"{rule}: {when}")
+            numbers.add(len(seeds))
         title = f"{mbits:g} Mbit/s" + f", {delay_ms:g} ms" * (delay_ms > 0)
-        axes.set(title=title, xlabel="seconds of training", xscale="log")
+        axes.set(title=title, xscale="log")
         logarithmic(axes.xaxis)
-        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=8)
-    panels[0].set_ylabel(RETURN)
+        axes.legend(frameon=False, fontsize=7, title=f"reaches {SOLVED} after", title_fontsize=7)
+    count = " or ".join(map(str, sorted(numbers)))
+    figure.supxlabel("seconds of training", fontsize=9)
+    figure.supylabel(RETURN, fontsize=9)
     title = "PPO on CartPole-v1, hidden layers of 512, workers behind a slow link: 200,000 steps or 500 seconds\n"
-    figure.suptitle(f"{title}Every line is a seed. Below, the median of when they reached {SOLVED}", fontsize=9)
+    figure.suptitle(f"{title}Every line is one of {count} seeds, the times are their medians", fontsize=9)
     return figure
 
 
