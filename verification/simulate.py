@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import logging
 import signal
 import sys
@@ -323,6 +324,7 @@ def main() -> None:
     gym.logger.min_level = 100
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    gc.set_threshold(100_000)  # what a schedule leaves is little, and looking for it takes long
     seeds = [args.seed] if args.seed is not None else range(args.first, args.first + args.schedules)
     failed, start = [], time.monotonic()
     for number, seed in enumerate(seeds, 1):

@@ -1,6 +1,6 @@
 """A world for the real head and the real workers: a clock, links and processes, in which a seed decides all chance.
 
-Workers run in threads of this process, of which one at a time has the turn, so that a seed always gives the same run.
+Workers are greenlets of this process, of which one at a time has the turn, so that a seed always gives the same run.
 Time passes only here, from one event to the next.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+from greenlet import greenlet
 
 from clusterenv_runtime import protocol
 from clusterenv_runtime.head.transport import Malformed, Received
@@ -127,12 +128,10 @@ class Process:
         self.survives = False  # that it is killed
         self.lies = False  # with its next message
         self.worker = Worker(self)
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        threading.Thread(target=self._run, daemon=True).start()
+        self._greenlet = greenlet(self._run)
 
     # In the process.
     def _run(self) -> None:
-        self._go.acquire()
         try:
             if self.exit is None:
                 self._greet()
@@ -144,7 +143,6 @@ class Process:
         if self.exit is None:
             self.exit = Exit("exit code 0")
             self._close_behind(len(self._up))
-        self._back.release()
 
     def _greet(self) -> None:
         hello = protocol.Hello(protocol.PROTOCOL_VERSION, self.index, "host", 1, protocol.shared_versions())
@@ -156,8 +154,7 @@ class Process:
     def _pause(self, listens: bool) -> None:
         """Give the turn away until it comes back."""
         self._listens = listens
-        self._back.release()
-        self._go.acquire()
+        self._greenlet.parent.switch()
         self._listens = False
         if self.exit is not None:
             raise Gone
@@ -203,8 +200,7 @@ class Process:
     def turn(self) -> None:
         """Let it work until it waits for something."""
         self.world.running = self
-        self._go.release()
-        self._back.acquire()
+        self._greenlet.switch()
         self.world.running = None
 
     def wake(self) -> None:
