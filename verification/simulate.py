@@ -156,8 +156,7 @@ class User:
         draw = self.world.random
         self.call("reset")
         for _ in range(draw.randint(2, 8)):
-            calls = [name for name in CALLS if self.may(name)]
-            self.call(draw.choice(calls))
+            self.call(draw.choice([name for name in CALLS if self.may(name)]))
             self.world.pass_time(draw.choice((0.0, 0.0, 0.5, 5.0)))  # the user learns, and nobody is served
         while self.sent:
             self.call("recv")
@@ -263,12 +262,10 @@ class User:
     def check_weights(self) -> None:
         """Compare what workers hold with what the head believes, where neither is about to change."""
         for worker in self.envs._pool.workers:
-            process = self.world.processes.get(worker.identity)
-            if worker.state != State.READY or process.exit is not None or process.is_busy:
+            process, copy = self.world.processes.get(worker.identity), worker.copy
+            if worker.state != State.READY or process.exit is not None or process.is_busy or copy.weights is None:
                 continue
-            actor, copy = process.worker._actor, worker.copy
-            if copy.weights is None:
-                continue
+            actor = process.worker._actor
             if actor.version != copy.held or not torch.equal(actor._held, copy.weights):
                 raise Wrong(f"{process.name} holds version {actor.version}, the head believes {copy.held}, or others")
 
