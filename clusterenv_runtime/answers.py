@@ -106,6 +106,7 @@ class Opener:
         if answer.generator:
             self._check_generator(answer.generator)
         steps = num_steps, num_envs
+        _check("starts", part.starts, "b", (num_envs,))
         _check("rewards", part.rewards, "f", steps)
         _check("logprobs", part.logprobs, "f", steps)
         _check("terminations", part.terminations, "b", steps)

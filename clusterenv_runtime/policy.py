@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.spaces import Box
 from torch import nn
 from torch.distributions import Categorical, Distribution, Independent, Normal, kl_divergence
 
@@ -40,6 +41,13 @@ class Policy(nn.Module):
     def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """Return actions ``(batch, ...)``, a function of its arguments alone."""
         raise NotImplementedError
+
+    def to_env(self, actions: torch.Tensor) -> torch.Tensor:
+        """Return what the environments get of actions ``(batch, ...)``, such as clipped or squashed ones.
+
+        `Rollout.actions` are the actions themselves, whose log-probabilities are exact.
+        """
+        return actions
 
     def distribution(self, params: torch.Tensor) -> Distribution:
         """Return the distribution over actions, batched like ``params`` without its last dimension."""
@@ -171,11 +179,15 @@ class CategoricalPolicy(Policy):
 
 
 class GaussianPolicy(Policy):
-    """Continuous actions: ``actor_mean`` maps observations to means ``(batch, n)``, ``actor_logstd`` is a parameter."""
+    """Continuous actions: ``actor_mean`` maps observations to means ``(batch, n)``, ``actor_logstd`` is a parameter.
 
-    def __init__(self, actor_mean: nn.Module, actor_logstd: nn.Parameter) -> None:
+    The environments get actions clipped to the bounds of ``space``, if there is one.
+    """
+
+    def __init__(self, actor_mean: nn.Module, actor_logstd: nn.Parameter, space: Box | None = None) -> None:
         super().__init__()
         self.actor_mean, self.actor_logstd = actor_mean, actor_logstd
+        self._bounds = None if space is None else (space.low, space.high)  # no buffers: these travel once
 
     def forward(self, observations: Any) -> torch.Tensor:
         mean = self.actor_mean(observations)
@@ -187,6 +199,9 @@ class GaussianPolicy(Policy):
     def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         mean, logstd = params.chunk(2, -1)
         return mean + logstd.exp() * noise
+
+    def to_env(self, actions: torch.Tensor) -> torch.Tensor:
+        return actions if self._bounds is None else actions.clamp(*map(torch.from_numpy, self._bounds))
 
     def distribution(self, params: torch.Tensor) -> Distribution:
         mean, logstd = params.chunk(2, -1)

@@ -20,7 +20,7 @@ import zmq
 from .codec import MAX_FRAME, Packed
 from .sync import SyncRule
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `codec.MAX_FRAME`
 
 

@@ -23,6 +23,7 @@ class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """
 
     version: int  # of the policy that acted
+    starts: np.ndarray  # (num_envs,) bool, whether the first observation is the first of an episode
     observations: Any  # (num_steps, num_envs, ...) what the policy acted on
     actions: np.ndarray  # (num_steps, num_envs, ...)
     logprobs: np.ndarray  # (num_steps, num_envs) float32, of the actions under the policy that took them
@@ -49,6 +50,7 @@ class Rollout:
     """
 
     rows: np.ndarray  # (num_envs,) int64, which environments these are
+    starts: np.ndarray  # (num_envs,) bool, whether the first observation is the first of an episode, as after a loss
     observations: Any  # (num_steps, num_envs, ...) what the policy acted on
     actions: np.ndarray  # (num_steps, num_envs, ...)
     logprobs: np.ndarray  # (num_steps, num_envs) float32, of the actions under the policy that took them
@@ -72,6 +74,7 @@ class Rollout:
         each = {name: [getattr(part, name) for part in parts] for name in RolloutPart.__struct_fields__}
         return cls(
             rows=rows,
+            starts=np.concatenate(each["starts"]),
             policy_versions=np.repeat(each["version"], sizes),
             episodic_returns=np.concatenate(each["episodic_returns"])[counted],
             episodic_lengths=np.concatenate(each["episodic_lengths"])[counted],

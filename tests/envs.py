@@ -157,6 +157,20 @@ class BufferEnv(CountingEnv):
         return self.observation, *rest, {"array": self.array, "nested": {"array": self.array}}
 
 
+class EchoEnv(gym.Env):
+    """Observes what it was told to do last."""
+
+    def __init__(self, observation_space, action_space):
+        self.observation_space, self.action_space = observation_space, action_space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(self.observation_space.shape, self.observation_space.dtype), {}
+
+    def step(self, action):
+        return action, 0.0, False, False, {}
+
+
 class UnsendableEnv(CountingEnv):
     """Has things in its infos that cannot leave a worker."""
 

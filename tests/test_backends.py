@@ -24,8 +24,8 @@ from .envs import CountingEnv, RandomEnv, assert_same
 from .nets import MixedNet, change, linear
 
 MODES = list(AutoresetMode)
-FIELDS = "observations actions logprobs rewards terminations truncations final_observations next_observations "
-FIELDS += "policy_versions episodic_returns episodic_lengths"
+FIELDS = "starts observations actions logprobs rewards terminations truncations final_observations "
+FIELDS += "next_observations policy_versions episodic_returns episodic_lengths"
 
 
 @pytest.fixture(params=["vector", "envpool"])
@@ -120,6 +120,7 @@ def test_a_step_that_only_resets_is_not_in_a_rollout(mode):
         seen, led_to = rollout.observations[..., 0], following(rollout)[..., 0]
         np.testing.assert_array_equal(led_to, seen + 1)
         np.testing.assert_array_equal(led_to, rollout.rewards)
+        np.testing.assert_array_equal(rollout.starts, seen[0] == 0)
         np.testing.assert_array_equal(rollout.truncations, led_to == lengths)
         assert (rollout.observations[1:][rollout.truncations[:-1]] == 0).all()
         assert np.isin(rollout.episodic_lengths, lengths).all()

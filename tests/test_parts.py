@@ -30,6 +30,7 @@ def a_part(space, num_steps=6, num_envs=2):
 
     return RolloutPart(
         version=1,
+        starts=np.ones(num_envs, bool),
         observations=batch(*shape),
         actions=np.zeros(shape, np.int64),
         logprobs=np.zeros(shape, np.float32),
@@ -50,6 +51,7 @@ WRONG = [
     ("observations", lambda part: map_leaf(part.observations, lambda leaf: leaf[:-1])),
     ("final_observations", lambda part: map_leaf(part.final_observations, lambda leaf: np.concatenate([leaf, leaf]))),
     ("next_observations", lambda part: map_leaf(part.next_observations, lambda leaf: leaf[..., None])),
+    ("starts", lambda part: part.starts[1:]),
     ("rewards", lambda part: part.rewards[:, :1]),
     ("logprobs", lambda part: part.logprobs.astype("U8")),
     ("terminations", lambda part: part.terminations.astype(np.int8)),

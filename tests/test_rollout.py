@@ -19,7 +19,7 @@ from clusterenv_runtime.policy import to_tensor
 from clusterenv_runtime.rollout import Rollout
 from clusterenv_runtime.spaces import map_space
 
-from .envs import BufferEnv, CountingEnv, RandomEnv, Words, assert_same
+from .envs import BufferEnv, CountingEnv, EchoEnv, RandomEnv, Words, assert_same
 from .nets import ImageNet, MixedNet, linear
 
 VECTOR = spaces.Box(-1, 1, (3,))
@@ -66,6 +66,7 @@ class Reference:
             self.reset_ended()
         self.mode = self.envs.autoreset_mode = AutoresetMode.SAME_STEP
         finals, episodes = [], []
+        assert_same(rollout.starts, self.lengths == 0, "starts")
         for step, actions in enumerate(rollout.actions):
             observations = map_space(lambda leaf: leaf[step], self.space, rollout.observations)  # noqa: B023
             assert_same(observations, self.observations, f"observations[{step}]")
@@ -361,6 +362,21 @@ def test_discrete_policies_draw_from_their_distribution(policy):
         probabilities * (1 - probabilities) / draws
     ).sqrt()
     assert errors.abs().max() < 4  # standard deviations
+
+
+def test_environments_get_what_to_env_makes_of_an_action():
+    space, seen = spaces.Box(-0.5, 0.25, (2,)), spaces.Box(-np.inf, np.inf, (2,))
+    policy = GaussianPolicy(nn.Linear(2, 2), nn.Parameter(torch.zeros(1, 2)), space)
+    with ClusterEnv([partial(EchoEnv, seen, space)], 1, weights="float32") as envs:
+        envs.reset()
+        rollout = envs.rollout(policy, 20)
+        assert (rollout.actions > 0.25).any() and (rollout.actions < -0.5).any()  # of the Gaussian itself
+        after = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
+        assert_same(after, rollout.actions.clip(-0.5, 0.25))
+        logprobs = policy.distribution(policy.params_at(rollout.observations[:, 0])).log_prob(
+            torch.tensor(rollout.actions[:, 0])
+        )
+        assert logprobs.tolist() == pytest.approx(rollout.logprobs[:, 0].tolist(), abs=1e-5)
 
 
 def test_gaussian_policy_draws_from_its_distribution():

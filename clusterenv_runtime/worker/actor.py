@@ -80,7 +80,7 @@ class Actor:
         actions = self.policy.act(params, self._noise[step])
         self._step_params.append(params)
         self._actions.append(actions)
-        return actions.numpy().copy()  # the environments may write to it
+        return self.policy.to_env(actions).numpy().copy()  # the environments may write to it
 
     @torch.inference_mode()
     def finish(self, states: np.ndarray, steps: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

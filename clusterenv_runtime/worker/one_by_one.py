@@ -150,7 +150,7 @@ class EnvsOneByOne(SyncVectorEnv):
             self.reset(options={"reset_mask": ended})  # from here on an episode is reset within its last step
         self.infos.clear()
         space = self.single_observation_space
-        transitions = Transitions(space, self._observations, num_steps, self.num_envs)
+        transitions = Transitions(space, self._observations, num_steps, self._lengths == 0)
         final_observations: list[Any] = []
         episodes: list[tuple[int, float, int]] = []  # (step * num_envs + environment, return, length)
         actor.start(num_steps, self.num_envs)

@@ -73,7 +73,7 @@ class EnvsTogether:
         different times. What those that were first do until the last one has is not in the rollout.
         """
         space, num_envs = self.single_observation_space, self.num_envs
-        transitions = Transitions(space, self._observations, num_steps, num_envs)
+        transitions = Transitions(space, self._observations, num_steps, (self._lengths == 0) | self._dead)
         (places,) = leaves_of(space, transitions.observations)
         final_observations = [_take(space, self._observations, slice(0))]
         episodes: list[np.ndarray] = [np.empty((0, 3))]  # as `Transitions.part` takes them; those beyond it come last

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 
 
 class Transitions:
-    """Room for ``num_steps`` steps of as many environments as ``observations``, a batch of ``space``, is of."""
+    """Room for ``num_steps`` steps of the environments that ``observations``, a batch of ``space``, is of.
 
-    def __init__(self, space: gym.Space, observations: Any, num_steps: int, num_envs: int) -> None:
-        self._space, shape = space, (num_steps, num_envs)
+    ``starts`` ``(num_envs,)`` says which of these have begun an episode.
+    """
+
+    def __init__(self, space: gym.Space, observations: Any, num_steps: int, starts: np.ndarray) -> None:
+        self._space, self._starts, shape = space, starts, (num_steps, len(starts))
         # One step further than the rest: what the last step led to.
         self.observations = map_space(
             lambda leaf: np.empty((num_steps + 1, *leaf.shape), leaf.dtype), space, observations
@@ -44,6 +47,7 @@ class Transitions:
         numbers, returns, lengths = np.array(episodes, np.float64).reshape(-1, 3).T
         return RolloutPart(
             version=actor.version,
+            starts=self._starts,
             observations=map_space(lambda leaf: leaf[:-1], self._space, self.observations),
             actions=actions,
             logprobs=logprobs,
