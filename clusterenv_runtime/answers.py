@@ -7,7 +7,7 @@ of an observation may be anything of its dtype, as environments may say what the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -20,7 +20,8 @@ from .errors import ProtocolError
 from .protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
 from .rollout import OBSERVATIONS, RolloutPart
 from .spaces import leaves_of
-from .sync import sampled_states
+from .sync import measured_states
+from .trees import leaves, map_tree
 
 if TYPE_CHECKING:
     import torch
@@ -29,13 +30,11 @@ MAX_INFO_KEYS = 10_000  # of a worker's infos; each becomes an array of all envi
 
 
 class Published(NamedTuple):
-    """What is known of a published policy; shapes and dtypes are those of what it gives at one state."""
+    """What is known of a published policy."""
 
     version: int = 0
     since: int = 1  # the first version of its structure
-    params_shape: tuple[int, ...] = ()
-    actions_shape: tuple[int, ...] = ()
-    actions_kinds: str = ""  # of dtypes, as NumPy names them
+    example: dict[str, Any] = {}  # what it gives at one state, see `Policy.probe`
 
 
 class Opener:
@@ -44,10 +43,12 @@ class Opener:
     Args:
         space: the single observation space.
         action_space: the single action space.
+        info_keys: what of infos is in a part.
     """
 
-    def __init__(self, space: Space, action_space: Space) -> None:
+    def __init__(self, space: Space, action_space: Space, info_keys: Collection[str] = ()) -> None:
         self._space, self._action_space, self._example = space, action_space, create_empty_array(space, 1)
+        self._info_keys, self._info_shapes = info_keys, dict[str, tuple[int, ...]]()  # of what has come of them
         self._generator: torch.Generator | None = None  # to try states on
 
     def __call__(
@@ -105,14 +106,18 @@ class Opener:
             raise ProtocolError(f"it says that it waited for {answer.waited} seconds")
         if answer.generator:
             self._check_generator(answer.generator)
-        steps = num_steps, num_envs
+        steps, example_of = (num_steps, num_envs), policy.example
+        measured = measured_states(*steps, example_of["states"] is not None)
         _check("starts", part.starts, "b", (num_envs,))
         _check("rewards", part.rewards, "f", steps)
         _check("logprobs", part.logprobs, "f", steps)
         _check("terminations", part.terminations, "b", steps)
         _check("truncations", part.truncations, "b", steps)
-        _check("actions", part.actions, policy.actions_kinds, steps, policy.actions_shape)
-        _check("params", part.params, "f", (len(sampled_states(num_steps * num_envs)),), policy.params_shape)
+        for name, leading in (
+            ("actions", steps), ("extras", steps), ("params", (len(measured),)), ("states", (num_envs,))
+        ):  # fmt: skip
+            _check_tree(name, getattr(part, name), example_of[name], leading)
+        self._check_infos(part.infos, num_steps * num_envs)
         episodes = (part.episodes.size,)
         _check("episodes", part.episodes, "i", episodes)
         _check("episodic_returns", part.episodic_returns, "f", episodes)
@@ -123,9 +128,22 @@ class Opener:
         ends, within = int(np.count_nonzero(ended)), part.episodes[part.episodes < ended.size]  # some go further
         if np.any(part.episodes < 0) or np.any(np.diff(part.episodes) <= 0) or not np.all(ended[within]):
             raise ProtocolError("episodes are counted that have not ended")
-        for name, leading, leaves in zip(OBSERVATIONS, (steps, (ends,), (num_envs,)), observations, strict=True):
-            _check_observations(name, leaves, example, leading)
+        for name, leading, found in zip(OBSERVATIONS, (steps, (ends,), (num_envs,)), observations, strict=True):
+            _check_observations(name, found, example, leading)
         return part
+
+    def _check_infos(self, infos: dict[str, Any], size: int) -> None:
+        for key, found in infos.items():
+            if key not in self._info_keys or not (isinstance(found, tuple) and len(found) == 2):
+                raise ProtocolError(f"nobody asked for info {key!r:.100}")
+            where, values = found
+            _check("steps of infos", where, "i", np.shape(where)[:1])
+            if not (isinstance(values, np.ndarray) and values.ndim):
+                raise ProtocolError(f"info {key!r} must be an array, got a {type(values).__name__}")
+            shape = self._info_shapes.setdefault(key, values.shape[1:])
+            _check(f"info {key!r}", values, "biuf", where.shape, shape)
+            if np.any(where < 0) or np.any(where >= size) or np.any(np.diff(where) <= 0):
+                raise ProtocolError(f"info {key!r} is of steps that there are not")
 
     def _check_generator(self, state: bytes) -> None:
         import torch  # there by now, as a policy has acted
@@ -164,18 +182,29 @@ class Opener:
 
 def fault_of(part: RolloutPart, action_space: Space) -> str | None:
     """Say what of a part's values no learner can use, if anything. Observations may be whatever there is."""
-    for name in ("logprobs", "params"):
-        if np.isnan(getattr(part, name)).any():
+    for name in ("logprobs", "params", "states", "extras"):
+        floats = [leaf for leaf in leaves(getattr(part, name)) if leaf is not None and leaf.dtype.kind == "f"]
+        if any(np.isnan(leaf).any() for leaf in floats):
             return f"{name} hold NaN: has the policy diverged?"
     for name in ("rewards", "actions", "episodic_returns"):
-        if not np.isfinite(getattr(part, name)).all():
+        if not all(np.isfinite(leaf).all() for leaf in leaves(getattr(part, name))):
             return f"{name} are not all finite"
-    if isinstance(action_space, spaces.Discrete | spaces.MultiDiscrete):
-        number = action_space.n if isinstance(action_space, spaces.Discrete) else action_space.nvec
-        is_one = part.actions.shape[2:] == action_space.shape
-        if is_one and np.any((part.actions < action_space.start) | (part.actions >= action_space.start + number)):
-            return f"actions are not of {action_space}"
+    if _are_beyond(action_space, part.actions):
+        return f"actions are not of {action_space}"
     return None
+
+
+def _are_beyond(space: Space, actions: Any) -> bool:
+    """Say whether actions are of the shape of a space of integers, and not in it."""
+    if isinstance(space, spaces.Dict) and isinstance(actions, dict) and actions.keys() == space.spaces.keys():
+        return any(_are_beyond(space[key], actions[key]) for key in actions)
+    if isinstance(space, spaces.Tuple) and isinstance(actions, tuple) and len(actions) == len(space.spaces):
+        return any(map(_are_beyond, space.spaces, actions))
+    if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete) or not isinstance(actions, np.ndarray):
+        return False
+    number = space.n if isinstance(space, spaces.Discrete) else space.nvec
+    is_one = actions.shape[2:] == space.shape
+    return is_one and bool(np.any((actions < space.start) | (actions >= space.start + number)))
 
 
 def _paths(info: dict[Any, Any], start: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -192,6 +221,21 @@ def _check_observations(name: str, leaves: list[Any], example: list[Any], leadin
             _check(name, leaf, one.dtype.kind, leading, one.shape[1:], one.dtype)
         elif not (isinstance(leaf, tuple) and len(leaf) == leading[0]):
             raise ProtocolError(f"{name} must be {leading[0]} in a tuple, got a {type(leaf).__name__}")
+
+
+def _check_tree(name: str, tree: Any, example: Any, leading: tuple[int, ...]) -> None:
+    """Raise ProtocolError if a tree is not of an example's structure, shapes and kinds."""
+
+    def check(one: Any, leaf: Any) -> None:
+        if one is None and leaf is None:
+            return
+        kinds = "" if one is None else "iu" if one.dtype.kind in "iu" else one.dtype.kind
+        _check(name, leaf, kinds, leading, np.shape(one)[1:])
+
+    try:
+        map_tree(check, example, tree)
+    except ValueError:
+        raise ProtocolError(f"{name} are not of the policy's structure") from None
 
 
 def _check(

@@ -29,6 +29,7 @@ class Blueprint:
         num_envs: int | None,
         observation_mode: str | tuple[gym.Space, gym.Space],
         autoreset_mode: str | AutoresetMode,
+        info_keys: Sequence[str] = (),
     ) -> None:
         self.steps_together = callable(env_fns)  # a worker's rows are one vector environment, for a policy to act in
         if self.steps_together:
@@ -47,7 +48,10 @@ class Blueprint:
                 raise ValueError("env_fns must hold at least one function, got none")
             if num_envs not in (None, self.num_envs):
                 raise ValueError(f"num_envs is {num_envs}, but there are {self.num_envs} env_fns")
+        if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
+            raise TypeError(f"info_keys must be a tuple of strings, got {info_keys!r}")
         self.observation_mode, self.autoreset_mode = observation_mode, AutoresetMode(autoreset_mode)
+        self.info_keys = tuple(info_keys)
         self._read_spaces()
 
     def _read_spaces(self) -> None:
@@ -89,6 +93,7 @@ class Blueprint:
             "autoreset_mode": self.autoreset_mode,
             "single_observation_space": self.single_observation_space,
             "single_action_space": self.single_action_space,
+            "info_keys": self.info_keys,
             # What the user registered here, a worker does not know.
             "registry": {k: v for k, v in gym.registry.items() if not str(v.entry_point).startswith("gymnasium.")},
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import gymnasium as gym
@@ -37,6 +38,7 @@ class ClusterEnv(VectorEnv):
         num_workers: worker processes; never more than environments. Each gets a contiguous share of the rows.
         num_envs: how many environments that one function is to make, in all.
         copy, observation_mode, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
+        info_keys: what of the steps' infos is wanted in `Rollout.infos`: numbers, or arrays of one shape.
         log_dir: where the launcher has the workers write ``worker-I.log``; by default to this process's output. With
             "slurm" on a file system that the nodes share: their keys are there, too.
         options: the fields of `clusterenv_runtime.options.ClusterOptions`, which says what they mean. ``launcher`` may
@@ -57,12 +59,13 @@ class ClusterEnv(VectorEnv):
         copy: bool = True,
         observation_mode: str | tuple[gym.Space, gym.Space] = "same",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        info_keys: Sequence[str] = (),
         log_dir: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         self.closed = True  # until there is something to close
         parsed, launcher, address = parse_options({"num_workers": num_workers, **options}, log_dir)
-        blueprint = Blueprint(env_fns, num_envs, observation_mode, autoreset_mode)
+        blueprint = Blueprint(env_fns, num_envs, observation_mode, autoreset_mode, info_keys)
         blueprint.describe(self)
         self._head = start_head(blueprint, parsed, launcher, address)
         self._pool, self._store = self._head.pool, self._head.store
@@ -164,7 +167,10 @@ class ClusterEnv(VectorEnv):
 
     @property
     def divergence(self) -> np.ndarray:
-        """Mean KL(policy a worker last acted on || published policy) in nats, ``(num_workers,)``; inf before it has."""
+        """Mean KL(policy a worker last acted on || published policy), ``(num_workers,)``; inf before it has acted.
+
+        In nats per action dimension, of which a discrete action has one.
+        """
         return np.array([worker.copy.divergence for worker in self._pool.workers])
 
     @property

@@ -69,7 +69,7 @@ class ClusterOptions:
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
     """when workers pull weights: by divergence (APS), every `sync_interval` versions, every version, or once"""
     kl_threshold: Nats = 0.01
-    """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats"""
+    """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats per action dimension"""
     sync_interval: Positive | None = None
     """with the mode `interval`: pull every so many versions"""
     max_policy_lag: NotNegative | None = None

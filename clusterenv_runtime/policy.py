@@ -1,95 +1,227 @@
-"""Policies: what acts on the workers, around the user's own ``nn.Module``.
+"""What acts on the workers: the contract of a policy, around the user's own ``nn.Module``.
 
 A policy maps observations to the parameters of a distribution over actions (``forward``), and knows how to draw an
 action from them (``act``), given noise drawn beforehand, so that a whole rollout's randomness is one vectorized call.
-Only the policy's parameters and buffers travel. This module imports torch; workers load it when they first need it.
+Only parameters and buffers travel with each pull, and ``numbers`` with each request. Parameters of a distribution,
+actions, noise and states are tensors, or dicts and tuples of tensors. docs/policies.md shows policies of one's own.
+
+This module imports torch; workers load it when they first need it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.spaces import Box
 from torch import nn
-from torch.distributions import Categorical, Distribution, Independent, Normal, kl_divergence
+from torch.distributions import Distribution, kl_divergence
+
+from .trees import leaves, map_tree
+
+PASS_ELEMENTS = 2**20  # numbers in the observations of one forward pass at the head, so that its memory is bounded
+PROBES = 256  # actions that are drawn to see whether they are of the action space
+KL_SAMPLES = 64  # actions for each state where the divergence has to be estimated
+
+logger = logging.getLogger(__name__)
+_estimated = set[str]()  # distributions of which that has been said
 
 
 def to_tensor(observations: Any, device: torch.device) -> Any:
-    """Turn a (nested) batch of arrays into float32 tensors, as CleanRL feeds its networks."""
-    if isinstance(observations, dict):
-        return {key: to_tensor(value, device) for key, value in observations.items()}
-    if isinstance(observations, tuple):
-        return tuple(to_tensor(value, device) for value in observations)
-    return torch.tensor(observations, dtype=torch.float32, device=device)  # a copy: the module may write to it
+    """Turn a tree of arrays into tensors: floats as float32, as networks take them, and all else as it is."""
+
+    def convert(array: np.ndarray) -> torch.Tensor:
+        # A copy: the module may write to it.
+        return torch.tensor(array, dtype=torch.float32 if array.dtype.kind == "f" else None, device=device)
+
+    return map_tree(convert, observations)
 
 
 class Policy(nn.Module):
-    """Base class. A subclass defines ``forward``, ``noise``, ``act`` and ``distribution``."""
+    """Base class. A subclass defines ``forward``, ``noise``, ``act`` and ``distribution``, and what else it needs."""
 
-    def forward(self, observations: Any) -> torch.Tensor:
-        """Map observations ``(batch, ...)`` to distribution parameters ``(batch, params)``."""
+    numbers: Sequence[str] = ()
+    """Attributes, floats, that may change at any time: they travel with each request, and need no pull."""
+
+    def forward(self, observations: Any) -> Any:
+        """Map observations ``(batch, ...)`` to distribution parameters ``(batch, ...)``.
+
+        With an `initial_state` it is ``forward(observations, state)``, and returns the parameters and the next state.
+        """
         raise NotImplementedError
 
-    def noise(self, num_steps: int, num_envs: int, params: int, generator: torch.Generator) -> torch.Tensor:
-        """Draw the randomness of a rollout, ``(num_steps, num_envs, ...)``."""
+    def initial_state(self, num_envs: int) -> Any:
+        """Return the state ``(num_envs, ...)`` in which episodes begin, on the CPU; None if the policy has none."""
+        return None
+
+    def noise(self, num_steps: int, params: Any, generator: torch.Generator) -> Any:
+        """Draw the randomness of a rollout, ``(num_steps, batch, ...)``; ``params`` are those of its first step."""
         raise NotImplementedError
 
-    def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def act(self, params: Any, noise: Any) -> Any:
         """Return actions ``(batch, ...)``, a function of its arguments alone."""
         raise NotImplementedError
 
-    def to_env(self, actions: torch.Tensor) -> torch.Tensor:
+    def to_env(self, actions: Any) -> Any:
         """Return what the environments get of actions ``(batch, ...)``, such as clipped or squashed ones.
 
         `Rollout.actions` are the actions themselves, whose log-probabilities are exact.
         """
         return actions
 
-    def distribution(self, params: torch.Tensor) -> Distribution:
-        """Return the distribution over actions, batched like ``params`` without its last dimension."""
+    def distribution(self, params: Any) -> Distribution:
+        """Return the distribution over actions: what has ``log_prob``, ``(...)`` of parameters ``(..., params)``."""
         raise NotImplementedError
+
+    def extras(self, params: Any, actions: Any) -> dict[str, torch.Tensor]:
+        """Return by name what else is wanted of each step, ``(num_steps, num_envs, ...)``, for `Rollout.extras`."""
+        return {}
 
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
-    @torch.no_grad()
-    def params_at(self, observations: Any) -> torch.Tensor:
-        """Return distribution parameters ``(batch, params)`` at a batch of arrays, in eval mode, as on the workers."""
-        training = [module for module in self.modules() if module.training]
-        self.eval()
-        try:
-            return self(to_tensor(observations, self.device))
-        finally:
-            for module in training:
-                module.training = True
+    def started(self, state: Any, starts: torch.Tensor) -> Any:
+        """Return a state ``(batch, ...)`` that is the initial one where ``starts`` ``(batch,)`` is True."""
 
-    @torch.no_grad()
-    def action_at(self, params: torch.Tensor) -> torch.Tensor:
-        """Return actions ``(batch, ...)``, on the CPU, for parameters of `params_at`, always with the same noise."""
-        with torch.device("cpu"):  # where a worker acts
-            noise = self.noise(1, len(params), params.shape[-1], torch.Generator().manual_seed(0))
-            return self.act(params.cpu(), noise[0])
+        def choose(fresh: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+            return torch.where(starts.view(-1, *[1] * (old.dim() - 1)), fresh.to(old.device), old)
 
-    @torch.no_grad()
-    def divergence(self, observations: Any, behavior_params: Any) -> np.ndarray:
-        """Mean KL(behavior || this policy) in nats for each of several (observations, parameters) pairs.
+        return map_tree(choose, self.initial_state(len(starts)), state)
 
-        A mean over states, so it does not depend on how many environments a worker has; summed over action dimensions.
+    def unroll(self, observations: Any, starts: torch.Tensor, state: Any) -> tuple[Any, Any]:
+        """Return the parameters ``(num_steps, batch, ...)`` of a policy with a state, and the state afterwards.
+
+        Args:
+            observations: tensors ``(num_steps, batch, ...)``.
+            starts: ``(num_steps, batch)``, where an episode begins: the state is the initial one there.
+            state: ``(batch, ...)`` before the first step.
         """
-        sizes = [len(params) for params in behavior_params]
-        behavior = torch.as_tensor(np.concatenate(behavior_params), device=self.device)
-        params = self.params_at(_concatenate(observations))
-        kl = self.kl(behavior, params).cpu().numpy()
-        return np.add.reduceat(kl, np.cumsum([0, *sizes[:-1]])) / sizes
+        steps = []
+        for step, begins in enumerate(starts):
+            params, state = self(map_tree(lambda leaf: leaf[step], observations), self.started(state, begins))  # noqa: B023
+            steps.append(params)
+        return map_tree(lambda *each: torch.stack(each), *steps), state
 
-    def kl(self, behavior: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
-        """Return KL(behavior || params) in nats for each of a batch of distribution parameters, ``(batch,)``."""
-        return kl_divergence(self.distribution(behavior), self.distribution(params))
+    @torch.no_grad()
+    def params_at(self, observations: Any) -> Any:
+        """Return distribution parameters ``(batch, ...)`` at a batch of arrays, in eval mode, as on the workers.
+
+        A policy with a state is in the initial one.
+        """
+        with _evaluating(self):
+            size = len(leaves(observations)[0])
+            most = max(PASS_ELEMENTS * size // max(sum(leaf.size for leaf in leaves(observations)), 1), 1)
+            passes = []
+            for start in range(0, size, most):
+                some = to_tensor(map_tree(lambda leaf: leaf[start : start + most], observations), self.device)  # noqa: B023
+                state = self._initial(min(most, size - start))
+                passes.append(self(some) if state is None else self(some, state)[0])
+            return map_tree(lambda *each: torch.cat(each), *passes)
+
+    @torch.no_grad()
+    def params_along(self, observations: Any, starts: np.ndarray, state: Any) -> Any:
+        """As `unroll`, of arrays, in eval mode, as on the workers; return the parameters alone."""
+        with _evaluating(self):
+            on = [to_tensor(tree, self.device) for tree in (observations, starts, state)]
+            return self.unroll(*on)[0]
+
+    def _initial(self, num_envs: int) -> Any:
+        state = self.initial_state(num_envs)
+        return None if state is None else map_tree(lambda leaf: leaf.to(self.device), state)
+
+    def check(self) -> None:
+        """Raise ValueError if this cannot travel."""
+        tensors = [*self.parameters(), *self.buffers()]
+        if not list(self.parameters()):
+            raise ValueError("the policy has no parameters, so there is nothing to learn or to pull")
+        if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
+            raise ValueError("the policy has lazy modules that have not seen an input: call it once, then publish it")
+        if wrong := [name for name in self.numbers if not isinstance(getattr(self, name, None), int | float)]:
+            raise ValueError(f"{wrong[0]!r} is among the policy's numbers, but is no number")
+
+    @torch.no_grad()
+    def probe(self, observations: Any) -> tuple[dict[str, Any], Any]:
+        """Act on one observation; return what a rollout would hold of it, and what environments would get.
+
+        The first is of arrays ``(1, ...)`` by the names of `RolloutPart`, the second of `PROBES` actions.
+        """
+        params = map_tree(lambda leaf: leaf.cpu(), self.params_at(observations))
+        if any(leaf.isnan().any() for leaf in leaves(params)):
+            raise ValueError("the parameters of its distribution hold NaN: has it diverged?")
+        many = map_tree(lambda leaf: leaf.expand(PROBES, *leaf.shape[1:]), params)
+        with torch.device("cpu"):  # where a worker acts
+            noise = self.noise(1, many, torch.Generator().manual_seed(0))
+            actions = self.act(many, map_tree(lambda leaf: leaf[0], noise))
+            logprobs = self.distribution(many).log_prob(actions)
+            if logprobs.shape != (PROBES,):
+                found = f"log_prob gives {tuple(logprobs.shape)} for {PROBES} actions"
+                raise ValueError(f"{found}, not one number for each: sum over their dimensions")
+            kept = {"params": many, "actions": actions, "extras": self.extras(many, actions)}
+        arrays = map_tree(lambda leaf: leaf[:1].numpy(), kept)
+        state = self.initial_state(1)
+        arrays["states"] = None if state is None else map_tree(lambda leaf: leaf.numpy(), state)
+        return arrays, map_tree(lambda leaf: leaf.numpy(), self.to_env(actions))
+
+    @torch.no_grad()
+    def divergence(
+        self,
+        observations: Sequence[Any],
+        behavior_params: Sequence[Any],
+        starts: Sequence[np.ndarray] | None = None,
+        states: Sequence[Any] | None = None,
+    ) -> np.ndarray:
+        """Return KL(behavior || this policy) in nats for each of several workers.
+
+        It is a mean over states, so it does not depend on how many environments a worker has.
+
+        Args:
+            observations: of each worker ``(states, ...)``; of a policy with a state ``(num_steps, batch, ...)``.
+            behavior_params: of each ``(states, ...)``, for a policy with a state those of one step after the other.
+            starts: of each, for a policy with a state, as in `unroll`.
+            states: of each, for a policy with a state, before the first step.
+        """
+        if states is not None:
+            if len({len(each) for each in starts}) > 1:  # of workers that were asked for different numbers of steps
+                workers = zip(observations, behavior_params, starts, states, strict=True)
+                return np.concatenate([self.divergence(*([part] for part in worker)) for worker in workers])
+            shape = len(starts[0]), sum(each.shape[1] for each in starts)
+            steps = [map_tree(lambda leaf, own=own: leaf.reshape(*own.shape, *leaf.shape[1:]), params)
+                     for params, own in zip(behavior_params, starts, strict=True)]  # fmt: skip
+            params = self.params_along(_join(observations, 1), np.concatenate(starts, 1), _join(states))
+            behavior, params = map_tree(lambda leaf: leaf.flatten(0, 1), (self.to_device(_join(steps, 1)), params))
+            kl, sizes = self.kl(behavior, params).view(shape).mean(0), [each.shape[1] for each in starts]
+        else:
+            sizes = [len(leaves(params)[0]) for params in behavior_params]
+            kl = self.kl(self.to_device(_join(behavior_params)), self.params_at(_join(observations)))
+        return np.add.reduceat(kl.cpu().numpy(), np.cumsum([0, *sizes[:-1]])) / sizes
+
+    def to_device(self, arrays: Any) -> Any:
+        """Return a tree of arrays as tensors on the policy's device, with their dtypes."""
+        return map_tree(lambda leaf: torch.as_tensor(leaf, device=self.device), arrays)
+
+    def kl(self, behavior: Any, params: Any) -> torch.Tensor:
+        """Return KL(behavior || params) in nats for each of a batch of distribution parameters, ``(batch,)``.
+
+        It is exact where torch knows it for these distributions. Else it is estimated from some actions of each state,
+        with a warning (http://joschu.net/blog/kl-approx.html); a subclass may know better.
+        """
+        old, new = self.distribution(behavior), self.distribution(params)
+        try:
+            return kl_divergence(old, new)
+        except NotImplementedError:
+            if (kind := type(old).__name__) not in _estimated:
+                _estimated.add(kind)
+                logger.warning("torch has no KL divergence of %s: it is estimated; define the policy's kl", kind)
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(0)
+            actions = old.sample((KL_SAMPLES,))
+        ratio = new.log_prob(actions) - old.log_prob(actions)
+        return (ratio.exp() - 1 - ratio).mean(0)
 
     # What travels: the structure once, then one flat buffer per pull.
     def _tensors(self) -> list[torch.Tensor]:
@@ -105,8 +237,18 @@ class Policy(nn.Module):
         return [tensor.numel() for tensor in self._tensors() if _is_rounded(tensor)]
 
     def layout(self) -> list[Any]:
-        """Return shape and dtype of each parameter and buffer, in the order in which they travel."""
-        return [(tensor.shape, tensor.dtype) for tensor in self._tensors()]
+        """Return shape and dtype of what travels with each pull, and the plain attributes of all modules.
+
+        When these change the policy has another structure. What is among ``numbers`` may change without that.
+        """
+        attributes = [
+            (name, value)
+            for module in self.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, int | float | str | None) and not name.startswith("_") and name != "training"
+            if module is not self or name not in self.numbers
+        ]
+        return [*((tensor.shape, tensor.dtype) for tensor in self._tensors()), *attributes]
 
     def with_empty_tensors(self, device: str) -> Policy:
         """Return a copy whose parameters and buffers have shapes but no data, on this device."""
@@ -121,7 +263,10 @@ class Policy(nn.Module):
 
     def structure(self) -> Policy:
         """Return a copy whose parameters and buffers have shapes but no data (torch's meta device)."""
-        return self.with_empty_tensors("meta")
+        structure = self.with_empty_tensors("meta")
+        for name in self.numbers:
+            setattr(structure, name, 0.0)
+        return structure
 
     @torch.no_grad()
     def flat_weights(self) -> torch.Tensor:
@@ -150,104 +295,17 @@ def _is_rounded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.float32
 
 
-def _concatenate(batch: Sequence[Any]) -> Any:
-    if isinstance(batch[0], dict):
-        return {key: _concatenate([part[key] for part in batch]) for key in batch[0]}
-    if isinstance(batch[0], tuple):
-        return tuple(_concatenate(list(parts)) for parts in zip(*batch, strict=True))
-    return np.concatenate(batch)
+def _join(trees: Sequence[Any], axis: int = 0) -> Any:
+    return map_tree(lambda *arrays: np.concatenate(arrays, axis), *trees)
 
 
-class CategoricalPolicy(Policy):
-    """Discrete actions: ``actor`` maps observations to logits ``(batch, n)``."""
-
-    def __init__(self, actor: nn.Module) -> None:
-        super().__init__()
-        self.actor = actor
-
-    def forward(self, observations: Any) -> torch.Tensor:
-        return self.actor(observations)
-
-    def noise(self, num_steps: int, num_envs: int, params: int, generator: torch.Generator) -> torch.Tensor:
-        return -torch.empty(num_steps, num_envs, params).exponential_(generator=generator).log()
-
-    def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        return (params + noise).argmax(-1)  # Gumbel-max: a sample of softmax(logits) without computing it
-
-    def distribution(self, params: torch.Tensor) -> Distribution:
-        return Categorical(logits=params)
-
-
-class GaussianPolicy(Policy):
-    """Continuous actions: ``actor_mean`` maps observations to means ``(batch, n)``, ``actor_logstd`` is a parameter.
-
-    The environments get actions clipped to the bounds of ``space``, if there is one.
-    """
-
-    def __init__(self, actor_mean: nn.Module, actor_logstd: nn.Parameter, space: Box | None = None) -> None:
-        super().__init__()
-        self.actor_mean, self.actor_logstd = actor_mean, actor_logstd
-        self._bounds = None if space is None else (space.low, space.high)  # no buffers: these travel once
-
-    def forward(self, observations: Any) -> torch.Tensor:
-        mean = self.actor_mean(observations)
-        return torch.cat([mean, self.actor_logstd.expand_as(mean)], -1)
-
-    def noise(self, num_steps: int, num_envs: int, params: int, generator: torch.Generator) -> torch.Tensor:
-        return torch.randn(num_steps, num_envs, params // 2, generator=generator)
-
-    def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        mean, logstd = params.chunk(2, -1)
-        return mean + logstd.exp() * noise
-
-    def to_env(self, actions: torch.Tensor) -> torch.Tensor:
-        return actions if self._bounds is None else actions.clamp(*map(torch.from_numpy, self._bounds))
-
-    def distribution(self, params: torch.Tensor) -> Distribution:
-        mean, logstd = params.chunk(2, -1)
-        return Independent(Normal(mean, logstd.exp()), 1)
-
-
-class EpsilonGreedyPolicy(Policy):
-    """Discrete actions, greedy except in a share ``epsilon`` of steps: ``q_network`` gives values ``(batch, n)``.
-
-    ``epsilon`` belongs to the head and travels with each request.
-    """
-
-    def __init__(self, q_network: nn.Module, epsilon: float = 1.0) -> None:
-        super().__init__()
-        self.q_network, self.epsilon = q_network, epsilon
-
-    def forward(self, observations: Any) -> torch.Tensor:
-        return self.q_network(observations)
-
-    def noise(self, num_steps: int, num_envs: int, params: int, generator: torch.Generator) -> torch.Tensor:
-        return torch.rand(num_steps, num_envs, 2, generator=generator)
-
-    def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        explore, choice = noise.unbind(-1)
-        random = (choice * params.shape[-1]).long().clamp(max=params.shape[-1] - 1)
-        return torch.where(explore < self.epsilon, random, params.argmax(-1))
-
-    def distribution(self, params: torch.Tensor) -> Distribution:
-        greedy = nn.functional.one_hot(params.argmax(-1), params.shape[-1])
-        return Categorical(probs=greedy * (1 - self.epsilon) + self.epsilon / params.shape[-1])
-
-    def structure(self) -> Policy:
-        """As in `Policy`, whatever ``epsilon`` is now."""
-        structure = super().structure()
-        structure.epsilon = 0.0
-        return structure
-
-    def kl(self, behavior: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
-        """As in `Policy`, but of the softmax of both value functions, whatever ``epsilon`` is.
-
-        Two greedy policies are infinitely far apart wherever their actions differ, also where these are worth the same.
-        The temperature is what this policy's best action is worth above the median one, in the mean over all these
-        states, so that the unit of reward does not matter, nor how much worse the worst action is.
-        """
-        behavior, params = behavior.double(), params.double()  # values may be large beside what they differ by
-        temperature = (params.amax(-1) - params.quantile(0.5, -1)).mean().clamp(min=1e-8)
-        # Not Categorical's, which is inf where a probability underflows.
-        old, new = (values.div(temperature).log_softmax(-1) for values in (behavior, params))
-        return (old.exp() * (old - new)).sum(-1)
+@contextlib.contextmanager
+def _evaluating(policy: nn.Module) -> Iterator[None]:
+    """Have a policy in eval mode for a while."""
+    training = [module for module in policy.modules() if module.training]
+    policy.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -58,13 +58,16 @@ class SetAttr(Message):  # pickle of one value per environment
 
 
 class Collect(Message):  # nothing, or the state of a torch.Generator to go on from
-    """Act and step for ``num_steps``; ``divergence`` is mean KL(version ``behavior`` || ``version``), in nats."""
+    """Act and step for ``num_steps``.
+
+    ``divergence`` is mean KL(version ``behavior`` || ``version``), in nats per action dimension.
+    """
 
     num_steps: int
     version: int
     behavior: int  # the version that the divergence is of, which the worker may hold no longer; 0 for none
     divergence: float
-    epsilon: float
+    numbers: list[float]  # the policy's, see `Policy.numbers`
 
 
 class Structure(Message):  # cloudpickle of the policy without its weights, which the worker then pulls

@@ -12,6 +12,7 @@ from gymnasium import Space
 
 from .codec import Packed, pack
 from .spaces import join, join_arrays, take
+from .trees import map_tree
 
 OBSERVATIONS = "observations", "final_observations", "next_observations"
 
@@ -20,13 +21,17 @@ class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """What one worker sends of a rollout: ``num_steps`` steps of its ``num_envs`` environments.
 
     Observations are arrays, or for Dict and Tuple spaces dicts and tuples of arrays. Dtypes are the spaces' own.
+    Actions, states and params are as the policy has them: arrays, or dicts and tuples of arrays.
     """
 
     version: int  # of the policy that acted
     starts: np.ndarray  # (num_envs,) bool, whether the first observation is the first of an episode
     observations: Any  # (num_steps, num_envs, ...) what the policy acted on
-    actions: np.ndarray  # (num_steps, num_envs, ...)
+    actions: Any  # (num_steps, num_envs, ...)
     logprobs: np.ndarray  # (num_steps, num_envs) float32, of the actions under the policy that took them
+    states: Any  # (num_envs, ...) of the policy before the first step, None if it has none
+    extras: dict[str, np.ndarray]  # (num_steps, num_envs, ...) what `Policy.extras` gives
+    infos: dict[str, Any]  # for each of ``info_keys`` that has come: which steps had it, (n,) as below, and (n, ...)
     rewards: np.ndarray  # (num_steps, num_envs) float64
     terminations: np.ndarray  # (num_steps, num_envs) bool
     truncations: np.ndarray  # (num_steps, num_envs) bool
@@ -35,7 +40,7 @@ class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     episodes: np.ndarray  # (num_episodes,) int64, which step ended each that counts: step * num_envs + environment
     episodic_returns: np.ndarray  # (num_episodes,) float64
     episodic_lengths: np.ndarray  # (num_episodes,) int64
-    params: np.ndarray  # (states, ...) the policy's distribution parameters at `sampled_states`
+    params: Any  # (states, ...) the policy's distribution parameters at `sampled_states`
 
     def pack(self, buffers: list[Any]) -> dict[str, Packed]:
         """Return what `protocol.Part` holds, and append the data of the arrays to ``buffers``."""
@@ -52,8 +57,11 @@ class Rollout:
     rows: np.ndarray  # (num_envs,) int64, which environments these are
     starts: np.ndarray  # (num_envs,) bool, whether the first observation is the first of an episode, as after a loss
     observations: Any  # (num_steps, num_envs, ...) what the policy acted on
-    actions: np.ndarray  # (num_steps, num_envs, ...)
+    actions: Any  # (num_steps, num_envs, ...) what the policy drew, see `Policy.to_env`; a tree if these are
     logprobs: np.ndarray  # (num_steps, num_envs) float32, of the actions under the policy that took them
+    states: Any  # (num_envs, ...) of the policy before the first step, at ``starts`` initial ones; None if it has none
+    extras: dict[str, np.ndarray]  # (num_steps, num_envs, ...) by the names that `Policy.extras` gives
+    infos: dict[str, np.ndarray]  # (num_steps, num_envs, ...) for each of ``info_keys`` that has come; "_key": where
     rewards: np.ndarray  # (num_steps, num_envs) float64
     terminations: np.ndarray  # (num_steps, num_envs) bool
     truncations: np.ndarray  # (num_steps, num_envs) bool
@@ -72,9 +80,12 @@ class Rollout:
         counted = _in_order((part.episodes for part in parts), sizes)
 
         each = {name: [getattr(part, name) for part in parts] for name in RolloutPart.__struct_fields__}
+        infos = _join_infos(each["infos"], parts[0].rewards.shape[0], sizes)
         return cls(
             rows=rows,
             starts=np.concatenate(each["starts"]),
+            infos=infos,
+            states=None if parts[0].states is None else map_tree(lambda *leaves: join_arrays(leaves), *each["states"]),
             policy_versions=np.repeat(each["version"], sizes),
             episodic_returns=np.concatenate(each["episodic_returns"])[counted],
             episodic_lengths=np.concatenate(each["episodic_lengths"])[counted],
@@ -82,10 +93,26 @@ class Rollout:
             next_observations=join(space, each["next_observations"], copy=True),  # the head keeps the views
             final_observations=take(space, join(space, each["final_observations"]), ended),
             **{
-                name: join_arrays(each[name], axis=1)
-                for name in ("actions", "logprobs", "rewards", "terminations", "truncations")
+                name: map_tree(lambda *leaves: join_arrays(leaves, axis=1), *each[name])
+                for name in ("actions", "extras", "logprobs", "rewards", "terminations", "truncations")
             },
         )
+
+
+def _join_infos(infos: list[dict[str, Any]], num_steps: int, sizes: list[int]) -> dict[str, np.ndarray]:
+    """Return what workers have sent of their infos as arrays, zeros where there was none, and where there was some."""
+    joined: dict[str, np.ndarray] = {}
+    for key in dict.fromkeys(key for each in infos for key in each):
+        found = [each[key][1] for each in infos if key in each]
+        values = np.zeros((num_steps, sum(sizes), *found[0].shape[1:]), np.result_type(*found))
+        mask, first = np.zeros(values.shape[:2], bool), 0
+        for each, size in zip(infos, sizes, strict=True):
+            if key in each:
+                steps, rows = np.divmod(each[key][0], size)
+                values[steps, first + rows], mask[steps, first + rows] = each[key][1], True
+            first += size
+        joined[key], joined[f"_{key}"] = values, mask
+    return joined
 
 
 def _in_order(flat: Iterable[np.ndarray], sizes: list[int]) -> Any:

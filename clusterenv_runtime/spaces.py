@@ -10,9 +10,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import Space, spaces
-from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array
+from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array, iterate
 
 from .errors import ProtocolError
+from .trees import leaves, map_tree
 
 
 def observation_spaces(
@@ -75,6 +76,27 @@ def one_of(space: Space) -> Any:
             own.seed(0)
             batch = concatenate(space, [own.sample()], batch)
     return batch
+
+
+def check_actions(space: Space, actions: Any) -> None:
+    """Raise ValueError if some actions are not of a space; those of a Box may lie beyond its bounds."""
+
+    def fits(space: Space, action: Any) -> bool:
+        if isinstance(space, spaces.Dict):
+            return all(fits(sub, action[key]) for key, sub in space.items())
+        if isinstance(space, spaces.Tuple):
+            return all(map(fits, space.spaces, action))
+        if isinstance(space, spaces.Box):
+            return np.shape(action) == space.shape and np.asarray(action).dtype.kind in "fiu"
+        return space.contains(action)
+
+    try:
+        wrong = not all(fits(space, action) for action in iterate(batch_space(space, len(leaves(actions)[0])), actions))
+    except (LookupError, TypeError, ValueError):
+        wrong = True
+    if wrong:
+        given = map_tree(lambda leaf: f"{leaf.dtype} {leaf.shape[1:]}, such as {leaf[0]}", actions)
+        raise ValueError(f"the policy's actions are not of {space}, but {given}")
 
 
 def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:

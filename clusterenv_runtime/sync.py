@@ -42,3 +42,20 @@ class SyncRule(msgspec.Struct, frozen=True):
 def sampled_states(num_states: int, most: int = KL_STATES) -> np.ndarray:
     """Indices of the evenly spread states the divergence is measured on, the same at worker and head."""
     return np.linspace(0, num_states - 1, min(num_states, most)).astype(np.int64)
+
+
+@functools.cache
+def sampled_rows(num_steps: int, num_envs: int, most: int = KL_STATES) -> np.ndarray:
+    """Indices of the environments that it is measured on, from their first step to their last: one at least."""
+    return sampled_states(num_envs, max(most // num_steps, 1))
+
+
+@functools.cache
+def measured_states(num_steps: int, num_envs: int, in_sequence: bool) -> np.ndarray:
+    """Indices, step * num_envs + environment, of the states whose distribution parameters a worker sends.
+
+    If they are ``in_sequence``, as a policy with a state needs them, they are those of `sampled_rows`.
+    """
+    if not in_sequence:
+        return sampled_states(num_steps * num_envs)
+    return (np.arange(num_steps)[:, None] * num_envs + sampled_rows(num_steps, num_envs)).reshape(-1)

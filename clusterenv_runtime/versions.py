@@ -14,8 +14,9 @@ from gymnasium import Space
 
 from .answers import Published
 from .protocol import Collect, Weights
-from .spaces import flatten_steps, join, one_of, take
-from .sync import KL_STATES, sampled_states
+from .spaces import check_actions, flatten_steps, join, map_space, one_of, take
+from .sync import KL_STATES, measured_states, sampled_rows, sampled_states
+from .trees import leaves, map_tree
 
 if TYPE_CHECKING:
     import torch
@@ -35,10 +36,10 @@ class PolicyCopy:
     held: int = 0  # the version last sent; 0 for none of this structure
     behavior: int = 0  # the version it acted on when last heard of; 0 for unknown
     measured: int = 0  # the version whose divergence is known; 0 for none
-    divergence: float = math.inf  # nats, from the published version; inf until the worker has acted
+    divergence: float = math.inf  # nats per action dimension, from the published version; inf until it has acted
     pulls: int = 0  # so far
-    # Observations, and distribution parameters there, of what it has seen lately under `behavior`, oldest first.
-    recent: tuple[Any, np.ndarray] | None = None
+    # What it has seen lately under `behavior`, oldest first, as `Policy.divergence` takes it.
+    recent: tuple[Any, ...] | None = None
     # The weights it holds, ``(weights,)`` float32, one tensor for all that hold the same; None if not known to the bit.
     weights: torch.Tensor | None = None
 
@@ -63,11 +64,16 @@ class PolicyStore:
     Args:
         copies: all of them.
         space: the single observation space.
+        action_space: the single action space.
         rounds: whether what workers pull is a rounded difference, see `differences`.
+        needs_kl: whether they pull by divergence; else a policy may have none.
     """
 
-    def __init__(self, copies: Sequence[PolicyCopy], space: Space, rounds: bool) -> None:
-        self._copies, self._space, self._rounds = copies, space, rounds
+    def __init__(
+        self, copies: Sequence[PolicyCopy], space: Space, action_space: Space, rounds: bool, needs_kl: bool = True
+    ) -> None:
+        self._copies, self._space, self._action_space = copies, space, action_space
+        self._rounds, self._needs_kl = rounds, needs_kl
         self._most = min(KL_STATES, max(ALL_KL_STATES // len(copies), 16))
         self.version, self.published = 0, Published()  # +1 at each publish, and what is known of it
         self.structure = b""  # cloudpickle of the policy without its weights
@@ -79,21 +85,20 @@ class PolicyStore:
     def publish(self, policy: Policy) -> bool:
         """Make the current weights of ``policy`` the next version and measure every copy's divergence from them.
 
-        Return whether ``structure`` has changed, so that the workers must be told. Whatever the policy raises for an
-        observation is raised here.
+        Return whether ``structure`` has changed, so that the workers must be told.
+
+        Raises:
+            ValueError: the policy cannot act in these environments. Nothing has changed then.
         """
-        flat, layout = policy.flat_weights(), policy.layout()
-        structure, facts = self.structure, self.published[2:]
+        layout, structure, example = policy.layout(), self.structure, self.published.example
         if policy is not self._policy or layout != self._layout or not structure:
-            structure = cloudpickle.dumps(policy.structure())
-            params = policy.params_at(one_of(self._space))  # raises if it does not fit, before anything has changed
-            actions = policy.action_at(params).numpy()
-            kinds = "iu" if actions.dtype.kind in "iu" else actions.dtype.kind
-            facts = tuple(params.shape[1:]), actions.shape[1:], kinds
+            policy.check()
+            structure, example = cloudpickle.dumps(policy.structure()), self._probe(policy)
+        flat = policy.flat_weights()
         changed = structure != self.structure  # a new wrapper around the same module is not a new structure
         self._policy, self._layout, self.structure = policy, layout, structure
         self.version += 1
-        self.published = Published(self.version, self.version if changed else self.published.since, *facts)
+        self.published = Published(self.version, self.version if changed else self.published.since, example)
         if changed:
             for copy in self._copies:
                 copy.forget()
@@ -105,9 +110,29 @@ class PolicyStore:
         self._measure(known)
         return changed
 
+    def _probe(self, policy: Policy) -> dict[str, Any]:
+        """Return what a policy gives at one state, see `Policy.probe`; raise ValueError if it does not fit."""
+        try:
+            example, actions = policy.probe(one_of(self._space))
+        except Exception as error:
+            text = f"the policy cannot act on {self._space}: {_line(error)}"
+            raise ValueError(f"{text} (observations of floats come as float32, others as they are)") from error
+        check_actions(self._action_space, actions)
+        self._dimensions = sum(leaf[0].size for leaf in leaves(example["actions"]))
+        try:
+            policy.kl(*[policy.to_device(example["params"])] * 2)
+        except Exception as error:
+            if self._needs_kl:
+                text = f"the policy has no KL divergence: {_line(error)}"
+                raise ValueError(f"{text}; define its kl, or do without by sync_mode 'always'") from error
+            self._has_kl = False
+        else:
+            self._has_kl = True
+        return example
+
     def _measure(self, copies: list[PolicyCopy]) -> None:
         """Measure how far copies that have acted are from the policy; where that is no number, it stays inf."""
-        if not copies:
+        if not copies or not self._has_kl:
             return
         try:
             divergence = self._policy.divergence(*zip(*(copy.recent for copy in copies), strict=True))
@@ -116,21 +141,39 @@ class PolicyStore:
                 self._measure([copy])
         else:
             for copy, nats in zip(copies, divergence, strict=True):
-                copy.divergence = float(nats)
+                copy.divergence = float(nats) / self._dimensions
 
     def acted(self, copy: PolicyCopy, part: RolloutPart) -> None:
         """Keep some of what a worker saw in its part of a rollout, and its policy's distribution parameters there."""
         if part.version < self.published.since:
             return  # another structure
-        chosen = sampled_states(len(part.params), self._most)
         # Copies: the user may write to what these are views of.
-        seen, params = flatten_steps(self._space, part.observations), part.params[chosen]
-        seen = take(self._space, seen, sampled_states(part.rewards.size)[chosen])
-        if part.version == copy.behavior:  # the same policy: more of the same
+        recent = self._sampled(part) if part.states is None else self._in_sequence(part)
+        if part.version == copy.behavior and part.states is None:  # the same policy: more of the same
             last, before = slice(-self._most, None), copy.recent
-            seen = take(self._space, join(self._space, (before[0], seen)), last)
-            params = np.concatenate((before[1], params))[last]
-        copy.behavior, copy.recent = part.version, (seen, params)
+            seen = take(self._space, join(self._space, (before[0], recent[0])), last)
+            recent = seen, map_tree(lambda *both: np.concatenate(both)[last], before[1], recent[1])
+        copy.behavior, copy.recent = part.version, recent
+
+    def _sampled(self, part: RolloutPart) -> tuple[Any, Any]:
+        sent = measured_states(*part.rewards.shape, in_sequence=False)
+        chosen = sampled_states(len(sent), self._most)
+        seen = take(self._space, flatten_steps(self._space, part.observations), sent[chosen])
+        return seen, map_tree(lambda leaf: leaf[chosen], part.params)
+
+    def _in_sequence(self, part: RolloutPart) -> tuple[Any, Any, np.ndarray, Any]:
+        num_steps, num_envs = part.rewards.shape
+        sent = sampled_rows(num_steps, num_envs)
+        chosen = sampled_rows(num_steps, len(sent), self._most)
+        rows = sent[chosen]
+        starts = np.zeros((num_steps, len(rows)), bool)  # its state is that before the first step
+        starts[1:] = (part.terminations | part.truncations)[:-1, rows]
+        params = map_tree(
+            lambda leaf: leaf.reshape(num_steps, len(sent), *leaf.shape[1:])[:, chosen].reshape(-1, *leaf.shape[1:]),
+            part.params,
+        )
+        seen = map_space(lambda leaf: leaf[:, rows], self._space, part.observations)
+        return seen, params, starts, map_tree(lambda leaf: leaf[rows], part.states)
 
     def requests(self, copies: Sequence[PolicyCopy], num_steps: int) -> list[Collect]:
         """Return what asks each of these workers to act on the published version, or on its own.
@@ -139,8 +182,8 @@ class PolicyStore:
         """
         known = [copy.divergence for copy in copies if copy.measured]
         mean = float(np.mean(known)) if known else math.inf
-        epsilon = float(getattr(self._policy, "epsilon", 0.0))  # the policy's current one, if any
-        return [Collect(int(num_steps), self.version, copy.measured, mean, epsilon) for copy in copies]
+        numbers = [float(getattr(self._policy, name)) for name in self._policy.numbers]  # as they are now
+        return [Collect(int(num_steps), self.version, copy.measured, mean, numbers) for copy in copies]
 
     def pull(self, copy: PolicyCopy, version: int) -> tuple[Weights, list[Any]]:
         """Return the published version and its weights, for a worker that asks and says that it holds ``version``."""
@@ -193,3 +236,8 @@ class PolicyStore:
         for copy, pulls in zip(self._copies, state["pulls"], strict=True):
             copy.forget()
             copy.pulls = pulls
+
+
+def _line(error: Exception) -> str:
+    """Return the beginning of what an error says."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -22,10 +22,10 @@ from .envs import CountingEnv
 from .nets import change, linear
 
 
-def space_of(policy):
-    """Observations for a policy, which begins with a linear layer."""
-    layer = next(module for module in policy.modules() if isinstance(module, nn.Linear))
-    return spaces.Box(-1, 1, (layer.in_features,), np.float32)
+def spaces_of(policy):
+    """Observations and actions for a policy, which begins and ends with a linear layer."""
+    layers = [module for module in policy.modules() if isinstance(module, nn.Linear)]
+    return spaces.Box(-1, 1, (layers[0].in_features,), np.float32), spaces.Discrete(layers[-1].out_features)
 
 
 class Odd(nn.Module):
@@ -67,11 +67,11 @@ def same(actor, copy):
 )
 def test_head_and_worker_agree_to_the_last_bit(make):
     policy, copy = CategoricalPolicy(make()), PolicyCopy()
-    store, actor = PolicyStore([copy], space_of(policy), rounds=True), worker(policy)
+    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
     for number in range(50):
         change(policy, 0.01)
         for buffer in policy.buffers():
-            buffer.copy_(torch.randn(buffer.shape))
+            buffer.copy_(torch.rand(buffer.shape))
         store.publish(policy)
         assert pull(store, copy, actor)[0] == (FROM_HELD if number else FROM_ZEROS)
         assert (actor.version, same(actor, copy)) == (store.version, True)
@@ -83,7 +83,7 @@ def test_head_and_worker_agree_to_the_last_bit(make):
 
 def test_errors_do_not_add_up_and_a_policy_at_rest_is_reached():
     policy, copy = CategoricalPolicy(nn.Linear(100, 100)), PolicyCopy()
-    store, actor = PolicyStore([copy], space_of(policy), rounds=True), worker(policy)
+    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
     errors = []
     for number in range(250):
         if number < 200:
@@ -103,7 +103,7 @@ def test_errors_do_not_add_up_and_a_policy_at_rest_is_reached():
 
 def test_after_a_large_change_a_pull_is_of_all_weights():
     policy, copy = CategoricalPolicy(nn.Linear(100, 100)), PolicyCopy()
-    store, actor = PolicyStore([copy], space_of(policy), rounds=True), worker(policy)
+    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
     levels = []
     for other in (False, False, True, False):
         torch.manual_seed(1)
@@ -118,7 +118,7 @@ def test_after_a_large_change_a_pull_is_of_all_weights():
 
 def test_a_difference_is_about_a_bit_a_weight_and_all_of_them_eight():
     policy, copy = CategoricalPolicy(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))), PolicyCopy()
-    store, actor = PolicyStore([copy], space_of(policy), rounds=True), worker(policy)
+    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
     sizes = []
     for _ in range(5):
         change(policy, 0.01)
@@ -131,7 +131,7 @@ def test_a_difference_is_about_a_bit_a_weight_and_all_of_them_eight():
 
 def test_who_holds_the_same_is_sent_the_same_and_who_came_by_another_way_is_not():
     policy, copies = CategoricalPolicy(linear()), [PolicyCopy() for _ in range(3)]
-    store, actors = PolicyStore(copies, space_of(policy), rounds=True), [worker(policy) for _ in range(3)]
+    store, actors = PolicyStore(copies, *spaces_of(policy), rounds=True), [worker(policy) for _ in range(3)]
     for pulling in ([0, 1, 2], [0, 1], [0, 1, 2]):
         change(policy, 0.1)
         store.publish(policy)
@@ -145,7 +145,7 @@ def test_who_holds_the_same_is_sent_the_same_and_who_came_by_another_way_is_not(
 
 def test_what_the_head_keeps_is_bounded(monkeypatch):
     policy, copies = CategoricalPolicy(linear()), [PolicyCopy() for _ in range(10)]
-    store, actors = PolicyStore(copies, space_of(policy), rounds=True), [worker(policy) for _ in range(10)]
+    store, actors = PolicyStore(copies, *spaces_of(policy), rounds=True), [worker(policy) for _ in range(10)]
     monkeypatch.setattr(versions, "HELD_BYTES", 3 * 4 * sum(policy.rounded_sizes))
     for _ in range(3):
         for copy, actor in zip(copies, actors, strict=True):  # each at a version of its own
@@ -160,7 +160,7 @@ def test_what_the_head_keeps_is_bounded(monkeypatch):
 
 def test_room_is_looked_for_once_for_all_that_hold_the_same(monkeypatch):
     policy, copies = CategoricalPolicy(linear()), [PolicyCopy() for _ in range(1000)]
-    store, looked = PolicyStore(copies, space_of(policy), rounds=True), []
+    store, looked = PolicyStore(copies, *spaces_of(policy), rounds=True), []
     look = store._has_room_for
     monkeypatch.setattr(store, "_has_room_for", lambda *args: looked.append(1) or look(*args))
     for number in range(1, 4):
@@ -173,7 +173,7 @@ def test_room_is_looked_for_once_for_all_that_hold_the_same(monkeypatch):
 
 def test_a_policy_that_is_changed_in_place_has_another_structure():
     policy, copy = CategoricalPolicy(nn.Linear(3, 3)), PolicyCopy()
-    store = PolicyStore([copy], space_of(policy), rounds=True)
+    store = PolicyStore([copy], *spaces_of(CategoricalPolicy(nn.Linear(3, 4))), rounds=True)
     changes = []
     for actor in (policy.actor, nn.Linear(3, 3), nn.Linear(3, 4)):
         policy.actor = actor
@@ -187,7 +187,7 @@ def test_a_policy_that_is_changed_in_place_has_another_structure():
 
 def test_after_a_state_is_loaded_a_pull_that_was_under_way_is_answered():
     policy, copy = CategoricalPolicy(linear()), PolicyCopy()
-    store, actor = PolicyStore([copy], space_of(policy), rounds=True), worker(policy)
+    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
     store.publish(policy)
     store.load_state_dict(store.state_dict())
     assert pull(store, copy, actor)[0] == FROM_ZEROS
@@ -196,7 +196,7 @@ def test_after_a_state_is_loaded_a_pull_that_was_under_way_is_answered():
 
 def test_where_new_tensors_are_made_does_not_matter():
     policy, copy = CategoricalPolicy(linear()), PolicyCopy()
-    store = PolicyStore([copy], space_of(policy), rounds=True)
+    store = PolicyStore([copy], *spaces_of(policy), rounds=True)
     with torch.device("meta"):
         for _ in range(2):
             store.publish(policy)
@@ -206,7 +206,7 @@ def test_where_new_tensors_are_made_does_not_matter():
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
 def test_weights_that_have_no_difference_travel_whole(value):
     policy, copy = CategoricalPolicy(linear()), PolicyCopy()
-    store, actor = PolicyStore([copy], space_of(policy), rounds=True), worker(policy)
+    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
     store.publish(policy)
     pull(store, copy, actor)
     with torch.no_grad():
@@ -225,7 +225,7 @@ def test_weights_that_have_no_difference_travel_whole(value):
 def test_whole_weights_by_option_and_where_a_difference_would_be_larger():
     for rounds, policy in ((False, CategoricalPolicy(linear())), (True, CategoricalPolicy(nn.Linear(1, 1)))):
         copy = PolicyCopy()
-        store, actor = PolicyStore([copy], space_of(policy), rounds), worker(policy)
+        store, actor = PolicyStore([copy], *spaces_of(policy), rounds), worker(policy)
         for _ in range(3):
             change(policy, 0.1)
             store.publish(policy)
@@ -235,7 +235,7 @@ def test_whole_weights_by_option_and_where_a_difference_would_be_larger():
 
 def test_a_worker_that_holds_something_else_gets_all_weights():
     policy, copy = CategoricalPolicy(linear()), PolicyCopy()
-    store, actor = PolicyStore([copy], space_of(policy), rounds=True), worker(policy)
+    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
     store.publish(policy)
     pull(store, copy, actor)
     actor._held[3] += 1e-6
@@ -248,7 +248,7 @@ def test_a_worker_that_holds_something_else_gets_all_weights():
 
 def test_what_is_not_a_difference_is_refused():
     policy, copy = CategoricalPolicy(linear()), PolicyCopy()
-    store, actor = PolicyStore([copy], space_of(policy), rounds=True), worker(policy)
+    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
     store.publish(policy)
     message, (scales, packed, others) = store.pull(copy, 0)
     bomb = zlib.compress(bytes(2**27), wbits=-15)

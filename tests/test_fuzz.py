@@ -42,7 +42,7 @@ def valid_messages(*, to_head):
         yield frames(7, Pull(3))
         yield frames(None, Hello(1, 0, "host", 1, {"numpy": "2"}))
     else:
-        yield frames(7, Collect(8, 1, 1, 0.1, 0.1))
+        yield frames(7, Collect(8, 1, 1, 0.1, [0.1]))
         yield [*frames(7, Step()), b"not a pickle"]
         yield [*frames(7, Reset()), b"not a pickle"]
         yield frames(7, Call("pid"))

@@ -30,7 +30,7 @@ from clusterenv_runtime.protocol import (
 from clusterenv_runtime.sync import SyncRule
 from clusterenv_runtime.versions import PolicyStore
 
-SPACE = spaces.Box(-1, 1, (1,))
+SPACE, ACTIONS = spaces.Box(-1, 1, (1,)), spaces.Discrete(2)
 STARTUP_S, SILENCE_S = 60.0, 30.0
 SIGKILL = Exit("killed by SIGKILL", by_signal=True)
 
@@ -134,7 +134,7 @@ class Simulation:
         self.workers = [
             WorkerHandle(index, slice(index, index + 1), b"setup", Episodes.begun(None, 1)) for index in range(number)
         ]
-        store = PolicyStore([worker.copy for worker in self.workers], SPACE, rounds=True)
+        store = PolicyStore([worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True)
         self.recovery = Recovery(SyncRule(), store)
         self.supervisor = Supervisor(
             self.workers, self.launcher, STARTUP_S, SILENCE_S, max_restarts, self.network.clock
@@ -391,7 +391,7 @@ def test_what_was_under_way_when_an_exception_came_is_handled_by_the_next_wait(m
 def test_a_replacement_draws_the_noise_that_was_next_whatever_it_is_asked_first():
     simulation = Simulation(1)
     (worker,), network = simulation.workers, simulation.network
-    collect, seqs = Collect(5, 1, 0, 0.0, 0.0), []
+    collect, seqs = Collect(5, 1, 0, 0.0, []), []
     seqs.append(simulation.pool.ask(worker, collect))
     worker.generator = b"after the last answer"
     simulation.launcher.greets = False

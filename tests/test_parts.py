@@ -34,6 +34,9 @@ def a_part(space, num_steps=6, num_envs=2):
         observations=batch(*shape),
         actions=np.zeros(shape, np.int64),
         logprobs=np.zeros(shape, np.float32),
+        states=None,
+        extras={},
+        infos={},
         rewards=np.zeros(shape),
         terminations=ends,
         truncations=np.zeros(shape, bool),
@@ -85,7 +88,9 @@ def map_leaf(tree, function):
     return {**tree, "b": function(tree["b"])} if isinstance(tree, dict) else function(tree)
 
 
-NOW = Published(5, 1, params_shape=(3,), actions_shape=(), actions_kinds="iu")
+NOW = Published(
+    5, 1, {"params": np.zeros((1, 3), np.float32), "actions": np.zeros(1, np.int64), "extras": {}, "states": None}
+)
 
 
 def opened(asked, answer, buffers, space=PART_SPACES[0], action_space=None, published=NOW, asked_at=NOW):
@@ -101,7 +106,7 @@ def packed(part, **fields):
     return Part(fields, b"", 0.0), [bytes(buffer) for buffer in buffers]
 
 
-COLLECT = Collect(6, 5, 0, 0.0, 0.0)
+COLLECT = Collect(6, 5, 0, 0.0, [])
 
 
 @pytest.mark.parametrize("version", [-1, 0, 1, 5, 6, 10**6])
@@ -117,7 +122,8 @@ def test_a_part_is_of_a_version_that_was_published(version):
 def test_a_part_is_of_the_structure_that_was_published_when_it_was_asked_or_since():
     part = a_part(PART_SPACES[0])
     wide = packed(part, params=part.params[:, :2], actions=np.zeros((6, 2, 1)))
-    before = Published(1, 1, params_shape=(2,), actions_shape=(1,), actions_kinds="f")
+    before = NOW.example | {"params": np.zeros((1, 2), np.float32), "actions": np.zeros((1, 1), np.float32)}
+    before = Published(1, 1, before)
     with pytest.raises(ProtocolError, match="actions must be of shape"):
         opened(COLLECT, *wide)
     with pytest.raises(ProtocolError, match="actions must be of shape"):

@@ -23,6 +23,7 @@ from .envs import BufferEnv, CountingEnv, EchoEnv, RandomEnv, Words, assert_same
 from .nets import ImageNet, MixedNet, linear
 
 VECTOR = spaces.Box(-1, 1, (3,))
+ARRAYS = [name for name in Rollout.__dataclass_fields__ if name not in ("states", "extras", "infos")]
 
 
 class Reference:
@@ -115,7 +116,7 @@ TUPLE = spaces.Tuple([spaces.Discrete(4), spaces.Box(-1, 1, (2, 2), np.float64)]
 
 def image_policy():
     network = ImageNet(2, 3)
-    network(torch.zeros(1, 2, 4, 4))
+    network(torch.zeros(1, 2, 4, 4, dtype=torch.uint8))
     return CategoricalPolicy(network)
 
 
@@ -228,7 +229,8 @@ def test_a_rollout_by_hand():
         assert rollout.episodic_returns.tolist() == [3, 6, 3]
         assert rollout.episodic_lengths.tolist() == [2, 3, 2]
         assert_same(rollout.policy_versions, np.array([1, 1]))
-        assert all(getattr(rollout, name).flags.writeable for name in Rollout.__dataclass_fields__)
+        assert all(getattr(rollout, name).flags.writeable for name in ARRAYS)
+        assert (rollout.states, rollout.extras, rollout.infos) == (None, {}, {})
         rollout = envs.rollout(policy, 1)
         assert rollout.final_observations.shape == (0, 1)  # no episode has ended
         assert (rollout.episodic_returns.shape, rollout.episodic_lengths.shape) == ((0,), (0,))
@@ -249,7 +251,7 @@ def test_large_arrays_are_the_messages_own_memory_and_the_users_alone():
             rollout, expected = envs.rollout(policy, 8), untouched.rollout(policy, 8)
             assert_same(envs.divergence, untouched.divergence)
             assert not rollout.observations.flags.owndata
-            for name in Rollout.__dataclass_fields__:
+            for name in ARRAYS:
                 assert_same(getattr(rollout, name), getattr(expected, name))
                 getattr(rollout, name)[...] = 0
             nn.init.normal_(policy.actor[1][0].weight)
@@ -343,7 +345,7 @@ def test_a_policy_that_does_not_fit_the_observations():
     with ClusterEnv([CountingEnv], 1) as envs:
         envs.reset()
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            with pytest.raises(ValueError, match="cannot act on .* shapes cannot be multiplied"):
                 envs.rollout(CategoricalPolicy(linear(inputs=7)), 5)
         assert envs.rollout(CategoricalPolicy(linear(1, 2)), 5).policy_versions.tolist() == [1]
 
@@ -355,7 +357,7 @@ def test_a_policy_that_does_not_fit_the_observations():
 )
 def test_discrete_policies_draw_from_their_distribution(policy):
     draws, params = 40_000, torch.tensor([0.5, 2.0, -1.0, 0.0])
-    noise = policy.noise(1, draws, 4, torch.Generator().manual_seed(1))[0]
+    noise = policy.noise(1, params.expand(draws, 4), torch.Generator().manual_seed(1))[0]
     actions = policy.act(params.expand(draws, 4), noise)
     probabilities = policy.distribution(params).probs
     errors = (actions.bincount(minlength=4) / draws - probabilities) / (
@@ -384,7 +386,7 @@ def test_gaussian_policy_draws_from_its_distribution():
     draws, mean = 40_000, torch.tensor([[3.0, -2.0]])
     params = policy(mean.expand(draws, 2))
     with torch.no_grad():
-        actions = policy.act(params, policy.noise(1, draws, 4, torch.Generator().manual_seed(1))[0])
+        actions = policy.act(params, policy.noise(1, params, torch.Generator().manual_seed(1))[0])
     standard = (actions - mean) / torch.tensor([-1.0, 0.5]).exp()
     assert standard.mean(0).abs().max() < 4 / draws**0.5
     assert (standard.std(0) - 1).abs().max() < 4 / (2 * draws) ** 0.5

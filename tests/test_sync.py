@@ -67,13 +67,13 @@ EVERY_THIRD, AT_MOST_TWO_BEHIND = SyncRule("interval", interval=3), SyncRule("ne
     ],
 )
 def test_decisions(rule, held, version, divergence, wants_pull):
-    assert rule.wants_pull(held, Collect(8, version, held, divergence, 0.0)) is wants_pull
+    assert rule.wants_pull(held, Collect(8, version, held, divergence, [])) is wants_pull
 
 
 @pytest.mark.parametrize("rule", [KL, NEVER, ALWAYS, EVERY_THIRD, AT_MOST_TWO_BEHIND], ids=str)
 @pytest.mark.parametrize("version", [1, 9])
 def test_a_worker_without_weights_always_pulls(rule, version):
-    assert rule.wants_pull(0, Collect(8, version, 0, 0.0, 0.0)) is True
+    assert rule.wants_pull(0, Collect(8, version, 0, 0.0, [])) is True
 
 
 def num_bytes(policy):
@@ -312,13 +312,13 @@ def test_of_many_workers_fewer_states_are_kept(num_workers, most):
             return np.zeros(len(self.pairs))
 
     copies, policy = [PolicyCopy() for _ in range(num_workers)], Recording(linear())
-    store = PolicyStore(copies, spaces.Box(-1, 1, (3,)), rounds=False)
+    store = PolicyStore(copies, spaces.Box(-1, 1, (3,)), spaces.Discrete(3), rounds=False)
     store.publish(policy)
     for size, expected in ((most // 2, most // 2), (most // 4, most // 2 + most // 4), (most, most), (1000, most)):
         states = np.random.default_rng(size).normal(size=(size, 3)).astype(np.float32)
         params = states[sampled_states(size)]  # as a worker sends them; here they are the observations themselves
         rewards = np.zeros((size, 1))
-        part = SimpleNamespace(version=1, rewards=rewards, observations=states[:, None], params=params)
+        part = SimpleNamespace(version=1, rewards=rewards, observations=states[:, None], params=params, states=None)
         store.acted(copies[-1], part)
         store.publish(policy)
         ((observations, behavior_params),) = policy.pairs
@@ -329,14 +329,13 @@ def test_of_many_workers_fewer_states_are_kept(num_workers, most):
 
 def test_who_acted_by_no_distribution_pulls_and_the_others_are_measured():
     copies, policy = [PolicyCopy() for _ in range(3)], CategoricalPolicy(linear())
-    store = PolicyStore(copies, spaces.Box(-1, 1, (3,)), rounds=False)
+    store = PolicyStore(copies, spaces.Box(-1, 1, (3,)), spaces.Discrete(3), rounds=False)
     store.publish(policy)
     for copy, logit in zip(copies, (0.0, np.inf, 1.0), strict=True):
         params = np.full((4, 3), logit, np.float32)
         observations = np.zeros((4, 1, 3), np.float32)
-        store.acted(
-            copy, SimpleNamespace(version=1, rewards=np.zeros((4, 1)), observations=observations, params=params)
-        )
+        seen = {"rewards": np.zeros((4, 1)), "observations": observations, "params": params, "states": None}
+        store.acted(copy, SimpleNamespace(version=1, **seen))
     store.publish(policy)
     first, second, third = (copy.divergence for copy in copies)
     assert 0 < first < 1 and second == math.inf and third == pytest.approx(first, rel=1e-4)

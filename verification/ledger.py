@@ -92,7 +92,8 @@ class Ledger:
         final_of = {(step, column): next(finals) for step, column in np.argwhere(ends)}
         for column, row in enumerate(rows):
             first = rollout.observations[0, column]
-            self._assert(rollout.starts[column] == (first[2] == 0), row, "starts as", rollout.starts[column], "at", first)
+            starts = rollout.starts[column]
+            self._assert(starts == (first[2] == 0), row, "starts", starts, "with", first)
             if self._ended[row]:
                 self._begins(row, first)
             elif self._last[row] is None or not self._is(row, first, *self._last[row]):

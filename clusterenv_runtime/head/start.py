@@ -70,7 +70,8 @@ def start_head(
         WorkerHandle(index, rows, blueprint.setup(rows), Episodes.begun(None, rows.stop - rows.start))
         for index, rows in enumerate(blueprint.shares(num_workers))
     ]
-    store = PolicyStore([worker.copy for worker in workers], blueprint.single_observation_space, options.rounds)
+    spaces = blueprint.single_observation_space, blueprint.single_action_space
+    store = PolicyStore([worker.copy for worker in workers], *spaces, options.rounds, options.rule.mode == "kl")
     recovery = Recovery(options.rule, store)
     max_restarts = options.max_worker_restarts if options.on_worker_loss == "restart" else 0
     startup_timeout, worker_timeout = options.startup_timeout, options.worker_timeout
@@ -78,7 +79,7 @@ def start_head(
     transport = make_transport(
         address, options.port, options.security, options.keys(), worker_timeout, launcher.directory
     )
-    opener = Opener(blueprint.single_observation_space, blueprint.single_action_space)
+    opener = Opener(*spaces, blueprint.info_keys)
     pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, opener, clock)
     flags = worker_flags(transport.address, transport.key_file, startup_timeout, worker_timeout)
     launcher.prepare(num_workers, flags, transport.directory)

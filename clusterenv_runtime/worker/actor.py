@@ -10,6 +10,8 @@ import torch
 from ..differences import FROM_HELD, WHOLE, Difference, checksum
 from ..policy import Policy, to_tensor
 from ..protocol import Weights
+from ..sync import measured_states
+from ..trees import map_tree
 
 
 class Actor:
@@ -24,7 +26,7 @@ class Actor:
     def load_structure(self, structure: Policy) -> None:
         """Become a policy of this structure, whose weights are yet to come."""
         self.policy, self.version = structure.with_empty_tensors("cpu").eval(), 0
-        self._held = None
+        self._held = self._state = None
 
     def load_weights(self, message: Weights, buffers: list[Any]) -> None:
         """Become this version; or none, version 0, if what a difference was added to is not what the head believes.
@@ -46,10 +48,10 @@ class Actor:
             raise ValueError("weights have another checksum than the head's: is a network or memory broken?")
         self.version = message.version if is_right else 0
 
-    def set_epsilon(self, epsilon: float) -> None:
-        """Explore as the head says, if the policy explores so."""
-        if hasattr(self.policy, "epsilon"):
-            self.policy.epsilon = epsilon
+    def set_numbers(self, numbers: list[float]) -> None:
+        """Take over the policy's numbers, as they are at the head."""
+        for name, number in zip(self.policy.numbers, numbers, strict=True):
+            setattr(self.policy, name, number)
 
     def seed(self, seed: list[int] | None) -> None:
         """Draw the noise anew, from these numbers, or with None at random."""
@@ -64,33 +66,60 @@ class Actor:
         """Go on from that state, in any readable buffer."""
         self._generator.set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
 
-    def start(self, num_steps: int, num_envs: int) -> None:
-        """Begin a rollout."""
-        self._num_steps, self._num_envs = num_steps, num_envs
-        self._step_params: list[torch.Tensor] = []
-        self._actions: list[torch.Tensor] = []
+    def start(self, num_steps: int, starts: np.ndarray) -> None:
+        """Begin a rollout of environments of which those have begun an episode where ``starts`` is True."""
+        self._num_steps, self._num_envs = num_steps, len(starts)
+        self._step_params: list[Any] = []
+        self._actions: list[Any] = []
+        if self._state is None:  # of another structure, if any
+            self._state = self.policy.initial_state(len(starts))
+        self._begin(starts)
+        self._states = self._state
+
+    def _begin(self, starts: np.ndarray) -> None:
+        if self._state is not None and starts.any():
+            self._state = self.policy.started(self._state, torch.from_numpy(starts))
 
     @torch.inference_mode()
-    def act(self, observations: Any) -> np.ndarray:
-        """Return one action per environment for observations ``(num_envs, ...)``."""
-        params = self.policy(to_tensor(observations, torch.device("cpu")))
+    def act(self, observations: Any, starts: np.ndarray) -> Any:
+        """Return one action per environment, as the environments take them, for observations ``(num_envs, ...)``.
+
+        ``starts`` ``(num_envs,)`` says which of these are the first of an episode.
+        """
+        tensors = to_tensor(observations, torch.device("cpu"))
         step = len(self._actions) % self._num_steps
+        if self._state is None:
+            params = self.policy(tensors)
+        else:
+            self._begin(starts)
+            params, self._state = self.policy(tensors, self._state)
         if step == 0:
-            self._noise = self.policy.noise(self._num_steps, self._num_envs, params.shape[-1], self._generator)
-        actions = self.policy.act(params, self._noise[step])
+            self._noise = self.policy.noise(self._num_steps, params, self._generator)
+        actions = self.policy.act(params, map_tree(lambda leaf: leaf[step], self._noise))
         self._step_params.append(params)
         self._actions.append(actions)
-        return self.policy.to_env(actions).numpy().copy()  # the environments may write to it
+        # Copies: the environments may write to them.
+        return map_tree(lambda leaf: leaf.numpy().copy(), self.policy.to_env(actions))
 
     @torch.inference_mode()
-    def finish(self, states: np.ndarray, steps: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return actions, log-probs ``(num_steps, num_envs, ...)``, and the parameters at ``states`` (flat indices).
+    def finish(self, steps: np.ndarray | None = None) -> dict[str, Any]:
+        """Return what a `RolloutPart` holds of the policy: actions, their log-probs, extras, states and parameters.
 
         ``steps`` ``(num_steps, num_envs)``: which step each is of, if there were more than num_steps.
         """
-        params, actions = torch.stack(self._step_params), torch.stack(self._actions)
+        params, actions = (
+            map_tree(lambda *leaves: torch.stack(leaves), *each) for each in (self._step_params, self._actions)
+        )
         if steps is not None:
             which = torch.from_numpy(steps), torch.arange(self._num_envs)
-            params, actions = params[which], actions[which]
-        logprobs = self.policy.distribution(params).log_prob(actions)
-        return actions.numpy(), logprobs.numpy(), params.flatten(0, 1)[torch.from_numpy(states)].numpy()
+            params, actions = map_tree(lambda leaf: leaf[which], (params, actions))
+        measured = torch.from_numpy(measured_states(self._num_steps, self._num_envs, self._states is not None))
+        kept = {
+            "actions": actions,
+            "logprobs": self.policy.distribution(params).log_prob(actions),
+            "extras": dict(self.policy.extras(params, actions)),
+            "params": map_tree(lambda leaf: leaf.flatten(0, 1)[measured], params),
+        }
+        arrays = map_tree(lambda leaf: leaf.numpy(), kept)
+        arrays["states"] = None if self._states is None else map_tree(lambda leaf: leaf.numpy(), self._states)
+        return arrays

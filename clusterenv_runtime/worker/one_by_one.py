@@ -69,8 +69,10 @@ class EnvsOneByOne(SyncVectorEnv):
         autoreset_mode: AutoresetMode,
         single_observation_space: gym.Space,
         single_action_space: gym.Space,
+        info_keys: tuple[str, ...] = (),
         **_: Any,
     ) -> None:
+        self._info_keys, self._batched_actions = info_keys, batch_space(single_action_space, len(env_fns))
         self.infos: list[tuple[int, dict[str, Any]]] = []  # (environment, info) in the order they arose
         mode = observation_mode if observation_mode == "same" else (gym.spaces.Discrete(1), single_observation_space)
         numbered = _Envs(env_fns)
@@ -150,10 +152,11 @@ class EnvsOneByOne(SyncVectorEnv):
             self.reset(options={"reset_mask": ended})  # from here on an episode is reset within its last step
         self.infos.clear()
         space = self.single_observation_space
-        transitions = Transitions(space, self._observations, num_steps, self._lengths == 0)
+        starts = self._lengths == 0
+        transitions = Transitions(space, self._observations, num_steps, starts)
         final_observations: list[Any] = []
         episodes: list[tuple[int, float, int]] = []  # (step * num_envs + environment, return, length)
-        actor.start(num_steps, self.num_envs)
+        actor.start(num_steps, starts)
         envs = list(self.envs)  # a plain one is faster
         with self.envs.named():
             for step in range(num_steps + 1):
@@ -162,10 +165,16 @@ class EnvsOneByOne(SyncVectorEnv):
                 concatenate(space, self._env_obs, now)
                 if step == num_steps:
                     break
-                for i, (env, action) in enumerate(zip(envs, actor.act(now), strict=True)):
+                actions = actor.act(now, starts)
+                if isinstance(actions, dict | tuple):
+                    actions = iterate(self._batched_actions, actions)
+                for i, (env, action) in enumerate(zip(envs, actions, strict=True)):
                     self.envs.current = i
                     self._env_obs[i], reward, terminated, truncated, info = env.step(action)
                     transitions.rewards[step, i] = reward
+                    for key in self._info_keys:
+                        if key in info:
+                            transitions.add_info(key, [step * self.num_envs + i], np.array(info[key])[None])
                     if terminated or truncated:
                         transitions.terminations[step, i], transitions.truncations[step, i] = terminated, truncated
                         final_observations.append(deepcopy(self._env_obs[i]))  # the reset may write to it
@@ -175,8 +184,8 @@ class EnvsOneByOne(SyncVectorEnv):
                         self._env_obs[i], _ = env.reset()
                 self._returns += transitions.rewards[step]
                 self._lengths += 1
-                ended = transitions.terminations[step] | transitions.truncations[step]
-                self._returns[ended] = self._lengths[ended] = 0
+                starts = transitions.terminations[step] | transitions.truncations[step]
+                self._returns[starts] = self._lengths[starts] = 0
         self._observations = deepcopy(now)
         return transitions.part(actor, stack(space, final_observations), episodes)
 

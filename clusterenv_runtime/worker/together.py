@@ -33,8 +33,10 @@ class EnvsTogether:
         num_envs: int,
         single_observation_space: gym.Space,
         single_action_space: gym.Space,
+        info_keys: tuple[str, ...] = (),
         **_: Any,
     ) -> None:
+        self._info_keys = info_keys
         self.num_envs, self._envs = num_envs, env_fns(num_envs)
         if self._envs.num_envs != num_envs:
             raise RuntimeError(f"the function was asked for {num_envs} environments and made {self._envs.num_envs}")
@@ -73,11 +75,12 @@ class EnvsTogether:
         different times. What those that were first do until the last one has is not in the rollout.
         """
         space, num_envs = self.single_observation_space, self.num_envs
-        transitions = Transitions(space, self._observations, num_steps, (self._lengths == 0) | self._dead)
+        starts = (self._lengths == 0) | self._dead
+        transitions = Transitions(space, self._observations, num_steps, starts)
         (places,) = leaves_of(space, transitions.observations)
         final_observations = [_take(space, self._observations, slice(0))]
         episodes: list[np.ndarray] = [np.empty((0, 3))]  # as `Transitions.part` takes them; those beyond it come last
-        actor.start(num_steps, num_envs)
+        actor.start(num_steps, starts)
         aligned, step, count = self._mode != AutoresetMode.NEXT_STEP, 0, np.zeros(num_envs, np.int64)
         # Which of the actor's steps each transition was.
         step_of = None if aligned else np.zeros((num_steps, num_envs), np.int64)
@@ -93,7 +96,10 @@ class EnvsTogether:
                 rows = np.flatnonzero(~self._dead & (count < num_steps))
                 here = count[rows], rows
                 step_of[here] = step
-            seen, reward, terminated, truncated, info = self._envs.step(actor.act(self._observations))
+            seen, reward, terminated, truncated, info = self._envs.step(actor.act(self._observations, starts))
+            if self._info_keys:
+                wanted = np.arange(num_envs)[rows]
+                self._keep_infos(transitions, info, terminated | truncated, wanted, count[wanted] * num_envs + wanted)
             transitions.rewards[here] = reward[rows]
             transitions.terminations[here], transitions.truncations[here] = terminated[rows], truncated[rows]
             self._returns += reward
@@ -110,6 +116,7 @@ class EnvsTogether:
                 self._returns[ended] = self._lengths[ended] = 0
                 if self._mode == AutoresetMode.DISABLED:
                     seen, _ = self._envs.reset(options={"reset_mask": ended})
+            starts = ended if aligned else self._dead
             if not aligned:
                 self._dead = ended
             self._observations = self._of_space(seen)
@@ -119,6 +126,21 @@ class EnvsTogether:
         ends = order[counted[order, 0] < transitions.rewards.size]
         final = map_space(lambda *leaves: np.concatenate(leaves)[ends], space, *final_observations)
         return transitions.part(actor, final, counted[order], step_of)
+
+    def _keep_infos(
+        self, transitions: Transitions, infos: dict[str, Any], ended: np.ndarray, rows: np.ndarray, steps: np.ndarray
+    ) -> None:
+        """Keep what ``infos`` have of these rows, whose transitions have these numbers."""
+        all_rows = np.ones(len(ended), bool)
+        sources = [(infos, all_rows)]
+        if self._mode == AutoresetMode.SAME_STEP:  # where an episode has ended, those are of the reset
+            sources = [(infos, ~ended), (infos.get("final_info", {}), ended)]
+        for key in self._info_keys:
+            for source, among in sources:
+                if key in source:
+                    there = (among & source.get(f"_{key}", all_rows))[rows]
+                    if there.any():
+                        transitions.add_info(key, steps[there], np.asarray(source[key])[rows[there]])
 
 
 def _take(space: gym.Space, batch: Any, rows: Any) -> Any:

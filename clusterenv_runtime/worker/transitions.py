@@ -10,7 +10,6 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from ..rollout import RolloutPart
 from ..spaces import map_space
-from ..sync import sampled_states
 
 if TYPE_CHECKING:
     from .actor import Actor
@@ -24,12 +23,31 @@ class Transitions:
 
     def __init__(self, space: gym.Space, observations: Any, num_steps: int, starts: np.ndarray) -> None:
         self._space, self._starts, shape = space, starts, (num_steps, len(starts))
+        self._found: dict[str, list[tuple[Any, Any]]] = {}  # of infos: (which steps, values)
         # One step further than the rest: what the last step led to.
         self.observations = map_space(
             lambda leaf: np.empty((num_steps + 1, *leaf.shape), leaf.dtype), space, observations
         )
         self.rewards = np.empty(shape)
         self.terminations, self.truncations = np.zeros(shape, bool), np.zeros(shape, bool)
+
+    def add_info(self, key: str, steps: Any, values: Any) -> None:
+        """Keep what infos have under a key at some steps, numbered by step * num_envs + environment."""
+        self._found.setdefault(key, []).append((steps, values))
+
+    def _infos(self) -> dict[str, Any]:
+        infos = {}
+        for key, found in self._found.items():
+            steps = np.concatenate([steps for steps, _ in found])
+            try:
+                values = np.concatenate([np.asarray(values) for _, values in found])
+            except ValueError:
+                raise ValueError(f"info {key!r} has not the same shape in all steps") from None
+            if values.dtype.kind not in "biuf":
+                raise ValueError(f"info {key!r} has no place in a rollout: it is neither a number nor an array of them")
+            order = steps.argsort()
+            infos[key] = steps[order], values[order]
+        return infos
 
     def part(
         self,
@@ -43,14 +61,12 @@ class Transitions:
         ``episodes`` are (step * num_envs + environment, return, length); ``steps``, if the actor acted more often than
         there are steps, says which of its steps each of ours is.
         """
-        actions, logprobs, params = actor.finish(sampled_states(self.rewards.size), steps)
         numbers, returns, lengths = np.array(episodes, np.float64).reshape(-1, 3).T
         return RolloutPart(
             version=actor.version,
             starts=self._starts,
             observations=map_space(lambda leaf: leaf[:-1], self._space, self.observations),
-            actions=actions,
-            logprobs=logprobs,
+            infos=self._infos(),
             rewards=self.rewards,
             terminations=self.terminations,
             truncations=self.truncations,
@@ -59,7 +75,7 @@ class Transitions:
             episodes=numbers.astype(np.int64),
             episodic_returns=returns.copy(),
             episodic_lengths=lengths.astype(np.int64),
-            params=params,
+            **actor.finish(steps),
         )
 
 

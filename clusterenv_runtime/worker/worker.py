@@ -131,7 +131,7 @@ class Worker:
             self._actor.load_generator_state(buffers[0])
         if self._rule.wants_pull(self._actor.version, request):
             self._pull(seq)
-        self._actor.set_epsilon(request.epsilon)
+        self._actor.set_numbers(request.numbers)
         waited, self._connection.waited = self._connection.waited, 0.0
         part = self._envs.collect(self._actor, request.num_steps)
         if (fault := fault_of(part, self._envs.single_action_space)) is not None:
