@@ -7,7 +7,7 @@ of an observation may be anything of its dtype, as environments may say what the
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -26,7 +26,7 @@ from .trees import leaves, map_tree
 if TYPE_CHECKING:
     import torch
 
-MAX_INFO_KEYS = 10_000  # of a worker's infos; each becomes an array of all environments
+MAX_INFO_KEYS = 1000  # of a worker's infos; each becomes an array of all environments
 
 
 class Published(NamedTuple):
@@ -108,20 +108,20 @@ class Opener:
             self._check_generator(answer.generator)
         steps, example_of = (num_steps, num_envs), policy.example
         measured = measured_states(*steps, example_of["states"] is not None)
-        _check("starts", part.starts, "b", (num_envs,))
-        _check("rewards", part.rewards, "f", steps)
-        _check("logprobs", part.logprobs, "f", steps)
-        _check("terminations", part.terminations, "b", steps)
-        _check("truncations", part.truncations, "b", steps)
+        _check("starts", part.starts, bool, (num_envs,))
+        _check("rewards", part.rewards, np.float64, steps)
+        _check("terminations", part.terminations, bool, steps)
+        _check("truncations", part.truncations, bool, steps)
         for name, leading in (
-            ("actions", steps), ("extras", steps), ("params", (len(measured),)), ("states", (num_envs,))
+            ("actions", steps), ("logprobs", steps), ("extras", steps), ("params", (len(measured),)),
+            ("states", (num_envs,)),
         ):  # fmt: skip
             _check_tree(name, getattr(part, name), example_of[name], leading)
         self._check_infos(part.infos, num_steps * num_envs)
         episodes = (part.episodes.size,)
-        _check("episodes", part.episodes, "i", episodes)
-        _check("episodic_returns", part.episodic_returns, "f", episodes)
-        _check("episodic_lengths", part.episodic_lengths, "i", episodes)
+        _check("episodes", part.episodes, np.int64, episodes)
+        _check("episodic_returns", part.episodic_returns, np.float64, episodes)
+        _check("episodic_lengths", part.episodic_lengths, np.int64, episodes)
         if (fault := fault_of(part, self._action_space)) is not None:
             raise ProtocolError(fault)
         ended = (part.terminations | part.truncations).reshape(-1)
@@ -135,13 +135,14 @@ class Opener:
     def _check_infos(self, infos: dict[str, Any], size: int) -> None:
         for key, found in infos.items():
             if key not in self._info_keys or not (isinstance(found, tuple) and len(found) == 2):
-                raise ProtocolError(f"nobody asked for info {key!r:.100}")
+                raise ProtocolError(f"infos have {key!r:.100}, which nobody asked for")
             where, values = found
-            _check("steps of infos", where, "i", np.shape(where)[:1])
-            if not (isinstance(values, np.ndarray) and values.ndim):
-                raise ProtocolError(f"info {key!r} must be an array, got a {type(values).__name__}")
+            _check("steps of infos", where, np.int64, np.shape(where)[:1])
+            is_numbers = isinstance(values, np.ndarray) and values.ndim and values.dtype.kind in "biuf"
+            if not (is_numbers and values.dtype.isnative and values.dtype.itemsize <= 8):
+                raise ProtocolError(f"info {key!r} must be an array of numbers")
             shape = self._info_shapes.setdefault(key, values.shape[1:])
-            _check(f"info {key!r}", values, "biuf", where.shape, shape)
+            _check(f"info {key!r}", values, values.dtype, where.shape, shape)
             if np.any(where < 0) or np.any(where >= size) or np.any(np.diff(where) <= 0):
                 raise ProtocolError(f"info {key!r} is of steps that there are not")
 
@@ -162,8 +163,9 @@ class Opener:
                 raise ProtocolError(f"a step gives four values, got {type(reply.value).__name__}")
             observations, *arrays = reply.value if is_step else (reply.value,)
             _check_observations("observations", *leaves_of(self._space, observations, self._example), (num_envs,))
-            for name, array, kinds in zip(("rewards", "terminations", "truncations"), arrays, "fbb", strict=False):
-                _check(name, array, kinds, (num_envs,))
+            dtypes = {"rewards": np.float64, "terminations": bool, "truncations": bool}
+            for (name, dtype), array in zip(dtypes.items(), arrays, strict=False):
+                _check(name, array, dtype, (num_envs,))
         elif isinstance(asked, Call) and not (isinstance(reply.value, list | tuple) and len(reply.value) == num_envs):
             raise ProtocolError(f"a call gives {num_envs} values, got {type(reply.value).__name__}")
         if not isinstance(reply.infos, list):
@@ -172,12 +174,9 @@ class Opener:
             is_pair = isinstance(info, tuple) and len(info) == 2 and isinstance(info[1], dict)
             if not (is_pair and type(info[0]) is int and 0 <= info[0] < num_envs):
                 raise ProtocolError(f"infos are pairs of an environment and a dict, got {type(info).__name__}")
-        keys = set[Any]()
-        for _, info in reply.infos:
-            for path in _paths(info):
-                keys.add(path)
-                if len(keys) > MAX_INFO_KEYS:
-                    raise ProtocolError(f"infos have more than {MAX_INFO_KEYS} different keys")
+        keys: dict[Any, Any] = {}
+        if sum(_new_keys(info, keys) for _, info in reply.infos) > MAX_INFO_KEYS:
+            raise ProtocolError(f"infos have more than {MAX_INFO_KEYS} different keys")
 
 
 def fault_of(part: RolloutPart, action_space: Space) -> str | None:
@@ -207,30 +206,33 @@ def _are_beyond(space: Space, actions: Any) -> bool:
     return is_one and bool(np.any((actions < space.start) | (actions >= space.start + number)))
 
 
-def _paths(info: dict[Any, Any], start: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the keys of a dict, and of the dicts in it."""
+def _new_keys(info: dict[Any, Any], known: dict[Any, Any]) -> int:
+    """Add the keys of a dict, and of the dicts in it, to those ``known``; return how many are new."""
+    new = 0
     for key, value in info.items():
-        yield (*start, key)
+        new += key not in known
+        below = known.setdefault(key, {})
         if isinstance(value, dict):
-            yield from _paths(value, (*start, key))
+            new += _new_keys(value, below)
+    return new
 
 
 def _check_observations(name: str, leaves: list[Any], example: list[Any], leading: tuple[int, ...]) -> None:
     for leaf, one in zip(leaves, example, strict=True):
         if isinstance(one, np.ndarray):
-            _check(name, leaf, one.dtype.kind, leading, one.shape[1:], one.dtype)
+            _check(name, leaf, one.dtype, leading, one.shape[1:])
         elif not (isinstance(leaf, tuple) and len(leaf) == leading[0]):
             raise ProtocolError(f"{name} must be {leading[0]} in a tuple, got a {type(leaf).__name__}")
 
 
 def _check_tree(name: str, tree: Any, example: Any, leading: tuple[int, ...]) -> None:
-    """Raise ProtocolError if a tree is not of an example's structure, shapes and kinds."""
+    """Raise ProtocolError if a tree is not of an example's structure, shapes and dtypes."""
 
     def check(one: Any, leaf: Any) -> None:
-        if one is None and leaf is None:
-            return
-        kinds = "" if one is None else "iu" if one.dtype.kind in "iu" else one.dtype.kind
-        _check(name, leaf, kinds, leading, np.shape(one)[1:])
+        if one is not None:
+            _check(name, leaf, one.dtype, leading, one.shape[1:])
+        elif leaf is not None:
+            raise ProtocolError(f"{name} are of a policy that has none")
 
     try:
         map_tree(check, example, tree)
@@ -238,18 +240,10 @@ def _check_tree(name: str, tree: Any, example: Any, leading: tuple[int, ...]) ->
         raise ProtocolError(f"{name} are not of the policy's structure") from None
 
 
-def _check(
-    name: str,
-    array: Any,
-    kinds: str,
-    leading: tuple[int, ...],
-    trailing: tuple[int, ...] = (),
-    dtype: np.dtype[Any] | None = None,
-) -> None:
-    """Raise ProtocolError if this is not an array of such dtypes as torch reads, or of this one, and of this shape."""
+def _check(name: str, array: Any, dtype: Any, leading: tuple[int, ...], trailing: tuple[int, ...] = ()) -> None:
+    """Raise ProtocolError if this is not an array of this dtype and shape."""
     if not isinstance(array, np.ndarray):
         raise ProtocolError(f"{name} must be an array, got a {type(array).__name__}")
-    is_readable = array.dtype.kind in kinds and array.dtype.isnative and array.dtype.itemsize <= 8
-    if array.shape != leading + trailing or not (is_readable or (dtype is not None and array.dtype == dtype)):
-        found = f"{array.dtype.str} of shape {array.shape}"
-        raise ProtocolError(f"{name} must be of shape {leading + trailing} and kind {kinds!r}, got {found}")
+    if array.shape != leading + trailing or array.dtype != dtype:
+        expected, found = np.dtype(dtype).str, array.dtype.str
+        raise ProtocolError(f"{name} must be {expected} {leading + trailing}, got {found} {array.shape}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
@@ -18,11 +17,13 @@ from gymnasium.spaces import GraphInstance
 
 from .errors import ProtocolError
 
-MAX_FRAME = 2**22  # bytes; what is larger travels in several frames
+MAX_FRAME = 2**18  # bytes; what is larger travels in several frames. A stranger's handshake may be as long
 SMALL = 2**16  # bytes; what is smaller shares a frame with others, as each frame costs several microseconds
-MAX_KEYS = 1000  # of a dict that are not text; a sender can make them collide
+MAX_KEYS = 1000  # of a dict that are not text. A sender can make them collide: then n take as long as n * n
+MAX_COLLISIONS = 10 * MAX_KEYS**2  # in all of a message
+MAX_DIMENSIONS = 64  # of an array, as NumPy has it
 _DTYPE = r"[<>|][biufcSUmM]\d{1,9}(\[\w+\])?"  # plain data of a fixed size
-_Index = Annotated[int, msgspec.Meta(ge=0)]
+_Index = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
 
 class _Node(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=lambda name: name.lower()):
@@ -35,7 +36,7 @@ class Array(_Node):
     frame: _Index
     offset: _Index  # in bytes
     dtype: Annotated[str, msgspec.Meta(pattern=f"^{_DTYPE}$")]  # of an object, NumPy would take the data for pointers
-    shape: list[_Index]
+    shape: Annotated[list[_Index], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 
 
 class Scalar(Array):
@@ -89,7 +90,13 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Pa
     packed is left out and its key noted there; otherwise it raises TypeError.
     """
     kind = type(value)
-    if value is None or kind in (bool, float, str):
+    if value is None or kind in (bool, float):
+        return value
+    if kind is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise TypeError("a text with lone surrogates cannot be sent to the head") from None
         return value
     if kind is bytes:
         data = np.frombuffer(value, np.uint8)
@@ -107,17 +114,18 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Pa
         node = List if kind is list else Graph if kind is GraphInstance else Tuple
         return node([pack(item, buffers, dropped) for item in value])
     if isinstance(value, dict):
-        _check_keys(value)
-        items = []
+        items, others = [], 0
         for key, item in value.items():
             used = len(buffers)
             try:
+                others += type(key) not in (str, bytes)
+                _check_key(key, others)
                 items.append((pack(key, buffers), pack(item, buffers, dropped)))
             except TypeError:
                 if dropped is None:
                     raise
                 del buffers[used:]
-                dropped.append(f"{key} ({type(item).__name__})")
+                dropped.append(f"{_name_of(key)} ({type(item).__name__})")
         return Dict(items)
     if kind is np.random.Generator:
         return Generator(pack(value.bit_generator.state, buffers))
@@ -152,6 +160,7 @@ class Unpacker:
 
     def __init__(self, buffers: list[Any], copy: bool = True) -> None:
         self._buffers, self._copy, self._bytes_left = buffers, copy, sum(map(len, buffers))
+        self._collisions = 0  # that there may have been so far
 
     def __call__(self, tree: Packed) -> Any:
         """Return the value that was packed.
@@ -176,7 +185,13 @@ class Unpacker:
                 return items if type(tree) is List else GraphInstance(*items) if type(tree) is Graph else tuple(items)
             case Dict():
                 keys = [self._value_of(key) for key, _ in tree.items]
-                _check_keys(keys)
+                others = 0
+                for key in keys:
+                    others += type(key) not in (str, bytes)
+                    _check_key(key, others)
+                self._collisions += others**2
+                if self._collisions > MAX_COLLISIONS:
+                    raise ValueError("too many keys that are not text")
                 return {key: self._value_of(item) for key, (_, item) in zip(keys, tree.items, strict=True)}
             case Int():
                 return int(tree.digits, 16)
@@ -194,12 +209,26 @@ class Unpacker:
         data = self._buffers[array.frame]
         if size > MAX_FRAME and len(data) == MAX_FRAME:
             data = bytearray().join(self._buffers[array.frame : array.frame - (-size // MAX_FRAME)])
+        if array.offset + size > len(data):  # NumPy's own check overflows
+            raise ValueError("an array reaches beyond its frame")
         return np.ndarray(array.shape, array.dtype, data, array.offset)
 
 
-def _check_keys(keys: Collection[Any]) -> None:
-    if (others := sum(type(key) not in (str, bytes) for key in keys)) > MAX_KEYS:
-        raise TypeError(f"a dict of {others} keys that are not text cannot be sent to the head: {MAX_KEYS} at most")
+def _check_key(key: Any, others: int) -> None:
+    """Raise TypeError if this cannot be a dict's key; ``others`` are the keys so far that are not text."""
+    if others > MAX_KEYS:
+        raise TypeError(f"more than {MAX_KEYS} keys that are not text cannot be sent to the head")
+    # To hash a container takes as long as it is, each time.
+    if isinstance(key, tuple) and (len(key) > MAX_DIMENSIONS or any(isinstance(part, tuple) for part in key)):
+        raise TypeError("a long or nested tuple cannot be sent to the head as a key")
+
+
+def _name_of(key: Any) -> str:
+    """Return a key's beginning as a text, whatever its own code does."""
+    try:
+        return str(key).encode(errors="backslashreplace").decode()[:200]
+    except Exception:
+        return f"a {type(key).__name__}"
 
 
 def _generator(state: dict[str, Any]) -> np.random.Generator:

@@ -40,6 +40,7 @@ class EnvError(ClusterEnvError):
     """
 
 
-def printable(text: str) -> str:
-    """Escape in a peer's words what a terminal would obey, such as a sequence that moves its cursor; lines stay."""
+def printable(text: str, most: int = 1000) -> str:
+    """Escape in the first of a peer's words what a terminal would obey, such as what moves its cursor; lines stay."""
+    text = text if len(text) <= most else f"{text[:most]} [...]"
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)

@@ -161,7 +161,9 @@ class Policy(nn.Module):
             if logprobs.shape != (PROBES,):
                 found = f"log_prob gives {tuple(logprobs.shape)} for {PROBES} actions"
                 raise ValueError(f"{found}, not one number for each: sum over their dimensions")
-            kept = {"params": many, "actions": actions, "extras": self.extras(many, actions)}
+            kept = {
+                "params": many, "actions": actions, "logprobs": logprobs, "extras": dict(self.extras(many, actions))
+            }  # fmt: skip
         arrays = map_tree(lambda leaf: leaf[:1].numpy(), kept)
         state = self.initial_state(1)
         arrays["states"] = None if state is None else map_tree(lambda leaf: leaf.numpy(), state)

@@ -21,6 +21,7 @@ from .codec import MAX_FRAME, Packed
 from .sync import SyncRule
 
 PROTOCOL_VERSION = 6
+MAX_DROPPED = 100
 MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `codec.MAX_FRAME`
 
 
@@ -102,7 +103,7 @@ class Hello(Message):  # its text is printed, so it may move no cursor
 class Reply(Message):  # the buffers of ``value`` and ``infos``
     value: Packed
     infos: Packed = None
-    dropped: list[str] = []  # what of ``infos`` could not be sent
+    dropped: Annotated[list[str], msgspec.Meta(max_length=MAX_DROPPED)] = []  # what of ``infos`` could not be sent
 
 
 class Part(Message):  # the buffers of ``part``

@@ -57,7 +57,7 @@ class Network:
         return received, closed
 
     def deliver(self, identity, seq, message):
-        self.inbox.append(Received(identity, seq, message, [encode((seq, message))]))
+        self.inbox.append(Received(identity, [encode((seq, message))]))
 
     def drop(self, identity, text):
         self.dropped += 1

@@ -58,6 +58,17 @@ WRONG = [
     ("rewards", lambda part: part.rewards[:, :1]),
     ("logprobs", lambda part: part.logprobs.astype("U8")),
     ("terminations", lambda part: part.terminations.astype(np.int8)),
+    ("starts", lambda part: part.starts.astype(np.int8)),
+    ("rewards", lambda part: part.rewards.astype(np.float32)),
+    ("logprobs", lambda part: part.logprobs.astype(np.float64)),
+    ("actions", lambda part: part.actions.astype(np.uint64)),
+    ("observations", lambda part: map_leaf(part.observations, lambda leaf: leaf.astype(np.float64))),
+    ("episodes", lambda part: part.episodes.astype(np.int8)),
+    ("states", lambda part: np.zeros((2, 3), np.float32)),
+    ("extras", lambda part: {"value": part.rewards}),
+    ("infos", lambda part: {"success": (np.zeros(1, np.int64), np.zeros(1))}),
+    ("actions", lambda part: {"a": part.actions}),
+    ("actions", lambda part: (part.actions,)),
     ("truncations", lambda part: part.truncations[None]),
     ("actions", lambda part: part.actions.T),
     ("params", lambda part: part.params[1:]),
@@ -89,7 +100,15 @@ def map_leaf(tree, function):
 
 
 NOW = Published(
-    5, 1, {"params": np.zeros((1, 3), np.float32), "actions": np.zeros(1, np.int64), "extras": {}, "states": None}
+    5,
+    1,
+    {
+        "params": np.zeros((1, 3), np.float32),
+        "actions": np.zeros(1, np.int64),
+        "logprobs": np.zeros(1, np.float32),
+        "extras": {},
+        "states": None,
+    },
 )
 
 
@@ -121,12 +140,12 @@ def test_a_part_is_of_a_version_that_was_published(version):
 
 def test_a_part_is_of_the_structure_that_was_published_when_it_was_asked_or_since():
     part = a_part(PART_SPACES[0])
-    wide = packed(part, params=part.params[:, :2], actions=np.zeros((6, 2, 1)))
+    wide = packed(part, params=part.params[:, :2], actions=np.zeros((6, 2, 1), np.float32))
     before = NOW.example | {"params": np.zeros((1, 2), np.float32), "actions": np.zeros((1, 1), np.float32)}
     before = Published(1, 1, before)
-    with pytest.raises(ProtocolError, match="actions must be of shape"):
+    with pytest.raises(ProtocolError, match="actions must be <i8"):
         opened(COLLECT, *wide)
-    with pytest.raises(ProtocolError, match="actions must be of shape"):
+    with pytest.raises(ProtocolError, match="actions must be <f4"):
         opened(COLLECT, *packed(part), published=NOW._replace(since=2), asked_at=before)
     assert opened(COLLECT, *wide, published=NOW._replace(since=2), asked_at=before).params.shape == (12, 2)
     with pytest.raises(ProtocolError, match="version 1, but these are 2 to 5"):

@@ -17,7 +17,7 @@ from typing import Any
 from greenlet import greenlet
 
 from clusterenv_runtime import protocol
-from clusterenv_runtime.head.transport import Malformed, Received
+from clusterenv_runtime.head.transport import Received
 from clusterenv_runtime.launchers import Exit
 from clusterenv_runtime.worker.connection import HELLO_S, End
 from clusterenv_runtime.worker.worker import Worker
@@ -92,14 +92,12 @@ class World:
 
     def deliver(self, process: Process, header: bytes, buffers: list[bytes]) -> None:
         """Have a message arrive at the head."""
-        try:
-            seq, message = protocol.decode_answer(header)
-        except Exception as error:  # as `Transport` has it
-            seq, message = None, Malformed(f"a malformed message: {error}")
-        self.note(f"the head gets {type(message).__name__} {seq} of {process.name}")
+        received = Received(process.identity, [memoryview(frame) for frame in (header, *buffers)])
+        if self.trace is not None:
+            seq, message = received.read()
+            self.note(f"the head gets {type(message).__name__} {seq} of {process.name}")
         self.message_arrives()
-        frames = [memoryview(frame) for frame in (header, *buffers)]
-        self.arrived.append(Received(process.identity, seq, message, frames))
+        self.arrived.append(received)
 
     def message_arrives(self) -> None:
         """Note that a message has come to either end."""

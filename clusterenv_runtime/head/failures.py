@@ -6,6 +6,7 @@ import builtins
 
 import gymnasium as gym
 
+from ..codec import MAX_FRAME
 from ..errors import EnvError, printable
 from ..protocol import Error
 
@@ -20,13 +21,13 @@ def to_exception(errors: list[tuple[str, Error]]) -> Exception:
     for _, error in errors:
         if error.fatal and error.env is not None:
             gym.logger.error(f"Received the following error from Worker-{error.env} - Shutting it down")
-            gym.logger.error("%s", printable(error.traceback))
+            gym.logger.error("%s", printable(error.traceback, MAX_FRAME))
     worker, error = errors[-1]
     if error.fatal and error.env is not None:
         gym.logger.error("Raising the last exception back to the main process.")
     which = "the policy or an environment" if error.env is None else f"environment {error.env}"
-    text = printable(error.message)
-    env_error = EnvError(f"{which} on {worker} raised {printable(error.kind)}: {text}\n\n{printable(error.traceback)}")
+    text, trace = printable(error.message, MAX_FRAME), printable(error.traceback, MAX_FRAME)
+    env_error = EnvError(f"{which} on {worker} raised {printable(error.kind)}: {text}\n\n{trace}")
     exception = _local_exception(error)
     if exception is None:
         return env_error
@@ -41,6 +42,6 @@ def _local_exception(error: Error) -> Exception | None:
     if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, FOR_ITERATION):
         return None
     try:
-        return kind(printable(error.message))
+        return kind(printable(error.message, MAX_FRAME))
     except TypeError:  # UnicodeDecodeError and the like want more
         return None

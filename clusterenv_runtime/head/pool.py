@@ -23,6 +23,7 @@ from .supervisor import Supervisor
 from .transport import Malformed, Outgoing, Received, Transport
 
 PING_S = 1.0  # how often the head tries whether workers can be reached
+MAX_HELLO = 2**16  # bytes of the first message of a connection
 
 
 class Served(NamedTuple):
@@ -256,19 +257,23 @@ class WorkerPool:
 
     def _handle(self, received: Received) -> None:
         worker = self._by_identity.get(received.identity)
-        match received.message:
-            case _ if received.identity in self._former:
-                pass
+        if received.identity in self._former:
+            return
+        if worker is None and sum(map(len, received.frames)) > MAX_HELLO:
+            return self.transport.drop(received.identity, "a long message of a stranger")
+        seq, message = received.read()
+        match message:
             case Hello() as hello:
                 if worker is None:  # else said again, while the head was busy
                     self._greet(received.identity, hello)
-            case message if worker is None:
-                self.transport.drop(received.identity, f"{received.what} of a stranger")
+            case _ if worker is None:
+                what = message.text if isinstance(message, Malformed) else f"a {type(message).__name__}"
+                self.transport.drop(received.identity, f"{what} of a stranger")
             case Malformed(text):
                 self._refuse(worker, f"it sent {text}")
-            case message:
+            case _:
                 worker.heard = self._clock()
-                self._handle_answer(worker, received.seq, message, received.frames)
+                self._handle_answer(worker, seq, message, received.frames)
 
     def _handle_answer(self, worker: WorkerHandle, seq: int | None, message: Any, frames: list[Any]) -> None:
         request = self._requests.find(seq, worker.index)

@@ -63,14 +63,14 @@ class Received:
     """A message of one connection; ``frames`` are its raw buffers, the header's first."""
 
     identity: bytes
-    seq: int | None
-    message: Answer | Malformed
     frames: list[Any]
 
-    @property
-    def what(self) -> str:
-        """What has come, in words."""
-        return self.message.text if isinstance(self.message, Malformed) else f"a {type(self.message).__name__}"
+    def read(self) -> tuple[int | None, Answer | Malformed]:
+        """Return ``seq`` and message. What it says may take much more room than its frames, so do not keep many."""
+        try:
+            return protocol.decode_answer(self.frames[0])
+        except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: anything may be sent
+            return None, Malformed(f"a malformed message: {printable(str(error))}")
 
 
 class Transport:
@@ -170,12 +170,7 @@ class Transport:
             identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
-        buffers = [frame.buffer for frame in frames]
-        try:
-            seq, message = protocol.decode_answer(buffers[0])
-        except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: anything may be sent
-            seq, message = None, Malformed(f"a malformed message: {printable(str(error))}")
-        received.append(Received(identity.bytes, seq, message, buffers))
+        received.append(Received(identity.bytes, [frame.buffer for frame in frames]))
         return True
 
     def drop(self, identity: bytes, text: str) -> None:

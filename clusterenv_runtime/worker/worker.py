@@ -23,7 +23,7 @@ from .together import EnvsTogether
 if TYPE_CHECKING:
     from .actor import Actor
 
-MAX_TEXT_BYTES = 2**20  # of each of an error's three texts, which must fit in a frame, `codec.MAX_FRAME`
+MAX_TEXT_BYTES = 2**16  # of each of an error's three texts, which must fit in a frame, `codec.MAX_FRAME`
 
 
 def build_environments(registry: dict[str, Any], **arguments: Any) -> EnvsOneByOne | EnvsTogether:
@@ -63,7 +63,8 @@ class Worker:
             else:
                 value = pack(self._handle(request, buffers), out)
                 infos, self._envs.infos = self._envs.infos, []
-                answer = protocol.Reply(value, pack(infos, out, dropped), dropped)
+                infos = pack(infos, out, dropped)
+                answer = protocol.Reply(value, infos, list(dict.fromkeys(dropped))[: protocol.MAX_DROPPED])
             self._connection.send(seq, answer, *out)
         except End:
             raise
