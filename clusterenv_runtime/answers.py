@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,9 +22,6 @@ from .rollout import OBSERVATIONS, RolloutPart
 from .spaces import leaves_of
 from .sync import measured_states
 from .trees import leaves, map_tree
-
-if TYPE_CHECKING:
-    import torch
 
 MAX_INFO_KEYS = 1000  # of a worker's infos; each becomes an array of all environments
 
@@ -49,7 +46,6 @@ class Opener:
     def __init__(self, space: Space, action_space: Space, info_keys: Collection[str] = ()) -> None:
         self._space, self._action_space, self._example = space, action_space, create_empty_array(space, 1)
         self._info_keys, self._info_shapes = info_keys, dict[str, tuple[int, ...]]()  # of what has come of them
-        self._generator: torch.Generator | None = None  # to try states on
 
     def __call__(
         self,
@@ -105,7 +101,7 @@ class Opener:
         if not 0 <= answer.waited < math.inf:
             raise ProtocolError(f"it says that it waited for {answer.waited} seconds")
         if answer.generator:
-            self._check_generator(answer.generator)
+            check_generator(answer.generator)
         steps, example_of = (num_steps, num_envs), policy.example
         measured = measured_states(*steps, example_of["states"] is not None)
         _check("starts", part.starts, bool, (num_envs,))
@@ -146,16 +142,6 @@ class Opener:
             if np.any(where < 0) or np.any(where >= size) or np.any(np.diff(where) <= 0):
                 raise ProtocolError(f"info {key!r} is of steps that there are not")
 
-    def _check_generator(self, state: bytes) -> None:
-        import torch  # there by now, as a policy has acted
-
-        if self._generator is None:
-            self._generator = torch.Generator("cpu")
-        try:
-            self._generator.set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
-        except RuntimeError as error:
-            raise ProtocolError(f"the state of its random numbers: {error}") from None
-
     def _check_reply(self, asked: Message, reply: Reply, num_envs: int) -> None:
         is_reset, is_step = isinstance(asked, Reset), isinstance(asked, Step | CutOff)
         if is_reset or is_step:
@@ -177,6 +163,16 @@ class Opener:
         keys: dict[Any, Any] = {}
         if sum(_new_keys(info, keys) for _, info in reply.infos) > MAX_INFO_KEYS:
             raise ProtocolError(f"infos have more than {MAX_INFO_KEYS} different keys")
+
+
+def check_generator(state: bytes) -> None:
+    """Raise ProtocolError if this is no state of a torch.Generator."""
+    import torch  # there by now, as a policy has acted
+
+    try:
+        torch.Generator("cpu").set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
+    except RuntimeError as error:
+        raise ProtocolError(f"the state of its random numbers: {error}") from None
 
 
 def fault_of(part: RolloutPart, action_space: Space) -> str | None:

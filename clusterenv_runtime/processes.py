@@ -8,17 +8,26 @@ nothing is found.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 from pathlib import Path
 
 VARIABLE = "CLUSTERENV_WORKER"
+LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # somebody may have put a link there
 
 
 def kill_marked(mark: str) -> bool:
-    """Kill the processes, but not this one, whose mark begins so; return whether there were any that had not ended."""
+    """Kill the processes, but not this one, whose mark begins so; return whether there were any that had not ended.
+
+    If that cannot be seen, as too many files are open, there may have been.
+    """
     found, start = False, f"\0{VARIABLE}={mark}".encode()
-    for directory in Path("/proc").glob("[0-9]*"):
+    try:
+        directories = list(Path("/proc").glob("[0-9]*"))
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    for directory in directories:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if start in b"\0" + (directory / "environ").read_bytes() and int(directory.name) != os.getpid():
                 os.kill(int(directory.name), signal.SIGKILL)

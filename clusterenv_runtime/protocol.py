@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from .codec import MAX_FRAME, Packed
+from .errors import printable
 from .sync import SyncRule
 
 PROTOCOL_VERSION = 6
@@ -27,6 +28,9 @@ MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is 
 
 class Message(msgspec.Struct, tag=True):
     """Base of what a header holds; the class name travels as the tag."""
+
+    def __str__(self) -> str:
+        return f"a {type(self).__name__}"
 
 
 # Head to worker. Comments name the buffers that follow the header.
@@ -126,6 +130,9 @@ class Error(Message):
     message: str
     traceback: str
     fatal: bool  # whether the worker ends
+
+    def __str__(self) -> str:
+        return printable(self.message)
 
 
 Request = Setup | Reset | Step | CutOff | Call | SetAttr | Structure | Collect | Weights | Ping | Close

@@ -13,7 +13,7 @@ from .. import protocol
 from ..answers import Opener, Published
 from ..errors import DeadlineError, Interrupted, StartupError, WorkerDiedError, printable
 from ..launchers import Exit, Launcher
-from ..protocol import Close, Collect, Error, Hello, Message, Part, Ping, Pull, Reply
+from ..protocol import Call, Close, Collect, CutOff, Error, Hello, Message, Part, Ping, Pull, Reply, SetAttr
 from ..rollout import RolloutPart
 from ..versions import PolicyStore
 from .failures import to_exception
@@ -23,7 +23,6 @@ from .supervisor import Supervisor
 from .transport import Malformed, Outgoing, Received, Transport
 
 PING_S = 1.0  # how often the head tries whether workers can be reached
-MAX_HELLO = 2**16  # bytes of the first message of a connection
 
 
 class Served(NamedTuple):
@@ -128,11 +127,7 @@ class WorkerPool:
         self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
 
     def start(self, min_workers: int) -> None:
-        """Start all workers, and return when so many have built their environments.
-
-        Raises:
-            StartupError, WorkerDiedError: a worker does not come up.
-        """
+        """Start all workers, and return when so many have built their environments; see `start_head`."""
         self._supervisor.all_must_start = min_workers == len(self.workers)
         self._supervisor.start()
         self._wait(
@@ -161,8 +156,7 @@ class WorkerPool:
         """Return these requests and their answers, once they are all here.
 
         Raises:
-            DeadlineError: not all have answered within ``timeout`` seconds; they are given up.
-            Interrupted: ``interrupted`` was set; they are given up.
+            DeadlineError, Interrupted: ``timeout`` seconds are over, or ``interrupted`` was set; they are given up.
             WorkerDiedError: a worker is gone, and is not replaced.
             EnvError: an environment raised; or the exception itself, if it is Python's or Gymnasium's, caused by this.
         """
@@ -257,20 +251,17 @@ class WorkerPool:
 
     def _handle(self, received: Received) -> None:
         worker = self._by_identity.get(received.identity)
-        if received.identity in self._former:
-            return
-        if worker is None and sum(map(len, received.frames)) > MAX_HELLO:
-            return self.transport.drop(received.identity, "a long message of a stranger")
-        seq, message = received.read()
+        seq, message = received.read(is_strange=worker is None)
         match message:
-            case Hello() as hello:
+            case _ if received.identity in self._former:
+                pass
+            case Hello():
                 if worker is None:  # else said again, while the head was busy
-                    self._greet(received.identity, hello)
+                    self._greet(received.identity, message)
             case _ if worker is None:
-                what = message.text if isinstance(message, Malformed) else f"a {type(message).__name__}"
-                self.transport.drop(received.identity, f"{what} of a stranger")
-            case Malformed(text):
-                self._refuse(worker, f"it sent {text}")
+                self.transport.drop(received.identity, f"{message} of a stranger")
+            case Malformed():
+                self._refuse(worker, f"it sent {message}")
             case _:
                 worker.heard = self._clock()
                 self._handle_answer(worker, seq, message, received.frames)
@@ -284,6 +275,8 @@ class WorkerPool:
                 elif worker.state in CONNECTED:
                     weights, buffers = self._store.pull(worker.copy, message.version)
                     self._post(worker, seq, weights, *buffers)
+            case Error() if request and not message.fatal and not isinstance(request.message, Call | SetAttr):
+                self._refuse(worker, "it said that an error of its environments ends nothing")
             case Error() if request is not None or message.fatal:
                 self._errors.append((self._supervisor.describe(worker), message))
                 self._requests.forget([seq])
@@ -292,8 +285,8 @@ class WorkerPool:
                     self._supervisor.end(worker, "shut down after its error")
                     self._requests.forget_worker(worker.index)
             case Error():
-                name, why = self._supervisor.describe(worker), printable(message.message)
-                self.transport.drop(worker.identity, f"an error of {name}, for which nobody waits: {why}")
+                whose = f"{self._supervisor.describe(worker)}, for which nobody waits"
+                self.transport.drop(worker.identity, f"an error of {whose}: {message}")
             case Reply() | Part() if request is not None:  # else late or duplicate
                 policies = request.published, self._store.published
                 try:
@@ -301,7 +294,8 @@ class WorkerPool:
                 except Exception as error:  # ProtocolError; but nothing that a worker sends is to end the run
                     return self._refuse(worker, f"its answer was wrong: {printable(str(error))}")
                 self._requests.answer(seq, answer, worker.process)
-                worker.losses = 0
+                # After a `CutOff` the next step may end it again, as the last one did.
+                worker.losses *= isinstance(request.message, CutOff)
                 if isinstance(message, Part):
                     worker.generator, worker.waited = message.generator, worker.waited + message.waited
                     worker.collects = [other for other in worker.collects if other > seq]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from ..answers import Opener
+import msgspec
+
+from ..answers import Opener, check_generator
 from ..blueprint import Blueprint
+from ..errors import ProtocolError
 from ..launchers import Launcher
 from ..launchers.base import worker_flags
 from ..options import ClusterOptions
@@ -20,6 +23,17 @@ from .pool import WorkerPool
 from .recovery import Recovery
 from .supervisor import Supervisor
 from .transport import Transport
+
+
+class HeadState(msgspec.Struct):
+    """What `Head.state_dict` returns. It comes from a file, which may be anybody's."""
+
+    policy_version: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    sync_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    pulls: list[Annotated[int, msgspec.Meta(ge=0, lt=2**53)]]
+    generators: list[bytes | None]
+    waiting_seconds: list[Annotated[float, msgspec.Meta(ge=0)]]
+    restarts: list[dict[str, Any]]
 
 
 @dataclass
@@ -41,8 +55,13 @@ class Head:
         """Undo `state_dict`.
 
         Raises:
-            ValueError: it is of another number of workers.
+            ValueError: it is of another number of workers, or is not of a head.
         """
+        try:
+            for generator in filter(None, msgspec.convert(state, HeadState).generators):
+                check_generator(generator)
+        except (msgspec.ValidationError, ProtocolError) as error:
+            raise ValueError(f"this is not the state of a ClusterEnv: {error}") from None
         self.recovery.load_state_dict(self.pool.workers, state)
         self.store.load_state_dict(state)
         for worker, waited in zip(self.pool.workers, state["waiting_seconds"], strict=True):

@@ -49,8 +49,15 @@ class Supervisor:
         self.next_look = self._next_look_at_all = 0.0
 
     def start(self) -> None:
-        """Start all processes."""
-        self._launcher.start()
+        """Start all processes.
+
+        Raises:
+            StartupError: one cannot be started.
+        """
+        try:
+            self._launcher.start()
+        except OSError as error:
+            raise StartupError(f"cannot start the workers: {error}") from None
         for worker in self._workers:
             self._begin(worker)
 
@@ -151,9 +158,12 @@ class Supervisor:
             self.end(worker, "lost")
             again = f" (and so did {worker.losses - 1} before it, one after the other)" if worker.losses > 1 else ""
             raise WorkerDiedError(text + again)
-        self._launcher.start_worker(worker.index)
         worker.process += 1
         self._begin(worker)
+        try:
+            self._launcher.start_worker(worker.index)
+        except OSError as error:  # such as of a full disk, or too many open files: it may go better the next time
+            self.lose(worker, Exit(f"it could not be started: {error}", by_signal=True))
 
     def describe(self, worker: WorkerHandle) -> str:
         """Return a worker's name for the user, with where it runs and its log."""

@@ -22,6 +22,7 @@ from ..security import Gate, HeadKeys
 logger = logging.getLogger(__name__)
 MOST_FILES = 65_536
 HANDSHAKE_MS = 10_000  # in which a peer must have shown who it is
+MAX_HELLO = 2**16  # bytes of the first message of a connection
 UNREAD = 24  # messages of a peer that libzmq keeps until the head receives; a worker sends fewer, see `greet`
 FLOOD, FLOOD_BYTES = 1000, 2**26  # that are received at once; then the head looks after its workers
 
@@ -57,6 +58,9 @@ class Malformed:
 
     text: str
 
+    def __str__(self) -> str:
+        return self.text
+
 
 @dataclass
 class Received:
@@ -65,8 +69,10 @@ class Received:
     identity: bytes
     frames: list[Any]
 
-    def read(self) -> tuple[int | None, Answer | Malformed]:
+    def read(self, is_strange: bool = False) -> tuple[int | None, Answer | Malformed]:
         """Return ``seq`` and message. What it says may take much more room than its frames, so do not keep many."""
+        if is_strange and sum(map(len, self.frames)) > MAX_HELLO:
+            return None, Malformed("a long message")
         try:
             return protocol.decode_answer(self.frames[0])
         except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: anything may be sent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 
 from .base import Launcher
@@ -23,7 +24,8 @@ class ExternalLauncher(Launcher):
         super().start()
 
     def start_worker(self, index: int) -> None:
-        print(shlex.join(self.command(index)), flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it any more; the command is the one that was printed first
+            print(shlex.join(self.command(index)), flush=True)
 
     def pending(self, index: int) -> str | None:
         return "nobody has run its command yet"

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
-from ..processes import VARIABLE, kill_marked
+from ..processes import LOG_FLAGS, VARIABLE, kill_marked
 from .base import Exit, Launcher
 
 
@@ -106,7 +106,7 @@ class LocalLauncher(Launcher):
     def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes] | None]:
         """Open the file to which a command's output goes; None is this process's."""
         log = self.log(index)
-        return contextlib.nullcontext() if log is None else open(log, "ab")
+        return contextlib.nullcontext() if log is None else open(os.open(log, LOG_FLAGS, 0o666), "ab")
 
     def log(self, index: int) -> str | None:
         return None if self.log_dir is None else str(self.log_dir / f"worker-{index}.log")

@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 import tyro
 
 from ..errors import CheckpointError, RunLockedError, StartupError
-from ..options import ClusterOptions, Name, Positive, PositiveNumber, Range, that_run_code
+from ..options import ClusterOptions, Name, Positive, PositiveNumber, Range, RunsCode, that_run_code
 from .checkpoint import load_checkpoint
 from .lock import lock
 
@@ -65,7 +66,7 @@ class ScriptArgs(ClusterOptions):
     """if toggled, `torch.backends.cudnn.deterministic=True`"""
     cuda: bool = True
     """if toggled, the learner uses a GPU where there is one"""
-    track: bool = False
+    track: Annotated[bool, RunsCode(bool)] = False
     """if toggled, this experiment will be tracked with Weights and Biases"""
     wandb_project_name: str = "clusterenv"
     """the wandb's project name"""
@@ -116,10 +117,14 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
             check(False, f"cannot write to {args.resume}: {error.strerror}")
         unknown = ", ".join(spell(name) for name in saved["args"] if name not in hints)
         check(not unknown, f"{args.resume} is of another script, or version of it: it has {unknown}")
-        given, args = args, tyro.cli(script_args, args=argv, default=script_args(**saved["args"]))
+        try:
+            before = msgspec.convert(saved["args"], script_args)
+        except msgspec.ValidationError as error:
+            check(False, f"the flags in {args.resume} are wrong: {error}")
+        given, args = args, tyro.cli(script_args, args=argv, default=before)
         code = {name: value for name, value in that_run_code(args).items() if value != getattr(given, name)}
         has = " and ".join(f"{spell(name)} {value!r}" for name, value in code.items())
-        why = "what can run someone's code is not taken from a file; to accept it, give it again on the command line"
+        why = "what can run someone's code, or upload yours, is not taken from a file; to accept it, give it again here"
         check(not code, f"{args.resume} has {has}: {why}")
         for name in ("num_workers", "envs_per_worker", *fixed):
             before, now = saved["args"].get(name), getattr(args, name)

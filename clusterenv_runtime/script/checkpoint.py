@@ -5,16 +5,19 @@ A checkpoint is a file of `torch.save` whose name holds its step and its SHA-256
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
 import random
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
+import msgspec
 import numpy as np
 import torch
 
@@ -85,7 +88,9 @@ def replaced(path: str) -> Iterator[BinaryIO]:
 def _on_disk(path: Path) -> Iterator[BinaryIO]:
     """Open a new file: after this block all of it is on disk, or it is gone."""
     try:
-        with open(path, "wb") as file:
+        path.unlink(missing_ok=True)
+        # Not through a link that somebody has put there: it would have another file overwritten.
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -115,16 +120,37 @@ def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
     checkpoints = _checkpoints(Path(directory))
     for _, digest, path in checkpoints:
         try:
-            with open(path, "rb") as file:
-                found = hashlib.file_digest(file, "sha256")
-            if found.hexdigest() == digest:
-                return torch.load(path, map_location="cpu", weights_only=True)
+            # A link or a pipe might never end.
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise OSError(errno.EINVAL, "it is not a file")
+                if hashlib.file_digest(file, "sha256").hexdigest() == digest:
+                    file.seek(0)
+                    return _as_it_must_be(torch.load(file, map_location="cpu", weights_only=True))
             problem = "it is not as it was written"
         except OSError as error:
             problem = error.strerror
+        except Exception as error:  # whatever somebody's file makes torch raise
+            problem = f"it is not of a run: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         logger.warning("skipped the checkpoint %s: %s", path, problem)
     damaged = f"all {len(checkpoints)} checkpoints in {directory} are damaged"
     raise CheckpointError(damaged if checkpoints else f"there is no checkpoint in {directory}")
+
+
+class _State(msgspec.Struct):
+    """What all checkpoints hold; see `Run.save`."""
+
+    args: dict[str, Any]
+    parts: dict[str, Any]
+    rng: dict[str, Any]
+    global_step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    wandb_id: str | None
+
+
+def _as_it_must_be(state: Any) -> dict[str, Any]:
+    msgspec.convert(state, _State)
+    return state
 
 
 def _check(value: Any, where: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -45,7 +46,8 @@ class LearningCurve:
         return {"points": self.points, "recent": recent, "returns": self._returns, "lengths": self._lengths}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.points, self._returns, self._lengths = state["points"], state["returns"], state["lengths"]
+        self.points = msgspec.convert(state["points"], list[tuple[int, float, float, int]])
+        self._returns, self._lengths = state["returns"], state["lengths"]
         self._recent_returns.extend(state["recent"])
 
     def plot(self, title: str, file: BinaryIO) -> None:

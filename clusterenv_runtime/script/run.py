@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -122,8 +122,16 @@ class Run:
         if self._saved:
             parts = self._saved.get("parts", {})
             check(name in parts, f"{self.args.resume} is of another version of this script: it has no {name!r}")
-            part.load_state_dict(parts[name])
+            self._load(name, lambda: part.load_state_dict(parts[name]))
         return part
+
+    def _load(self, name: str, load: Callable[[], object]) -> None:
+        """Load something of the checkpoint, or exit with one line: whoever made it may have put anything there."""
+        try:
+            load()
+        except Exception as error:
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            check(False, f"{self.args.resume} cannot be resumed: its {name!r} does not fit: {why}")
 
     def save(self) -> None:
         """Write a checkpoint, and with --save-model the model."""
@@ -156,7 +164,7 @@ class Run:
         """
         self._envs, self._model = envs, model
         if self._saved:
-            set_rng_state(self._saved["rng"])
+            self._load("rng", lambda: set_rng_state(self._saved["rng"]))
         self._start = time.time() - self._saved.get("seconds", 0)
         columns = TextColumn("{task.fields[status]}"), TimeRemainingColumn(), TextColumn("left")
         self._progress = Progress(*columns, console=Console(quiet=not sys.stdout.isatty()))  # else `report` prints

@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Iterable
 
+from ..processes import LOG_FLAGS
+
 
 def wait_for_arguments(modules: Iterable[str]) -> list[str]:
     """Import these, and return a worker's arguments once the launcher has written them to stdin.
@@ -22,7 +24,7 @@ def wait_for_arguments(modules: Iterable[str]) -> list[str]:
     log, *arguments = json.loads(line)
     _replace(0, os.devnull, os.O_RDONLY)
     if log is not None:
-        _replace(1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        _replace(1, log, LOG_FLAGS)
         os.dup2(1, 2)
     sys.argv[1:] = arguments
     return arguments
