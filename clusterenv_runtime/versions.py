@@ -90,9 +90,10 @@ class PolicyStore:
         Raises:
             ValueError: the policy cannot act in these environments. Nothing has changed then.
         """
+        if policy is not self._policy:
+            policy.check()
         layout, structure, example = policy.layout(), self.structure, self.published.example
         if policy is not self._policy or layout != self._layout or not structure:
-            policy.check()
             structure, example = cloudpickle.dumps(policy.structure()), self._probe(policy)
         flat = policy.flat_weights()
         changed = structure != self.structure  # a new wrapper around the same module is not a new structure

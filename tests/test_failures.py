@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -674,3 +675,49 @@ def test_a_rollout_that_is_interrupted_does_not_hang_what_comes_after(monkeypatc
             envs.rollout(CategoricalPolicy(linear(1, 2)), 3)
         envs.reset_async()
         assert_same(envs.reset_wait(timeout=PATIENCE), (np.zeros((1, 1), np.float32), {}))
+
+
+class LoudEnv(CountingEnv):
+    """Prints more than may be in a file."""
+
+    def step(self, action):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        print("x" * 10_000, flush=True)
+        print("y" * 10_000, file=sys.stderr)
+        return super().step(action)
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path):
+    with ClusterEnv([LoudEnv], 1, log_dir=tmp_path) as envs:
+        envs.reset()
+        assert [envs.step([0])[1].tolist() for _ in range(3)] == [[1], [2], [3]]
+    assert (tmp_path / "worker-0.log").stat().st_size <= 1000
+
+
+def test_a_worker_that_cannot_be_started_again_is_a_loss_by_name(tmp_path, workers):
+    with ClusterEnv([CountingEnv], 1, log_dir=tmp_path / "logs", max_worker_restarts=2) as envs:
+        envs.reset()
+        shutil.rmtree(tmp_path / "logs")
+        kill(next(iter(workers())))
+        with pytest.raises(WorkerDiedError, match=r"worker 0 .* could not be started: .*No such file.* and so did 2"):
+            envs.step([0])
+
+
+def test_a_link_in_place_of_a_log_is_not_followed(tmp_path):
+    (tmp_path / "worker-0.log").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StartupError, match=r"cannot start the workers: .*worker-0\.log"):
+        ClusterEnv([CountingEnv], 1, log_dir=tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_environment_that_ends_its_worker_in_each_step_is_given_up():
+    with at_most(), ClusterEnv([DyingEnv], 1, max_worker_restarts=2) as envs:
+        envs.reset()
+        with pytest.raises(WorkerDiedError, match="and so did 2 before it"):
+            for _ in range(20):
+                envs.step([0])
+
+
+class DyingEnv(CountingEnv):
+    def step(self, action):
+        os._exit(1)

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import importlib
 import json
+import math
 import os
 import pickle
 import random
@@ -258,8 +259,27 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, item):
 def test_a_checkpoint_is_not_unpickled_freely(tmp_path, monkeypatch):
     monkeypatch.setattr("clusterenv_runtime.script.checkpoint._check", lambda *_: None)
     save_checkpoint(tmp_path, {"a": partial(os.mkdir, tmp_path / "owned")}, 1)
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(CheckpointError, match="are damaged"):
         load_checkpoint(tmp_path)
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("other", ["a pipe", "a link that never ends"])
+def test_what_is_no_file_is_no_checkpoint(tmp_path, other):
+    path = tmp_path / f"checkpoint-1-{'0' * 64}.pt"
+    os.mkfifo(path) if other == "a pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="all 1 checkpoints in .* are damaged"):
+        load_checkpoint(tmp_path)
+
+
+def test_no_link_is_written_through(tmp_path):
+    (tmp_path / "elsewhere").write_bytes(b"precious")
+    for name in ("checkpoint.tmp", "model.tmp"):
+        (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    save_checkpoint(tmp_path, state(1), 1)
+    save_model(f"{tmp_path}/model", {"a": torch.zeros(1)})
+    assert (tmp_path / "elsewhere").read_bytes() == b"precious"
+    assert not (tmp_path / "model").is_symlink() and len(saved_in(tmp_path)) == 2  # with elsewhere
     assert not (tmp_path / "owned").exists()
 
 
@@ -569,17 +589,22 @@ def refusal(monkeypatch, args, *flags):
     return exit.value.code
 
 
+def whole(args, step):
+    """What a checkpoint of a run holds at least."""
+    return {"args": args, "parts": {}, "rng": {}, "global_step": step, "seconds": 0.5, "wandb_id": None}
+
+
 @pytest.fixture
 def run_x(tmp_path, monkeypatch):
     """A working directory with a run, runs/x, whose flags are not the default ones."""
     monkeypatch.chdir(tmp_path)
     os.makedirs("runs/x")
-    args = vars(ppo_clusterenv.Args(num_workers=3, learning_rate=0.5, track=True, max_policy_lag=7))
-    save_checkpoint("runs/x", {"args": args, "global_step": 5}, 5)
+    args = vars(ppo_clusterenv.Args(num_workers=3, learning_rate=0.5, anneal_lr=False, max_policy_lag=7))
+    save_checkpoint("runs/x", whole(args, 5), 5)
 
 
 def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x, monkeypatch):
-    flags = ["--resume", "runs/x", "--learning_rate", "0.25", "--track=False", "--no-cuda", "--total-timesteps=9"]
+    flags = ["--resume", "runs/x", "--learning_rate", "0.25", "--anneal-lr=True", "--no-cuda", "--total-timesteps=9"]
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
     args, saved = parse(ppo_clusterenv.Args, fixed=["env_id"])
     changed = {"num_workers": 3, "max_policy_lag": 7, "learning_rate": 0.25, "total_timesteps": 9, "cuda": False}
@@ -611,6 +636,7 @@ RUNNING_CODE = [
     ("launcher", "added", "--launcher=added"),
     ("key_file", "their.key", "--key-file=their.key"),
     ("allow_insecure", True, "--allow-insecure=True"),
+    ("track", True, "--track=True"),
 ]
 
 
@@ -619,7 +645,7 @@ def test_what_runs_code_is_not_taken_from_a_run_but_accepted_if_it_is_given_agai
     run_x, monkeypatch, name, value, flag
 ):
     args = ppo_clusterenv.Args(**{name: value})
-    save_checkpoint("runs/x", {"args": vars(args), "global_step": 6}, 6)
+    save_checkpoint("runs/x", whole(vars(args), 6), 6)
     monkeypatch.setattr(arguments, "_check", lambda _: None)  # there is no such program, launcher and file
     says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
     assert says.startswith(f"error: runs/x has {arguments.spell(name)} {value!r}: what can run someone's code is not")
@@ -632,7 +658,7 @@ def test_what_runs_code_is_not_taken_from_a_run_but_accepted_if_it_is_given_agai
 
 def test_what_runs_code_is_refused_all_at_once_and_another_value_may_be_given(run_x, monkeypatch):
     args = vars(ppo_clusterenv.Args(worker_prefix="touch owned", env_id="owned:Env-v0"))
-    save_checkpoint("runs/x", {"args": args, "global_step": 6}, 6)
+    save_checkpoint("runs/x", whole(args, 6), 6)
     says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
     assert "has --worker-prefix 'touch owned' and --env-id 'owned:Env-v0': " in says
     flags = ["--resume", "runs/x", "--worker-prefix", "nice", "--env-id", "owned:Env-v0"]
@@ -645,11 +671,35 @@ def test_a_run_from_elsewhere_neither_starts_nor_imports_anything(tmp_path, scri
     args = importlib.import_module(script).Args(worker_prefix="touch started", env_id="owned:Env-v0")
     (tmp_path / "owned.py").write_text("open('imported', 'w').close()")
     os.makedirs(tmp_path / "runs" / "x")
-    save_checkpoint(tmp_path / "runs" / "x", {"args": vars(args), "global_step": 0}, 0)
+    save_checkpoint(tmp_path / "runs" / "x", whole(vars(args), 0), 0)
     before = set(tmp_path.rglob("*"))
     result = scripts.run(f"{script}.py", tmp_path, "--resume", "runs/x")
     scripts.check_refusal(result, "runs/x has --worker-prefix 'touch started' and --env-id 'owned:Env-v0'")
     assert set(tmp_path.rglob("*")) - before == {tmp_path / "runs" / "x" / "lock"}
+
+
+def changed(state, path, value):
+    *way, last = path.split(".")
+    for key in way:
+        state = state[key]
+    state[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("seconds", math.nan, "seconds"),
+        ("global_step", -5, "global_step"),
+        ("rng", [], "rng"),
+        ("args.learning_rate", "x", "learning_rate"),
+        ("args.env_id", ["CartPole-v1"], "env_id"),
+    ],
+)
+def test_a_value_that_cannot_be_is_one_line(run_x, monkeypatch, path, value, says):
+    state = whole(vars(ppo_clusterenv.Args()), 6)
+    changed(state, path, value)
+    save_checkpoint("runs/x", state, 6)
+    assert says in refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
 
 
 def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypatch, caplog):
@@ -938,7 +988,7 @@ def test_weights_and_biases_get_all_there_is_and_go_on_with_the_same_run(tmp_pat
     record = next(offline.glob("*.wandb")).read_bytes()
     for text in (b"envs_per_worker", b"kl_threshold", b"global_step", b"eval_return_mean", b"sync/pulls_per_worker"):
         assert text in record
-    resume(ppo.SCRIPT, tmp_path, folder, "--total-timesteps", "640")
+    resume(ppo.SCRIPT, tmp_path, folder, "--total-timesteps", "640", "--track")
     check_the_whole_run(ppo.SCRIPT, folder, 640)
     runs = list(tmp_path.glob("wandb/offline-run-*"))
     assert len(runs) == 2 and len({path.name.rpartition("-")[2] for path in runs}) == 1

@@ -18,7 +18,7 @@ import tyro
 
 from ..errors import CheckpointError, RunLockedError, StartupError
 from ..options import ClusterOptions, Name, Positive, PositiveNumber, Range, RunsCode, that_run_code
-from .checkpoint import load_checkpoint
+from .checkpoint import check_run, load_checkpoint
 from .lock import lock
 
 T = TypeVar("T", bound="ScriptArgs")
@@ -111,6 +111,7 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
             if os.path.isdir(args.resume) and not args.dry_run:
                 lock(args.resume)  # before it is read: whoever has it may be about to write the next checkpoint
             saved = load_checkpoint(args.resume)
+            check_run(saved)
         except (CheckpointError, RunLockedError) as error:
             check(False, error)
         except OSError as error:

@@ -126,7 +126,7 @@ def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
                     raise OSError(errno.EINVAL, "it is not a file")
                 if hashlib.file_digest(file, "sha256").hexdigest() == digest:
                     file.seek(0)
-                    return _as_it_must_be(torch.load(file, map_location="cpu", weights_only=True))
+                    return torch.load(file, map_location="cpu", weights_only=True)
             problem = "it is not as it was written"
         except OSError as error:
             problem = error.strerror
@@ -148,9 +148,12 @@ class _State(msgspec.Struct):
     wandb_id: str | None
 
 
-def _as_it_must_be(state: Any) -> dict[str, Any]:
-    msgspec.convert(state, _State)
-    return state
+def check_run(state: Any) -> None:
+    """Raise CheckpointError if a state is not what a `Run` saves; its parts check themselves."""
+    try:
+        msgspec.convert(state, _State)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"it is not of a run: {error}") from None
 
 
 def _check(value: Any, where: str) -> None:

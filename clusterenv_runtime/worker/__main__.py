@@ -5,16 +5,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import io
 import logging
 import os
 import signal
 import sys
+from typing import Any
 
 from ..errors import StartupError
 from ..security import read_key_file
 from .connection import Connection, End
 from .standby import wait_for_arguments
 from .worker import Worker
+
+
+class Output(io.FileIO):
+    """Where what is printed is lost if it cannot be written: a full disk is no reason to end."""
+
+    def write(self, data: Any) -> int:
+        """Write, and say that it has worked."""
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return len(data)
 
 
 def main() -> None:
@@ -30,6 +42,10 @@ def main() -> None:
     arguments = sys.argv[1:]
     args = parser.parse_args(wait_for_arguments(arguments[1:]) if arguments[:1] == ["--standby"] else arguments)
     _handle_signals()
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(Output(file, "w", closefd=False), errors="backslashreplace", write_through=True)
+        for file in (1, 2)
+    )
     logging.basicConfig(format=f"worker {args.index}: %(message)s")
     try:
         keys = None if args.key_file is None else read_key_file(args.key_file)

@@ -1,0 +1,408 @@
+"""Policies of one's own: what their contract allows, and what is refused before anybody acts."""
+
+import os
+import signal
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torch import nn
+from torch.distributions import (
+    Bernoulli,
+    Categorical,
+    Independent,
+    Normal,
+    StudentT,
+    kl_divergence,
+)
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy, Policy
+from clusterenv_runtime import policy as policy_module
+
+from .envs import CountingEnv, EchoEnv, assert_same
+from .nets import change, linear
+
+EXACT = {"weights": "float32", "sync_mode": "always"}
+
+
+class Recurrent(Policy):
+    """Logits of two actions from what a GRU remembers; its state also counts the steps since it was initial."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.memory, self.actor = nn.GRUCell(1, 8), nn.Linear(8, 2)
+
+    def initial_state(self, num_envs):
+        return {"memory": torch.full((num_envs, 8), 0.5), "steps": torch.zeros(num_envs, 1)}
+
+    def forward(self, observations, state):
+        memory, steps = self.memory(observations, state["memory"]), state["steps"] + 1
+        return {"logits": self.actor(memory), "steps": steps}, {"memory": memory, "steps": steps}
+
+    def noise(self, num_steps, params, generator):
+        return torch.rand(num_steps, len(params["logits"]), generator=generator)
+
+    def act(self, params, noise):
+        return (noise < params["logits"].softmax(-1)[:, 1]).long()
+
+    def distribution(self, params):
+        return Categorical(logits=params["logits"])
+
+    def extras(self, params, actions):
+        return {"steps": params["steps"][..., 0], "entropy": self.distribution(params).entropy()}
+
+
+def seen_by(policy, rollout):
+    """The parameters that the learner computes of a rollout."""
+    ends = rollout.terminations | rollout.truncations
+    starts = np.concatenate([np.zeros_like(ends[:1]), ends[:-1]])
+    state = {name: torch.tensor(leaf) for name, leaf in rollout.states.items()}
+    with torch.no_grad():
+        return policy.unroll(torch.tensor(rollout.observations), torch.tensor(starts), state)[0]
+
+
+def together(mode, lengths, num_envs):
+    return SyncVectorEnv([partial(CountingEnv, length) for length in lengths[:num_envs]], autoreset_mode=mode)
+
+
+LENGTHS = [2, 3, 5, 7]
+MAKERS = {"one by one": [partial(CountingEnv, length) for length in LENGTHS]}
+MAKERS |= {f"together, {mode.value}": partial(together, mode, LENGTHS) for mode in AutoresetMode}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_state_is_initial_exactly_where_an_episode_begins_and_the_learner_sees_what_acted(make):
+    num_workers = 1 if callable(make) else 2
+    with ClusterEnv(make, num_workers, num_envs=4, **EXACT) as envs:
+        envs.reset(seed=1)
+        policy, ends = Recurrent(), 0
+        for _ in range(4):
+            rollout = envs.rollout(policy, 9)
+            assert_same(rollout.extras["steps"], rollout.observations[..., 0] + 1)
+            assert_same(rollout.starts, rollout.observations[0, :, 0] == 0)
+            assert (rollout.states["memory"][rollout.starts] == 0.5).all()
+            params = seen_by(policy, rollout)
+            logprobs = policy.distribution(params).log_prob(torch.tensor(rollout.actions))
+            assert np.abs(logprobs.numpy() - rollout.logprobs).max() < 1e-5
+            ends += rollout.truncations.sum()
+            change(policy, 0.1)
+        assert ends > 20
+
+
+def test_the_divergence_of_a_policy_with_a_state_is_of_sequences():
+    with ClusterEnv(MAKERS["one by one"], 2, **EXACT) as envs:
+        envs.reset(seed=1)
+        policy = Recurrent()
+        rollout = envs.rollout(policy, 9)
+        before = policy.distribution(seen_by(policy, rollout))
+        change(policy, 0.3)
+        envs.publish(policy)
+        kl = kl_divergence(before, policy.distribution(seen_by(policy, rollout))).mean(0)
+        assert envs.divergence.tolist() == pytest.approx([kl[:2].mean().item(), kl[2:].mean().item()], rel=1e-3)
+        assert envs.divergence.min() > 1e-4
+        envs.publish(Recurrent())  # as it was
+        assert envs.divergence.max() < 1e-6
+
+
+def test_a_replacement_begins_with_fresh_states(workers):
+    with ClusterEnv([partial(CountingEnv, 50)] * 2, 2, **EXACT) as envs:
+        envs.reset(seed=1)
+        policy = Recurrent()
+        envs.rollout(policy, 9)
+        os.kill(next(iter(workers())), signal.SIGKILL)
+        rollout = envs.rollout(policy, 9)
+        assert sorted(rollout.starts.tolist()) == [False, True]
+        assert_same(rollout.extras["steps"], rollout.observations[..., 0] + 1)
+        envs.reset(seed=2)
+        assert envs.rollout(policy, 9).extras["steps"][0].tolist() == [1, 1]
+
+
+class Mixed(Policy):
+    """Moves, jumps and speaks: actions of a Dict, each with parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.move, self.jump, self.speak = nn.Linear(7, 4), nn.Linear(7, 2), nn.Linear(7, 6)
+
+    def forward(self, observations):
+        return {"move": self.move(observations), "jump": self.jump(observations), "speak": self.speak(observations)}
+
+    def noise(self, num_steps, params, generator):
+        size = num_steps, len(params["move"])
+        return torch.randn(*size, 2, generator=generator), torch.rand(*size, 2, generator=generator)
+
+    def act(self, params, noise):
+        mean, logstd = params["move"].chunk(2, -1)
+        jump = noise[1] < params["jump"].sigmoid()
+        speak = params["speak"].view(-1, 2, 3).argmax(-1)
+        return {"move": mean + logstd.exp() * noise[0], "jump": jump.to(torch.int8), "speak": speak}
+
+    def to_env(self, actions):
+        return actions | {"move": actions["move"].tanh()}
+
+    def distribution(self, params):
+        return Joint(params)
+
+
+class Joint:
+    """Of the actions of `Mixed`, as far as a runtime needs it."""
+
+    def __init__(self, params):
+        mean, logstd = params["move"].chunk(2, -1)
+        self.parts = {
+            "move": Independent(Normal(mean, logstd.exp()), 1),
+            "jump": Independent(Bernoulli(logits=params["jump"]), 1),
+        }
+
+    def log_prob(self, actions):
+        return sum(part.log_prob(actions[name].float()) for name, part in self.parts.items())
+
+
+class Obedient(gym.Env):
+    """Observes what it was told to do."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (7,))
+    action_space = spaces.Dict(
+        move=spaces.Box(-1, 1, (2,)), jump=spaces.MultiBinary(2), speak=spaces.MultiDiscrete([3, 3])
+    )
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(7, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        flat = np.concatenate([action["move"], action["jump"], action["speak"], [1]])
+        return flat.astype(np.float32), 0.0, False, False, {}
+
+
+def test_actions_may_be_trees():
+    with ClusterEnv([Obedient] * 3, 2, **EXACT) as envs:
+        envs.reset(seed=1)
+        rollout = envs.rollout(Mixed(), 6)
+        actions = rollout.actions
+        told = np.concatenate([np.tanh(actions["move"]), actions["jump"], actions["speak"]], -1).astype(np.float32)
+        after = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
+        np.testing.assert_allclose(after[..., :6], told, rtol=1e-6)
+        assert actions["jump"].dtype == np.int8 and actions["speak"].shape == (6, 3, 2)
+        assert np.isinf(envs.divergence).all()  # nobody asked for it, and there is none
+
+
+def test_without_a_divergence_there_is_no_pulling_by_it():
+    with ClusterEnv([Obedient], 1) as envs:
+        envs.reset()
+        with pytest.raises(ValueError, match=r"the policy has no KL divergence: .*; define its kl, or .* 'always'"):
+            envs.rollout(Mixed(), 5)
+
+
+class Hot(CategoricalPolicy):
+    """Takes action 1 when it is hot."""
+
+    numbers = ("temperature",)
+
+    def __init__(self):
+        super().__init__(linear(1, 2))
+        self.temperature, self.offset = 0, 0
+
+    def act(self, params, noise):
+        return torch.full((len(params),), int(self.temperature > 30) + self.offset)
+
+
+def test_numbers_travel_with_each_request_and_other_attributes_are_of_the_structure():
+    with ClusterEnv([CountingEnv], 1, kl_threshold=100.0) as envs:
+        envs.reset()
+        policy = Hot()
+        assert envs.rollout(policy, 4).actions.max() == 0
+        policy.temperature = 40
+        assert envs.rollout(policy, 4).actions.min() == 1
+        assert envs.pulls.tolist() == [1]
+        policy.temperature, policy.offset = 0, 1
+        assert envs.rollout(policy, 4).actions.min() == 1
+        assert envs.pulls.tolist() == [2]
+
+
+class Heavy(GaussianPolicy):
+    """With a distribution whose tails are so."""
+
+    def distribution(self, params):
+        mean, logstd = params.chunk(2, -1)
+        return Independent(StudentT(5.0, mean, logstd.exp()), 1)
+
+
+def test_a_divergence_that_torch_does_not_know_is_estimated_with_one_warning(caplog):
+    torch.manual_seed(1)
+    policy = Heavy(linear(3, 1), nn.Parameter(torch.zeros(1, 1)))
+    observations = np.random.default_rng(1).normal(size=(256, 3)).astype(np.float32)
+    old = policy.params_at(observations)
+    change(policy, 0.1)
+    grid = torch.linspace(-100, 100, 20_001).view(-1, 1, 1)
+    before, after = (policy.distribution(each).log_prob(grid) for each in (old, policy.params_at(observations)))
+    exact = (before.exp() * (before - after)).sum(0).mean().item() * 0.01
+    state = torch.get_rng_state()
+    for _ in range(2):
+        assert policy.divergence([observations], [old.numpy()]).item() == pytest.approx(exact, rel=0.1)
+    assert exact > 0.01 and torch.equal(torch.get_rng_state(), state)
+    assert [record.getMessage() for record in caplog.records] == [
+        "torch has no KL divergence of Independent: it is estimated; define the policy's kl"
+    ]
+
+
+def test_divergence_is_per_action_dimension():
+    space = spaces.Box(-1, 1, (2,))
+    with ClusterEnv([partial(EchoEnv, space, space)] * 2, 1, **EXACT) as envs:
+        envs.reset(seed=1)
+        policy = GaussianPolicy(nn.Linear(2, 2), nn.Parameter(torch.zeros(1, 2)))
+        rollout = envs.rollout(policy, 8)
+        before = policy.params_at(rollout.observations.reshape(-1, 2))
+        change(policy, 0.3)
+        envs.publish(policy)
+        whole = policy.kl(before, policy.params_at(rollout.observations.reshape(-1, 2))).mean().item()
+        assert envs.divergence.tolist() == pytest.approx([whole / 2], rel=1e-4)
+
+
+def test_divergence_is_measured_in_passes_that_fit_in_memory(monkeypatch):
+    class Counting(nn.Linear):
+        def forward(self, x):
+            sizes.append(len(x))
+            return super().forward(x)
+
+    sizes, policy = [], CategoricalPolicy(Counting(100, 3))
+    observations = np.random.default_rng(1).normal(size=(25, 100)).astype(np.float32)
+    whole = policy.params_at(observations)
+    monkeypatch.setattr(policy_module, "PASS_ELEMENTS", 1000)
+    assert torch.allclose(policy.params_at(observations), whole, atol=1e-6)
+    assert sizes == [25, 10, 10, 5]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seen"), [(np.uint8, torch.uint8), (np.int64, torch.int64), (np.float64, torch.float32)]
+)
+def test_observations_keep_their_dtype_except_floats(dtype, seen):
+    class Looking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1, 2))
+
+        def forward(self, x):
+            assert x.dtype == seen
+            return torch.stack([(x[:, 0] % 2 == 0), (x[:, 0] % 2 == 1)], 1) * 100.0 + self.weight
+
+    high = 2**53 if dtype == np.int64 else 200
+    space = spaces.Box(high - 1, high + 1, (1,), dtype)
+    with ClusterEnv([partial(Parity, space)], 1, **EXACT) as envs:
+        envs.reset(seed=1)
+        rollout = envs.rollout(CategoricalPolicy(Looking()), 20)
+        assert_same(rollout.actions, (rollout.observations[..., 0] % 2).astype(np.int64))
+        assert rollout.actions.std() > 0
+
+
+class Parity(gym.Env):
+    """Observes numbers that float32 cannot tell apart, if its space has such."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, space):
+        self.observation_space = space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._see(), {}
+
+    def step(self, action):
+        return self._see(), 0.0, False, False, {}
+
+    def _see(self):
+        low, high = self.observation_space.low[0], self.observation_space.high[0]
+        return self.np_random.integers(int(low), int(high), 1).astype(self.observation_space.dtype)
+
+
+class Telling(CountingEnv):
+    """Says in each second step how far it is, and at the end whether it has won."""
+
+    def step(self, action):
+        result = super().step(action)
+        infos = {"progress": np.array([self.count, 1.5])} if self.count % 2 == 0 else {}
+        if self.count == self.length:
+            infos["success"] = self.length > 3
+        return *result[:-1], infos | {"more": "text"}
+
+
+def telling(mode, num_envs):
+    return SyncVectorEnv([partial(Telling, length) for length in LENGTHS[:num_envs]], autoreset_mode=mode)
+
+
+TELLERS = {"one by one": [partial(Telling, length) for length in LENGTHS]}
+TELLERS |= {f"together, {mode.value}": partial(telling, mode) for mode in AutoresetMode}
+
+
+@pytest.mark.parametrize("make", TELLERS.values(), ids=TELLERS)
+def test_infos_that_are_asked_for_come_in_rollouts(make):
+    num_workers = 1 if callable(make) else 2
+    keys = ("success", "progress", "never")
+    with ClusterEnv(make, num_workers, num_envs=4, info_keys=keys) as envs:
+        envs.reset(seed=1)
+        for _ in range(2):
+            rollout = envs.rollout(CategoricalPolicy(linear(1, 2)), 8)
+            steps, infos = rollout.observations[..., 0] + 1, rollout.infos
+            assert sorted(infos) == ["_progress", "_success", "progress", "success"]
+            assert_same(infos["_success"], rollout.truncations)
+            assert_same(infos["success"], rollout.truncations & (np.array(LENGTHS) > 3))
+            assert_same(infos["_progress"], steps % 2 == 0)
+            assert infos["progress"].shape == (8, 4, 2)
+            np.testing.assert_array_equal(infos["progress"][..., 0], np.where(steps % 2 == 0, steps, 0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"), [(("more",), "info 'more' has no place in a rollout: it is neither a number nor an array")]
+)
+def test_infos_that_cannot_come_in_a_rollout_are_an_error(keys, says):
+    with ClusterEnv(TELLERS["one by one"], 2, info_keys=keys) as envs:
+        envs.reset()
+        with pytest.raises(ValueError, match=says):
+            envs.rollout(CategoricalPolicy(linear(1, 2)), 8)
+    with pytest.raises(TypeError, match="info_keys must be a tuple of strings, got 'success'"):
+        ClusterEnv([CountingEnv], 1, info_keys="success")
+
+
+class Number(CategoricalPolicy):
+    numbers = ("temperature",)
+
+
+class Vector(CategoricalPolicy):
+    def distribution(self, params):
+        return Normal(params, 1)
+
+
+class Nothing(nn.Module):
+    def forward(self, x):
+        return torch.zeros(len(x), 2)
+
+
+WRONG = [
+    (lambda: CategoricalPolicy(Nothing()), "the policy has no parameters"),
+    (lambda: CategoricalPolicy(nn.LazyLinear(2)), "lazy modules that have not seen an input: call it once"),
+    (lambda: CategoricalPolicy(nn.Linear(1, 2).double()), r"cannot act on Box.*float32"),
+    (lambda: CategoricalPolicy(linear(7, 2)), r"cannot act on Box.*shapes cannot be multiplied"),
+    (lambda: CategoricalPolicy(linear(1, 5)), r"actions are not of Discrete\(2\), but int64 \(\), such as"),
+    (
+        lambda: GaussianPolicy(linear(1, 2), nn.Parameter(torch.zeros(1, 2))),
+        r"not of Discrete\(2\), but float32 \(2,\)",
+    ),
+    (lambda: Number(linear(1, 2)), "'temperature' is among the policy's numbers, but is no number"),
+    (lambda: Vector(linear(1, 2)), "not one number for each: sum over their dimensions|cannot act on"),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), WRONG)
+def test_a_policy_that_cannot_act_is_one_line_before_the_first_step(make, says):
+    with ClusterEnv([CountingEnv], 1) as envs:
+        envs.reset()
+        with pytest.raises(ValueError, match=says) as caught:
+            envs.rollout(make(), 5)
+        assert "\n" not in str(caught.value)
+        assert envs.rollout(CategoricalPolicy(linear(1, 2)), 3).observations[:, 0, 0].tolist() == [0, 1, 2]
