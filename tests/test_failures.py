@@ -699,7 +699,7 @@ def test_a_worker_that_cannot_be_started_again_is_a_loss_by_name(tmp_path, worke
         envs.reset()
         shutil.rmtree(tmp_path / "logs")
         kill(next(iter(workers())))
-        with pytest.raises(WorkerDiedError, match=r"worker 0 .* could not be started: .*No such file.* and so did 2"):
+        with pytest.raises(WorkerDiedError, match=r"worker 0 .* could not be started: .*No such file.*and so did 2"):
             envs.step([0])
 
 

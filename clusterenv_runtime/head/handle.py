@@ -70,7 +70,8 @@ class WorkerHandle:
     restores_generator: bool = False  # whether its process gets that with its next request to act
     waited: float = 0.0  # seconds so far without a request to work on, or without weights
     has_been_ready: bool = False
-    losses: int = 0  # of its processes, since there was an answer
+    answers: int = 0  # of its process
+    losses: int = 0  # of its processes, one after the other
 
     def __post_init__(self) -> None:
         self.num_envs = self.rows.stop - self.rows.start

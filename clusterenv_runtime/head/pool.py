@@ -13,7 +13,7 @@ from .. import protocol
 from ..answers import Opener, Published
 from ..errors import DeadlineError, Interrupted, StartupError, WorkerDiedError, printable
 from ..launchers import Exit, Launcher
-from ..protocol import Call, Close, Collect, CutOff, Error, Hello, Message, Part, Ping, Pull, Reply, SetAttr
+from ..protocol import Call, Close, Collect, Error, Hello, Message, Part, Ping, Pull, Reply, SetAttr
 from ..rollout import RolloutPart
 from ..versions import PolicyStore
 from .failures import to_exception
@@ -294,8 +294,9 @@ class WorkerPool:
                 except Exception as error:  # ProtocolError; but nothing that a worker sends is to end the run
                     return self._refuse(worker, f"its answer was wrong: {printable(str(error))}")
                 self._requests.answer(seq, answer, worker.process)
-                # After a `CutOff` the next step may end it again, as the last one did.
-                worker.losses *= isinstance(request.message, CutOff)
+                worker.answers += 1
+                if isinstance(message, Part) or worker.answers > 2:  # a cut-off and a reset are no steps
+                    worker.losses = 0
                 if isinstance(message, Part):
                     worker.generator, worker.waited = message.generator, worker.waited + message.waited
                     worker.collects = [other for other in worker.collects if other > seq]
