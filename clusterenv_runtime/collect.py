@@ -43,7 +43,8 @@ class Collector:
         if not was_reset:
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`.")
         if not self._is_batched:
-            raise ValueError(f"a policy needs observations that become arrays, got {self._space}")
+            instead = "leave out what does not with Gymnasium's FilterObservation wrapper"
+            raise ValueError(f"a policy needs observations that become arrays, got {self._space}: {instead}")
 
     def publish(self, policy: Policy) -> int:
         """Make the policy's weights the next version, and return its number."""

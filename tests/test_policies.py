@@ -1,7 +1,10 @@
 """Policies of one's own: what their contract allows, and what is refused before anybody acts."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 from functools import partial
 
 import gymnasium as gym
@@ -25,6 +28,8 @@ from clusterenv_runtime import policy as policy_module
 
 from .envs import CountingEnv, EchoEnv, assert_same
 from .nets import change, linear
+from .patience import PATIENCE
+from .scripts import ROOT, environment
 
 EXACT = {"weights": "float32", "sync_mode": "always"}
 
@@ -406,3 +411,26 @@ def test_a_policy_that_cannot_act_is_one_line_before_the_first_step(make, says):
             envs.rollout(make(), 5)
         assert "\n" not in str(caught.value)
         assert envs.rollout(CategoricalPolicy(linear(1, 2)), 3).observations[:, 0, 0].tolist() == [0, 1, 2]
+
+
+PAGE = (ROOT / "docs" / "policies.md").read_text()
+PROGRAMS = dict(re.findall(r"## ([^\n]*)\n(?:(?!\n## ).)*?```python\n(.*?)```", PAGE, re.DOTALL))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_programs_of_the_page_print_what_they_say(tmp_path, name):
+    (tmp_path / "program.py").write_text(PROGRAMS[name])
+    result = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    printed = re.search(r"print\(.*\)  # (.*)", PROGRAMS[name])[1]
+    assert (result.stdout.strip(), result.returncode) == (printed, 0), result.stderr
+
+
+def test_the_page_has_programs():
+    assert len(PROGRAMS) == 4
