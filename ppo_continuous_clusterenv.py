@@ -92,6 +92,9 @@ class Moments(RunningMeanStd):
     def __init__(self, shape=()):
         super().__init__(epsilon=0, shape=shape)
 
+    def update(self, x):
+        super().update(np.asarray(x, np.float64))  # whatever the environment's dtype
+
     def state_dict(self):
         return {"mean": torch.tensor(self.mean), "var": torch.tensor(self.var), "count": self.count}
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.script.arguments import ScriptArgs, spell
 
-SCRIPTS = {"PPO": "ppo_clusterenv", "DQN": "dqn_clusterenv"}
+SCRIPTS = {"PPO": "ppo_clusterenv", "Continuous PPO": "ppo_continuous_clusterenv", "DQN": "dqn_clusterenv"}
 HEAD = """# Flags
 
-Of `ppo_clusterenv.py` and `dqn_clusterenv.py`. Hyphens and underscores are both accepted, booleans as `--x`, `--no-x`,
-`--x=True` and `--x=False`. This page is generated from the code: `python -m docs.flags > docs/flags.md`.
+Of the three scripts. Hyphens and underscores are both accepted, booleans as `--x`, `--no-x`, `--x=True` and
+`--x=False`. This page is generated from the code: `python -m docs.flags > docs/flags.md`.
 """
 
 

@@ -1,0 +1,156 @@
+"""The script for continuous actions, run as a user runs it; above all, what it normalizes by."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from clusterenv_runtime.script.checkpoint import load_checkpoint
+
+from . import scripts
+from .patience import PATIENCE, wait_until
+from .scripts import ROOT, environment, scalars, workers_of
+from .test_ppo_clusterenv import METRICS, SUMMARY
+
+SCRIPT = "ppo_continuous_clusterenv.py"
+TINY = ["--env-id", "Pendulum-v1", "--envs-per-worker", "2", "--num-steps", "16", "--num-minibatches", "2"]
+TINY += ["--update-epochs", "2", "--total-timesteps", "320", "--eval-episodes", "2"]
+
+
+def train(directory, *flags):
+    return scripts.train(SCRIPT, directory, *TINY, *flags)
+
+
+def keeping_what_it_saw(directory):
+    """Write a copy of the script that also writes each rollout's observations and rewards to files."""
+    text = (ROOT / SCRIPT).read_text()
+    update = "            obs_moments.update("
+    assert text.count(update) == 1
+    keep = "            np.savez(f'{run.directory}/seen-{run.global_step:09d}', rollout=rollout.observations)\n"
+    (directory / SCRIPT).write_text(text.replace(update, keep + update))
+
+
+def moments_of(folder):
+    """Float64 moments of all observations that a run's learner has accepted up to its last checkpoint."""
+    state = load_checkpoint(folder)
+    files = [path for path in sorted(folder.glob("seen-*")) if int(path.stem[5:]) <= state["global_step"]]
+    seen = np.concatenate([np.load(path)["rollout"].reshape(-1, 3) for path in files]).astype(np.float64)
+    assert len(seen) == state["global_step"]
+    return state, seen.mean(0), seen.var(0)
+
+
+def check_moments(folder):
+    state, mean, var = moments_of(folder)
+    kept = state["parts"]["obs_moments"]
+    assert kept["count"] == state["global_step"]
+    np.testing.assert_allclose(kept["mean"].numpy(), mean, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(kept["var"].numpy(), var, rtol=1e-9, atol=1e-9)
+    agent = state["parts"]["agent"]
+    np.testing.assert_array_equal(agent["normalize.mean"].numpy(), kept["mean"].float().numpy())
+    np.testing.assert_allclose(agent["normalize.scale"].numpy(), 1 / np.sqrt(var + 1e-8), rtol=1e-6)
+    model = torch.load(folder / "ppo_continuous_clusterenv.cleanrl_model")
+    assert all(torch.equal(model[name], agent[name]) for name in agent)
+    return state
+
+
+@pytest.fixture(scope="module")
+def always(tmp_path_factory):
+    flags = ["--sync-mode", "always", "--weights", "float32"]
+    return train(tmp_path_factory.mktemp("always"), *flags)
+
+
+def test_run_leaves_summary_model_and_logs(always):
+    folder, summary = always
+    assert set(summary) >= SUMMARY
+    assert (summary["global_step"], summary["pulls_per_worker"]) == (320, 5)
+    assert set(scalar_tags(folder)) >= {tag for tag in METRICS if "episodic" not in tag}  # none has ended yet
+
+
+def scalar_tags(folder):
+    events = scripts.EventAccumulator(str(folder))
+    events.Reload()
+    return events.Tags()["scalars"]
+
+
+def test_same_seed_gives_the_same_run_and_the_decoupled_objective_is_plain_ppo_at_lag_0(always, tmp_path):
+    flags = ["--sync-mode", "always", "--weights", "float32"]
+    (tmp_path / "same").mkdir()
+    again, _ = train(tmp_path / "same", *flags)
+    plain, _ = train(tmp_path, *flags, "--no-decoupled")
+    losses = [scalars(folder, "losses/policy_loss") for folder in (always[0], again, plain)]
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[2], abs=1e-4)
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_it_normalizes_by_what_it_has_seen_also_after_a_kill_and_when_resumed(tmp_path, num_workers):
+    keeping_what_it_saw(tmp_path)
+    flags = [*TINY, "--num-workers", str(num_workers), "--run-name", "x", "--max-worker-restarts", "9"]
+    folder, batch = tmp_path / "runs" / "x", 32 * num_workers
+    command = [sys.executable, SCRIPT]
+    process = subprocess.Popen(
+        [*command, *flags, "--total-timesteps", str(10**6 * batch)], cwd=tmp_path, env=environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def rollouts():
+        return len(list(folder.glob("seen-*")))
+
+    for seen in (3, 8):
+        wait_until(lambda seen=seen: rollouts() >= seen or process.poll() is not None)
+        assert process.poll() is None, process.stderr.read()
+        os.kill(workers_of(process.pid)[-1], signal.SIGKILL)
+    wait_until(lambda: rollouts() >= 14)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert "interrupted; to go on" in errors and errors.count("another is started") == 2
+    step = check_moments(folder)["global_step"]
+    resumed = [*command, "--resume", "runs/x", "--total-timesteps", str(step + 5 * batch)]
+    subprocess.run(resumed, cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=PATIENCE)
+    assert check_moments(folder)["global_step"] == step + 5 * batch
+    assert json.loads((folder / "summary.json").read_text())["eval_return_mean"] < 0
+
+
+def test_rewards_are_scaled_by_discounted_returns_of_each_environment(tmp_path):
+    text = (ROOT / SCRIPT).read_text()
+    line = "            rewards = torch.Tensor(rollout.rewards / np.sqrt(return_moments.var + 1e-8))"
+    assert text.count(line) == 1
+    keep = "            np.savez(f'{run.directory}/seen-{iteration:09d}', raw=rollout.rewards, var=return_moments.var,"
+    keep += " ends=rollout.terminations | rollout.truncations)\n"
+    (tmp_path / SCRIPT).write_text(text.replace(line, keep + line))
+    flags = [*TINY, "--total-timesteps", "1280", "--gamma", "0.9", "--run-name", "x", "--num-steps", "150"]
+    flags += ["--total-timesteps", "3000"]
+    subprocess.run([sys.executable, SCRIPT, *flags], cwd=tmp_path, env=environment(), check=True, capture_output=True)
+    discounted, all_of_them, ends = np.zeros(4), [], 0
+    for path in sorted((tmp_path / "runs" / "x").glob("seen-*")):
+        seen = np.load(path)
+        for reward, end in zip(seen["raw"], seen["ends"], strict=True):
+            discounted = 0.9 * discounted + reward
+            all_of_them.append(discounted)
+            discounted, ends = np.where(end, 0, discounted), ends + end.sum()
+        assert seen["var"] == pytest.approx(np.var(all_of_them), rel=1e-9)
+    assert ends > 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--env-id CartPole-v1", "actions must be continuous vectors, not Discrete(2): CartPole-v1"),
+        ("--num-minibatches 3", "--num-minibatches 3 must divide the batch of 4 environments x 16 steps = 64"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, monkeypatch, flags, says):
+    scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, [*TINY, *flags.split()], says)
+
+
+@pytest.mark.parametrize("backend", ["gymnasium", "envpool"])
+def test_it_trains_mujocos_environments(tmp_path, backend):
+    pytest.importorskip("mujoco" if backend == "gymnasium" else "envpool")
+    flags = ["--env-id", "HalfCheetah-v5", "--env-backend", backend, "--total-timesteps", "192"]
+    _, summary = train(tmp_path, *flags)
+    assert summary["global_step"] == 192 and summary["sync_bytes"] > 0
