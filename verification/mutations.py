@@ -101,8 +101,13 @@ MUTATIONS = {
     ),
     "what is no message is dropped, and its sender kept": (
         "head/pool.py",
-        'self._refuse(worker, f"it sent {text}")',
+        'self._refuse(worker, f"it sent {message}")',
         "pass",
+    ),
+    "a row does not say that it starts an episode": (
+        "worker/one_by_one.py",
+        "starts = self._lengths == 0",
+        "starts = self._lengths < 0",
     ),
     "the steps of a replacement's first rollout are too few": (
         "worker/one_by_one.py",
