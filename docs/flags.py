@@ -12,10 +12,15 @@ from collections.abc import Iterable
 from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.script.arguments import ScriptArgs, spell
 
-SCRIPTS = {"PPO": "ppo_clusterenv", "Continuous PPO": "ppo_continuous_clusterenv", "DQN": "dqn_clusterenv"}
+SCRIPTS = {
+    "PPO": "ppo_clusterenv",
+    "Continuous PPO": "ppo_continuous_clusterenv",
+    "PPO with memory": "ppo_lstm_clusterenv",
+    "DQN": "dqn_clusterenv",
+}
 HEAD = """# Flags
 
-Of the three scripts. Hyphens and underscores are both accepted, booleans as `--x`, `--no-x`, `--x=True` and
+Of the four scripts. Hyphens and underscores are both accepted, booleans as `--x`, `--no-x`, `--x=True` and
 `--x=False`. This page is generated from the code: `python -m docs.flags > docs/flags.md`.
 """
 

@@ -1,0 +1,47 @@
+"""The script with memory, run as a user runs it."""
+
+import pytest
+
+from . import scripts
+from .scripts import scalars
+from .test_ppo_clusterenv import METRICS, SUMMARY
+
+SCRIPT = "ppo_lstm_clusterenv.py"
+TINY = ["--envs-per-worker", "2", "--num-steps", "16", "--num-minibatches", "2", "--hidden-size", "8"]
+TINY += ["--total-timesteps", "320", "--eval-episodes", "2"]
+EXACT = ["--sync-mode", "always", "--weights", "float32"]
+
+
+def train(directory, *flags):
+    return scripts.train(SCRIPT, directory, *flags)
+
+
+@pytest.fixture(scope="module")
+def always(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("always"), *TINY, *EXACT)
+
+
+def test_run_leaves_summary_and_logs(always):
+    folder, summary = always
+    assert set(summary) >= SUMMARY
+    assert (summary["global_step"], summary["pulls_per_worker"]) == (320, 5)
+    events = scripts.EventAccumulator(str(folder))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) >= METRICS
+
+
+def test_what_the_learner_computes_is_what_acted(always, tmp_path):
+    """At lag 0 the proximal policy is the behavior policy, over the ends of episodes."""
+    plain, _ = train(tmp_path, *TINY, *EXACT, "--no-decoupled")
+    losses = [scalars(folder, "losses/policy_loss") for folder in (always[0], plain)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_a_minibatch_is_of_whole_environments(tmp_path, monkeypatch):
+    says = "--num-minibatches 3 must divide the 4 environments"
+    scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, [*TINY, "--num-minibatches", "3"], says)
+
+
+def test_it_learns_what_takes_memory(tmp_path):
+    _, summary = train(tmp_path, "--total-timesteps", "75000", "--eval-episodes", "10")
+    assert summary["mean_return_100"] > 100
