@@ -1,4 +1,4 @@
-"""The policies that come with the runtime."""
+"""The policies that come with the runtime. Their networks get all observations as float32, as CleanRL's do."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from .policy import Policy
 
 class CategoricalPolicy(Policy):
     """Discrete actions: ``actor`` maps observations to logits ``(batch, n)``."""
+
+    float_observations = True
 
     def __init__(self, actor: nn.Module) -> None:
         super().__init__()
@@ -37,6 +39,8 @@ class GaussianPolicy(Policy):
 
     The environments get actions clipped to the bounds of ``space``, if there is one.
     """
+
+    float_observations = True
 
     def __init__(self, actor_mean: nn.Module, actor_logstd: nn.Parameter, space: Box | None = None) -> None:
         super().__init__()
@@ -65,7 +69,7 @@ class GaussianPolicy(Policy):
 class EpsilonGreedyPolicy(Policy):
     """Discrete actions, greedy except in a share ``epsilon`` of steps: ``q_network`` gives values ``(batch, n)``."""
 
-    numbers = ("epsilon",)
+    numbers, float_observations = ("epsilon",), True
 
     def __init__(self, q_network: nn.Module, epsilon: float = 1.0) -> None:
         super().__init__()

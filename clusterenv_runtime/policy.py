@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 _estimated = set[str]()  # distributions of which that has been said
 
 
-def to_tensor(observations: Any, device: torch.device) -> Any:
-    """Turn a tree of arrays into tensors: floats as float32, as networks take them, and all else as it is."""
+def to_tensor(observations: Any, device: torch.device, all_floats: bool = False) -> Any:
+    """Turn a tree of arrays into tensors: floats, or all, as float32, as networks take them, and the rest as it is."""
 
     def convert(array: np.ndarray) -> torch.Tensor:
-        # A copy: the module may write to it.
-        return torch.tensor(array, dtype=torch.float32 if array.dtype.kind == "f" else None, device=device)
+        dtype = torch.float32 if all_floats or array.dtype.kind == "f" else None
+        return torch.tensor(array, dtype=dtype, device=device)  # a copy: the module may write to it
 
     return map_tree(convert, observations)
 
@@ -46,6 +46,8 @@ class Policy(nn.Module):
 
     numbers: Sequence[str] = ()
     """Attributes, floats, that may change at any time: they travel with each request, and need no pull."""
+    float_observations = False
+    """Whether all observations come as float32; else only floats do, and integers as they are."""
 
     def forward(self, observations: Any) -> Any:
         """Map observations ``(batch, ...)`` to distribution parameters ``(batch, ...)``.
@@ -118,7 +120,8 @@ class Policy(nn.Module):
             most = max(PASS_ELEMENTS * size // max(sum(leaf.size for leaf in leaves(observations)), 1), 1)
             passes = []
             for start in range(0, size, most):
-                some = to_tensor(map_tree(lambda leaf: leaf[start : start + most], observations), self.device)  # noqa: B023
+                some = map_tree(lambda leaf: leaf[start : start + most], observations)  # noqa: B023
+                some = to_tensor(some, self.device, self.float_observations)
                 state = self._initial(min(most, size - start))
                 passes.append(self(some) if state is None else self(some, state)[0])
             return map_tree(lambda *each: torch.cat(each), *passes)
@@ -126,9 +129,9 @@ class Policy(nn.Module):
     @torch.no_grad()
     def params_along(self, observations: Any, starts: np.ndarray, state: Any) -> Any:
         """As `unroll`, of arrays, in eval mode, as on the workers; return the parameters alone."""
+        seen = to_tensor(observations, self.device, self.float_observations)
         with _evaluating(self):
-            on = [to_tensor(tree, self.device) for tree in (observations, starts, state)]
-            return self.unroll(*on)[0]
+            return self.unroll(seen, *(to_tensor(tree, self.device) for tree in (starts, state)))[0]
 
     def _initial(self, num_envs: int) -> Any:
         state = self.initial_state(num_envs)
@@ -136,10 +139,9 @@ class Policy(nn.Module):
 
     def check(self) -> None:
         """Raise ValueError if this cannot travel."""
-        tensors = [*self.parameters(), *self.buffers()]
         if not list(self.parameters()):
             raise ValueError("the policy has no parameters, so there is nothing to learn or to pull")
-        if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
+        if any(map(nn.parameter.is_lazy, [*self.parameters(), *self.buffers()])):
             raise ValueError("the policy has lazy modules that have not seen an input: call it once, then publish it")
         if wrong := [name for name in self.numbers if not isinstance(getattr(self, name, None), int | float)]:
             raise ValueError(f"{wrong[0]!r} is among the policy's numbers, but is no number")
@@ -177,15 +179,13 @@ class Policy(nn.Module):
         starts: Sequence[np.ndarray] | None = None,
         states: Sequence[Any] | None = None,
     ) -> np.ndarray:
-        """Return KL(behavior || this policy) in nats for each of several workers.
-
-        It is a mean over states, so it does not depend on how many environments a worker has.
+        """Return KL(behavior || this policy) in nats for each of several workers, a mean over states.
 
         Args:
             observations: of each worker ``(states, ...)``; of a policy with a state ``(num_steps, batch, ...)``.
             behavior_params: of each ``(states, ...)``, for a policy with a state those of one step after the other.
             starts: of each, for a policy with a state, as in `unroll`.
-            states: of each, for a policy with a state, before the first step.
+            states: likewise, before the first step.
         """
         if states is not None:
             if len({len(each) for each in starts}) > 1:  # of workers that were asked for different numbers of steps

@@ -129,11 +129,6 @@ def take(space: Space, batch: Any, indices: Any) -> Any:
     return map_space(lambda leaf: leaf[indices], space, batch)
 
 
-def flatten_steps(space: Space, batches: Any) -> Any:
-    """Return arrays ``(num_steps, num_envs, ...)`` as ``(num_steps * num_envs, ...)``."""
-    return map_space(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), space, batches)
-
-
 def join(space: Space, batches: Sequence[Any], axis: int = 0, copy: bool = False) -> Any:
     """Return batches of ``space``, whose leaves are arrays, along an axis, as one; see `join_arrays`."""
     return map_space(lambda *leaves: join_arrays(leaves, axis, copy), space, *batches)

@@ -14,7 +14,7 @@ from gymnasium import Space
 
 from .answers import Published
 from .protocol import Collect, Weights
-from .spaces import check_actions, flatten_steps, join, map_space, one_of, take
+from .spaces import check_actions, one_of
 from .sync import KL_STATES, measured_states, sampled_rows, sampled_states
 from .trees import leaves, map_tree
 
@@ -117,7 +117,8 @@ class PolicyStore:
             example, actions = policy.probe(one_of(self._space))
         except Exception as error:
             text = f"the policy cannot act on {self._space}: {_line(error)}"
-            raise ValueError(f"{text} (observations of floats come as float32, others as they are)") from error
+            kept = "all come as float32" if policy.float_observations else "floats come as float32, others as they are"
+            raise ValueError(f"{text} ({kept}; see its float_observations)") from error
         check_actions(self._action_space, actions)
         self._dimensions = sum(leaf[0].size for leaf in leaves(example["actions"]))
         try:
@@ -151,15 +152,13 @@ class PolicyStore:
         # Copies: the user may write to what these are views of.
         recent = self._sampled(part) if part.states is None else self._in_sequence(part)
         if part.version == copy.behavior and part.states is None:  # the same policy: more of the same
-            last, before = slice(-self._most, None), copy.recent
-            seen = take(self._space, join(self._space, (before[0], recent[0])), last)
-            recent = seen, map_tree(lambda *both: np.concatenate(both)[last], before[1], recent[1])
+            recent = map_tree(lambda *both: np.concatenate(both)[-self._most :], copy.recent, recent)
         copy.behavior, copy.recent = part.version, recent
 
     def _sampled(self, part: RolloutPart) -> tuple[Any, Any]:
         sent = measured_states(*part.rewards.shape, in_sequence=False)
         chosen = sampled_states(len(sent), self._most)
-        seen = take(self._space, flatten_steps(self._space, part.observations), sent[chosen])
+        seen = map_tree(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[sent[chosen]], part.observations)
         return seen, map_tree(lambda leaf: leaf[chosen], part.params)
 
     def _in_sequence(self, part: RolloutPart) -> tuple[Any, Any, np.ndarray, Any]:
@@ -173,7 +172,7 @@ class PolicyStore:
             lambda leaf: leaf.reshape(num_steps, len(sent), *leaf.shape[1:])[:, chosen].reshape(-1, *leaf.shape[1:]),
             part.params,
         )
-        seen = map_space(lambda leaf: leaf[:, rows], self._space, part.observations)
+        seen = map_tree(lambda leaf: leaf[:, rows], part.observations)
         return seen, params, starts, map_tree(lambda leaf: leaf[rows], part.states)
 
     def requests(self, copies: Sequence[PolicyCopy], num_steps: int) -> list[Collect]:

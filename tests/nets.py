@@ -10,7 +10,7 @@ def linear(inputs=3, outputs=3, seed=0):
 
 
 class ImageNet(nn.Module):
-    """For uint8 images; it refuses anything but these."""
+    """For uint8 images; it refuses anything but the float32 that a policy should make of them."""
 
     def __init__(self, channels, outputs):
         super().__init__()
@@ -18,7 +18,7 @@ class ImageNet(nn.Module):
         self.conv, self.head = nn.Conv2d(channels, 2, 2), nn.LazyLinear(outputs)
 
     def forward(self, image):
-        assert image.dtype == torch.uint8
+        assert image.dtype == torch.float32
         return self.head(self.conv(image / 255).flatten(1))
 
 

@@ -362,17 +362,30 @@ def test_an_exception_whose_text_cannot_be_sent_is_raised_here(workers, message,
     assert not workers()
 
 
-def test_text_that_cannot_be_sent_is_an_error(workers):
-    class TellingEnv(CountingEnv):
-        def step(self, action):
-            return *super().step(action)[:-1], {"path": "a name \udcff of bytes"}
+class Unspeakable:
+    """A key, or a value, whose text is an error."""
 
-    text = "on worker 1 .* raised builtins.UnicodeEncodeError: .* surrogates"
-    with ClusterEnv([CountingEnv, TellingEnv], 2, worker_timeout=HOUR) as envs:
+    def __str__(self):
+        raise ValueError("unspeakable")
+
+
+def test_text_that_cannot_be_sent_is_left_out_of_infos_and_else_an_error():
+    class TellingEnv(CountingEnv):
+        name = "a name \udcff of bytes"
+
+        def step(self, action):
+            return *super().step(action)[:-1], {"path": self.name, self.name: 1, Unspeakable(): 2, "fine": 3}
+
+    with ClusterEnv([TellingEnv, TellingEnv], 2, worker_timeout=HOUR) as envs:
         envs.reset()
-        with at_most(), pytest.raises(EnvError, match=text):
-            envs.step([0, 0])
-    assert not workers()
+        with pytest.warns(UserWarning) as caught:
+            assert set(envs.step([0, 0])[-1]) == {"fine", "_fine"}
+        texts = sorted(str(warning.message) for warning in caught)
+        assert [text.partition(" (")[0].rpartition("Info ")[2] for text in texts] == [
+            "a Unspeakable", r"a name \udcff of bytes", "path",
+        ]  # fmt: skip
+        with pytest.raises(TypeError, match="a text with lone surrogates cannot be sent to the head"):
+            envs.call("name")
 
 
 def test_after_an_exception_its_worker_is_gone(tmp_path):

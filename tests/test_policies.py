@@ -301,7 +301,9 @@ def test_observations_keep_their_dtype_except_floats(dtype, seen):
     space = spaces.Box(high - 1, high + 1, (1,), dtype)
     with ClusterEnv([partial(Parity, space)], 1, **EXACT) as envs:
         envs.reset(seed=1)
-        rollout = envs.rollout(CategoricalPolicy(Looking()), 20)
+        policy = CategoricalPolicy(Looking())
+        policy.float_observations = False
+        rollout = envs.rollout(policy, 20)
         assert_same(rollout.actions, (rollout.observations[..., 0] % 2).astype(np.int64))
         assert rollout.actions.std() > 0
 

@@ -92,7 +92,9 @@ def logprobs_by_hand(policy, space, rollout):
     """What torch's distributions say about the rollout's actions."""
     observations = map_space(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), space, rollout.observations)
     with torch.no_grad():
-        params = policy(to_tensor(observations, torch.device("cpu"))).view(*rollout.actions.shape[:2], -1)
+        params = policy(to_tensor(observations, torch.device("cpu"), policy.float_observations)).view(
+            *rollout.actions.shape[:2], -1
+        )
     actions = torch.as_tensor(rollout.actions)
     if isinstance(policy, GaussianPolicy):
         mean, logstd = params.chunk(2, -1)
@@ -116,7 +118,7 @@ TUPLE = spaces.Tuple([spaces.Discrete(4), spaces.Box(-1, 1, (2, 2), np.float64)]
 
 def image_policy():
     network = ImageNet(2, 3)
-    network(torch.zeros(1, 2, 4, 4, dtype=torch.uint8))
+    network(torch.zeros(1, 2, 4, 4))
     return CategoricalPolicy(network)
 
 

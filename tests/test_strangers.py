@@ -96,7 +96,7 @@ with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
     socket.sndhwm = 1
     socket.connect(sys.argv[1])
     for _ in range(200):
-        socket.send(bytes(2**22))
+        socket.send_multipart([bytes(2**18)] * 16)
 """
 
 

@@ -86,7 +86,7 @@ class Actor:
 
         ``starts`` ``(num_envs,)`` says which of these are the first of an episode.
         """
-        tensors = to_tensor(observations, torch.device("cpu"))
+        tensors = to_tensor(observations, torch.device("cpu"), self.policy.float_observations)
         step = len(self._actions) % self._num_steps
         if self._state is None:
             params = self.policy(tensors)
