@@ -45,7 +45,7 @@ class Opener:
 
     def __init__(self, space: Space, action_space: Space, info_keys: Collection[str] = ()) -> None:
         self._space, self._action_space, self._example = space, action_space, create_empty_array(space, 1)
-        self._info_keys, self._info_shapes = info_keys, dict[str, tuple[int, ...]]()  # of what has come of them
+        self._info_keys = info_keys
 
     def __call__(
         self,
@@ -136,8 +136,7 @@ class Opener:
             is_numbers = isinstance(values, np.ndarray) and values.ndim and values.dtype.kind in "biuf"
             if not (is_numbers and values.dtype.isnative and values.dtype.itemsize <= 8):
                 raise ProtocolError(f"info {key!r} must be an array of numbers")
-            shape = self._info_shapes.setdefault(key, values.shape[1:])
-            _check(f"info {key!r}", values, values.dtype, where.shape, shape)
+            _check(f"info {key!r}", values, values.dtype, where.shape, values.shape[1:])
             if np.any(where < 0) or np.any(where >= size) or np.any(np.diff(where) <= 0):
                 raise ProtocolError(f"info {key!r} is of steps that there are not")
 

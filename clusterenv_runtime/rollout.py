@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,11 @@ def _join_infos(infos: list[dict[str, Any]], num_steps: int, sizes: list[int]) -
     joined: dict[str, np.ndarray] = {}
     for key in dict.fromkeys(key for each in infos for key in each):
         found = [each[key][1] for each in infos if key in each]
+        if len(shapes := {values.shape[1:] for values in found}) > 1:
+            warnings.warn(
+                f"Info {key} is left out: its shape is not the same on all workers, but {shapes}.", stacklevel=2
+            )
+            continue
         values = np.zeros((num_steps, sum(sizes), *found[0].shape[1:]), np.result_type(*found))
         mask, first = np.zeros(values.shape[:2], bool), 0
         for each, size in zip(infos, sizes, strict=True):

@@ -364,6 +364,21 @@ def test_infos_that_are_asked_for_come_in_rollouts(make):
             np.testing.assert_array_equal(infos["progress"][..., 0], np.where(steps % 2 == 0, steps, 0))
 
 
+class Odd(CountingEnv):
+    """Has an info of a size of its own."""
+
+    def step(self, action):
+        return *super().step(action)[:-1], {"odd": np.zeros(self.length), "even": 1.0}
+
+
+def test_infos_that_do_not_go_together_are_left_out_with_a_warning():
+    with ClusterEnv([partial(Odd, 2), partial(Odd, 3)], 2, info_keys=("odd", "even")) as envs:
+        envs.reset()
+        with pytest.warns(UserWarning, match="Info odd is left out: its shape is not the same on all workers"):
+            rollout = envs.rollout(CategoricalPolicy(linear(1, 2)), 4)
+        assert sorted(rollout.infos) == ["_even", "even"] and rollout.infos["even"].all()
+
+
 @pytest.mark.parametrize(
     ("keys", "says"), [(("more",), "info 'more' has no place in a rollout: it is neither a number nor an array")]
 )

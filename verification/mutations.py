@@ -135,7 +135,7 @@ def find(name: str, schedules: int) -> tuple[bool, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Put mistakes into the runtime, and let the simulation find them.")
-    parser.add_argument("--schedules", type=int, default=2000, help="how many it may take to find one")
+    parser.add_argument("--schedules", type=int, default=12000, help="how many it may take to find one")
     args = parser.parse_args()
     missed = 0
     for name in MUTATIONS:
