@@ -6,6 +6,7 @@ of an observation may be anything of its dtype, as environments may say what the
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -163,12 +164,20 @@ class Opener:
             raise ProtocolError(f"infos have more than {MAX_INFO_KEYS} different keys")
 
 
+@functools.cache
+def _generator() -> Any:
+    """Return a torch.Generator to try states on."""
+    import torch
+
+    return torch.Generator("cpu")
+
+
 def check_generator(state: bytes) -> None:
     """Raise ProtocolError if this is no state of a torch.Generator."""
     import torch  # there by now, as a policy has acted
 
     try:
-        torch.Generator("cpu").set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
+        _generator().set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
     except RuntimeError as error:
         raise ProtocolError(f"the state of its random numbers: {error}") from None
 
