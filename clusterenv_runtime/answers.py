@@ -112,7 +112,7 @@ class Opener:
             ("actions", steps), ("logprobs", steps), ("extras", steps), ("params", (len(measured),)),
             ("states", (num_envs,)),
         ):  # fmt: skip
-            _check_tree(name, getattr(part, name), example_of[name], leading)
+            setattr(part, name, _checked(name, getattr(part, name), example_of[name], leading))
         self._check_infos(part.infos, num_steps * num_envs)
         episodes = (part.episodes.size,)
         _check("episodes", part.episodes, np.int64, episodes)
@@ -125,7 +125,7 @@ class Opener:
         if np.any(part.episodes < 0) or np.any(np.diff(part.episodes) <= 0) or not np.all(ended[within]):
             raise ProtocolError("episodes are counted that have not ended")
         for name, leading in zip(OBSERVATIONS, (steps, (ends,), (num_envs,)), strict=True):
-            _check_tree(name, getattr(part, name), self._example, leading)
+            setattr(part, name, _checked(name, getattr(part, name), self._example, leading))
         return part
 
     def _check_infos(self, infos: dict[str, Any], size: int) -> None:
@@ -228,17 +228,18 @@ def _check_observations(name: str, leaves: list[Any], example: list[Any], leadin
             raise ProtocolError(f"{name} must be {leading[0]} in a tuple, got a {type(leaf).__name__}")
 
 
-def _check_tree(name: str, tree: Any, example: Any, leading: tuple[int, ...]) -> None:
-    """Raise ProtocolError if a tree is not of an example's structure, shapes and dtypes."""
+def _checked(name: str, tree: Any, example: Any, leading: tuple[int, ...]) -> Any:
+    """Return a tree with its keys in an example's order; raise ProtocolError if it has not its shapes and dtypes."""
 
-    def check(one: Any, leaf: Any) -> None:
+    def check(one: Any, leaf: Any) -> Any:
         if one is not None:
             _check(name, leaf, one.dtype, leading, one.shape[1:])
         elif leaf is not None:
             raise ProtocolError(f"{name} are of a policy that has none")
+        return leaf
 
     try:
-        map_tree(check, example, tree)
+        return map_tree(check, example, tree)
     except ValueError:
         raise ProtocolError(f"{name} are not of the policy's structure") from None
 

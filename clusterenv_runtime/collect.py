@@ -76,7 +76,7 @@ class Collector:
                 self.send(num_steps, self._pool.workers)
             finally:
                 self.overlapped = num_steps if self.granted else None
-        return Rollout.join(self._space, parts, np.arange(self._pool.workers[-1].rows.stop))
+        return Rollout.join(parts, np.arange(self._pool.workers[-1].rows.stop))
 
     def send(self, num_steps: int, workers: Sequence[WorkerHandle]) -> None:
         """Ask these workers to act, and serve all until those that will pull have their weights."""
@@ -118,7 +118,7 @@ class Collector:
         served = self._pool.first(seqs)
         index = self.granted.pop(served.request.seq)
         part, rows = self._open(served), self._pool.workers[index].rows
-        return index, Rollout.join(self._space, [part], np.arange(rows.start, rows.stop))
+        return index, Rollout.join([part], np.arange(rows.start, rows.stop))
 
     def _open(self, served: Served) -> RolloutPart:
         """Return a worker's part, and note what it tells of the worker."""

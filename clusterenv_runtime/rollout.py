@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from gymnasium import Space
 
 from .codec import Packed, pack
-from .spaces import join, join_arrays, take
+from .spaces import join
 from .trees import map_tree
 
 OBSERVATIONS = "observations", "final_observations", "next_observations"
@@ -73,8 +72,8 @@ class Rollout:
     episodic_lengths: np.ndarray  # (num_episodes,) int64
 
     @classmethod
-    def join(cls, space: Space, parts: list[RolloutPart], rows: np.ndarray) -> Rollout:
-        """Join the workers' parts, given in row order; ``space`` is the single observation space."""
+    def join(cls, parts: list[RolloutPart], rows: np.ndarray) -> Rollout:
+        """Join the workers' parts, given in row order."""
         sizes = [part.rewards.shape[1] for part in parts]
         # Not every environment counts every episode.
         ended = _in_order((np.flatnonzero(part.terminations | part.truncations) for part in parts), sizes)
@@ -86,17 +85,16 @@ class Rollout:
             rows=rows,
             starts=np.concatenate(each["starts"]),
             infos=infos,
-            states=None if parts[0].states is None else map_tree(lambda *leaves: join_arrays(leaves), *each["states"]),
+            states=None if parts[0].states is None else join(each["states"]),
             policy_versions=np.repeat(each["version"], sizes),
             episodic_returns=np.concatenate(each["episodic_returns"])[counted],
             episodic_lengths=np.concatenate(each["episodic_lengths"])[counted],
-            observations=join(space, each["observations"], axis=1),
-            next_observations=join(space, each["next_observations"], copy=True),  # the head keeps the views
-            final_observations=take(space, join(space, each["final_observations"]), ended),
+            next_observations=join(each["next_observations"], copy=True),  # the head keeps the views
+            final_observations=map_tree(lambda leaf: leaf[ended], join(each["final_observations"])),
             **{
-                name: map_tree(lambda *leaves: join_arrays(leaves, axis=1), *each[name])
-                for name in ("actions", "extras", "logprobs", "rewards", "terminations", "truncations")
-            },
+                name: join(each[name], axis=1)
+                for name in ("observations", "actions", "extras", "logprobs", "rewards", "terminations", "truncations")
+            },  # fmt: skip
         )
 
 

@@ -129,9 +129,9 @@ def take(space: Space, batch: Any, indices: Any) -> Any:
     return map_space(lambda leaf: leaf[indices], space, batch)
 
 
-def join(space: Space, batches: Sequence[Any], axis: int = 0, copy: bool = False) -> Any:
-    """Return batches of ``space``, whose leaves are arrays, along an axis, as one; see `join_arrays`."""
-    return map_space(lambda *leaves: join_arrays(leaves, axis, copy), space, *batches)
+def join(trees: Sequence[Any], axis: int = 0, copy: bool = False) -> Any:
+    """Return trees of arrays along an axis, as one; see `join_arrays`."""
+    return map_tree(lambda *leaves: join_arrays(leaves, axis, copy), *trees)
 
 
 def join_arrays(arrays: Sequence[np.ndarray], axis: int = 0, copy: bool = False) -> np.ndarray:

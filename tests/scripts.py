@@ -68,10 +68,15 @@ def train(script, directory, *flags, **extra):
     return folder, json.loads((folder / "summary.json").read_text())
 
 
-def scalars(folder, tag):
+def events_of(folder):
+    """A run's TensorBoard logs."""
     events = EventAccumulator(str(folder))
     events.Reload()
-    return [event.value for event in events.Scalars(tag)]
+    return events
+
+
+def scalars(folder, tag):
+    return [event.value for event in events_of(folder).Scalars(tag)]
 
 
 def workers_of(pid):

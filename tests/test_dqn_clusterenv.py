@@ -6,7 +6,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from dqn_clusterenv import ReplayBuffer
@@ -50,8 +49,7 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     model = torch.load(folder / "dqn_clusterenv.cleanrl_model")
     assert {path.name for path in (folder / "workers").iterdir()} == {"worker-0.log", "worker-1.log"}
-    events = EventAccumulator(str(folder))
-    events.Reload()
+    events = scripts.events_of(folder)
     assert set(events.Tags()["scalars"]) >= METRICS
     assert "hyperparameters/text_summary" in events.Tags()["tensors"]
     size = sum(value.numel() * value.element_size() for value in model.values())

@@ -128,6 +128,14 @@ def packed(part, **fields):
 COLLECT = Collect(6, 5, 0, 0.0, [])
 
 
+def test_a_parts_keys_come_in_the_order_of_the_space():
+    part = a_part(PART_SPACES[1])
+    names = "observations", "final_observations", "next_observations"
+    turned = {name: dict(reversed(getattr(part, name).items())) for name in names}
+    part = opened(COLLECT, *packed(part, **turned), space=PART_SPACES[1])
+    assert [list(getattr(part, name)) for name in names] == [["a", "b"]] * 3
+
+
 @pytest.mark.parametrize("version", [-1, 0, 1, 5, 6, 10**6])
 def test_a_part_is_of_a_version_that_was_published(version):
     answer = packed(a_part(PART_SPACES[0]), version=version)

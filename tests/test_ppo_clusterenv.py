@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from . import scripts
 from .scripts import ROOT, scalars
@@ -68,8 +67,7 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert "actor.0.weight" in torch.load(folder / "ppo_clusterenv.cleanrl_model")
     assert {path.name for path in (folder / "workers").iterdir()} == {"worker-0.log", "worker-1.log"}
-    events = EventAccumulator(str(folder))
-    events.Reload()
+    events = scripts.events_of(folder)
     assert set(events.Tags()["scalars"]) >= METRICS
     assert [event.step for event in events.Scalars("charts/SPS")] == [64, 128, 192, 256, 320]
     assert "hyperparameters/text_summary" in events.Tags()["tensors"]

@@ -25,9 +25,7 @@ def test_run_leaves_summary_and_logs(always):
     folder, summary = always
     assert set(summary) >= SUMMARY
     assert (summary["global_step"], summary["pulls_per_worker"]) == (320, 5)
-    events = scripts.EventAccumulator(str(folder))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) >= METRICS
+    assert set(scripts.events_of(folder).Tags()["scalars"]) >= METRICS
 
 
 def test_what_the_learner_computes_is_what_acted(always, tmp_path):
