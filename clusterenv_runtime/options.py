@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import ipaddress
 import math
@@ -195,9 +196,14 @@ def _check_address(text: str, spell: Callable[[str], str]) -> None:
         raise ValueError(f"{spell('bind_address')} must be one address, not all of them ({text})")
 
 
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
 def check_ranges(options: Any, spell: Callable[[str], str] = str) -> None:
     """Raise ValueError if a field of this dataclass is not in the `Range` or `Literal` of its type; None may be."""
-    for name, hint in typing.get_type_hints(type(options), include_extras=True).items():
+    for name, hint in _hints(type(options)).items():
         value = getattr(options, name)
         if value is None:
             continue
@@ -212,8 +218,7 @@ def check_ranges(options: Any, spell: Callable[[str], str] = str) -> None:
 
 def that_run_code(options: Any) -> dict[str, Any]:
     """Return the fields of this dataclass whose values run someone's code, as their types' `RunsCode` say."""
-    hints = typing.get_type_hints(type(options), include_extras=True)
-    marks = [(name, mark) for name, hint in hints.items() for mark in getattr(hint, "__metadata__", ())]
+    marks = [(name, mark) for name, hint in _hints(type(options)).items() for mark in getattr(hint, "__metadata__", ())]
     found = [name for name, mark in marks if isinstance(mark, RunsCode) and mark.holds(getattr(options, name))]
     return {name: getattr(options, name) for name in found}
 

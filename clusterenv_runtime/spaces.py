@@ -90,6 +90,8 @@ def check_actions(space: Space, actions: Any) -> None:
             return np.shape(action) == space.shape and np.asarray(action).dtype.kind in "fiu"
         return space.contains(action)
 
+    if isinstance(actions, np.ndarray):
+        actions = np.unique(actions, axis=0)  # of a Discrete one of each, not hundreds
     try:
         wrong = not all(fits(space, action) for action in iterate(batch_space(space, len(leaves(actions)[0])), actions))
     except (LookupError, TypeError, ValueError):

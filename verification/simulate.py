@@ -155,7 +155,7 @@ class User:
         """Reset, and make some calls."""
         draw = self.world.random
         self.call("reset")
-        for _ in range(draw.randint(2, 8)):
+        for _ in range(draw.randint(1, 4)):
             self.call(draw.choice([name for name in CALLS if self.may(name)]))
             self.world.pass_time(draw.choice((0.0, 0.0, 0.5, 5.0)))  # the user learns, and nobody is served
         while self.sent:
