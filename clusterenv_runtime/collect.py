@@ -43,7 +43,7 @@ class Collector:
         if not was_reset:
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`.")
         if not self._is_batched:
-            instead = "leave out what does not with Gymnasium's FilterObservation wrapper"
+            instead = "leave out what does not with the wrapper FilterObservation, or make it one, see docs/policies.md"
             raise ValueError(f"a policy needs observations that become arrays, got {self._space}: {instead}")
 
     def publish(self, policy: Policy) -> int:

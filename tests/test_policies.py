@@ -450,4 +450,4 @@ def test_the_programs_of_the_page_print_what_they_say(tmp_path, name):
 
 
 def test_the_page_has_programs():
-    assert len(PROGRAMS) == 4
+    assert len(PROGRAMS) == 5
