@@ -16,9 +16,10 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from torch import nn
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
+
+from .single import distribution_for, make_env, mlp
 
 
 @dataclass
@@ -37,37 +38,35 @@ class Args:
     """rounds, each of both sides in turn"""
 
 
-def make_env(env_id):
-    return lambda: gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))
-
-
-def make_actor(env_id):
+def make_policy(env_id):
     env = gym.make(env_id)
     torch.manual_seed(1)
-    size, n = env.observation_space.shape[0], env.action_space.n
-    return nn.Sequential(nn.Linear(size, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n))
+    num_outputs, _, logstd = distribution_for(env.action_space)
+    actor = mlp(env.observation_space.shape[0], num_outputs)
+    return GaussianPolicy(actor, *logstd) if logstd else CategoricalPolicy(actor)
 
 
 def alone(args, seed, pipe):
     """Step and act in one process, keeping what a rollout keeps, sending nothing."""
     torch.set_num_threads(1)
     envs = SyncVectorEnv([make_env(args.env_id)] * args.envs_per_worker, autoreset_mode=AutoresetMode.SAME_STEP)
-    actor, shape = make_actor(args.env_id), (args.num_steps, args.envs_per_worker)
+    policy, generator = make_policy(args.env_id), torch.Generator().manual_seed(seed)
     observations, _ = envs.reset(seed=seed)
     while pipe.recv():
         for _ in range(args.num_rollouts):
-            noise = -torch.empty(*shape, int(envs.single_action_space.n)).exponential_().log()
-            kept, kept_logits, kept_actions = [], [], []
+            kept, kept_params, kept_actions = [], [], []
             with torch.inference_mode():
                 for step in range(args.num_steps):
-                    logits = actor(torch.as_tensor(observations))
-                    actions = (logits + noise[step]).argmax(-1)
+                    params = policy(torch.Tensor(observations))
+                    if step == 0:
+                        noise = policy.noise(args.num_steps, params, generator)
+                    actions = policy.act(params, noise[step])
                     kept.append(observations)
-                    kept_logits.append(logits)
+                    kept_params.append(params)
                     kept_actions.append(actions)
                     observations, *_ = envs.step(actions.numpy())
                 np.stack(kept)
-                torch.distributions.Categorical(logits=torch.stack(kept_logits)).log_prob(torch.stack(kept_actions))
+                policy.distribution(torch.stack(kept_params)).log_prob(torch.stack(kept_actions))
         pipe.send("done")
 
 
@@ -82,7 +81,7 @@ if __name__ == "__main__":
         context.Process(target=alone, args=(args, 1 + index * args.envs_per_worker, theirs), daemon=True).start()
         pipes.append(ours)
     envs = ClusterEnv([make_env(args.env_id)] * args.num_workers * args.envs_per_worker, num_workers=args.num_workers)
-    policy = CategoricalPolicy(make_actor(args.env_id))
+    policy = make_policy(args.env_id)
     envs.reset(seed=1)
     envs.rollout(policy, args.num_steps)
     ratios = []

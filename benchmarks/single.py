@@ -1,6 +1,7 @@
 """PPO in a single process, in CleanRL's style: step all environments, learn from the batch, repeat.
 
     python -m benchmarks.single LunarLander-v3 25 sync
+    python -m benchmarks.single HalfCheetah-v5 25 sync      # or continuous actions
 
 Trains for so many iterations on Gymnasium's SyncVectorEnv (`sync`) or AsyncVectorEnv (`async`) and prints the
 environment steps and seconds after the first. `benchmarks.throughput` runs it, and `benchmarks.peers` on EnvPool.
@@ -12,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from torch import nn
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Independent, Normal
 
 from . import work
 
@@ -27,31 +28,40 @@ def mlp(num_inputs, num_outputs):
     return nn.Sequential(*layers, nn.Linear(sizes[-1], num_outputs))
 
 
+def distribution_for(space):
+    """Return how many outputs the actor needs, what makes a distribution of actions of them, and its parameters."""
+    if isinstance(space, gym.spaces.Discrete):
+        return int(space.n), lambda logits: Categorical(logits=logits), []
+    logstd = nn.Parameter(torch.zeros(space.shape))
+    return space.shape[0], lambda mean: Independent(Normal(mean, logstd.exp()), 1), [logstd]
+
+
 def train(envs, next_obs, iterations):
     """Train on environments that have just been reset; return the steps and seconds after the first iteration."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    num_inputs = envs.single_observation_space.shape[0]
-    actor, critic = mlp(num_inputs, int(envs.single_action_space.n)), mlp(num_inputs, 1)
-    parameters = [*actor.parameters(), *critic.parameters()]
+    num_inputs, space = envs.single_observation_space.shape[0], envs.single_action_space
+    num_outputs, distribution, more = distribution_for(space)
+    actor, critic = mlp(num_inputs, num_outputs), mlp(num_inputs, 1)
+    parameters = [*actor.parameters(), *critic.parameters(), *more]
     optimizer = torch.optim.Adam(parameters, lr=work.LEARNING_RATE, eps=1e-5)
     shape = work.NUM_STEPS, work.NUM_ENVS
-    obs, actions = torch.zeros(*shape, num_inputs), torch.zeros(shape, dtype=torch.long)
+    obs, actions = torch.zeros(*shape, num_inputs), torch.zeros(*shape, *space.shape)
     logprobs, rewards, dones, values = (torch.zeros(shape) for _ in range(4))
-    next_obs, next_done = torch.as_tensor(next_obs), torch.zeros(work.NUM_ENVS)
+    next_obs, next_done = torch.Tensor(next_obs), torch.zeros(work.NUM_ENVS)
     for iteration in range(iterations):
         if iteration == 1:
             start = time.perf_counter()
         for step in range(work.NUM_STEPS):
             obs[step], dones[step] = next_obs, next_done
             with torch.no_grad():
-                policy = Categorical(logits=actor(next_obs))
+                policy = distribution(actor(next_obs))
                 action = policy.sample()
                 actions[step], logprobs[step] = action, policy.log_prob(action)
                 values[step] = critic(next_obs).flatten()
             next_obs, reward, terminations, truncations, _ = envs.step(action.numpy())
             rewards[step] = torch.as_tensor(reward)
-            next_obs, next_done = torch.as_tensor(next_obs), torch.Tensor(terminations | truncations)
+            next_obs, next_done = torch.Tensor(next_obs), torch.Tensor(terminations | truncations)
         with torch.no_grad():
             next_value, next_alive, advantage = critic(next_obs).flatten(), 1 - next_done, 0
             advantages = torch.zeros(shape)
@@ -59,13 +69,13 @@ def train(envs, next_obs, iterations):
                 delta = rewards[step] + work.GAMMA * next_value * next_alive - values[step]
                 advantage = delta + work.GAMMA * work.GAE_LAMBDA * next_alive * advantage
                 advantages[step], next_value, next_alive = advantage, values[step], 1 - dones[step]
-        b_obs, b_actions, b_logprobs = obs.flatten(0, 1), actions.flatten(), logprobs.flatten()
+        b_obs, b_actions, b_logprobs = obs.flatten(0, 1), actions.flatten(0, 1), logprobs.flatten()
         b_advantages, b_returns = advantages.flatten(), (advantages + values).flatten()
         b_inds = np.arange(work.BATCH_SIZE)
         for _ in range(work.UPDATE_EPOCHS):
             np.random.shuffle(b_inds)
             for mb_inds in b_inds.reshape(work.NUM_MINIBATCHES, -1):
-                policy = Categorical(logits=actor(b_obs[mb_inds]))
+                policy = distribution(actor(b_obs[mb_inds]))
                 ratio = (policy.log_prob(b_actions[mb_inds]) - b_logprobs[mb_inds]).exp()
                 adv = b_advantages[mb_inds]
                 adv = (adv - adv.mean()) / (adv.std() + 1e-8)

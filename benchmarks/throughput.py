@@ -3,7 +3,7 @@
     python -m benchmarks.throughput
 
 All do the work of `benchmarks/work.py`, in turn, `--rounds` times, with one torch thread per process:
-ppo_clusterenv.py as it is, with `--overlap`, compiled, with workers that yield to the learner, with all environments
+our script as it is, with `--overlap`, compiled, with workers that yield to the learner, with all environments
 on one worker, and on EnvPool (after `pip install envpool`); a loop in CleanRL's style in a single process, on
 SyncVectorEnv and on AsyncVectorEnv; and as the floor under any wall time, as many processes as we have workers that
 step and act, without learning or communicating.
@@ -18,6 +18,7 @@ import signal
 import time
 from dataclasses import dataclass
 
+import gymnasium as gym
 import numpy as np
 import tyro
 
@@ -27,7 +28,7 @@ from .scripts import ROOT, measure, steady
 
 @dataclass
 class Args:
-    env_ids: tuple[str, ...] = ("CartPole-v1", "LunarLander-v3")
+    env_ids: tuple[str, ...] = ("CartPole-v1", "LunarLander-v3", "HalfCheetah-v5")
     """the environments"""
     only: tuple[str, ...] = ()
     """what to measure: names as printed; all if none is given"""
@@ -40,8 +41,10 @@ class Args:
 
 
 def clusterenv(env_id, iterations, timeout, flags=()):
+    is_discrete = isinstance(gym.make(env_id).action_space, gym.spaces.Discrete)
+    script = "ppo_clusterenv.py" if is_discrete else "ppo_continuous_clusterenv.py"
     return steady(
-        ROOT / "ppo_clusterenv.py", "--env-id", env_id, "--total-timesteps", str(iterations * work.BATCH_SIZE),
+        ROOT / script, "--env-id", env_id, "--total-timesteps", str(iterations * work.BATCH_SIZE),
         *work.FLAGS, *flags, timeout=timeout, OMP_NUM_THREADS="1",
     )  # fmt: skip
 

@@ -1,46 +1,68 @@
-"""Training: ppo_clusterenv.py beside CleanRL's ppo.py, same environments, same settings, in turn.
+"""Training: our PPO scripts beside CleanRL's, the same environments in turn.
 
     python -m benchmarks.training --cleanrl path/to/cleanrl/ppo.py
+    python -m benchmarks.training --cleanrl path/to/cleanrl/ppo_continuous_action.py --total-timesteps 1000000
 
-CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file. Both scripts run
-unmodified in this Python, CleanRL's both with torch's default threads and with one. Prints the training steps per
-second that each logs, and the ratio to the faster of CleanRL's two; the median over the rounds.
+CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file. All run in this
+Python, CleanRL's both with torch's default threads and with one. `ppo.py` has as many environments and the same
+settings as ours. `ppo_continuous_action.py` and ours each have their own defaults, with batches of 2048 steps. Prints
+the training steps per second that each logs, the ratio to the faster of CleanRL's two, and the mean return of the last
+100 episodes. Each round has a seed of its own.
 """
 
 import os
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import tyro
 
 from .scripts import ROOT, run
+
+PPO = ["--num-steps", "128", "--num-minibatches", "4", "--update-epochs", "4"]
+SCRIPTS = {  # of CleanRL's: (ours, environment, CleanRL's flags, ours)
+    "ppo.py": (
+        "ppo_clusterenv.py", "LunarLander-v3",
+        [*PPO, "--num-envs", "64"], [*PPO, "--num-workers", "2", "--envs-per-worker", "32"],
+    ),
+    "ppo_continuous_action.py": ("ppo_continuous_clusterenv.py", "HalfCheetah-v5", [], []),
+}  # fmt: skip
 
 
 @dataclass
 class Args:
     cleanrl: Path
-    """path of CleanRL's ppo.py"""
-    env_id: str = "LunarLander-v3"
-    """the environment"""
+    """path of CleanRL's ppo.py or ppo_continuous_action.py"""
+    env_id: str | None = None
+    """the environment; by default LunarLander-v3, or HalfCheetah-v5"""
     total_timesteps: int = 200_000
     """environment steps of each run"""
     rounds: int = 3
     """rounds, each of both scripts in turn"""
+    one_thread: bool = False
+    """run CleanRL's script with one thread only, if that is known to be the faster"""
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    common = ["--env-id", args.env_id, "--total-timesteps", str(args.total_timesteps), "--num-steps", "128"]
-    common += ["--num-minibatches", "4", "--update-epochs", "4"]
-    ratios = []
-    for _ in range(args.rounds):
-        default, single = (
-            run(args.cleanrl, *common, "--num-envs", "64", **variables)[0]
-            for variables in ({}, {"OMP_NUM_THREADS": "1"})
+    if args.cleanrl.name not in SCRIPTS:
+        raise SystemExit(f"--cleanrl must name {' or '.join(SCRIPTS)}, got {args.cleanrl}")
+    script, env_id, theirs, ours = SCRIPTS[args.cleanrl.name]
+    env_id = args.env_id or env_id
+    threads = [{"OMP_NUM_THREADS": "1"}] + [{}] * (not args.one_thread)
+    ratios, returns = [], []
+    for seed in range(1, args.rounds + 1):
+        common = ["--env-id", env_id, "--total-timesteps", str(args.total_timesteps), "--seed", str(seed)]
+        wrapped = ROOT / "benchmarks" / "cleanrl.py", str(args.cleanrl.resolve()), *common, *theirs
+        rates, (summary, *_) = zip(*[run(*wrapped, **variables) for variables in threads], strict=True)
+        clusterenv, own = run(ROOT / script, *common, *ours)
+        ratios.append(clusterenv / max(rates))
+        returns.append((summary["mean_return_100"], own["mean_return_100"]))
+        cleanrl = f"CleanRL, one thread{', default' * len(rates[1:])}: {', '.join(f'{rate:,.0f}' for rate in rates)}"
+        print(
+            f"seed {seed}: {cleanrl}; ClusterEnv {clusterenv:,.0f} steps/s, {ratios[-1]:.2f} times; "
+            f"returns {returns[-1][0]:.0f} and {returns[-1][1]:.0f}",
+            flush=True,
         )
-        clusterenv, _ = run(ROOT / "ppo_clusterenv.py", *common, "--num-workers", "2", "--envs-per-worker", "32")
-        ratios.append(clusterenv / max(default, single))
-        cleanrl = f"CleanRL {default:,.0f}, one thread {single:,.0f}"
-        print(f"{cleanrl}; ClusterEnv {clusterenv:,.0f} steps/s: {ratios[-1]:.2f} times", flush=True)
-    print(f"median ratio {statistics.median(ratios):.2f} ({args.env_id}, 64 environments, {os.cpu_count()} cores)")
+    print(f"median ratio {np.median(ratios):.2f} ({env_id}, {os.cpu_count()} cores), ", end="")
+    print("mean returns {:.0f} and {:.0f}".format(*np.mean(returns, 0)))

@@ -82,7 +82,7 @@ FAILURES = (RuntimeError, TimeoutError, ValueError)
 class Args:
     venvs: Path
     """directory of the peers' virtual environments, made where they are missing"""
-    env_ids: tuple[str, ...] = ("CartPole-v1", "LunarLander-v3")
+    env_ids: tuple[str, ...] = ("CartPole-v1", "LunarLander-v3", "HalfCheetah-v5")
     """the environments"""
     only: tuple[str, ...] = ()
     """what to measure, by name, such as `clusterenv sb3-dummy`; all if none is given"""

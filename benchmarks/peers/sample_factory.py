@@ -3,7 +3,8 @@
     python -m benchmarks.peers.sample_factory CartPole-v1 25
 
 It trains on whichever trajectories have arrived, so a few are older than in plain PPO; one inference process acts for
-both workers. It needs a Gymnasium without LunarLander-v3, and takes LunarLander-v2, which costs much the same.
+both workers. It needs a Gymnasium without LunarLander-v3 and HalfCheetah-v5, and takes LunarLander-v2 and
+HalfCheetah-v4, which cost much the same.
 """
 
 import sys
@@ -34,7 +35,7 @@ def make_env(env_id, cfg=None, env_config=None, render_mode=None):
 
 if __name__ == "__main__":
     env_id, iterations, _ = work.arguments()
-    env_id = env_id.replace("LunarLander-v3", "LunarLander-v2")
+    env_id = {"LunarLander-v3": "LunarLander-v2", "HalfCheetah-v5": "HalfCheetah-v4"}.get(env_id, env_id)
     register_env(env_id, make_env)
     flags = {
         "env": env_id, "train_dir": ".", "device": "cpu", "train_for_env_steps": iterations * work.BATCH_SIZE - 1,

@@ -14,8 +14,8 @@ from tensordict.nn import TensorDictModule
 from torchrl.collectors import MultiSyncCollector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
-from torchrl.envs import GymWrapper
-from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
+from torchrl.envs import DoubleToFloat, GymWrapper
+from torchrl.modules import MLP, AddStateIndependentNormalScale, IndependentNormal, ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
@@ -25,7 +25,8 @@ from benchmarks import work
 def make_envs(env_id):
     env_fns = [partial(gym.make, env_id)] * work.ENVS_PER_WORKER
     envs = gym.vector.SyncVectorEnv(env_fns, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
-    return GymWrapper(envs, categorical_action_encoding=True)
+    envs = GymWrapper(envs, categorical_action_encoding=True)
+    return envs.append_transform(DoubleToFloat()) if envs.observation_spec["observation"].dtype.itemsize == 8 else envs
 
 
 def mlp(num_inputs, num_outputs):
@@ -36,10 +37,15 @@ if __name__ == "__main__":
     env_id, iterations, _ = work.arguments()
     torch.set_num_threads(1)
     env = gym.make(env_id)
-    num_inputs, num_actions = env.observation_space.shape[0], int(env.action_space.n)
+    num_inputs, space = env.observation_space.shape[0], env.action_space
+    if isinstance(space, gym.spaces.Discrete):
+        net, keys, distribution = mlp(num_inputs, int(space.n)), ["logits"], torch.distributions.Categorical
+    else:
+        net = torch.nn.Sequential(mlp(num_inputs, space.shape[0]), AddStateIndependentNormalScale(space.shape[0]))
+        keys, distribution = ["loc", "scale"], IndependentNormal
     actor = ProbabilisticActor(
-        TensorDictModule(mlp(num_inputs, num_actions), in_keys=["observation"], out_keys=["logits"]),
-        in_keys=["logits"], distribution_class=torch.distributions.Categorical, return_log_prob=True,
+        TensorDictModule(net, in_keys=["observation"], out_keys=keys),
+        in_keys=keys, distribution_class=distribution, return_log_prob=True,
     )  # fmt: skip
     critic = ValueOperator(mlp(num_inputs, 1), in_keys=["observation"])
     advantages = GAE(gamma=work.GAMMA, lmbda=work.GAE_LAMBDA, value_network=critic)
