@@ -224,6 +224,13 @@ def test_a_run_is_of_one_job_at_a_time_and_goes_on_where_resume_says(stub):
     assert [path.name for path in run.parent.iterdir()] == [run.name]
 
 
+def test_a_variable_names_another_script(stub):
+    job = stub("--export=ALL,SCRIPT=ppo_continuous_clusterenv.py")
+    job.await_words("began with ppo_continuous_clusterenv.py --launcher slurm --num-workers 2")
+    (job.directory / "go").touch()
+    job.wait()
+
+
 def test_of_an_array_only_the_task_that_was_warned_is_requeued(stub):
     array = stub("--array=0-1")
     tasks = {task["JobId"]: task["ArrayTaskId"] for task in array.wait("RUNNING")}
