@@ -27,7 +27,7 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     """the id of the environment"""
     total_timesteps: Positive = 1000000
     """total timesteps of the experiments"""
-    learning_rate: PositiveNumber = 3e-4
+    learning_rate: PositiveNumber = 2e-3
     """the learning rate of the optimizer"""
     envs_per_worker: Positive = 16
     """the number of parallel game environments on each worker"""
@@ -39,7 +39,7 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     """the discount factor gamma"""
     gae_lambda: Fraction = 0.95
     """the lambda for the general advantage estimation"""
-    num_minibatches: Positive = 32
+    num_minibatches: Positive = 4
     """the number of mini-batches"""
     update_epochs: Positive = 10
     """the K epochs to update the policy"""
