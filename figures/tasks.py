@@ -41,7 +41,7 @@ class Task:
     """The runs of one script in one environment: for each setting, the rows of its seeds and their curves."""
 
     def __init__(self, program, env_id):
-        self.algorithm = program.removesuffix("_clusterenv.py").upper()
+        self.algorithm = program.partition("_")[0].upper()
         self.title = f"{self.algorithm}, {env_id}"
         self.name = f"{self.algorithm}_{env_id}".lower().replace("-", "_")
         self.flags = None  # that all runs have in common: all but their setting's and the seed
