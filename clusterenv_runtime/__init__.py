@@ -28,6 +28,7 @@ from .errors import (
     StartupError,
     WorkerDiedError,
 )
+from .frames import Frames
 from .launchers import Exit, ExternalLauncher, Launcher, LocalLauncher
 from .rollout import Rollout
 
@@ -46,6 +47,7 @@ __all__ = [
     "EpsilonGreedyPolicy",
     "Exit",
     "ExternalLauncher",
+    "Frames",
     "GaussianPolicy",
     "Interrupted",
     "Launcher",

@@ -18,9 +18,10 @@ from gymnasium.vector.utils import create_empty_array
 
 from .codec import Unpacker
 from .errors import ProtocolError
+from .frames import Frames
 from .protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
 from .rollout import OBSERVATIONS, RolloutPart
-from .spaces import leaves_of
+from .spaces import are_stacks, leaves_of
 from .sync import measured_states
 from .trees import leaves, map_tree
 
@@ -42,11 +43,18 @@ class Opener:
         space: the single observation space.
         action_space: the single action space.
         info_keys: what of infos is in a part.
+        frame_stack: which of its observations are stacks, see `are_stacks`.
     """
 
-    def __init__(self, space: Space, action_space: Space, info_keys: Collection[str] = ()) -> None:
+    def __init__(
+        self, space: Space, action_space: Space, info_keys: Collection[str] = (), frame_stack: int | None = None
+    ) -> None:
         self._space, self._action_space, self._example = space, action_space, create_empty_array(space, 1)
-        self._info_keys = info_keys
+        self._info_keys, self._stacks = info_keys, are_stacks(space, frame_stack)
+        self._stack, index = frame_stack, np.empty((1, frame_stack or 0), np.int32)
+        self._sent = map_tree(lambda is_stack, one: index if is_stack else one, self._stacks, self._example)
+        pairs = zip(leaves(self._stacks), leaves(self._example), strict=True)
+        self._frames = [one[0, 0] for is_stack, one in pairs if is_stack]  # of each stack one
 
     def __call__(
         self,
@@ -125,8 +133,32 @@ class Opener:
         if np.any(part.episodes < 0) or np.any(np.diff(part.episodes) <= 0) or not np.all(ended[within]):
             raise ProtocolError("episodes are counted that have not ended")
         for name, leading in zip(OBSERVATIONS, (steps, (ends,), (num_envs,)), strict=True):
-            setattr(part, name, _checked(name, getattr(part, name), self._example, leading))
+            setattr(part, name, _checked(name, getattr(part, name), self._sent, leading))
+        self._unfold(part)
         return part
+
+    def _unfold(self, part: RolloutPart) -> None:
+        """Check the frames of a part, and put stacks of them where their indices are."""
+        if len(part.frames) != len(self._frames):
+            raise ProtocolError(f"frames are of {len(self._frames)} observations, got {len(part.frames)}")
+        stacks = part.rewards.size + len(part.starts) + np.count_nonzero(part.terminations | part.truncations)
+        for frames, one in zip(part.frames, self._frames, strict=True):
+            _check("frames", frames, one.dtype, frames.shape[:1], one.shape)
+            if len(frames) > stacks * self._stack:
+                raise ProtocolError(f"{len(frames)} frames are too many for {stacks} stacks of {self._stack}")
+
+        def stacked(is_stack: bool, index: Any) -> Any:
+            if not is_stack:
+                return index
+            frames = next(remaining)
+            if index.size and not 0 <= index.min() <= index.max() < len(frames):
+                raise ProtocolError(f"observations are of {len(frames)} frames, and say that they are of others")
+            return Frames(frames, index)
+
+        for name in OBSERVATIONS:
+            remaining = iter(part.frames)
+            trees = map_tree(stacked, self._stacks, getattr(part, name))
+            setattr(part, name, trees if name == "observations" else map_tree(np.asarray, trees))  # the others are few
 
     def _check_infos(self, infos: dict[str, Any], size: int) -> None:
         for key, found in infos.items():

@@ -11,7 +11,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from .spaces import observation_spaces
+from .spaces import are_stacks, observation_spaces
+from .trees import leaves
 
 EnvFns = Sequence[Callable[[], gym.Env]] | Callable[[int], VectorEnv]
 
@@ -30,6 +31,7 @@ class Blueprint:
         observation_mode: str | tuple[gym.Space, gym.Space],
         autoreset_mode: str | AutoresetMode,
         info_keys: Sequence[str] = (),
+        frame_stack: int | None = None,
     ) -> None:
         self.steps_together = callable(env_fns)  # a worker's rows are one vector environment, for a policy to act in
         if self.steps_together:
@@ -51,8 +53,12 @@ class Blueprint:
         if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
             raise TypeError(f"info_keys must be a tuple of strings, got {info_keys!r}")
         self.observation_mode, self.autoreset_mode = observation_mode, AutoresetMode(autoreset_mode)
-        self.info_keys = tuple(info_keys)
+        self.info_keys, self.frame_stack = tuple(info_keys), frame_stack
         self._read_spaces()
+        space = self.single_observation_space
+        if frame_stack is not None and not any(leaves(are_stacks(space, frame_stack))):
+            how = "Gymnasium's wrapper FrameStackObservation makes such"
+            raise ValueError(f"frame_stack is {frame_stack!r}, but no observations are so many arrays: {space}; {how}")
 
     def _read_spaces(self) -> None:
         """Build one environment, or all if they differ, to read what they are."""
@@ -94,6 +100,7 @@ class Blueprint:
             "single_observation_space": self.single_observation_space,
             "single_action_space": self.single_action_space,
             "info_keys": self.info_keys,
+            "frame_stack": self.frame_stack,
             # What the user registered here, a worker does not know.
             "registry": {k: v for k, v in gym.registry.items() if not str(v.entry_point).startswith("gymnasium.")},
         }

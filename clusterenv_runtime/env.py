@@ -39,6 +39,7 @@ class ClusterEnv(VectorEnv):
         num_envs: how many environments that one function is to make, in all.
         copy, observation_mode, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
         info_keys: what of the steps' infos is wanted in `Rollout.infos`: numbers, or arrays of one shape.
+        frame_stack: observations that are so many arrays are stacks; a rollout has each frame of them once, as `Frames`.
         log_dir: where the launcher has the workers write ``worker-I.log``; by default to this process's output. With
             "slurm" on a file system that the nodes share: their keys are there, too.
         options: the fields of `clusterenv_runtime.options.ClusterOptions`, which says what they mean. ``launcher`` may
@@ -60,12 +61,13 @@ class ClusterEnv(VectorEnv):
         observation_mode: str | tuple[gym.Space, gym.Space] = "same",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         info_keys: Sequence[str] = (),
+        frame_stack: int | None = None,
         log_dir: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         self.closed = True  # until there is something to close
         parsed, launcher, address = parse_options({"num_workers": num_workers, **options}, log_dir)
-        blueprint = Blueprint(env_fns, num_envs, observation_mode, autoreset_mode, info_keys)
+        blueprint = Blueprint(env_fns, num_envs, observation_mode, autoreset_mode, info_keys, frame_stack)
         blueprint.describe(self)
         self._head = start_head(blueprint, parsed, launcher, address)
         self._pool, self._store = self._head.pool, self._head.store
@@ -218,8 +220,7 @@ class ClusterEnv(VectorEnv):
 
         Raises:
             ResetNeeded, AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
-            ValueError: nothing is published, the observations are not arrays, ``num_steps`` is not positive, or there
-                is no such worker.
+            ValueError: nothing is published, observations are no arrays, ``num_steps`` < 1, or there is no such worker.
         """
         self._assert_idle("send")
         self._collector.assert_can_act("send", num_steps, self._stepper.was_reset)

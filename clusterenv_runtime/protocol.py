@@ -21,7 +21,7 @@ from .codec import MAX_FRAME, Packed
 from .errors import printable
 from .sync import SyncRule
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_DROPPED = 100
 MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `codec.MAX_FRAME`
 

@@ -41,6 +41,7 @@ class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     episodic_returns: np.ndarray  # (num_episodes,) float64
     episodic_lengths: np.ndarray  # (num_episodes,) int64
     params: Any  # (states, ...) the policy's distribution parameters at `sampled_states`
+    frames: tuple[np.ndarray, ...] = ()  # of observations that are stacks each frame once: they are indices, see `fold`
 
     def pack(self, buffers: list[Any]) -> dict[str, Packed]:
         """Return what `protocol.Part` holds, and append the data of the arrays to ``buffers``."""
@@ -51,7 +52,8 @@ class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 class Rollout:
     """``num_steps`` steps of all environments, or of one worker's. There are no dead steps in it.
 
-    Observations are arrays, or for Dict and Tuple spaces dicts and tuples of arrays. Dtypes are the spaces' own.
+    Observations are arrays, or for Dict and Tuple spaces dicts and tuples of arrays. Dtypes are the spaces' own. With
+    ``frame_stack`` those of ``observations`` that are stacks are `Frames`.
     """
 
     rows: np.ndarray  # (num_envs,) int64, which environments these are

@@ -13,6 +13,7 @@ from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array, iterate
 
 from .errors import ProtocolError
+from .frames import Frames
 from .trees import leaves, map_tree
 
 
@@ -65,6 +66,15 @@ def is_batched(space: Space) -> bool:
     if isinstance(space, spaces.Dict | spaces.Tuple):
         return all(map(is_batched, space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces))
     return isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
+
+
+def are_stacks(space: Space, size: int | None) -> Any:
+    """Return of each leaf of ``space`` whether it is a stack of ``size`` frames: a Box of so many arrays."""
+    if isinstance(space, spaces.Dict):
+        return {key: are_stacks(sub, size) for key, sub in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(are_stacks(sub, size) for sub in space.spaces)
+    return isinstance(space, spaces.Box) and len(space.shape) > 1 and space.shape[0] == size
 
 
 def one_of(space: Space) -> Any:
@@ -136,12 +146,14 @@ def join(trees: Sequence[Any], axis: int = 0, copy: bool = False) -> Any:
     return map_tree(lambda *leaves: join_arrays(leaves, axis, copy), *trees)
 
 
-def join_arrays(arrays: Sequence[np.ndarray], axis: int = 0, copy: bool = False) -> np.ndarray:
+def join_arrays(arrays: Sequence[Any], axis: int = 0, copy: bool = False) -> Any:
     """Return arrays along an axis as one, writable. A single one is copied, unless without ``copy`` it is large.
 
     Then it remains a view, such as of a received message, whose memory is nobody else's. A small view would keep all of
     that. Where a frame of a message begins, not every dtype may.
     """
+    if isinstance(arrays[0], Frames):
+        return Frames.join(arrays, axis)
     if len(arrays) > 1:
         return np.concatenate(arrays, axis)
     (array,) = arrays

@@ -20,7 +20,7 @@ PACKAGE = Path(clusterenv_runtime.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up: whoever is below knows nothing of who is above. `name/` is all of a folder.
 LAYERS = [
-    ["errors", "sync", "trees", "processes"],
+    ["errors", "sync", "trees", "frames", "processes"],
     ["codec", "security", "launchers/", "spaces", "policy", "differences"],
     ["backends", "policies"],
     ["protocol", "rollout", "keys", "blueprint"],

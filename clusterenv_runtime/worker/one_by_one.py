@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, iterate
 
 from ..rollout import RolloutPart
-from ..spaces import map_space, merge_rows
+from ..spaces import are_stacks, map_space, merge_rows
 from .connection import End
 from .transitions import Transitions, stack
 
@@ -70,9 +70,11 @@ class EnvsOneByOne(SyncVectorEnv):
         single_observation_space: gym.Space,
         single_action_space: gym.Space,
         info_keys: tuple[str, ...] = (),
+        frame_stack: int | None = None,
         **_: Any,
     ) -> None:
-        self._info_keys, self._batched_actions = info_keys, batch_space(single_action_space, len(env_fns))
+        self._info_keys, self._stacks = info_keys, are_stacks(single_observation_space, frame_stack)
+        self._batched_actions = batch_space(single_action_space, len(env_fns))
         self.infos: list[tuple[int, dict[str, Any]]] = []  # (environment, info) in the order they arose
         mode = observation_mode if observation_mode == "same" else (gym.spaces.Discrete(1), single_observation_space)
         numbered = _Envs(env_fns)
@@ -187,7 +189,7 @@ class EnvsOneByOne(SyncVectorEnv):
                 starts = transitions.terminations[step] | transitions.truncations[step]
                 self._returns[starts] = self._lengths[starts] = 0
         self._observations = deepcopy(now)
-        return transitions.part(actor, stack(space, final_observations), episodes)
+        return transitions.part(actor, stack(space, final_observations), self._stacks, episodes)
 
     def _counted(self, i: int, reward: float, info: dict[str, Any]) -> dict[str, Any] | None:
         """Return the return "r" and length "l" of an episode that has ended; None if it is not to count."""

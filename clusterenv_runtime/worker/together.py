@@ -13,7 +13,7 @@ from gymnasium.vector.utils import create_empty_array
 
 from ..backends import EnvPoolVectorEnv
 from ..rollout import RolloutPart
-from ..spaces import leaves_of, map_space, take
+from ..spaces import are_stacks, leaves_of, map_space, take
 from .transitions import Transitions, stack
 
 if TYPE_CHECKING:
@@ -34,9 +34,10 @@ class EnvsTogether:
         single_observation_space: gym.Space,
         single_action_space: gym.Space,
         info_keys: tuple[str, ...] = (),
+        frame_stack: int | None = None,
         **_: Any,
     ) -> None:
-        self._info_keys = info_keys
+        self._info_keys, self._stacks = info_keys, are_stacks(single_observation_space, frame_stack)
         self.num_envs, self._envs = num_envs, env_fns(num_envs)
         if self._envs.num_envs != num_envs:
             raise RuntimeError(f"the function was asked for {num_envs} environments and made {self._envs.num_envs}")
@@ -125,7 +126,7 @@ class EnvsTogether:
         order = counted[:, 0].argsort()  # by transition, which is not always the order that they came in
         ends = order[counted[order, 0] < transitions.rewards.size]
         final = map_space(lambda *leaves: np.concatenate(leaves)[ends], space, *final_observations)
-        return transitions.part(actor, final, counted[order], step_of)
+        return transitions.part(actor, final, self._stacks, counted[order], step_of)
 
     def _keep_infos(
         self, transitions: Transitions, infos: dict[str, Any], ended: np.ndarray, rows: np.ndarray, steps: np.ndarray

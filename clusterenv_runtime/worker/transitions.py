@@ -8,8 +8,10 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
 
+from ..frames import fold
 from ..rollout import RolloutPart
 from ..spaces import map_space
+from ..trees import map_tree
 
 if TYPE_CHECKING:
     from .actor import Actor
@@ -22,7 +24,7 @@ class Transitions:
     """
 
     def __init__(self, space: gym.Space, observations: Any, num_steps: int, starts: np.ndarray) -> None:
-        self._space, self._starts, shape = space, starts, (num_steps, len(starts))
+        self._starts, shape = starts, (num_steps, len(starts))
         self._found: dict[str, list[tuple[Any, Any]]] = {}  # of infos: (which steps, values)
         # One step further than the rest: what the last step led to.
         self.observations = map_space(
@@ -53,28 +55,41 @@ class Transitions:
         self,
         actor: Actor,
         final_observations: Any,
+        stacks: Any,
         episodes: list[tuple[int, float, int]] | np.ndarray,
         steps: np.ndarray | None = None,
     ) -> RolloutPart:
         """Return what is sent of these steps.
 
-        ``episodes`` are (step * num_envs + environment, return, length); ``steps``, if the actor acted more often than
-        there are steps, says which of its steps each of ours is.
+        ``stacks`` says which observations are stacks of frames, see `are_stacks`. ``episodes`` are (step * num_envs +
+        environment, return, length); ``steps``, if the actor acted more often than there are steps, says which of its
+        steps each of ours is.
         """
         numbers, returns, lengths = np.array(episodes, np.float64).reshape(-1, 3).T
+        frames, found = list[np.ndarray](), list[tuple[Any, Any]]()  # of each leaf: observations, and final ones
+
+        def folded(is_stack: bool, leaf: Any, final: Any) -> int:
+            if is_stack:
+                each, leaf, final = fold(leaf, final, self.terminations | self.truncations)
+                frames.append(each)
+            found.append((leaf, final))
+            return len(found) - 1
+
+        places = map_tree(folded, stacks, self.observations, final_observations)
         return RolloutPart(
             version=actor.version,
             starts=self._starts,
-            observations=map_space(lambda leaf: leaf[:-1], self._space, self.observations),
+            observations=map_tree(lambda place: found[place][0][:-1], places),
             infos=self._infos(),
             rewards=self.rewards,
             terminations=self.terminations,
             truncations=self.truncations,
-            final_observations=final_observations,
-            next_observations=map_space(lambda leaf: leaf[-1], self._space, self.observations),
+            final_observations=map_tree(lambda place: found[place][1], places),
+            next_observations=map_tree(lambda place: found[place][0][-1], places),
             episodes=numbers.astype(np.int64),
             episodic_returns=returns.copy(),
             episodic_lengths=lengths.astype(np.int64),
+            frames=tuple(frames),
             **actor.finish(steps),
         )
 

@@ -1,0 +1,107 @@
+"""Stacks of frames in which each frame is kept once: on the wire, in a rollout, and in a learner's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class Frames:
+    """Stacks ``(..., stack, *frame)``, such as of the last four frames of a game, as an array that gathers them.
+
+    ``frames[i]`` is an array or, after `to`, a tensor of the stacks there, and ``np.asarray(frames)`` one of all. As
+    neighboring stacks share frames, all of it needs a fraction of the memory.
+
+    Args:
+        frames: ``(num_frames, *frame)``, each once.
+        index: ``(..., stack)`` integers, of which frames each stack consists.
+    """
+
+    def __init__(self, frames: Any, index: Any) -> None:
+        self.frames, self.index = frames, index
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.index.shape, *self.frames.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        return self.frames.dtype
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return the stacks at a place, or several places, of the leading axes."""
+        index = self.index[key]
+        if isinstance(self.frames, np.ndarray):
+            return self.frames[index]
+        # Of rows, several times as fast as an index in brackets.
+        return self.frames.index_select(0, index.reshape(-1)).view(*index.shape, *self.frames.shape[1:])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[...], dtype)
+
+    def reshape(self, *shape: int) -> Frames:
+        """Return the same with other leading axes.
+
+        Raises:
+            ValueError: the last ones are not those of a stack.
+        """
+        stack = self.shape[self.index.ndim - 1 :]
+        if shape[len(shape) - len(stack) :] != stack:
+            raise ValueError(f"stacks are {stack}: they cannot be reshaped to {shape}")
+        return Frames(self.frames, self.index.reshape(shape[: len(shape) - len(stack) + 1]))
+
+    def to(self, device: Any) -> Frames:
+        """Return the same of tensors on a torch device: a stack is gathered there."""
+        import torch
+
+        return Frames(torch.as_tensor(self.frames, device=device), torch.as_tensor(self.index, device=device))
+
+    @staticmethod
+    def join(parts: list[Frames], axis: int) -> Frames:
+        """Return the stacks of several, along a leading axis."""
+        firsts = np.cumsum([0, *(len(part.frames) for part in parts[:-1])])
+        index = [part.index + first for part, first in zip(parts, firsts, strict=True)]
+        return Frames(np.concatenate([part.frames for part in parts]), np.concatenate(index, axis))
+
+
+def fold(stacks: np.ndarray, finals: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Take stacks apart, whatever is in them; return the frames, and the indices of the stacks and of the final ones.
+
+    A stack that goes on with the one before adds its last frame, one that repeats a frame only that, and any other all.
+
+    Args:
+        stacks: ``(num_steps + 1, num_envs, stack, *frame)``, of one step after the other.
+        finals: ``(ends, stack, *frame)``, what the steps that ended an episode led to.
+        ended: ``(num_steps, num_envs)`` bool, which these are: ordered as its nonzero().
+    """
+    index = np.empty(stacks.shape[:3], np.int32)
+    final_index = np.empty(finals.shape[:2], np.int32)
+    frames: list[np.ndarray] = []
+    number = 0
+
+    def add(stack: np.ndarray, before: bytes, index_before: np.ndarray, places: np.ndarray) -> None:
+        """Write a stack's index to its places; ``before`` is what of the one before it may be in this one."""
+        nonlocal number
+        if stack[:-1].tobytes() == before:  # several times as fast as comparing arrays
+            places[:-1], new = index_before[1:], stack[-1:]
+        elif (stack == stack[-1]).all():
+            places[:-1], new = number, stack[-1:]
+        else:
+            places[:-1], new = np.arange(number, number + len(stack) - 1), stack
+        number += len(new)
+        places[-1] = number - 1
+        frames.append(new)
+
+    end, before = 0, [b""] * stacks.shape[1]
+    for step, now in enumerate(stacks):
+        for env, stack in enumerate(now):
+            add(stack, before[env], index[step - 1, env], index[step, env])
+            before[env] = stack[1:].tobytes()
+        for env in np.flatnonzero(ended[step]) if step < len(ended) else ():
+            add(finals[end], before[env], index[step, env], final_index[end])
+            end += 1
+    return np.concatenate(frames), index, final_index

@@ -1,0 +1,224 @@
+"""Stacks of frames: what comes out of a rollout in which each frame travels once is what the environments gave."""
+
+import os
+import signal
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers import FrameStackObservation, TransformObservation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames, ProtocolError
+from clusterenv_runtime.answers import Opener
+from clusterenv_runtime.frames import fold
+
+from .envs import assert_same
+from .test_parts import COLLECT, NOW, a_part, packed
+
+
+class Screens(gym.Env):
+    """Frames of noise, some of them black, and episodes that end often."""
+
+    observation_space, action_space = spaces.Box(0, 255, (3, 2), np.uint8), spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._see(), {}
+
+    def step(self, action):
+        terminated, truncated = self.np_random.random(2) < 0.1
+        return self._see(), float(action), bool(terminated), bool(truncated), {}
+
+    def _see(self):
+        return self.np_random.integers(0, 256, (3, 2), np.uint8) * np.uint8(self.np_random.random() < 0.8)
+
+    def pid(self):
+        return os.getpid()
+
+
+def stacked(padding="reset"):
+    return FrameStackObservation(Screens(), 4, padding_type=padding)
+
+
+def with_speed():
+    """A Dict of which one leaf is a stack of frames, one a stack of vectors, and one none."""
+    space = spaces.Dict(screen=spaces.Box(0, 255, (4, 3, 2), np.uint8), last=spaces.Box(0, 255, (4, 2), np.float32),
+                        bottom=spaces.Box(0, 255, (2,), np.uint8))  # fmt: skip
+    return TransformObservation(
+        stacked(), lambda x: {"screen": x, "last": x[:, -1].astype(np.float32), "bottom": x[-1, -1]}, space
+    )
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(24, 2)
+
+    def forward(self, observations):
+        screens = observations["screen"] if isinstance(observations, dict) else observations
+        return self.linear(screens.flatten(1) / 255)
+
+
+@st.composite
+def timelines(draw):
+    """Stacks of steps, and final ones; most go on with the one before, and some do not."""
+    num_steps, num_envs, size = draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    ended = rng.random((num_steps, num_envs)) < 0.3
+    stacks = np.empty((num_steps + 1, num_envs, size, 2), np.uint8)
+    finals = []
+    for step, env in np.ndindex(num_steps + 1, num_envs):
+        frame = rng.integers(0, 3, (1, 2), np.uint8)  # so few that different frames are often the same
+        stack = np.concatenate([stacks[step - 1, env, 1:], frame]) if step else frame.repeat(size, 0)
+        kind = draw(st.sampled_from(["goes on", "goes on", "repeats", "is new"]))
+        if kind != "goes on":
+            stack = frame.repeat(size, 0) if kind == "repeats" else rng.integers(0, 3, (size, 2), np.uint8)
+        stacks[step, env] = stack
+        if step < num_steps and ended[step, env]:
+            finals.append(np.concatenate([stack[1:], frame]) if draw(st.booleans()) else stack[::-1])
+    return stacks, np.array(finals, np.uint8).reshape(-1, size, 2), ended
+
+
+@settings(max_examples=200, deadline=None)
+@given(timelines())
+def test_whatever_the_stacks_are_they_come_back(timeline):
+    stacks, finals, ended = timeline
+    frames, index, final_index = fold(*timeline)
+    assert_same(np.asarray(Frames(frames, index)), stacks)
+    assert_same(frames[final_index], finals)
+    assert len(frames) <= (len(stacks) * stacks.shape[1] + len(finals)) * stacks.shape[2]
+
+
+def test_a_stack_that_goes_on_adds_one_frame_and_an_episode_one():
+    clip = np.arange(9, dtype=np.uint8)[:, None]
+    first, second = clip[:4], clip[1:5]
+    begins = clip[8:9].repeat(4, 0)
+    stacks = np.stack([first, second, begins])[:, None]
+    frames, index, final_index = fold(stacks, clip[None, 2:6], np.array([[False], [True]]))
+    assert frames[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 8]
+    assert index[:, 0].tolist() == [[0, 1, 2, 3], [1, 2, 3, 4], [6, 6, 6, 6]]
+    assert final_index.tolist() == [[2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("make_env", [stacked, partial(stacked, "zero"), with_speed], ids=["reset", "zero", "dict"])
+def test_rollouts_are_those_without(make_env):
+    torch.manual_seed(1)
+    net, rollouts = Net(), []
+    for frame_stack in (None, 4):
+        with ClusterEnv([make_env] * 5, 2, frame_stack=frame_stack, weights="float32") as envs:
+            envs.reset(seed=1)
+            rollouts.append([envs.rollout(CategoricalPolicy(net), 20, overlap=number < 3) for number in range(4)])
+            envs.send(7)
+            rollouts[-1] += [envs.recv(worker)[1] for worker in range(2)]
+            rollouts[-1].append(envs.step(np.ones(5, np.int64))[0])  # nothing is folded there
+    for plain, folded in zip(*rollouts, strict=True):
+        if isinstance(plain, np.ndarray | dict):
+            assert_same(folded, plain)
+            continue
+        screens = folded.observations["screen"] if isinstance(folded.observations, dict) else folded.observations
+        assert isinstance(screens, Frames) and len(screens.frames) < screens.index.size
+        for name in vars(plain):
+            found = getattr(folded, name)
+            if name == "observations":
+                arrays = {key: np.asarray(leaf) for key, leaf in found.items()} if isinstance(found, dict) else found
+                found = np.asarray(found) if arrays is found else arrays
+            assert_same(found, getattr(plain, name))
+    assert sum(len(rollout.final_observations) for rollout in rollouts[0][:4]) > 0
+
+
+def test_a_rollout_is_one_of_gymnasiums_loop():
+    torch.manual_seed(1)
+    policy = CategoricalPolicy(Net())
+    single = SyncVectorEnv([stacked] * 3, autoreset_mode="SameStep")
+    with ClusterEnv([stacked] * 3, 2, frame_stack=4) as envs:
+        seen, _ = single.reset(seed=5)
+        envs.reset(seed=5)
+        rollout = envs.rollout(policy, 40)
+        for step, actions in enumerate(rollout.actions):
+            assert_same(rollout.observations[step], seen)
+            seen, _, terminations, truncations, infos = single.step(actions)
+            assert_same(rollout.terminations[step], terminations)
+        assert_same(rollout.next_observations, seen)
+    single.close()
+
+
+def test_a_replacement_begins_with_stacks_of_its_own():
+    with ClusterEnv([stacked] * 4, 2, frame_stack=4, worker_timeout=5) as envs:
+        envs.reset(seed=1)
+        policy = CategoricalPolicy(Net())
+        envs.rollout(policy, 5)
+        os.kill(envs.call("pid")[0], signal.SIGKILL)
+        rollout = envs.rollout(policy, 5)
+        assert rollout.starts[:2].all()
+        first = rollout.observations[0, :2]
+        assert (first == first[:, -1:]).all()
+
+
+def test_stacks_are_an_array_that_gathers():
+    frames, index = np.arange(12).reshape(6, 2), np.array([[[0, 1], [1, 2]], [[2, 3], [5, 5]], [[3, 4], [0, 0]]])
+    stacks = Frames(frames, index)
+    whole = np.asarray(stacks)
+    assert (stacks.shape, stacks.dtype, len(stacks), whole.shape) == ((3, 2, 2, 2), frames.dtype, 3, (3, 2, 2, 2))
+    flat = stacks.reshape(-1, *stacks.shape[2:])
+    which = np.array([4, 0, 5])
+    assert_same(flat[which], whole.reshape(6, 2, 2)[which])
+    assert_same(stacks[1], whole[1])
+    assert_same(stacks[:, 1], whole[:, 1])
+    tensors = flat.to("cpu")
+    assert torch.equal(tensors[torch.as_tensor(which)], torch.as_tensor(flat[which]))
+    assert torch.equal(tensors[2:4], torch.as_tensor(whole.reshape(6, 2, 2)[2:4]))
+    both = Frames.join([stacks, Frames(frames + 100, index)], axis=1)
+    assert_same(np.asarray(both), np.concatenate([whole, whole + 100], 1))
+    with pytest.raises(ValueError, match=r"stacks are \(2, 2\): they cannot be reshaped to \(3, 8\)"):
+        stacks.reshape(3, 8)
+
+
+@pytest.mark.parametrize("frame_stack", [3, 0, "4"])
+def test_what_is_no_stack_is_refused_in_one_line(frame_stack):
+    with pytest.raises(ValueError, match=f"frame_stack is {frame_stack!r}, but no observations are so many arrays: "):
+        ClusterEnv([stacked], frame_stack=frame_stack)
+
+
+SPACE = spaces.Box(0, 255, (4, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"frames": ()}, "frames are of 1 observations, got 0"),
+        ({"frames": (np.zeros((5, 3), np.int8),)}, "frames must be |u1 (5, 3), got |i1 (5, 3)"),
+        ({"frames": (np.zeros((5, 2), np.uint8),)}, "frames must be |u1 (5, 3), got |u1 (5, 2)"),
+        ({"frames": (np.zeros((), np.uint8),)}, "frames must be"),
+        ({"frames": (np.zeros((4, 3), np.uint8),)}, "are of 4 frames, and say that they are of others"),
+        ({"frames": (np.zeros((0, 3), np.uint8),)}, "are of 0 frames, and say that they are of others"),
+        ({"frames": (np.zeros((10**4, 3), np.uint8),)}, "10000 frames are too many for "),
+        ({"observations": np.full((6, 2, 4), -1, np.int32)}, "are of 5 frames, and say that they are of others"),
+        ({"observations": np.zeros((6, 2, 4), np.int64)}, "observations must be <i4 (6, 2, 4), got <i8 (6, 2, 4)"),
+        ({"observations": np.zeros((6, 2, 4, 3), np.uint8)}, "observations must be <i4 (6, 2, 4), got "),
+        ({"next_observations": np.zeros((2, 5), np.int32)}, "next_observations must be <i4 (2, 4), got <i4 (2, 5)"),
+        ({"frames": "many"}, "a part of a rollout is malformed"),
+    ],
+)
+def test_frames_that_cannot_be_are_refused(fields, says):
+    part = a_part(SPACE)
+    ends = part.final_observations.shape[:1]
+    shapes = {"observations": (6, 2), "next_observations": (2,), "final_observations": ends}
+    indices = {name: np.full((*leading, 4), 4, np.int32) for name, leading in shapes.items()}
+    whole = {"frames": (np.zeros((5, 3), np.uint8),), **indices}
+    opener = Opener(SPACE, spaces.Discrete(2), (), 4)
+
+    def opened(**changed):
+        answer, buffers = packed(part, **whole | changed)
+        return opener(COLLECT, answer, [b"header", *buffers], 2, NOW, NOW)
+
+    assert opened().observations.shape == (6, 2, 4, 3)
+    with pytest.raises(ProtocolError) as caught:
+        opened(**fields)
+    assert says in str(caught.value)
