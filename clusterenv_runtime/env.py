@@ -39,7 +39,7 @@ class ClusterEnv(VectorEnv):
         num_envs: how many environments that one function is to make, in all.
         copy, observation_mode, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
         info_keys: what of the steps' infos is wanted in `Rollout.infos`: numbers, or arrays of one shape.
-        frame_stack: observations that are so many arrays are stacks; a rollout has each frame of them once, as `Frames`.
+        frame_stack: observations of so many arrays are stacks; a rollout has each frame of them once, as `Frames`.
         log_dir: where the launcher has the workers write ``worker-I.log``; by default to this process's output. With
             "slurm" on a file system that the nodes share: their keys are there, too.
         options: the fields of `clusterenv_runtime.options.ClusterOptions`, which says what they mean. ``launcher`` may
