@@ -20,7 +20,7 @@ from gymnasium.spaces import Box
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy
-from clusterenv_runtime.versions import PolicyCopy, PolicyStore
+from clusterenv_runtime.head.versions import PolicyCopy, PolicyStore
 from clusterenv_runtime.worker.actor import Actor
 
 

@@ -33,7 +33,8 @@ class Published(NamedTuple):
 
     version: int = 0
     since: int = 1  # the first version of its structure
-    example: dict[str, Any] = {}  # what it gives at one state, see `Policy.probe`
+    example: dict[str, Any] = {}  # what it gives at one state, see `head.probe`
+    is_identity: bool = True  # whether environments get the actions as they are drawn
 
 
 class Opener:
@@ -126,7 +127,7 @@ class Opener:
         _check("episodes", part.episodes, np.int64, episodes)
         _check("episodic_returns", part.episodic_returns, np.float64, episodes)
         _check("episodic_lengths", part.episodic_lengths, np.int64, episodes)
-        if (fault := fault_of(part, self._action_space)) is not None:
+        if (fault := fault_of(part, self._action_space if policy.is_identity else None)) is not None:
             raise ProtocolError(fault)
         ended = (part.terminations | part.truncations).reshape(-1)
         ends, within = int(np.count_nonzero(ended)), part.episodes[part.episodes < ended.size]  # some go further
@@ -214,8 +215,11 @@ def check_generator(state: bytes) -> None:
         raise ProtocolError(f"the state of its random numbers: {error}") from None
 
 
-def fault_of(part: RolloutPart, action_space: Space) -> str | None:
-    """Say what of a part's values no learner can use, if anything. Observations may be whatever there is."""
+def fault_of(part: RolloutPart, action_space: Space | None, given: Any = None) -> str | None:
+    """Say what of a part's values no learner can use, if anything. Observations may be whatever there is.
+
+    ``given`` is what environments got instead of the actions, if they did. Without a space, neither is looked at.
+    """
     for name in ("logprobs", "params", "states", "extras"):
         floats = [leaf for leaf in leaves(getattr(part, name)) if leaf is not None and leaf.dtype.kind == "f"]
         if any(np.isnan(leaf).any() for leaf in floats):
@@ -223,7 +227,7 @@ def fault_of(part: RolloutPart, action_space: Space) -> str | None:
     for name in ("rewards", "actions", "episodic_returns"):
         if not all(np.isfinite(leaf).all() for leaf in leaves(getattr(part, name))):
             return f"{name} are not all finite"
-    if _are_beyond(action_space, part.actions):
+    if action_space is not None and _are_beyond(action_space, part.actions if given is None else given):
         return f"actions are not of {action_space}"
     return None
 

@@ -52,6 +52,10 @@ class Blueprint:
                 raise ValueError(f"num_envs is {num_envs}, but there are {self.num_envs} env_fns")
         if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
             raise TypeError(f"info_keys must be a tuple of strings, got {info_keys!r}")
+        if masks := [key for key in info_keys if f"_{key}" in info_keys]:
+            raise ValueError(f"info_keys must not have both {masks[0]!r} and '_{masks[0]}', which says where it is")
+        if frame_stack is not None and (type(frame_stack) is not int or frame_stack < 1):
+            raise ValueError(f"frame_stack must be an integer from 1, got {frame_stack!r}")
         self.observation_mode, self.autoreset_mode = observation_mode, AutoresetMode(autoreset_mode)
         self.info_keys, self.frame_stack = tuple(info_keys), frame_stack
         self._read_spaces()

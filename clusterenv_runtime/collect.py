@@ -48,7 +48,8 @@ class Collector:
 
     def publish(self, policy: Policy) -> int:
         """Make the policy's weights the next version, and return its number."""
-        if self._store.publish(policy):
+        seen = self._pool.workers[0].episodes.seen if self._is_batched else None
+        if self._store.publish(policy, seen):
             for worker in self._pool.workers:  # each answers when it has loaded it, and nobody waits for that
                 self._pool.forget([self._pool.ask(worker, Structure(), self._store.structure)])
             self._pool.flush()

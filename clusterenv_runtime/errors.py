@@ -44,3 +44,8 @@ def printable(text: str, most: int = 1000) -> str:
     """Escape in the first of a peer's words what a terminal would obey, such as what moves its cursor; lines stay."""
     text = text if len(text) <= most else f"{text[:most]} [...]"
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
+def one_line(error: BaseException) -> str:
+    """Return what an error is and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,9 @@ from torch.distributions import Distribution, kl_divergence
 from .trees import leaves, map_tree
 
 PASS_ELEMENTS = 2**20  # numbers in the observations of one forward pass at the head, so that its memory is bounded
-PROBES = 256  # actions that are drawn to see whether they are of the action space
 KL_SAMPLES = 64  # actions for each state where the divergence has to be estimated
+
+TORCHS_OWN = vars(nn.Module()).keys()  # the attributes of every module
 
 logger = logging.getLogger(__name__)
 _estimated = set[str]()  # distributions of which that has been said
@@ -74,6 +76,11 @@ class Policy(nn.Module):
         `Rollout.actions` are the actions themselves, whose log-probabilities are exact.
         """
         return actions
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether environments get the actions as they are, as `to_env` is not another."""
+        return type(self).to_env is Policy.to_env
 
     def distribution(self, params: Any) -> Distribution:
         """Return the distribution over actions: what has ``log_prob``, ``(...)`` of parameters ``(..., params)``."""
@@ -143,33 +150,16 @@ class Policy(nn.Module):
             raise ValueError("the policy has no parameters, so there is nothing to learn or to pull")
         if any(map(nn.parameter.is_lazy, [*self.parameters(), *self.buffers()])):
             raise ValueError("the policy has lazy modules that have not seen an input: call it once, then publish it")
-        if wrong := [name for name in self.numbers if not isinstance(getattr(self, name, None), int | float)]:
-            raise ValueError(f"{wrong[0]!r} is among the policy's numbers, but is no number")
+        self.numbers_now()
 
-    @torch.no_grad()
-    def probe(self, observations: Any) -> tuple[dict[str, Any], Any]:
-        """Act on one observation; return what a rollout would hold of it, and what environments would get.
-
-        The first is of arrays ``(1, ...)`` by the names of `RolloutPart`, the second of `PROBES` actions.
-        """
-        params = map_tree(lambda leaf: leaf.cpu(), self.params_at(observations))
-        if any(leaf.isnan().any() for leaf in leaves(params)):
-            raise ValueError("the parameters of its distribution hold NaN: has it diverged?")
-        many = map_tree(lambda leaf: leaf.expand(PROBES, *leaf.shape[1:]), params)
-        with torch.device("cpu"):  # where a worker acts
-            noise = self.noise(1, many, torch.Generator().manual_seed(0))
-            actions = self.act(many, map_tree(lambda leaf: leaf[0], noise))
-            logprobs = self.distribution(many).log_prob(actions)
-            if logprobs.shape != (PROBES,):
-                found = f"log_prob gives {tuple(logprobs.shape)} for {PROBES} actions"
-                raise ValueError(f"{found}, not one number for each: sum over their dimensions")
-            kept = {
-                "params": many, "actions": actions, "logprobs": logprobs, "extras": dict(self.extras(many, actions))
-            }  # fmt: skip
-        arrays = map_tree(lambda leaf: leaf[:1].numpy(), kept)
-        state = self.initial_state(1)
-        arrays["states"] = None if state is None else map_tree(lambda leaf: leaf.numpy(), state)
-        return arrays, map_tree(lambda leaf: leaf.numpy(), self.to_env(actions))
+    def numbers_now(self) -> list[float]:
+        """Return the values of ``numbers``; raise ValueError if one is none."""
+        if isinstance(self.numbers, str):
+            raise ValueError(f"the policy's numbers must be a tuple of names, got {self.numbers!r}")
+        for name in self.numbers:
+            if not isinstance(value := getattr(self, name, None), Real):
+                raise ValueError(f"{name!r} is among the policy's numbers, but is no number: {value!r}")
+        return [float(getattr(self, name)) for name in self.numbers]
 
     @torch.no_grad()
     def divergence(
@@ -238,19 +228,23 @@ class Policy(nn.Module):
         """
         return [tensor.numel() for tensor in self._tensors() if _is_rounded(tensor)]
 
-    def layout(self) -> list[Any]:
-        """Return shape and dtype of what travels with each pull, and the plain attributes of all modules.
+    def layout(self) -> dict[str, Any]:
+        """Return by name the shapes and dtypes of what travels with each pull, and what else the modules consist of.
 
         When these change the policy has another structure. What is among ``numbers`` may change without that.
         """
-        attributes = [
-            (name, value)
-            for module in self.modules()
-            for name, value in vars(module).items()
-            if isinstance(value, int | float | str | None) and not name.startswith("_") and name != "training"
-            if module is not self or name not in self.numbers
-        ]
-        return [*((tensor.shape, tensor.dtype) for tensor in self._tensors()), *attributes]
+        named = [*self.named_parameters(), *self.named_buffers()]
+        found: dict[str, Any] = {"numbers": tuple(self.numbers), "order": tuple(name for name, _ in named)}
+        found |= {f"tensor {name}": (tensor.shape, tensor.dtype) for name, tensor in named}
+        for path, module in self.named_modules():
+            found[f"module {path}"] = type(module)
+            for name, value in vars(module).items():
+                if name in TORCHS_OWN:  # of these hooks alone may do something to what is computed
+                    if name.endswith("_hooks") and value:
+                        found[f"{path}.{name}"] = tuple(map(id, value.values()))
+                elif module is not self or name not in self.numbers:
+                    found[f"{path}.{name}"] = _fixed(value)
+        return found
 
     def with_empty_tensors(self, device: str) -> Policy:
         """Return a copy whose parameters and buffers have shapes but no data, on this device."""
@@ -261,7 +255,11 @@ class Policy(nn.Module):
             new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
 
-        return copy.deepcopy(self, {id(tensor): empty(tensor) for tensor in self._tensors()})
+        memo = {id(tensor): empty(tensor) for tensor in self._tensors()}
+        for module in self.modules():  # what a module keeps of its last forward cannot be copied otherwise
+            kept = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+            memo |= {id(tensor): tensor.detach() for tensor in kept if tensor.grad_fn is not None}
+        return copy.deepcopy(self, memo)
 
     def structure(self) -> Policy:
         """Return a copy whose parameters and buffers have shapes but no data (torch's meta device)."""
@@ -291,6 +289,24 @@ class Policy(nn.Module):
             start = end
         if start != len(flat):
             raise ValueError(f"the weights have {len(flat)} bytes, this policy has {start}")
+
+
+def _fixed(value: Any) -> Any:
+    """Return what is equal for two attributes that are: of numbers, texts, arrays and containers what is in them."""
+    if value is None or isinstance(value, bool | int | str | bytes):
+        return value
+    if isinstance(value, float | np.generic):
+        return repr(value)  # NaN is like NaN
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type != "meta":
+        return value.dtype, value.shape, value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, list | tuple | set | frozenset):
+        items = map(_fixed, value)
+        return type(value), frozenset(items) if isinstance(value, set | frozenset) else tuple(items)
+    if isinstance(value, dict):
+        return tuple((_fixed(key), _fixed(item)) for key, item in value.items())
+    return id(value)
 
 
 def _is_rounded(tensor: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     starts: np.ndarray  # (num_envs,) bool, whether the first observation is the first of an episode
     observations: Any  # (num_steps, num_envs, ...) what the policy acted on
     actions: Any  # (num_steps, num_envs, ...)
-    logprobs: np.ndarray  # (num_steps, num_envs) float32, of the actions under the policy that took them
+    logprobs: np.ndarray  # (num_steps, num_envs) floats, of the actions under the policy that took them
     states: Any  # (num_envs, ...) of the policy before the first step, None if it has none
     extras: dict[str, np.ndarray]  # (num_steps, num_envs, ...) what `Policy.extras` gives
     infos: dict[str, Any]  # for each of ``info_keys`` that has come: which steps had it, (n,) as below, and (n, ...)
@@ -60,7 +60,7 @@ class Rollout:
     starts: np.ndarray  # (num_envs,) bool, whether the first observation is the first of an episode, as after a loss
     observations: Any  # (num_steps, num_envs, ...) what the policy acted on
     actions: Any  # (num_steps, num_envs, ...) what the policy drew, see `Policy.to_env`; a tree if these are
-    logprobs: np.ndarray  # (num_steps, num_envs) float32, of the actions under the policy that took them
+    logprobs: np.ndarray  # (num_steps, num_envs) floats, of the actions under the policy that took them
     states: Any  # (num_envs, ...) of the policy before the first step, at ``starts`` initial ones; None if it has none
     extras: dict[str, np.ndarray]  # (num_steps, num_envs, ...) by the names that `Policy.extras` gives
     infos: dict[str, np.ndarray]  # (num_steps, num_envs, ...) for each of ``info_keys`` that has come; "_key": where

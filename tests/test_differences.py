@@ -13,9 +13,10 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, versions
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.differences import FROM_HELD, FROM_ZEROS, WHOLE, Difference
-from clusterenv_runtime.versions import PolicyCopy, PolicyStore
+from clusterenv_runtime.head import versions
+from clusterenv_runtime.head.versions import PolicyCopy, PolicyStore
 from clusterenv_runtime.worker.actor import Actor
 
 from .envs import CountingEnv

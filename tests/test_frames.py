@@ -180,9 +180,17 @@ def test_stacks_are_an_array_that_gathers():
         stacks.reshape(3, 8)
 
 
-@pytest.mark.parametrize("frame_stack", [3, 0, "4"])
-def test_what_is_no_stack_is_refused_in_one_line(frame_stack):
-    with pytest.raises(ValueError, match=f"frame_stack is {frame_stack!r}, but no observations are so many arrays: "):
+@pytest.mark.parametrize(
+    ("frame_stack", "says"),
+    [
+        (3, "frame_stack is 3, but no observations are so many arrays: "),
+        (0, "frame_stack must be an integer from 1, got 0"),
+        (True, "frame_stack must be an integer from 1, got True"),
+        ("4", "frame_stack must be an integer from 1, got '4'"),
+    ],
+)
+def test_what_is_no_stack_is_refused_in_one_line(frame_stack, says):
+    with pytest.raises(ValueError, match=says):
         ClusterEnv([stacked], frame_stack=frame_stack)
 
 

@@ -14,6 +14,7 @@ from clusterenv_runtime.head.pool import WorkerPool
 from clusterenv_runtime.head.recovery import Recovery
 from clusterenv_runtime.head.supervisor import KILL_S, LOOK_S, REASON_S, Supervisor
 from clusterenv_runtime.head.transport import Received
+from clusterenv_runtime.head.versions import PolicyStore
 from clusterenv_runtime.protocol import (
     PROTOCOL_VERSION,
     Call,
@@ -28,7 +29,6 @@ from clusterenv_runtime.protocol import (
     shared_versions,
 )
 from clusterenv_runtime.sync import SyncRule
-from clusterenv_runtime.versions import PolicyStore
 
 SPACE, ACTIONS = spaces.Box(-1, 1, (1,)), spaces.Discrete(2)
 STARTUP_S, SILENCE_S = 60.0, 30.0

@@ -25,7 +25,7 @@ LAYERS = [
     ["backends", "policies"],
     ["protocol", "rollout", "keys", "blueprint"],
     ["answers"],
-    ["versions", "options"],
+    ["options"],
     ["head/", "worker/"],
     ["stepping", "collect"],
     ["env"],

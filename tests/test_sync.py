@@ -13,11 +13,11 @@ from gymnasium import spaces
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, GaussianPolicy, LocalLauncher
+from clusterenv_runtime.head.versions import PolicyCopy, PolicyStore
 from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.protocol import Collect
 from clusterenv_runtime.spaces import one_of
 from clusterenv_runtime.sync import SyncRule, sampled_states
-from clusterenv_runtime.versions import PolicyCopy, PolicyStore
 
 from .envs import CountingEnv, RandomEnv, assert_same
 from .nets import change, linear
@@ -308,9 +308,10 @@ def test_divergence_is_of_what_workers_do_and_changes_nothing(layer, observation
 def test_of_many_workers_fewer_states_are_kept(num_workers, most):
     class Recording(CategoricalPolicy):
         def divergence(self, observations, behavior_params):
-            self.pairs = list(zip(observations, behavior_params, strict=True))
-            return np.zeros(len(self.pairs))
+            pairs[:] = zip(observations, behavior_params, strict=True)
+            return np.zeros(len(pairs))
 
+    pairs = []
     copies, policy = [PolicyCopy() for _ in range(num_workers)], Recording(linear())
     store = PolicyStore(copies, spaces.Box(-1, 1, (3,)), spaces.Discrete(3), rounds=False)
     store.publish(policy)
@@ -321,7 +322,7 @@ def test_of_many_workers_fewer_states_are_kept(num_workers, most):
         part = SimpleNamespace(version=1, rewards=rewards, observations=states[:, None], params=params, states=None)
         store.acted(copies[-1], part)
         store.publish(policy)
-        ((observations, behavior_params),) = policy.pairs
+        ((observations, behavior_params),) = pairs
         assert len(observations) == expected
         assert np.array_equal(observations, behavior_params)
     assert np.array_equal(observations[[0, -1]], states[[0, -1]])  # evenly spread over the last part

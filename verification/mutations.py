@@ -85,12 +85,12 @@ MUTATIONS = {
         "",
     ),
     "weights are of the version before": (
-        "versions.py",
+        "head/versions.py",
         "self._flat, self._answers = flat,",
         "self._flat, self._answers = getattr(self, '_flat', flat),",
     ),
     "two workers that hold different weights share a difference": (
-        "versions.py",
+        "head/versions.py",
         "self._answers[id(copy.weights)] = answer",
         "self._answers = dict.fromkeys(map(id, [c.weights for c in self._copies]), answer)",
     ),

@@ -33,7 +33,7 @@ TESTS = {
     "protocol.py": ["test_protocol", "test_strangers", "test_security", "test_streaming"],
     "security.py": ["test_security", "test_launchers"],
     "sync.py": ["test_sync"],
-    "versions.py": ["test_differences", "test_sync", "test_verification"],
+    "head/versions.py": ["test_differences", "test_sync", "test_verification"],
     "head/episodes.py": ["test_head", "test_vector_env", "test_verification"],
     "head/failures.py": ["test_head", "test_failures"],
     "head/handle.py": ["test_head", "test_verification", "test_failures"],

@@ -9,8 +9,8 @@ from typing import Any
 from ..answers import Published
 from ..launchers import Exit
 from ..protocol import Message
-from ..versions import PolicyCopy
 from .episodes import Episodes
+from .versions import PolicyCopy
 
 
 class State(enum.Enum):

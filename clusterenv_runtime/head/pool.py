@@ -15,12 +15,12 @@ from ..errors import DeadlineError, Interrupted, StartupError, WorkerDiedError, 
 from ..launchers import Exit, Launcher
 from ..protocol import Call, Close, Collect, Error, Hello, Message, Part, Ping, Pull, Reply, SetAttr
 from ..rollout import RolloutPart
-from ..versions import PolicyStore
 from .failures import to_exception
 from .handle import CONNECTED, PendingRequest, State, WorkerHandle
 from .recovery import Recovery
 from .supervisor import Supervisor
 from .transport import Malformed, Outgoing, Received, Transport
+from .versions import PolicyStore
 
 PING_S = 1.0  # how often the head tries whether workers can be reached
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from ..protocol import Collect, CutOff, Message, Reset, SetAttr, Setup, Step, Structure
 from ..sync import SyncRule
-from ..versions import PolicyStore
 from .handle import PendingRequest, WorkerHandle
+from .versions import PolicyStore
 
 logger = logging.getLogger(__name__)
 Order = tuple[int | None, Message, tuple[Any, ...]]  # seq, if it is known, message and buffers

@@ -16,13 +16,13 @@ from ..launchers import Launcher
 from ..launchers.base import worker_flags
 from ..options import ClusterOptions
 from ..sync import SyncRule
-from ..versions import PolicyStore
 from .episodes import Episodes
 from .handle import WorkerHandle
 from .pool import WorkerPool
 from .recovery import Recovery
 from .supervisor import Supervisor
 from .transport import Transport
+from .versions import PolicyStore
 
 
 class HeadState(msgspec.Struct):

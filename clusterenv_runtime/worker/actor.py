@@ -18,15 +18,15 @@ class Actor:
     """One forward per step, log-probabilities once per rollout. The policy acts in eval mode."""
 
     def __init__(self) -> None:
-        torch.set_num_threads(1)  # workers share their machine with other workers
         self.version = 0  # of the policy held; 0 for none
+        self.state: Any = None  # of the policy, after its last step; None if it has none, or has not begun
         self._held: torch.Tensor | None = None  # the float32 weights that differences are added to
         self._generator = torch.Generator()
 
     def load_structure(self, structure: Policy) -> None:
         """Become a policy of this structure, whose weights are yet to come."""
         self.policy, self.version = structure.with_empty_tensors("cpu").eval(), 0
-        self._held = self._state = None
+        self._held = None
 
     def load_weights(self, message: Weights, buffers: list[Any]) -> None:
         """Become this version; or none, version 0, if what a difference was added to is not what the head believes.
@@ -71,14 +71,16 @@ class Actor:
         self._num_steps, self._num_envs = num_steps, len(starts)
         self._step_params: list[Any] = []
         self._actions: list[Any] = []
-        if self._state is None:  # of another structure, if any
-            self._state = self.policy.initial_state(len(starts))
+        self._given: list[Any] = []
+        initial = self.policy.initial_state(len(starts))
+        if _layout(initial) != _layout(self.state):  # there was none, or that of another policy
+            self.state = initial
         self._begin(starts)
-        self._states = self._state
+        self._states = map_tree(torch.clone, self.state) if self.state is not None else None  # forward may write to it
 
     def _begin(self, starts: np.ndarray) -> None:
-        if self._state is not None and starts.any():
-            self._state = self.policy.started(self._state, torch.from_numpy(starts))
+        if self.state is not None and starts.any():
+            self.state = self.policy.started(self.state, torch.from_numpy(starts))
 
     @torch.inference_mode()
     def act(self, observations: Any, starts: np.ndarray) -> Any:
@@ -88,18 +90,26 @@ class Actor:
         """
         tensors = to_tensor(observations, torch.device("cpu"), self.policy.float_observations)
         step = len(self._actions) % self._num_steps
-        if self._state is None:
+        if self.state is None:
             params = self.policy(tensors)
         else:
             self._begin(starts)
-            params, self._state = self.policy(tensors, self._state)
+            params, self.state = self.policy(tensors, self.state)
         if step == 0:
             self._noise = self.policy.noise(self._num_steps, params, self._generator)
         actions = self.policy.act(params, map_tree(lambda leaf: leaf[step], self._noise))
         self._step_params.append(params)
         self._actions.append(actions)
-        # Copies: the environments may write to them.
-        return map_tree(lambda leaf: leaf.numpy().copy(), self.policy.to_env(actions))
+        # Copies: `to_env` and the environments may write to them.
+        given = map_tree(lambda leaf: leaf.numpy(), self.policy.to_env(map_tree(torch.clone, actions)))
+        if not self.policy.is_identity:
+            self._given.append(map_tree(np.copy, given))
+        return given
+
+    @property
+    def given(self) -> Any:
+        """What the environments have got in this rollout, ``(num_steps, num_envs, ...)``; None if the actions."""
+        return map_tree(lambda *leaves: np.stack(leaves), *self._given) if self._given else None
 
     @torch.inference_mode()
     def finish(self, steps: np.ndarray | None = None) -> dict[str, Any]:
@@ -123,3 +133,8 @@ class Actor:
         arrays = map_tree(lambda leaf: leaf.numpy(), kept)
         arrays["states"] = None if self._states is None else map_tree(lambda leaf: leaf.numpy(), self._states)
         return arrays
+
+
+def _layout(state: Any) -> Any:
+    """Return what two states have in common if one can take the place of the other."""
+    return None if state is None else map_tree(lambda leaf: (leaf.shape, leaf.dtype), state)

@@ -123,6 +123,9 @@ class Worker:
         from .actor import Actor  # brings torch, which a worker that only steps does not need
 
         if self._actor is None:
+            import torch
+
+            torch.set_num_threads(1)  # workers share their machine with other workers
             self._actor = Actor()
             self._actor.seed(self._seed)
         self._actor.load_structure(pickle.loads(structure))
@@ -135,7 +138,7 @@ class Worker:
         self._actor.set_numbers(request.numbers)
         waited, self._connection.waited = self._connection.waited, 0.0
         part = self._envs.collect(self._actor, request.num_steps)
-        if (fault := fault_of(part, self._envs.single_action_space)) is not None:
+        if (fault := fault_of(part, self._envs.single_action_space, self._actor.given)) is not None:
             raise ValueError(fault)
         return protocol.Part(part.pack(out), self._actor.generator_state, waited)
 

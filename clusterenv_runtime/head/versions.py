@@ -12,21 +12,23 @@ import cloudpickle
 import numpy as np
 from gymnasium import Space
 
-from .answers import Published
-from .protocol import Collect, Weights
-from .spaces import check_actions, one_of
-from .sync import KL_STATES, measured_states, sampled_rows, sampled_states
-from .trees import leaves, map_tree
+from ..answers import Published
+from ..errors import one_line
+from ..protocol import Collect, Weights
+from ..sync import KL_STATES, measured_states, sampled_rows, sampled_states
+from ..trees import map_tree
+from .probe import Probed, probe
 
 if TYPE_CHECKING:
     import torch
 
-    from .policy import Policy
-    from .rollout import RolloutPart
+    from ..policy import Policy
+    from ..rollout import RolloutPart
 
 logger = logging.getLogger(__name__)
 ALL_KL_STATES = 8192  # of all workers together, unless that leaves each with fewer than 16
 HELD_BYTES = 2**30  # of all the different weights that workers hold
+MANY_CHANGES = 10  # of the policy's structure, in a row
 
 
 @dataclass
@@ -80,26 +82,39 @@ class PolicyStore:
         self.bytes_sent = 0  # cumulative weight bytes, all workers
         self.mismatches = 0  # how often a worker did not hold what it had been sent
         self._policy: Policy | None = None
-        self._layout: list[Any] = []  # of the policy, see `Policy.layout`
+        self._layout: dict[str, Any] = {}  # of the policy, see `Policy.layout`
+        self._probed: Probed | None = None  # what is known of it
+        self._has_warned, self._changes = False, 0  # in a row, of the structure
 
-    def publish(self, policy: Policy) -> bool:
+    def publish(self, policy: Policy, seen: Any = None) -> bool:
         """Make the current weights of ``policy`` the next version and measure every copy's divergence from them.
 
-        Return whether ``structure`` has changed, so that the workers must be told.
+        Return whether ``structure`` has changed, so that the workers must be told. ``seen`` are some observations of
+        environments, if there are any yet.
 
         Raises:
+            TypeError: it is no `Policy`.
             ValueError: the policy cannot act in these environments. Nothing has changed then.
         """
         if policy is not self._policy:
-            policy.check()
-        layout, structure, example = policy.layout(), self.structure, self.published.example
-        if policy is not self._policy or layout != self._layout or not structure:
-            structure, example = cloudpickle.dumps(policy.structure()), self._probe(policy)
+            _check_policy(policy)
+        layout, structure, probed = policy.layout(), self.structure, self._probed
+        if policy is not self._policy or not structure or self._differences(layout):
+            structure = _structure_of(policy)
+            probed = probe(policy, self._space, self._action_space, seen)
+            if probed.kl_fault is not None and self._needs_kl:
+                text = f"the policy has no KL divergence: {probed.kl_fault}"
+                raise ValueError(f"{text}; define its kl, or do without by sync_mode 'always'")
         flat = policy.flat_weights()
         changed = structure != self.structure  # a new wrapper around the same module is not a new structure
-        self._policy, self._layout, self.structure = policy, layout, structure
+        if changed and self.structure:
+            self._warn_of_changes(layout)
+        else:
+            self._changes = 0
+        self._policy, self._layout, self.structure, self._probed = policy, layout, structure, probed
         self.version += 1
-        self.published = Published(self.version, self.version if changed else self.published.since, example)
+        since = self.version if changed else self.published.since
+        self.published = Published(self.version, since, probed.example, policy.is_identity)
         if changed:
             for copy in self._copies:
                 copy.forget()
@@ -111,39 +126,32 @@ class PolicyStore:
         self._measure(known)
         return changed
 
-    def _probe(self, policy: Policy) -> dict[str, Any]:
-        """Return what a policy gives at one state, see `Policy.probe`; raise ValueError if it does not fit."""
-        try:
-            example, actions = policy.probe(one_of(self._space))
-        except Exception as error:
-            text = f"the policy cannot act on {self._space}: {_line(error)}"
-            kept = "all come as float32" if policy.float_observations else "floats come as float32, others as they are"
-            raise ValueError(f"{text} ({kept}; see its float_observations)") from error
-        check_actions(self._action_space, actions)
-        self._dimensions = sum(leaf[0].size for leaf in leaves(example["actions"]))
-        try:
-            policy.kl(*[policy.to_device(example["params"])] * 2)
-        except Exception as error:
-            if self._needs_kl:
-                text = f"the policy has no KL divergence: {_line(error)}"
-                raise ValueError(f"{text}; define its kl, or do without by sync_mode 'always'") from error
-            self._has_kl = False
-        else:
-            self._has_kl = True
-        return example
+    def _differences(self, layout: dict[str, Any]) -> list[str]:
+        """Return in what a layout is another structure's, besides what changes whenever the policy acts."""
+        keys = (layout.keys() | self._layout.keys()) - self._probed.volatile
+        return [key for key in keys if layout.get(key) != self._layout.get(key)]
+
+    def _warn_of_changes(self, layout: dict[str, Any]) -> None:
+        self._changes += 1
+        if self._changes == MANY_CHANGES and (names := self._differences(layout)):
+            text = "the policy is another with each version, by its %s, so workers get all weights: is that one of its"
+            logger.warning(f"{text} numbers, or a buffer? See docs/policies.md", " and ".join(sorted(names)[:3]))
 
     def _measure(self, copies: list[PolicyCopy]) -> None:
         """Measure how far copies that have acted are from the policy; where that is no number, it stays inf."""
-        if not copies or not self._has_kl:
+        if not copies or self._probed.kl_fault is not None:
             return
         try:
             divergence = self._policy.divergence(*zip(*(copy.recent for copy in copies), strict=True))
-        except (ValueError, IndexError):  # their parameters are no distribution's, or their states no policy's
+        except Exception as error:  # their parameters may be no distribution's, or its own kl may fail
             for copy in copies if len(copies) > 1 else []:
                 self._measure([copy])
+            if len(copies) == 1 and not self._has_warned:
+                self._has_warned = True
+                logger.warning("a worker's divergence could not be measured, so it pulls: %s", one_line(error))
         else:
             for copy, nats in zip(copies, divergence, strict=True):
-                copy.divergence = float(nats) / self._dimensions
+                copy.divergence = float(nats) / self._probed.dimensions
 
     def acted(self, copy: PolicyCopy, part: RolloutPart) -> None:
         """Keep some of what a worker saw in its part of a rollout, and its policy's distribution parameters there."""
@@ -158,7 +166,8 @@ class PolicyStore:
     def _sampled(self, part: RolloutPart) -> tuple[Any, Any]:
         sent = measured_states(*part.rewards.shape, in_sequence=False)
         chosen = sampled_states(len(sent), self._most)
-        seen = map_tree(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[sent[chosen]], part.observations)
+        size = part.rewards.size
+        seen = map_tree(lambda leaf: leaf.reshape(size, *leaf.shape[2:])[sent[chosen]], part.observations)
         return seen, map_tree(lambda leaf: leaf[chosen], part.params)
 
     def _in_sequence(self, part: RolloutPart) -> tuple[Any, Any, np.ndarray, Any]:
@@ -182,7 +191,7 @@ class PolicyStore:
         """
         known = [copy.divergence for copy in copies if copy.measured]
         mean = float(np.mean(known)) if known else math.inf
-        numbers = [float(getattr(self._policy, name)) for name in self._policy.numbers]  # as they are now
+        numbers = self._policy.numbers_now()
         return [Collect(int(num_steps), self.version, copy.measured, mean, numbers) for copy in copies]
 
     def pull(self, copy: PolicyCopy, version: int) -> tuple[Weights, list[Any]]:
@@ -206,7 +215,7 @@ class PolicyStore:
 
     def _encode(self, copy: PolicyCopy) -> Answer:
         """Make what takes a worker from what it holds to the published version: once for all that hold the same."""
-        from .differences import WHOLE, Difference, checksum  # brings torch, as the policy has by now
+        from ..differences import WHOLE, Difference, checksum  # brings torch, as the policy has by now
 
         sizes = self._policy.rounded_sizes
         weights, others = self._policy.split_weights(self._flat)
@@ -238,6 +247,18 @@ class PolicyStore:
             copy.pulls = pulls
 
 
-def _line(error: Exception) -> str:
-    """Return the beginning of what an error says."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+def _check_policy(policy: Any) -> None:
+    from ..policy import Policy  # brings torch, as every policy does
+
+    if not isinstance(policy, Policy):
+        found = policy.__name__ if isinstance(policy, type) else type(policy).__name__
+        raise TypeError(f"a Policy is wanted, such as CategoricalPolicy(actor), got {found}; see docs/policies.md")
+    policy.check()
+
+
+def _structure_of(policy: Policy) -> bytes:
+    """Return a policy without its weights as it travels; raise ValueError if it cannot."""
+    try:
+        return cloudpickle.dumps(policy.structure())
+    except Exception as error:
+        raise ValueError(f"the policy cannot be sent to workers: {one_line(error)}") from error
