@@ -19,7 +19,8 @@ class EnvPoolVectorEnv(VectorEnv):
     """EnvPool's environments, each with its own seed, that are reset when asked (Gymnasium's disabled autoreset).
 
     EnvPool fixes the seeds when it makes the environments, so they are made at the first `reset`, and at each with
-    seeds; where a seed is None, with a random one. Of the options there is only ``reset_mask``.
+    seeds; where a seed is None, with a random one. Of the options there is only ``reset_mask``, of environments whose
+    episode has ended. Atari's infos have the statistics of whole games, see `_count`.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}
@@ -50,17 +51,33 @@ class EnvPoolVectorEnv(VectorEnv):
             mask = None
         if mask is None:
             self._observations, infos = self._pool.reset()
+            self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
         else:
-            space = self.single_observation_space
-            some, infos = self._pool.reset(np.flatnonzero(mask).astype(np.int32))
+            space, rows = self.single_observation_space, np.flatnonzero(mask).astype(np.int32)
+            # A step after the last one resets, whatever the action. EnvPool's `reset` would begin a new game of Atari
+            # where only a life was lost.
+            some, _, _, _, infos = self._pool.step(np.zeros_like(self.action_space.sample()[rows]), rows)
             self._observations = map_space(np.copy, space, self._observations)  # the user has the one from before
             for leaf, new in zip(*leaves_of(space, self._observations, some), strict=True):
                 leaf[mask] = new
         return self._observations, infos
 
     def step(self, actions: Any) -> Any:
-        self._observations, *result = self._pool.step(actions)
-        return self._observations, *result
+        self._observations, rewards, terminations, truncations, infos = self._pool.step(actions)
+        if "reward" in infos:
+            self._count(infos, truncations)
+        return self._observations, rewards, terminations, truncations, infos
+
+    def _count(self, infos: dict[str, Any], truncations: np.ndarray) -> None:
+        """Add the return, of rewards that are not clipped, and the length of games that are over, as Gymnasium has it.
+
+        An episode may be one of several lives in a game.
+        """
+        self._returns += infos["reward"]
+        self._lengths += 1
+        over = infos["terminated"].astype(bool) | truncations
+        infos |= {"episode": {"r": self._returns.copy(), "l": self._lengths.copy()}, "_episode": over}
+        self._returns[over] = self._lengths[over] = 0
 
     def close_extras(self, **_: Any) -> None:
         if self._pool is not None:

@@ -43,12 +43,13 @@ class Frames:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[...], dtype)
 
-    def reshape(self, *shape: int) -> Frames:
-        """Return the same with other leading axes.
+    def reshape(self, *shape: Any) -> Frames:
+        """Return the same with other leading axes; ``shape`` is as NumPy takes it.
 
         Raises:
             ValueError: the last ones are not those of a stack.
         """
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
         stack = self.shape[self.index.ndim - 1 :]
         if shape[len(shape) - len(stack) :] != stack:
             raise ValueError(f"stacks are {stack}: they cannot be reshaped to {shape}")

@@ -16,11 +16,12 @@ SCRIPTS = {
     "PPO": "ppo_clusterenv",
     "Continuous PPO": "ppo_continuous_clusterenv",
     "PPO with memory": "ppo_lstm_clusterenv",
+    "PPO on Atari": "ppo_atari_clusterenv",
     "DQN": "dqn_clusterenv",
 }
 HEAD = """# Flags
 
-Of the four scripts. Hyphens and underscores are both accepted, booleans as `--x`, `--no-x`, `--x=True` and
+Of the five scripts. Hyphens and underscores are both accepted, booleans as `--x`, `--no-x`, `--x=True` and
 `--x=False`. This page is generated from the code: `python -m docs.flags > docs/flags.md`.
 """
 

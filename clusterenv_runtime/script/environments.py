@@ -20,12 +20,15 @@ EnvFn = Callable[[], gym.Env]
 NEUTRAL = "RecordEpisodeStatistics", "PassiveEnvChecker", "OrderEnforcing"  # wrappers that change no step
 
 
-def by_backend(args: Any, env_fns: list[EnvFn]) -> Any:
-    """Return what `ClusterEnv` takes: these, or with another --env-backend the one function that makes them all."""
+def by_backend(args: Any, env_fns: list[EnvFn], **envpool: Any) -> Any:
+    """Return what `ClusterEnv` takes: these, or with another --env-backend the one function that makes them all.
+
+    ``envpool`` are arguments of EnvPool's environments.
+    """
     if args.env_backend == "gymnasium":
         return env_fns
-    threads = {"num_threads": args.env_threads} if args.env_backend == "envpool" else {}
-    return partial(make_vec, args.env_backend, args.env_id, **threads)
+    arguments = {"num_threads": args.env_threads, **envpool} if args.env_backend == "envpool" else {}
+    return partial(make_vec, args.env_backend, args.env_id, **arguments)
 
 
 def make_here(args: Any, env_fns: list[EnvFn]) -> VectorEnv:
@@ -34,11 +37,14 @@ def make_here(args: Any, env_fns: list[EnvFn]) -> VectorEnv:
     return made(len(env_fns)) if callable(made) else SyncVectorEnv(made)
 
 
-def read_spaces(args: Any, make_env: Callable[..., EnvFn]) -> tuple[gym.Space, gym.Space]:
-    """Return the spaces of an environment's observations and actions; if there can be none, exit with one line."""
+def read_spaces(args: Any, make_env: Callable[..., EnvFn], like_envpool: bool = False) -> tuple[gym.Space, gym.Space]:
+    """Return the spaces of an environment's observations and actions; if there can be none, exit with one line.
+
+    ``like_envpool``: what ``make_env`` does to an environment, EnvPool does to its own.
+    """
     try:
         env = make_here(args, [make_env(args.env_id, 1, False, "")])
-        if args.env_backend != "gymnasium":
+        if args.env_backend != "gymnasium" and not (like_envpool and args.env_backend == "envpool"):
             check_plain(args, make_env)
     except (ModuleNotFoundError, gym.error.Error) as error:
         check(False, error)

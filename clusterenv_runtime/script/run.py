@@ -75,7 +75,7 @@ class Run:
         enough = args.total_timesteps >= self.global_step
         done = f"the {self.global_step} steps that {args.resume} has done"
         check(enough, f"--total-timesteps {args.total_timesteps} must be at least {done}")
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
+        name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
         self.name = args.resumed_name or args.run_name or name
         self.directory = f"runs/{self.name}"
         self.log_dir = f"{self.directory}/workers"

@@ -81,6 +81,7 @@ class EnvsTogether:
         (places,) = leaves_of(space, transitions.observations)
         final_observations = [_take(space, self._observations, slice(0))]
         episodes: list[np.ndarray] = [np.empty((0, 3))]  # as `Transitions.part` takes them; those beyond it come last
+        ends: list[np.ndarray] = [np.empty(0, np.int64)]  # the transitions that ended one; not each may count
         actor.start(num_steps, starts)
         aligned, step, count = self._mode != AutoresetMode.NEXT_STEP, 0, np.zeros(num_envs, np.int64)
         # Which of the actor's steps each transition was.
@@ -111,7 +112,11 @@ class EnvsTogether:
             if ended.any():
                 rows = np.flatnonzero(ended)
                 numbers = (count[rows] - 1) * num_envs + rows
-                episodes.append(np.stack([numbers, self._returns[rows], self._lengths[rows]], 1))
+                ends.append(numbers)
+                # Environments that count their own episodes know better than the sum of rewards.
+                counts = info.get("_episode", ended)[rows]
+                own = info.get("episode", {"r": self._returns, "l": self._lengths})
+                episodes.append(np.stack([numbers, own["r"][rows], own["l"][rows]], 1)[counts])
                 final = info["final_obs"] if self._mode == AutoresetMode.SAME_STEP else seen
                 final_observations.append(self._of_space(_take(space, final, rows)))
                 self._returns[ended] = self._lengths[ended] = 0
@@ -122,11 +127,11 @@ class EnvsTogether:
                 self._dead = ended
             self._observations = self._of_space(seen)
             step += 1
-        counted = np.concatenate(episodes)
-        order = counted[:, 0].argsort()  # by transition, which is not always the order that they came in
-        ends = order[counted[order, 0] < transitions.rewards.size]
-        final = map_space(lambda *leaves: np.concatenate(leaves)[ends], space, *final_observations)
-        return transitions.part(actor, final, self._stacks, counted[order], step_of)
+        counted, all_ends = np.concatenate(episodes), np.concatenate(ends)
+        order = all_ends.argsort()  # by transition, which is not always the order that they came in
+        within = order[all_ends[order] < transitions.rewards.size]
+        final = map_space(lambda *leaves: np.concatenate(leaves)[within], space, *final_observations)
+        return transitions.part(actor, final, self._stacks, counted[counted[:, 0].argsort()], step_of)
 
     def _keep_infos(
         self, transitions: Transitions, infos: dict[str, Any], ended: np.ndarray, rows: np.ndarray, steps: np.ndarray

@@ -1,0 +1,137 @@
+"""The script for Atari, run as a user runs it, and what its environments do."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import ppo_atari_clusterenv as script
+from clusterenv_runtime import make_vec
+from clusterenv_runtime.worker.one_by_one import EnvsOneByOne
+from clusterenv_runtime.worker.together import EnvsTogether
+
+from . import scripts
+from .scripts import scalars
+from .test_ppo_clusterenv import METRICS, SUMMARY
+
+SCRIPT = "ppo_atari_clusterenv.py"
+TINY = ["--env-id", "ALE/Breakout-v5", "--envs-per-worker", "1", "--num-steps", "16", "--num-minibatches", "2"]
+TINY += ["--update-epochs", "1", "--total-timesteps", "96", "--eval-episodes", "1", "--no-save-model"]
+EXACT = ["--sync-mode", "always", "--weights", "float32"]
+
+
+@pytest.fixture(scope="module")
+def always(tmp_path_factory):
+    return scripts.train(SCRIPT, tmp_path_factory.mktemp("always"), *TINY, *EXACT)
+
+
+def test_run_leaves_summary_and_logs(always):
+    folder, summary = always
+    assert set(summary) >= SUMMARY
+    assert (summary["global_step"], summary["pulls_per_worker"]) == (96, 3)
+    assert folder.name.startswith("ALE-Breakout-v5__ppo_atari_clusterenv__1__")
+    assert set(scripts.events_of(folder).Tags()["scalars"]) >= {tag for tag in METRICS if "episodic" not in tag}
+
+
+def test_what_the_learner_computes_is_what_acted(always, tmp_path):
+    """At lag 0 the proximal policy is the behavior policy."""
+    plain, _ = scripts.train(SCRIPT, tmp_path, *TINY, *EXACT, "--no-decoupled")
+    losses = [scalars(folder, "losses/policy_loss") for folder in (always[0], plain)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def play(training):
+    """Play two games of Breakout at random; return what each step gave."""
+    env = script.make_env("ALE/Breakout-v5", 0, False, "", training)()
+    rng, steps, games = np.random.default_rng(1), [], 0
+    env.reset(seed=1)
+    while games < 2:
+        _, reward, terminated, truncated, info = env.step(rng.integers(4))
+        steps.append((reward, terminated, info["lives"], info.get("episode")))
+        games += "episode" in info
+        if terminated or truncated:
+            env.reset()
+    env.close()
+    return steps
+
+
+def test_an_episode_is_a_life_and_the_statistics_are_of_games():
+    steps = play(training=True)
+    assert [lives for _, terminated, lives, _ in steps if terminated] == [4, 3, 2, 1, 0] * 2
+    assert {reward for reward, *_ in steps} == {0, 1}
+    ends = [number for number, step in enumerate(steps) if step[3] is not None]
+    games = [steps[: ends[0] + 1], steps[ends[0] + 1 :]]
+    clipped = [sum(reward for reward, *_ in game) for game in games]
+    assert sum(clipped) > 0 and all(game[-1][3]["r"] >= sum_ for game, sum_ in zip(games, clipped, strict=True))
+
+
+def test_evaluated_are_whole_games():
+    assert [lives for _, terminated, lives, _ in play(training=False) if terminated] == [0, 0]
+
+
+class AtRandom:
+    """Stands in for an `Actor`."""
+
+    version = 1
+
+    def __init__(self, num_actions):
+        self.rng, self.num_actions = np.random.default_rng(1), num_actions
+
+    def start(self, num_steps, starts):
+        self.actions = []
+
+    def act(self, observations, starts):
+        self.actions.append(self.rng.integers(self.num_actions, size=len(starts)))
+        return self.actions[-1]
+
+    def finish(self, steps):
+        shape = len(self.actions), len(self.actions[0])
+        return {"actions": np.array(self.actions), "logprobs": np.zeros(shape, np.float32), "states": None,
+                "extras": {}, "params": np.zeros((1, 2), np.float32)}  # fmt: skip
+
+
+def test_a_step_is_a_quarter_of_the_bytes_of_its_stack():
+    make_env = script.make_env("ALE/Breakout-v5", 0, False, "")
+    env = make_env()
+    envs = EnvsOneByOne([make_env] * 2, "same", "NextStep", env.observation_space, env.action_space, frame_stack=4)
+    envs.reset(seed=[1, 2])
+    buffers = []
+    envs.collect(AtRandom(4), 128).pack(buffers)
+    envs.close()
+    assert sum(map(len, buffers)) / 256 < 7400 < 4 * 84 * 84 / 3
+
+
+def test_envpools_lives_go_on_and_its_games_are_counted():
+    pytest.importorskip("envpool")
+    arguments = {"episodic_life": True, "reward_clip": True}
+    one = make_vec("envpool", "Breakout-v5", 1)
+    envs = EnvsTogether(
+        lambda num_envs: make_vec("envpool", "Breakout-v5", num_envs, **arguments), 2, one.single_observation_space,
+        one.single_action_space, ("lives",), 4,
+    )  # fmt: skip
+    envs.reset(seed=[1, 2], options=None)
+    part = envs.collect(AtRandom(4), 600)
+    envs.close()
+    ended = part.terminations | part.truncations
+    where, lives = part.infos["lives"]
+    lives = dict(zip(where.tolist(), lives.tolist(), strict=True))
+    for env in range(2):
+        found = [lives[step * 2 + env] for step in np.flatnonzero(ended[:, env])]
+        assert len(found) > 5 and found == ([4, 3, 2, 1, 0] * len(found))[: len(found)]
+    counted = [number for number in np.flatnonzero(ended) if lives[number] == 0]
+    assert part.episodes.tolist() == counted
+    assert len(part.final_observations) == ended.sum() > len(counted)
+    returns = [part.rewards[:, env].sum() for env in range(2)]
+    assert part.episodic_returns.sum() >= 0 and sum(returns) > 0
+
+
+def test_without_ale_there_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(gym.envs.registration, "registry", {})
+    says = "Namespace ALE not found. Have you installed the proper package for ALE?"
+    scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, TINY, says)
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+def test_what_is_no_game_of_ataris_is_one_line(tmp_path, monkeypatch, env_id):
+    scripts.check_refusal_here(
+        monkeypatch, SCRIPT, tmp_path, [*TINY, "--env-id", env_id], f"Atari's games, such as ALE/Pong-v5, got {env_id}"
+    )
