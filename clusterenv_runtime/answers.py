@@ -21,7 +21,7 @@ from .errors import ProtocolError
 from .frames import Frames
 from .protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
 from .rollout import OBSERVATIONS, RolloutPart
-from .spaces import are_stacks, leaves_of
+from .spaces import are_stacks, leaves_of, map_space
 from .sync import measured_states
 from .trees import leaves, map_tree
 
@@ -53,9 +53,14 @@ class Opener:
         self._space, self._action_space, self._example = space, action_space, create_empty_array(space, 1)
         self._info_keys, self._stacks = info_keys, are_stacks(space, frame_stack)
         self._stack, index = frame_stack, np.empty((1, frame_stack or 0), np.int32)
-        self._sent = map_tree(lambda is_stack, one: index if is_stack else one, self._stacks, self._example)
-        pairs = zip(leaves(self._stacks), leaves(self._example), strict=True)
-        self._frames = [one[0, 0] for is_stack, one in pairs if is_stack]  # of each stack one
+        self._frames: list[np.ndarray] = []  # of each stack one
+
+        def sent(is_stack: bool, one: Any) -> Any:
+            if is_stack:
+                self._frames.append(one[0, 0])
+            return index if is_stack else one
+
+        self._sent = map_space(sent, space, self._stacks, self._example)
 
     def __call__(
         self,

@@ -161,6 +161,16 @@ def test_a_replacement_begins_with_stacks_of_its_own():
         assert (first == first[:, -1:]).all()
 
 
+def test_a_text_beside_stacks_can_be_stepped():
+    def make_env():
+        space = spaces.Dict(screen=stacked().observation_space, mission=spaces.Text(8))
+        return TransformObservation(stacked(), lambda x: {"screen": x, "mission": "go"}, space)
+
+    with ClusterEnv([make_env] * 2, 1, frame_stack=4) as envs:
+        assert envs.reset(seed=1)[0]["mission"] == ("go", "go")
+        assert envs.step(np.zeros(2, np.int64))[0]["screen"].shape == (2, 4, 3, 2)
+
+
 def test_stacks_are_an_array_that_gathers():
     frames, index = np.arange(12).reshape(6, 2), np.array([[[0, 1], [1, 2]], [[2, 3], [5, 5]], [[3, 4], [0, 0]]])
     stacks = Frames(frames, index)
