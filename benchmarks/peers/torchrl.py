@@ -10,12 +10,12 @@ from functools import partial
 
 import gymnasium as gym
 import torch
-from tensordict.nn import TensorDictModule
+from tensordict.nn import AddStateIndependentNormalScale, TensorDictModule
 from torchrl.collectors import MultiSyncCollector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.envs import DoubleToFloat, GymWrapper
-from torchrl.modules import MLP, AddStateIndependentNormalScale, IndependentNormal, ProbabilisticActor, ValueOperator
+from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
