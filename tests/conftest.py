@@ -54,6 +54,16 @@ def workers():
     return worker_commands
 
 
+@pytest.fixture(autouse=True)
+def own_signal_handlers():
+    """Put back what a script that ran in this process has set: the next test has its own."""
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_worker_left_behind():
     yield
