@@ -140,14 +140,13 @@ class Opener:
             raise ProtocolError("episodes are counted that have not ended")
         for name, leading in zip(OBSERVATIONS, (steps, (ends,), (num_envs,)), strict=True):
             setattr(part, name, _checked(name, getattr(part, name), self._sent, leading))
-        self._unfold(part)
+        self._unfold(part, ended.size + num_envs + ends)
         return part
 
-    def _unfold(self, part: RolloutPart) -> None:
-        """Check the frames of a part, and put stacks of them where their indices are."""
+    def _unfold(self, part: RolloutPart, stacks: int) -> None:
+        """Check the frames of a part, and put that many stacks of them where their indices are."""
         if len(part.frames) != len(self._frames):
             raise ProtocolError(f"frames are of {len(self._frames)} observations, got {len(part.frames)}")
-        stacks = part.rewards.size + len(part.starts) + np.count_nonzero(part.terminations | part.truncations)
         for frames, one in zip(part.frames, self._frames, strict=True):
             _check("frames", frames, one.dtype, frames.shape[:1], one.shape)
             if len(frames) > stacks * self._stack:

@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector.utils import batch_space, create_empty_array
 
 from .spaces import leaves_of, map_space
 
@@ -56,7 +56,7 @@ class EnvPoolVectorEnv(VectorEnv):
             space, rows = self.single_observation_space, np.flatnonzero(mask).astype(np.int32)
             # A step after the last one resets, whatever the action. EnvPool's `reset` would begin a new game of Atari
             # where only a life was lost.
-            some, _, _, _, infos = self._pool.step(np.zeros_like(self.action_space.sample()[rows]), rows)
+            some, _, _, _, infos = self._pool.step(create_empty_array(self.single_action_space, len(rows)), rows)
             self._observations = map_space(np.copy, space, self._observations)  # the user has the one from before
             for leaf, new in zip(*leaves_of(space, self._observations, some), strict=True):
                 leaf[mask] = new

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, one_line
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{64})\.pt")
@@ -131,7 +131,7 @@ def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
         except OSError as error:
             problem = error.strerror
         except Exception as error:  # whatever somebody's file makes torch raise
-            problem = f"it is not of a run: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            problem = f"it is not of a run: {one_line(error)}"
         logger.warning("skipped the checkpoint %s: %s", path, problem)
     damaged = f"all {len(checkpoints)} checkpoints in {directory} are damaged"
     raise CheckpointError(damaged if checkpoints else f"there is no checkpoint in {directory}")

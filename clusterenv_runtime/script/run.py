@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from ..env import ClusterEnv
-from ..errors import RunLockedError
+from ..errors import RunLockedError, one_line
 from ..rollout import Rollout
 from .arguments import check, resume_command
 from .checkpoint import replaced, rng_state, save_checkpoint, save_model, set_rng_state
@@ -130,7 +130,7 @@ class Run:
         try:
             load()
         except Exception as error:
-            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            why = one_line(error)
             check(False, f"{self.args.resume} cannot be resumed: its {name!r} does not fit: {why}")
 
     def save(self) -> None:

@@ -11,7 +11,7 @@ from ..differences import FROM_HELD, WHOLE, Difference, checksum
 from ..policy import Policy, to_tensor
 from ..protocol import Weights
 from ..sync import measured_states
-from ..trees import map_tree
+from ..trees import leaves, map_tree
 
 
 class Actor:
@@ -102,14 +102,17 @@ class Actor:
         self._actions.append(actions)
         # Copies: `to_env` and the environments may write to them.
         given = map_tree(lambda leaf: leaf.numpy(), self.policy.to_env(map_tree(torch.clone, actions)))
-        if not self.policy.is_identity:
+        if not self.policy.is_identity and any(leaf.dtype.kind in "iu" for leaf in leaves(given)):
             self._given.append(map_tree(np.copy, given))
         return given
 
     @property
     def given(self) -> Any:
-        """What the environments have got in this rollout, ``(num_steps, num_envs, ...)``; None if the actions."""
-        return map_tree(lambda *leaves: np.stack(leaves), *self._given) if self._given else None
+        """What the environments have got in this rollout, ``(num_steps, num_envs, ...)``.
+
+        None if that is the actions, or holds no integers, of which alone some may be wrong.
+        """
+        return map_tree(lambda *each: np.stack(each), *self._given) if self._given else None
 
     @torch.inference_mode()
     def finish(self, steps: np.ndarray | None = None) -> dict[str, Any]:
