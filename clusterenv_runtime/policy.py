@@ -80,7 +80,7 @@ class Policy(nn.Module):
     @property
     def is_identity(self) -> bool:
         """Whether environments get the actions as they are, as `to_env` is not another."""
-        return type(self).to_env is Policy.to_env
+        return getattr(self.to_env, "__func__", None) is Policy.to_env
 
     def distribution(self, params: Any) -> Distribution:
         """Return the distribution over actions: what has ``log_prob``, ``(...)`` of parameters ``(..., params)``."""

@@ -1,0 +1,333 @@
+"""Whether a policy can act is known before anybody does, and when it has become another."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+from torch.distributions import Normal
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
+from clusterenv_runtime.head.versions import PolicyCopy, PolicyStore
+
+from .envs import CountingEnv
+from .nets import linear
+
+
+class Number(CategoricalPolicy):
+    numbers = ("temperature",)
+
+
+class Vector(CategoricalPolicy):
+    def distribution(self, params):
+        return Normal(params, 1)
+
+
+class Nothing(nn.Module):
+    def forward(self, x):
+        return torch.zeros(len(x), 2)
+
+
+def Silly(method, does=None):  # noqa: N802
+    """A policy one method of which does something else, or raises."""
+
+    def fail(self, *_):
+        raise RuntimeError("silly")
+
+    fail.__code__ = fail.__code__.replace(co_name=method)
+    return type("Silly", (CategoricalPolicy,), {method: does or fail})
+
+
+def with_attribute(name, value):
+    policy = CategoricalPolicy(linear(1, 2))
+    setattr(policy, name, value)
+    return policy
+
+
+class Forgetful(CategoricalPolicy):
+    """Returns another state than it should."""
+
+    def __init__(self, change):
+        super().__init__(linear(1, 2))
+        self.change = change
+
+    def initial_state(self, num_envs):
+        return torch.zeros(num_envs, 3)
+
+    def forward(self, observations, state):
+        return self.actor(observations), self.change(state)
+
+
+WRONG = [
+    (lambda: CategoricalPolicy(Nothing()), "the policy has no parameters"),
+    (lambda: CategoricalPolicy(nn.LazyLinear(2)), "lazy modules that have not seen an input: call it once"),
+    (lambda: CategoricalPolicy(nn.Linear(1, 2).double()), r"cannot act on Box.*float32"),
+    (lambda: CategoricalPolicy(linear(7, 2)), r"cannot act on Box.*shapes cannot be multiplied"),
+    (lambda: CategoricalPolicy(linear(1, 5)), r"actions are not of Discrete\(2\), but int64 \(\), such as"),
+    (
+        lambda: GaussianPolicy(linear(1, 2), nn.Parameter(torch.zeros(1, 2))),
+        r"not of Discrete\(2\), but float32 \(2,\)",
+    ),
+    (lambda: Number(linear(1, 2)), "'temperature' is among the policy's numbers, but is no number"),
+    (lambda: Vector(linear(1, 2)), "its log_prob fails: ValueError: Value is not broadcastable"),
+    (lambda: Silly("noise")(linear(1, 2)), "its noise fails: RuntimeError: silly"),
+    (lambda: Silly("act")(linear(1, 2)), "its act fails: RuntimeError: silly"),
+    (lambda: Silly("extras")(linear(1, 2)), "its extras fails: RuntimeError: silly"),
+    (lambda: Silly("kl")(linear(1, 2)), "the policy has no KL divergence: RuntimeError: silly; define its kl"),
+    (lambda: Silly("kl", lambda *_: torch.zeros(()))(linear(1, 2)), r"of 2 states it must be 2 numbers, .*, got \(\)"),
+    (lambda: Silly("kl", lambda *_: -torch.ones(2))(linear(1, 2)), "2 numbers, not negative"),
+    (lambda: Silly("kl", lambda *_: torch.full((2,), torch.nan))(linear(1, 2)), "2 numbers, not negative"),
+    (lambda: Silly("extras", lambda *_: {"v": torch.zeros(())})(linear(1, 2)), r"extra 'v' gives \(\), where \(3, 5, "),
+    (lambda: Silly("extras", lambda *_: {"v": {}})(linear(1, 2)), "must be tensors by their names, got 'v': a dict"),
+    (
+        lambda: Silly("act", lambda self, p, n: p[:1].argmax(-1))(linear(1, 2)),
+        r"to_env gives \(1,\), where \(5, \.\.\.\)",
+    ),
+    (
+        lambda: Silly("initial_state", lambda self, n: torch.zeros(1, 2))(linear(1, 2)),
+        "cannot act on|initial_state gives",
+    ),
+    (lambda: Silly("kl", lambda *_: threading.Lock())(linear(1, 2)), "no attribute 'shape'"),
+    (lambda: with_attribute("lock", threading.Lock()), "cannot be sent to workers: TypeError: cannot pickle"),
+    (lambda: with_attribute("numbers", "temperature"), "numbers must be a tuple of names, got 'temperature'"),
+    (lambda: Forgetful(lambda state: state.double()), "a state that is torch.float64 .*initial_state is torch.float32"),
+    (lambda: Forgetful(lambda state: (state,)), "a state that is a tuple|of another structure"),
+    (lambda: Forgetful(lambda state: None), "a state that is a NoneType"),
+]
+
+
+@pytest.fixture(scope="module")
+def store():
+    """What publishes policies for a CountingEnv."""
+    return PolicyStore([PolicyCopy()], CountingEnv.observation_space, CountingEnv.action_space, rounds=True)
+
+
+@pytest.mark.parametrize(("make", "says"), WRONG)
+def test_a_policy_that_cannot_act_is_one_line_and_changes_nothing(store, make, says):
+    store.publish(CategoricalPolicy(linear(1, 2)))
+    known = {name: value for name, value in vars(store).items() if name not in ("_copies", "_answers", "_flat")}
+    with pytest.raises(ValueError, match=says) as caught:
+        store.publish(make())
+    assert "\n" not in str(caught.value)
+    assert known == {name: value for name, value in vars(store).items() if name in known}
+
+
+def test_before_the_first_step_it_is_an_error_and_all_goes_on():
+    with ClusterEnv([CountingEnv], 1) as envs:
+        envs.reset()
+        with pytest.raises(ValueError, match="cannot act on"):
+            envs.rollout(CategoricalPolicy(linear(7, 2)), 5)
+        with pytest.raises(TypeError, match=r"a Policy is wanted, such as CategoricalPolicy\(actor\), got Linear"):
+            envs.rollout(nn.Linear(1, 2), 5)
+        assert envs.rollout(CategoricalPolicy(linear(1, 2)), 3).observations[:, 0, 0].tolist() == [0, 1, 2]
+
+
+class Offset(CategoricalPolicy):
+    """Draws from 0, where the environment's actions begin elsewhere."""
+
+    def __init__(self, actor, offset):
+        super().__init__(actor)
+        self.offset = offset
+
+    def to_env(self, actions):
+        return actions.add_(self.offset)  # what it is given is its own
+
+
+def test_what_environments_get_is_checked_and_not_what_was_drawn():
+    class FromFive(CountingEnv):
+        action_space = spaces.Discrete(3, start=5)
+
+    with ClusterEnv([FromFive] * 2, 1, sync_mode="always") as envs:
+        envs.reset(seed=1)
+        policy = Offset(linear(1, 3), 5)
+        actions = envs.rollout(policy, 20).actions
+        assert set(np.unique(actions)) == {0, 1, 2}
+        with pytest.raises(ValueError, match=r"actions are not of Discrete\(3, start=5\)"):
+            envs.rollout(Offset(linear(1, 3), 4), 5)
+
+
+class RarelyWrong(CategoricalPolicy):
+    """Is right when it is tried, and not long after."""
+
+    def to_env(self, actions):
+        self.calls = getattr(self, "calls", 0) + 1
+        return actions + 7 * (self.calls > 10)
+
+
+def test_what_environments_get_that_is_no_action_ends_the_run():
+    with ClusterEnv([CountingEnv], 1, sync_mode="always") as envs:
+        envs.reset(seed=1)
+        with pytest.raises(ValueError, match=r"actions are not of Discrete\(2\)"):
+            envs.rollout(RarelyWrong(linear(1, 2)), 20)
+
+
+def take_last(policy):
+    last = policy.last
+    del policy.last
+    policy.last = last
+
+
+CHANGES = {
+    "a number": lambda policy: setattr(policy, "extra", np.float32(2)),
+    "an array": lambda policy: policy.array.__iadd__(1),
+    "a tensor": lambda policy: policy.tensor.add_(1),
+    "a list": lambda policy: policy.items.append(1),
+    "a dict": lambda policy: policy.names.update(a=2),
+    "an object": lambda policy: setattr(policy, "thing", object()),
+    "what is private": lambda policy: setattr(policy, "_private", 1),
+    "an activation": lambda policy: policy.actor.__setitem__(1, nn.Sigmoid()),
+    "a hook": lambda policy: policy.actor.register_forward_hook(lambda *_: None),
+    "the order of parameters": lambda policy: take_last(policy),
+    "its numbers": lambda policy: setattr(policy, "numbers", ("extra",)),
+}
+
+
+def changeable():
+    policy = CategoricalPolicy(nn.Sequential(nn.Linear(1, 2), nn.Tanh()))
+    policy.last, policy.later = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
+    policy.extra, policy.array, policy.tensor, policy.items = np.float32(1), np.zeros(2), torch.zeros(2), []
+    policy.names, policy.thing = {"a": 1}, object()
+    return policy
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_a_policy_consists_of_a_change_makes_it_another(store, name):
+    policy = changeable()
+    store.publish(policy)
+    assert not store.publish(policy)
+    CHANGES[name](policy)
+    since = store.published.since
+    store.publish(policy)
+    assert store.published.since > since or name in ("an object",)  # pickled, that one is the same
+    assert not store.publish(policy)
+
+
+class Busy(CategoricalPolicy):
+    """Counts, and keeps what it has computed, as it acts and is measured."""
+
+    calls = measured = 0
+
+    def forward(self, observations):
+        self.calls += 1
+        self.features = self.actor(observations)
+        return self.features
+
+    def kl(self, behavior, params):
+        self.measured += 1
+        return super().kl(behavior, params)
+
+
+def test_what_changes_whenever_it_acts_makes_it_no_other(caplog):
+    with ClusterEnv([CountingEnv], 1, kl_threshold=1e9) as envs:
+        envs.reset(seed=1)
+        policy = Busy(linear(1, 2))
+        for _ in range(4):
+            envs.rollout(policy, 3)
+            policy(torch.ones(1, 1)).sum().backward()
+        assert envs.pulls.tolist() == [1]
+
+
+def test_a_policy_that_is_another_each_time_is_warned_of_once(store, caplog):
+    policy = changeable()
+    for policy.extra in range(15):
+        store.publish(policy)
+    (record,) = [record for record in caplog.records if "is another with each version" in record.getMessage()]
+    assert "by its .extra," in record.getMessage()
+
+
+def test_trying_a_policy_leaves_its_class_alone(store):
+    before = Busy.forward
+    seen = []
+
+    class Mine(CategoricalPolicy):  # travels by value
+        def kl(self, behavior, params):
+            seen.append(1)
+            return super().kl(behavior, params)
+
+    kl = Mine.kl
+    store.publish(Mine(linear(1, 2)))
+    assert Mine.kl is kl and Busy.forward is before
+
+
+class Picky(CategoricalPolicy):
+    """Takes numbers up to 10, though the space says 255."""
+
+    float_observations = False
+
+    def __init__(self):
+        super().__init__(linear(4, 2))
+        self.letters = nn.Embedding(11, 4)
+
+    def forward(self, observations):
+        return self.actor(self.letters(observations[:, 0].long()))
+
+
+def test_a_policy_is_tried_on_what_environments_give_if_there_is_any():
+    space = spaces.Box(0, 255, (1,), np.uint8)
+    store = PolicyStore([PolicyCopy()], space, spaces.Discrete(2), rounds=True)
+    store.publish(Picky())  # zeros will do
+    store.publish(Picky(), np.full((3, 1), 10, np.uint8))
+    with pytest.raises(
+        ValueError, match="its forward fails: IndexError: index out of range in self .*observations[)]$"
+    ):
+        store.publish(Picky(), np.full((3, 1), 11, np.uint8))
+    with pytest.raises(ValueError, match="; the observation was drawn from the space"):
+        store.publish(CategoricalPolicy(linear(7, 2)))
+
+
+@pytest.mark.parametrize("size", [0, 2, 3, 5])
+def test_no_size_of_actions_hides_a_sum_over_the_wrong_axis(size):
+    space = spaces.Box(-1, 1, (size,), np.float32)
+    store = PolicyStore([PolicyCopy()], CountingEnv.observation_space, space, rounds=True)
+    policy = GaussianPolicy(linear(1, size), nn.Parameter(torch.zeros(1, size)), space)
+    store.publish(policy)
+    policy.distribution = lambda params: Summed(params[..., :size], 1.0)
+    if size:
+        with pytest.raises(ValueError, match=rf"log_prob gives \(\d+, {size}\) for .* sum over the last dimensions"):
+            store.publish(policy)
+
+
+class Summed(Normal):
+    def log_prob(self, value):
+        return super().log_prob(value).sum(1)
+
+
+def test_the_learners_default_dtype_is_its_own(store):
+    policy = GaussianPolicy(linear(1, 2), nn.Parameter(torch.zeros(1, 2)))
+    space = spaces.Box(-1, 1, (2,), np.float32)
+    store = PolicyStore([PolicyCopy()], CountingEnv.observation_space, space, rounds=True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        store.publish(policy)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert store.published.example["actions"].dtype == np.float32
+
+
+def test_a_divergence_that_fails_later_means_a_pull_and_a_warning(caplog):
+    class Fragile(CategoricalPolicy):
+        def kl(self, behavior, params):
+            if self.breaks:
+                raise RuntimeError("not positive definite")
+            return super().kl(behavior, params)
+
+    with ClusterEnv([CountingEnv], 1, kl_threshold=1e9) as envs:
+        envs.reset(seed=1)
+        policy = Fragile(linear(1, 2))
+        policy.breaks = torch.zeros(1, dtype=torch.bool)
+        policy.register_buffer("breaks", policy.__dict__.pop("breaks"))
+        for breaks in (False, False, True, True):
+            envs.rollout(policy, 3)
+            policy.breaks.fill_(breaks)
+        assert envs.pulls.tolist() == [2]
+    assert [record for record in caplog.records if "could not be measured" in record.getMessage()][1:] == []
+
+
+def test_it_is_known_whether_environments_get_the_actions_as_they_are():
+    policy = CategoricalPolicy(linear(1, 2))
+    assert policy.is_identity and not RarelyWrong(linear(1, 2)).is_identity
+    policy.to_env = lambda actions: 1 - actions
+    assert not policy.is_identity
