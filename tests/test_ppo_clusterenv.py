@@ -44,10 +44,12 @@ def trained(tmp_path_factory):
     return train(tmp_path_factory.mktemp("trained"), "--kl-threshold", "1e-5")
 
 
+ALWAYS = ["--sync-mode", "always", "--weights", "float32", "--decoupled"]
+
+
 @pytest.fixture(scope="module")
 def always(tmp_path_factory):
-    flags = ["--sync-mode", "always", "--weights", "float32", "--decoupled"]
-    return train(tmp_path_factory.mktemp("always"), *flags)
+    return train(tmp_path_factory.mktemp("always"), *ALWAYS)
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +97,13 @@ def test_same_seed_gives_the_same_run(trained, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants a C++ compiler")
-def test_a_compiled_run_is_the_same_to_tolerance(trained, tmp_path):
-    folder, summary = train(tmp_path, "--kl-threshold", "1e-5", "--compile")
+def test_a_compiled_run_is_the_same_to_tolerance(always, tmp_path):
+    # All weights: of a rounded difference the last bit may decide which of them move.
+    folder, summary = train(tmp_path, *ALWAYS, "--compile")
     for tag in ("value_loss", "policy_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"):
-        expected = scalars(trained[0], f"losses/{tag}")
+        expected = scalars(always[0], f"losses/{tag}")
         assert scalars(folder, f"losses/{tag}") == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    assert summary["pulls_per_worker"] == trained[1]["pulls_per_worker"]
+    assert summary["pulls_per_worker"] == always[1]["pulls_per_worker"]
 
 
 def test_never_pulls_once_and_always_pulls_every_update(always, other):
