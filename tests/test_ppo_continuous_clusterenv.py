@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,6 +72,16 @@ def test_run_leaves_summary_model_and_logs(always):
     assert set(scripts.events_of(folder).Tags()["scalars"]) >= {
         tag for tag in METRICS if "episodic" not in tag
     }  # none has ended yet
+
+
+def test_the_page_plays_an_episode_with_a_saved_model(tmp_path):
+    train(tmp_path, "--run-name", "NAME")
+    page = (ROOT / "docs" / "training.md").read_text()
+    program = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1].replace("HalfCheetah-v5", "Pendulum-v1")
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    assert result.returncode == 0, result.stderr
+    assert -2000 < float(result.stdout) < 0
 
 
 def test_same_seed_gives_the_same_run_and_the_decoupled_objective_is_plain_ppo_at_lag_0(always, tmp_path):
