@@ -15,6 +15,7 @@ import torch.optim as optim
 from torch.distributions import Categorical, Distribution
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime.atari import EpisodicLife, FireReset
 from clusterenv_runtime.options import EnvId, Fraction, Name, Nats, NotNegativeNumber, Number, Positive, PositiveNumber
 from clusterenv_runtime.script import Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
 
@@ -75,36 +76,6 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     """collect the next rollout while learning from this one; it acts one update behind"""
     compile: bool = False
     """if toggled, networks and loss are compiled: up to half a minute, then updates take half to two thirds as long"""
-
-
-class EpisodicLife(gym.Wrapper):
-    """Ends an episode with each life. The game goes on in the next, and begins anew only when it is over."""
-
-    is_over, lives = True, 0
-
-    def step(self, action):
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        self.is_over = terminated or truncated
-        before, self.lives = self.lives, self.unwrapped.ale.lives()
-        return observation, reward, terminated or 0 < self.lives < before, truncated, info
-
-    def reset(self, **kwargs):
-        if not self.is_over:
-            observation, _, terminated, truncated, info = self.env.step(0)
-            self.is_over = terminated or truncated
-        if self.is_over:
-            observation, info = self.env.reset(**kwargs)
-        self.is_over, self.lives = False, self.unwrapped.ale.lives()
-        return observation, info
-
-
-class FireReset(gym.Wrapper):
-    """Fires after each reset, without which some games do not begin."""
-
-    def reset(self, **kwargs):
-        self.env.reset(**kwargs)
-        observation, _, terminated, truncated, info = self.env.step(1)
-        return self.env.reset(**kwargs) if terminated or truncated else (observation, info)
 
 
 def make_env(env_id, idx, capture_video, run_name, training=True):

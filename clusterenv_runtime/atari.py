@@ -1,0 +1,37 @@
+"""Wrappers around Atari's games, as CleanRL has them: an episode is a life, and begins by firing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+
+
+class EpisodicLife(gym.Wrapper):
+    """Ends an episode with each life. The game goes on in the next, and begins anew only when it is over."""
+
+    is_over, lives = True, 0
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self.is_over = terminated or truncated
+        before, self.lives = self.lives, self.unwrapped.ale.lives()
+        return observation, reward, terminated or 0 < self.lives < before, truncated, info
+
+    def reset(self, **kwargs: Any) -> Any:
+        if not self.is_over:
+            observation, _, terminated, truncated, info = self.env.step(0)
+            self.is_over = terminated or truncated
+        if self.is_over:
+            observation, info = self.env.reset(**kwargs)
+        self.is_over, self.lives = False, self.unwrapped.ale.lives()
+        return observation, info
+
+
+class FireReset(gym.Wrapper):
+    """Fires after each reset, without which some games do not begin."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.env.reset(**kwargs)
+        observation, _, terminated, truncated, info = self.env.step(1)
+        return self.env.reset(**kwargs) if terminated or truncated else (observation, info)

@@ -1,0 +1,314 @@
+# DQN on Atari, whose frames are sent and kept once: CleanRL's dqn_atari.py, changed where distribution asks for it
+import itertools
+import os
+import random
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.optim as optim
+
+from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
+from clusterenv_runtime.atari import EpisodicLife, FireReset
+from clusterenv_runtime.options import EnvId, Fraction, Name, Nats, NotNegative, Positive, PositiveNumber
+from clusterenv_runtime.script import Counters, Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
+
+with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
+    import ale_py
+
+    gym.register_envs(ale_py)
+FRAME_STACK = 4
+ENVPOOL = {"episodic_life": True, "reward_clip": True}  # the rest of make_env it does by default
+
+
+@dataclass
+class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and sync_mode, it inherits
+    exp_name: Name = os.path.basename(__file__)[: -len(".py")]
+
+    # Algorithm specific arguments
+    env_id: EnvId = "ALE/Breakout-v5"
+    """the id of the environment"""
+    total_timesteps: Positive = 10000000
+    """total timesteps of the experiments"""
+    learning_rate: PositiveNumber = 1e-4
+    """the learning rate of the optimizer"""
+    buffer_size: Positive = 1000000
+    """the replay memory buffer size"""
+    gamma: Fraction = 0.99
+    """the discount factor gamma"""
+    tau: Fraction = 1.0
+    """the target network update rate"""
+    target_network_frequency: Positive = 1000
+    """the timesteps it takes to update the target network"""
+    batch_size: Positive = 32
+    """the batch size of sample from the replay memory"""
+    start_e: Fraction = 1.0
+    """the starting epsilon for exploration"""
+    end_e: Fraction = 0.01
+    """the ending epsilon for exploration"""
+    exploration_fraction: PositiveNumber = 0.10
+    """the fraction of `total-timesteps` it takes from start-e to go end-e"""
+    learning_starts: NotNegative = 80000
+    """timestep to start learning"""
+    train_frequency: Positive = 4
+    """one gradient step per so many environment steps, however many workers there are and however fast"""
+
+    # Distribution specific arguments
+    envs_per_worker: Positive = 8
+    num_steps: Positive = 32
+    """the number of steps in each environment per chunk that a worker sends"""
+    outstanding: Positive = 2
+    """chunks each worker may be ahead of the learner; with one it waits while its last one travels"""
+    deterministic: bool = False
+    """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same to the last bit"""
+    sync_check_frequency: Positive = 250
+    """gradient steps between publishing the policy, which measures the workers' divergence from it"""
+    kl_threshold: Nats = 0.001
+    max_policy_lag: NotNegative | None = 8
+    save_replay: bool = False
+    """whether checkpoints hold the replay buffer; without it, a resumed run collects another `--learning-starts` steps
+    before it goes on learning, at the same rate as before"""
+
+
+def make_env(env_id, idx, capture_video, run_name, training=True):
+    def thunk():
+        record = capture_video and idx == 0
+        env = gym.make(env_id, frameskip=1, render_mode="rgb_array" if record else None)
+        env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
+        env = gym.wrappers.RecordEpisodeStatistics(env)  # of whole games, and rewards that are not clipped
+        env = gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
+        env = EpisodicLife(env) if training else env
+        env = FireReset(env) if "FIRE" in env.unwrapped.get_action_meanings() else env
+        env = gym.wrappers.TransformReward(env, np.sign) if training else env
+        return gym.wrappers.FrameStackObservation(env, FRAME_STACK)
+
+    return thunk
+
+
+class PixelPolicy(EpsilonGreedyPolicy):
+    """What travels to the workers: it gets frames as they are, in uint8."""
+
+    float_observations = False
+
+
+class QNetwork(nn.Module):
+    def __init__(self, env):
+        super().__init__()
+        self.network = nn.Sequential(
+            nn.Conv2d(FRAME_STACK, 32, 8, stride=4), nn.ReLU(),
+            nn.Conv2d(32, 64, 4, stride=2), nn.ReLU(),
+            nn.Conv2d(64, 64, 3, stride=1), nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(3136, 512), nn.ReLU(),
+            nn.Linear(512, env.single_action_space.n),
+        )  # fmt: skip
+
+    def forward(self, x):
+        return self.network(x / 255.0)
+
+
+class ReplayBuffer:
+    """The last `size` transitions, or somewhat fewer. Each frame is kept once: a stack is the numbers of its frames."""
+
+    def __init__(self, size, num_frames, observation_space, in_checkpoints=True):
+        self.size, self.inserted, self.in_checkpoints = size, 0, in_checkpoints
+        self.frames = torch.zeros(num_frames, *observation_space.shape[1:], dtype=torch.uint8)
+        self.num_frames = 0  # that there have ever been: number n is at n % len(frames)
+        self.stacks = torch.zeros(size, 2, FRAME_STACK, dtype=torch.int64)  # of what was seen before and after
+        self.actions = torch.zeros(size, 1, dtype=torch.int64)
+        self.rewards, self.dones = torch.zeros(size), torch.zeros(size)
+        self.chunks = []  # of which frames are left: the numbers of the first transition and of the first frame
+
+    @staticmethod
+    def num_bytes(size, num_frames, observation_space):
+        frame = int(np.prod(observation_space.shape[1:])) * observation_space.dtype.itemsize
+        return num_frames * frame + size * (2 * FRAME_STACK * 8 + 8 + 4 + 4)
+
+    def add(self, rollout):
+        self.chunks.append((self.inserted, self.num_frames))
+        obs, dones = rollout.observations, rollout.terminations | rollout.truncations
+        # An episode's last step leads to its final observation, not to the one its environment was reset to.
+        after = np.concatenate([rollout.final_observations, rollout.next_observations])
+        after_index = len(obs.frames) + np.arange(after[:, :, 0, 0].size).reshape(-1, FRAME_STACK)
+        next_index = np.concatenate([obs.index[1:], after_index[None, dones.sum() :]])
+        next_index[dones] = after_index[: dones.sum()]
+        frames = np.concatenate([obs.frames, after.reshape(-1, *obs.frames.shape[1:])])
+        held = torch.arange(self.num_frames, self.num_frames + len(frames)) % len(self.frames)
+        self.frames[held] = torch.from_numpy(frames)
+        num = rollout.rewards.size
+        places = torch.arange(self.inserted, self.inserted + num) % self.size
+        self.stacks[places] = self.num_frames + torch.from_numpy(np.stack([obs.index, next_index], 2)).flatten(0, 1)
+        for column, values in (
+            (self.actions, rollout.actions),
+            (self.rewards, rollout.rewards),
+            (self.dones, rollout.terminations),  # a truncation is not the end
+        ):
+            column[places] = torch.from_numpy(values).reshape(num, *column.shape[1:]).to(column.dtype)
+        self.inserted, self.num_frames = self.inserted + num, self.num_frames + len(frames)
+        while self.chunks[0][1] < self.num_frames - len(self.frames):
+            del self.chunks[0]
+
+    def sample(self, num_batches, batch_size, device):
+        """Return observations, actions, next observations, rewards and dones, `(num_batches, batch_size, ...)`."""
+        num = min(self.inserted - self.chunks[0][0], self.size)
+        inds = (self.inserted - 1 - torch.randint(num, (num_batches * batch_size,))) % self.size
+        shape = num_batches, batch_size
+        frames = self.frames.index_select(0, (self.stacks[inds] % len(self.frames)).flatten()).to(device)
+        obs, next_obs = frames.view(*shape, 2, FRAME_STACK, *frames.shape[1:]).unbind(2)
+        columns = self.actions, self.rewards, self.dones
+        actions, rewards, dones = (column[inds].view(*shape, *column.shape[1:]).to(device) for column in columns)
+        return obs, actions, next_obs, rewards, dones
+
+    def state_dict(self):
+        return vars(self) if self.in_checkpoints else {}
+
+    def load_state_dict(self, state):
+        vars(self).update(state, in_checkpoints=self.in_checkpoints)
+
+
+def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
+    slope = (end_e - start_e) / duration
+    return max(slope * t + start_e, end_e)
+
+
+if __name__ == "__main__":
+    # saved: what --resume goes on from
+    args, saved = parse(Args, fixed=("env_id", "num_steps", "buffer_size", "train_frequency"))
+    args.num_envs = int(args.num_workers * args.envs_per_worker)
+    args.chunk_size = int(args.envs_per_worker * args.num_steps)
+    args.num_iterations = args.total_timesteps // args.chunk_size
+    a_chunk = f"a chunk of {args.envs_per_worker} environments x {args.num_steps} steps = {args.chunk_size}"
+    check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {a_chunk}")
+    check(args.buffer_size >= args.chunk_size, f"--buffer-size {args.buffer_size} must be at least {a_chunk}")
+    target_every, rest = divmod(args.target_network_frequency, args.train_frequency)  # in gradient steps
+    check(rest == 0, "--target-network-frequency must be a multiple of --train-frequency: it counts environment steps")
+    spec = gym.registry.get(args.env_id)
+    is_atari = args.env_backend == "envpool" or spec is None or "ale_py" in str(spec.entry_point)
+    check(is_atari, f"--env-id must be one of Atari's games, such as ALE/Pong-v5, got {args.env_id}")
+    obs_space, action_space = read_spaces(args, make_env, like_envpool=True)
+    discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
+    check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
+    frames = FRAME_STACK, 84, 84
+    check(obs_space.shape == frames, f"observations must be {frames}, as of Atari's games, not {obs_space}")
+    # A chunk begins and ends with whole stacks; so do episodes, for which there is some room, too.
+    num_frames = int(args.buffer_size * (1 + 2 * FRAME_STACK / args.num_steps)) + 2 * FRAME_STACK * args.chunk_size
+    needed = ReplayBuffer.num_bytes(args.buffer_size, num_frames, obs_space) / 2**30
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    check(needed < memory, f"--buffer-size {args.buffer_size} takes {needed:.1f} GiB, this machine has {memory:.1f}")
+    run = Run(args, saved)
+    writer = run.writer
+    where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
+    print(f"replay buffer: {args.buffer_size:,} transitions, {needed * 1024:,.1f} MiB, {where}")
+
+    # TRY NOT TO MODIFY: seeding
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+
+    # env setup
+    env_fns = [make_env(args.env_id, i, args.capture_video, run.name) for i in range(args.num_envs)]
+    options = {"frame_stack": FRAME_STACK, "log_dir": run.log_dir, **args.options()}
+    envs = ClusterEnv(by_backend(args, env_fns, **ENVPOOL), num_envs=args.num_envs, **options)
+    run.keep("envs", envs)
+    q_network = run.keep("q_network", QNetwork(envs).to(device))
+    duration = args.exploration_fraction * args.total_timesteps
+    epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
+    policy = PixelPolicy(q_network, epsilon)  # what travels to the workers
+    optimizer = run.keep("optimizer", optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True))
+    optimizer.param_groups[0]["lr"] = args.learning_rate  # which may have changed since the checkpoint
+    target_network = QNetwork(envs).to(device)
+    target_network.load_state_dict(q_network.state_dict())
+    run.keep("target_network", target_network)
+    rb = run.keep("rb", ReplayBuffer(args.buffer_size, num_frames, envs.single_observation_space, args.save_replay))
+    # warm_up: environment steps before learning; waiting: seconds of waiting for chunks
+    count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts, waiting=0.0))
+    if run.global_step and not rb.inserted:
+        # After another `learning_starts` steps, gradient steps go on where they were.
+        count.warm_up = run.global_step + args.learning_starts - count.gradient_steps * args.train_frequency
+        print(f"no replay buffer in the checkpoint: collecting {args.learning_starts:,} steps before learning")
+    envs.publish(policy)  # while the environments reset, the workers load it
+    envs.reset(seed=args.seed + run.global_step)
+
+    with run.training(envs, q_network):
+        # Who may send the next chunk, and whose to take next (None: whichever is ready). Nothing sent is left unused.
+        turns = itertools.cycle(range(args.num_workers) if args.deterministic else [None])
+        ahead = list(range(args.num_workers)) * (1 if args.deterministic else args.outstanding)
+        left = args.num_iterations - run.global_step // args.chunk_size
+        for worker in ahead[:left]:
+            envs.send(args.num_steps, worker)
+        loss = None
+        for iteration in run.iterations(args.num_iterations, args.chunk_size):
+            # Collect: take a chunk, and let its worker go on, with the exploration of now.
+            collect_start = time.time()
+            worker, chunk = envs.recv(next(turns))
+            count.waiting += time.time() - collect_start
+            policy.epsilon = linear_schedule(args.start_e, args.end_e, duration, iteration * args.chunk_size)
+            if iteration + len(ahead) <= args.num_iterations:
+                envs.send(args.num_steps, worker)
+            # From here to the next chunk nothing waits for workers, so a checkpoint holds all of this one or nothing.
+            run.global_step += args.chunk_size
+            rb.add(chunk)
+            run.curve.add_episodes(chunk)
+
+            # ALGO LOGIC: training. One gradient step per `train_frequency` environment steps after `learning_starts`.
+            due = max(run.global_step - count.warm_up, 0) // args.train_frequency
+            while count.gradient_steps < due:
+                # As many as the target network stays the same for: their batches and targets come in one go.
+                until_target = target_every - count.gradient_steps % target_every
+                until_check = args.sync_check_frequency - count.gradient_steps % args.sync_check_frequency
+                burst = min(due - count.gradient_steps, until_target, until_check)
+                b_obs, b_actions, b_next_obs, b_rewards, b_dones = rb.sample(burst, args.batch_size, device)
+                with torch.no_grad():
+                    target_max = target_network(b_next_obs.flatten(0, 1)).amax(1).view(burst, args.batch_size)
+                    b_td_target = b_rewards + args.gamma * target_max * (1 - b_dones)
+                for obs, actions, td_target in zip(b_obs, b_actions, b_td_target, strict=True):
+                    old_val = q_network(obs).gather(1, actions).squeeze(1)
+                    loss = F.mse_loss(td_target, old_val)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                count.gradient_steps += burst
+                # update target network
+                if count.gradient_steps % target_every == 0:
+                    for target_param, q_param in zip(target_network.parameters(), q_network.parameters(), strict=True):
+                        target_param.data.lerp_(q_param.data, args.tau)
+                if count.gradient_steps % args.sync_check_frequency == 0:
+                    envs.publish(policy)
+
+            if not run.report_is_due():
+                continue
+            # TRY NOT TO MODIFY: record rewards for plotting purposes
+            run.report(chunk, versions=envs.policy_version)
+            writer.add_scalar("charts/epsilon", policy.epsilon, run.global_step)
+            if loss is not None:
+                writer.add_scalar("losses/td_loss", loss.item(), run.global_step)
+                writer.add_scalar("losses/q_values", old_val.mean().item(), run.global_step)
+            learned = count.gradient_steps * args.batch_size
+            writer.add_scalar("time/learner_waiting", count.waiting, run.global_step)
+            writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)
+            writer.add_scalar("throughput/produced_sps", run.global_step / run.seconds, run.global_step)
+            writer.add_scalar("throughput/consumed_sps", learned / run.seconds, run.global_step)
+            writer.add_scalar("throughput/replay_ratio", learned / run.global_step, run.global_step)
+
+        def act(obs):  # as the workers act, with epsilon at its end
+            actions = q_network(torch.as_tensor(obs, device=device)).argmax(dim=1).cpu().numpy()
+            explore = np.random.rand(len(actions)) < args.end_e
+            actions[explore] = np.random.randint(envs.single_action_space.n, size=explore.sum())
+            return actions
+
+        run.finish(
+            evaluate(args, partial(make_env, training=False), act),
+            gradient_steps=count.gradient_steps,
+            transitions_inserted=rb.inserted,
+            policy_versions=envs.policy_version,
+            learner_waiting_seconds=count.waiting,
+            workers_waiting_seconds=envs.waiting_seconds.tolist(),
+        )
