@@ -65,6 +65,8 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     """the number of steps in each environment per chunk that a worker sends"""
     outstanding: Positive = 2
     """chunks each worker may be ahead of the learner; with one it waits while its last one travels"""
+    compress_frames: bool = False
+    """workers compress frames, for slow links"""
     deterministic: bool = False
     """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same to the last bit"""
     sync_check_frequency: Positive = 250
@@ -194,8 +196,8 @@ if __name__ == "__main__":
     obs_space, action_space = read_spaces(args, make_env, like_envpool=True)
     discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
     check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
-    frames = FRAME_STACK, 84, 84
-    check(obs_space.shape == frames, f"observations must be {frames}, as of Atari's games, not {obs_space}")
+    stack = FRAME_STACK, 84, 84
+    check(obs_space.shape == stack, f"observations must be {stack}, as of Atari's games, not {obs_space}")
     # A chunk begins and ends with whole stacks; so do episodes, for which there is some room, too.
     num_frames = int(args.buffer_size * (1 + 2 * FRAME_STACK / args.num_steps)) + 2 * FRAME_STACK * args.chunk_size
     needed = ReplayBuffer.num_bytes(args.buffer_size, num_frames, obs_space) / 2**30
@@ -215,8 +217,9 @@ if __name__ == "__main__":
 
     # env setup
     env_fns = [make_env(args.env_id, i, args.capture_video, run.name) for i in range(args.num_envs)]
-    options = {"frame_stack": FRAME_STACK, "log_dir": run.log_dir, **args.options()}
-    envs = ClusterEnv(by_backend(args, env_fns, **ENVPOOL), num_envs=args.num_envs, **options)
+    frames = {"frame_stack": FRAME_STACK, "compress_frames": args.compress_frames}
+    options = {"log_dir": run.log_dir, **args.options()}
+    envs = ClusterEnv(by_backend(args, env_fns, **ENVPOOL), num_envs=args.num_envs, **frames, **options)
     run.keep("envs", envs)
     q_network = run.keep("q_network", QNetwork(envs).to(device))
     duration = args.exploration_fraction * args.total_timesteps

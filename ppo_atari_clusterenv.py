@@ -72,6 +72,8 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     """clip to the policy at the start of the update, not to the one that acted; else KL stays below clip_coef^2 / 2"""
     clip_rho: PositiveNumber = 2.0
     """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
+    compress_frames: bool = False
+    """workers compress frames, for slow links"""
     overlap: bool = False
     """collect the next rollout while learning from this one; it acts one update behind"""
     compile: bool = False
@@ -192,8 +194,8 @@ if __name__ == "__main__":
     obs_space, action_space = read_spaces(args, make_env, like_envpool=True)
     discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
     check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
-    frames = FRAME_STACK, 84, 84
-    check(obs_space.shape == frames, f"observations must be {frames}, as of Atari's games, not {obs_space}")
+    stack = FRAME_STACK, 84, 84
+    check(obs_space.shape == stack, f"observations must be {stack}, as of Atari's games, not {obs_space}")
     run = Run(args, saved)
     writer = run.writer
 
@@ -207,8 +209,9 @@ if __name__ == "__main__":
 
     # env setup
     env_fns = [make_env(args.env_id, i, args.capture_video, run.name) for i in range(args.num_envs)]
-    options = {"frame_stack": FRAME_STACK, "log_dir": run.log_dir, **args.options()}
-    envs = ClusterEnv(by_backend(args, env_fns, **ENVPOOL), num_envs=args.num_envs, **options)
+    frames = {"frame_stack": FRAME_STACK, "compress_frames": args.compress_frames}
+    options = {"log_dir": run.log_dir, **args.options()}
+    envs = ClusterEnv(by_backend(args, env_fns, **ENVPOOL), num_envs=args.num_envs, **frames, **options)
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs).to(device))
     policy = PixelPolicy(agent.network, agent.actor)

@@ -18,7 +18,7 @@ from gymnasium.vector.utils import create_empty_array
 
 from .codec import Unpacker
 from .errors import ProtocolError
-from .frames import Frames
+from .frames import Frames, decompressed
 from .protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
 from .rollout import OBSERVATIONS, RolloutPart
 from .spaces import are_stacks, leaves_of, map_space
@@ -45,14 +45,21 @@ class Opener:
         action_space: the single action space.
         info_keys: what of infos is in a part.
         frame_stack: which of its observations are stacks, see `are_stacks`.
+        are_compressed: whether their frames are.
     """
 
     def __init__(
-        self, space: Space, action_space: Space, info_keys: Collection[str] = (), frame_stack: int | None = None
+        self,
+        space: Space,
+        action_space: Space,
+        info_keys: Collection[str] = (),
+        frame_stack: int | None = None,
+        are_compressed: bool = False,
     ) -> None:
         self._space, self._action_space, self._example = space, action_space, create_empty_array(space, 1)
         self._info_keys, self._stacks = info_keys, are_stacks(space, frame_stack)
         self._stack, index = frame_stack, np.empty((1, frame_stack or 0), np.int32)
+        self._are_compressed = are_compressed
         self._frames: list[np.ndarray] = []  # of each stack one
 
         def sent(is_stack: bool, one: Any) -> Any:
@@ -147,9 +154,17 @@ class Opener:
         """Check the frames of a part, and put that many stacks of them where their indices are."""
         if len(part.frames) != len(self._frames):
             raise ProtocolError(f"frames are of {len(self._frames)} observations, got {len(part.frames)}")
-        for frames, one in zip(part.frames, self._frames, strict=True):
-            _check("frames", frames, one.dtype, frames.shape[:1], one.shape)
-            if len(frames) > stacks * self._stack:
+        all_frames, most = list(part.frames), stacks * (self._stack or 0)
+        for number, one in enumerate(self._frames):
+            frames = all_frames[number]
+            if self._are_compressed:
+                _check("compressed frames", frames, np.uint8, frames.shape[:1] or (0,))
+                try:
+                    frames = all_frames[number] = decompressed(frames, one, most)
+                except ValueError as error:
+                    raise ProtocolError(f"frames cannot be decompressed: {error}") from None
+            _check("frames", frames, one.dtype, frames.shape[:1] or (0,), one.shape)
+            if len(frames) > most:
                 raise ProtocolError(f"{len(frames)} frames are too many for {stacks} stacks of {self._stack}")
 
         def stacked(is_stack: bool, index: Any) -> Any:
@@ -161,7 +176,7 @@ class Opener:
             return Frames(frames, index)
 
         for name in OBSERVATIONS:
-            remaining = iter(part.frames)
+            remaining = iter(all_frames)
             trees = map_tree(stacked, self._stacks, getattr(part, name))
             setattr(part, name, trees if name == "observations" else map_tree(np.asarray, trees))  # the others are few
 

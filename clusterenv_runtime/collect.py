@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from gymnasium.error import NoAsyncCallError, ResetNeeded
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 
 from .blueprint import Blueprint
 from .head.episodes import Episodes
@@ -74,12 +74,21 @@ class Collector:
             self.publish(policy)
         if overlap:
             try:
-                self.send(num_steps, self._pool.workers)
+                self._ask_ahead(num_steps, self._pool.workers)
             finally:
                 self.overlapped = num_steps if self.granted else None
         return Rollout.join(parts, np.arange(self._pool.workers[-1].rows.stop))
 
-    def send(self, num_steps: int, workers: Sequence[WorkerHandle]) -> None:
+    def send(self, num_steps: int, worker: int | None) -> None:
+        """Ask this worker, or all, to act; see `ClusterEnv.send`."""
+        if self.overlapped is not None:
+            raise AlreadyPendingCallError("Calling `send` while an overlapped `rollout` is outstanding.", "rollout")
+        workers = self._pool.workers
+        if worker is not None and not 0 <= worker < len(workers):
+            raise ValueError(f"worker must be 0 to {len(workers) - 1}, got {worker}")
+        self._ask_ahead(num_steps, workers if worker is None else [workers[worker]])
+
+    def _ask_ahead(self, num_steps: int, workers: Sequence[WorkerHandle]) -> None:
         """Ask these workers to act, and serve all until those that will pull have their weights."""
         if not self._store.structure:
             raise ValueError("there is no policy to act on: `publish` it first")

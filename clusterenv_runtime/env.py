@@ -40,6 +40,7 @@ class ClusterEnv(VectorEnv):
         copy, observation_mode, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
         info_keys: what of the steps' infos is wanted in `Rollout.infos`: numbers, or arrays of one shape.
         frame_stack: observations of so many arrays are stacks; a rollout has each frame of them once, as `Frames`.
+        compress_frames: workers compress these frames, without loss, which is for slow links.
         log_dir: where the launcher has the workers write ``worker-I.log``; by default to this process's output. With
             "slurm" on a file system that the nodes share: their keys are there, too.
         options: the fields of `clusterenv_runtime.options.ClusterOptions`, which says what they mean. ``launcher`` may
@@ -62,12 +63,14 @@ class ClusterEnv(VectorEnv):
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         info_keys: Sequence[str] = (),
         frame_stack: int | None = None,
+        compress_frames: bool = False,
         log_dir: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         self.closed = True  # until there is something to close
         parsed, launcher, address = parse_options({"num_workers": num_workers, **options}, log_dir)
-        blueprint = Blueprint(env_fns, num_envs, observation_mode, autoreset_mode, info_keys, frame_stack)
+        frames = frame_stack, compress_frames
+        blueprint = Blueprint(env_fns, num_envs, observation_mode, autoreset_mode, info_keys, *frames)
         blueprint.describe(self)
         self._head = start_head(blueprint, parsed, launcher, address)
         self._pool, self._store = self._head.pool, self._head.store
@@ -224,11 +227,7 @@ class ClusterEnv(VectorEnv):
         """
         self._assert_idle("send")
         self._collector.assert_can_act("send", num_steps, self._stepper.was_reset)
-        if self._collector.overlapped is not None:
-            raise AlreadyPendingCallError("Calling `send` while an overlapped `rollout` is outstanding.", "rollout")
-        if worker is not None and not 0 <= worker < self.num_workers:
-            raise ValueError(f"worker must be 0 to {self.num_workers - 1}, got {worker}")
-        self._collector.send(num_steps, self._pool.workers if worker is None else [self._pool.workers[worker]])
+        self._collector.send(num_steps, worker)
 
     def recv(self, worker: int | None = None) -> tuple[int, Rollout]:
         """Return the next answer to `send`, of this worker or of whichever is first: its number, and its rows' rollout.

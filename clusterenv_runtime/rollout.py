@@ -41,7 +41,9 @@ class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     episodic_returns: np.ndarray  # (num_episodes,) float64
     episodic_lengths: np.ndarray  # (num_episodes,) int64
     params: Any  # (states, ...) the policy's distribution parameters at `sampled_states`
-    frames: tuple[np.ndarray, ...] = ()  # of observations that are stacks each frame once: they are indices, see `fold`
+    frames: tuple[
+        np.ndarray, ...
+    ] = ()  # of observations that are stacks each frame once: they are indices, see `fold`; or `compressed`
 
     def pack(self, buffers: list[Any]) -> dict[str, Packed]:
         """Return what `protocol.Part` holds, and append the data of the arrays to ``buffers``."""

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tracemalloc
 from functools import partial
 
 import gymnasium as gym
@@ -17,7 +18,7 @@ from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames, ProtocolError
 from clusterenv_runtime.answers import Opener
-from clusterenv_runtime.frames import fold
+from clusterenv_runtime.frames import compressed, decompressed, fold
 
 from .envs import assert_same
 from .test_parts import COLLECT, NOW, a_part, packed
@@ -107,12 +108,16 @@ def test_a_stack_that_goes_on_adds_one_frame_and_an_episode_one():
     assert final_index.tolist() == [[2, 3, 4, 5]]
 
 
-@pytest.mark.parametrize("make_env", [stacked, partial(stacked, "zero"), with_speed], ids=["reset", "zero", "dict"])
-def test_rollouts_are_those_without(make_env):
+@pytest.mark.parametrize(
+    ("make_env", "compress"),
+    [(stacked, False), (partial(stacked, "zero"), True), (with_speed, False), (with_speed, True)],
+    ids=["reset", "zero", "dict", "compressed"],
+)
+def test_rollouts_are_those_without(make_env, compress):
     torch.manual_seed(1)
     net, rollouts = Net(), []
-    for frame_stack in (None, 4):
-        with ClusterEnv([make_env] * 5, 2, frame_stack=frame_stack, weights="float32") as envs:
+    for frames in ({}, {"frame_stack": 4, "compress_frames": compress}):
+        with ClusterEnv([make_env] * 5, 2, **frames, weights="float32") as envs:
             envs.reset(seed=1)
             rollouts.append([envs.rollout(CategoricalPolicy(net), 20, overlap=number < 3) for number in range(4)])
             envs.send(7)
@@ -213,7 +218,7 @@ SPACE = spaces.Box(0, 255, (4, 3), np.uint8)
         ({"frames": ()}, "frames are of 1 observations, got 0"),
         ({"frames": (np.zeros((5, 3), np.int8),)}, "frames must be |u1 (5, 3), got |i1 (5, 3)"),
         ({"frames": (np.zeros((5, 2), np.uint8),)}, "frames must be |u1 (5, 3), got |u1 (5, 2)"),
-        ({"frames": (np.zeros((), np.uint8),)}, "frames must be"),
+        ({"frames": (np.zeros((), np.uint8),)}, "frames must be |u1 (0, 3), got |u1 ()"),
         ({"frames": (np.zeros((4, 3), np.uint8),)}, "are of 4 frames, and say that they are of others"),
         ({"frames": (np.zeros((0, 3), np.uint8),)}, "are of 0 frames, and say that they are of others"),
         ({"frames": (np.zeros((10**4, 3), np.uint8),)}, "10000 frames are too many for "),
@@ -240,3 +245,57 @@ def test_frames_that_cannot_be_are_refused(fields, says):
     with pytest.raises(ProtocolError) as caught:
         opened(**fields)
     assert says in str(caught.value)
+
+
+def test_no_frames_at_all_where_each_is_a_number():
+    space = spaces.Box(0, 255, (4,), np.uint8)
+    answer, buffers = packed(a_part(space), frames=(np.zeros((), np.uint8),))
+    with pytest.raises(ProtocolError):
+        Opener(space, spaces.Discrete(2), (), 4)(COLLECT, answer, [b"header", *buffers], 2, NOW, NOW)
+
+
+@pytest.mark.parametrize(
+    ("frames", "says"),
+    [
+        (np.zeros((5, 3), np.uint8), "compressed frames must be |u1 (5,), got |u1 (5, 3)"),
+        (np.zeros((), np.uint8), "compressed frames must be |u1 (0,), got |u1 ()"),
+        (np.zeros(5, np.uint8), "frames cannot be decompressed: Error -3"),
+        (np.zeros(0, np.uint8), "they are not the bytes of at most "),
+        (compressed(np.zeros((5, 3), np.uint8))[:-1], "they are not the bytes of at most "),
+        (compressed(np.zeros(16, np.uint8)), "they are not the bytes of at most "),
+        (compressed(np.zeros((10**4, 3), np.uint8)), "they are not the bytes of at most "),
+        (compressed(np.zeros((4, 3), np.uint8)), "are of 4 frames, and say that they are of others"),
+    ],
+)
+def test_frames_that_cannot_be_decompressed_are_refused(frames, says):
+    part = a_part(SPACE)
+    shapes = {
+        "observations": (6, 2),
+        "next_observations": (2,),
+        "final_observations": part.final_observations.shape[:1],
+    }
+    indices = {name: np.full((*leading, 4), 4, np.int32) for name, leading in shapes.items()}
+    opener = Opener(SPACE, spaces.Discrete(2), (), 4, True)
+
+    def opened(frames):
+        answer, buffers = packed(part, frames=(frames,), **indices)
+        return opener(COLLECT, answer, [b"header", *buffers], 2, NOW, NOW)
+
+    assert opened(compressed(np.zeros((5, 3), np.uint8))).observations.frames.flags.writeable
+    with pytest.raises(ProtocolError) as caught:
+        opened(frames)
+    assert says in str(caught.value)
+
+
+def test_what_is_decompressed_is_bounded():
+    bomb = compressed(np.zeros(10**9, np.uint8))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="they are not the bytes of at most 4 frames of 3 bytes"):
+        decompressed(bomb, np.zeros(3, np.uint8), 4)
+    assert tracemalloc.get_traced_memory()[1] < 10**7
+    tracemalloc.stop()
+
+
+def test_compression_is_of_frames():
+    with pytest.raises(ValueError, match="compress_frames needs a frame_stack"):
+        ClusterEnv([stacked], compress_frames=True)

@@ -98,7 +98,7 @@ def start_head(
     transport = make_transport(
         address, options.port, options.security, options.keys(), worker_timeout, launcher.directory
     )
-    opener = Opener(*spaces, blueprint.info_keys, blueprint.frame_stack)
+    opener = Opener(*spaces, blueprint.info_keys, blueprint.frame_stack, blueprint.compress_frames)
     pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, opener, clock)
     flags = worker_flags(transport.address, transport.key_file, startup_timeout, worker_timeout)
     launcher.prepare(num_workers, flags, transport.directory)

@@ -35,9 +35,11 @@ class EnvsTogether:
         single_action_space: gym.Space,
         info_keys: tuple[str, ...] = (),
         frame_stack: int | None = None,
+        compress_frames: bool = False,
         **_: Any,
     ) -> None:
-        self._info_keys, self._stacks = info_keys, are_stacks(single_observation_space, frame_stack)
+        self._info_keys, self._compress_frames = info_keys, compress_frames
+        self._stacks = are_stacks(single_observation_space, frame_stack)
         self.num_envs, self._envs = num_envs, env_fns(num_envs)
         if self._envs.num_envs != num_envs:
             raise RuntimeError(f"the function was asked for {num_envs} environments and made {self._envs.num_envs}")
@@ -131,7 +133,8 @@ class EnvsTogether:
         order = all_ends.argsort()  # by transition, which is not always the order that they came in
         within = order[all_ends[order] < transitions.rewards.size]
         final = map_space(lambda *leaves: np.concatenate(leaves)[within], space, *final_observations)
-        return transitions.part(actor, final, self._stacks, counted[counted[:, 0].argsort()], step_of)
+        in_order = counted[counted[:, 0].argsort()]
+        return transitions.part(actor, final, self._stacks, self._compress_frames, in_order, step_of)
 
     def _keep_infos(
         self, transitions: Transitions, infos: dict[str, Any], ended: np.ndarray, rows: np.ndarray, steps: np.ndarray

@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from ..frames import fold
+from ..frames import compressed, fold
 from ..rollout import RolloutPart
 from ..spaces import map_space
 from ..trees import map_tree
@@ -56,14 +56,15 @@ class Transitions:
         actor: Actor,
         final_observations: Any,
         stacks: Any,
+        compress_frames: bool,
         episodes: list[tuple[int, float, int]] | np.ndarray,
         steps: np.ndarray | None = None,
     ) -> RolloutPart:
         """Return what is sent of these steps.
 
-        ``stacks`` says which observations are stacks of frames, see `are_stacks`. ``episodes`` are (step * num_envs +
-        environment, return, length); ``steps``, if the actor acted more often than there are steps, says which of its
-        steps each of ours is.
+        ``stacks`` says which observations are stacks of frames, see `are_stacks`; these may be compressed. ``episodes``
+        are (step * num_envs + environment, return, length); ``steps``, if the actor acted more often than there are
+        steps, says which of its steps each of ours is.
         """
         numbers, returns, lengths = np.array(episodes, np.float64).reshape(-1, 3).T
         frames, found = list[np.ndarray](), list[tuple[Any, Any]]()  # of each leaf: observations, and final ones
@@ -71,7 +72,7 @@ class Transitions:
         def folded(is_stack: bool, leaf: Any, final: Any) -> int:
             if is_stack:
                 each, leaf, final = fold(leaf, final, self.terminations | self.truncations)
-                frames.append(each)
+                frames.append(compressed(each) if compress_frames else each)
             found.append((leaf, final))
             return len(found) - 1
 
