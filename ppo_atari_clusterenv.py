@@ -185,6 +185,8 @@ if __name__ == "__main__":
     the_batch = f"the batch of {args.num_envs} environments x {args.num_steps} steps = {args.batch_size}"
     divides = args.batch_size % args.num_minibatches == 0
     check(divides, f"--num-minibatches {args.num_minibatches} must divide {the_batch}")
+    of_one = f"--num-minibatches {args.num_minibatches} leaves one sample in each, whose advantage cannot be normalized"
+    check(args.minibatch_size > 1 or not args.norm_adv, f"{of_one}; use fewer, or --no-norm-adv")
     check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {the_batch}")
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     check(not args.compile or compiler, "--compile needs a C++ compiler, g++ or clang++, and there is none")
@@ -257,7 +259,8 @@ if __name__ == "__main__":
                 nextvalues = torch.cat([values[1:], agent.get_value(next_obs).view(1, -1)])
                 final_obs = torch.as_tensor(rollout.final_observations, device=device)
                 nextvalues[dones.bool()] = agent.get_value(final_obs).flatten()
-                delta = rewards + args.gamma * nextvalues * (1.0 - terminations) - values
+                nextvalues[terminations.bool()] = 0
+                delta = rewards + args.gamma * nextvalues - values
                 advantages, lastgaelam = torch.zeros_like(rewards), 0
                 for t in reversed(range(args.num_steps)):
                     advantages[t] = lastgaelam = delta[t] + args.gamma * args.gae_lambda * (1.0 - dones[t]) * lastgaelam

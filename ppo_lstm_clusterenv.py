@@ -245,7 +245,8 @@ if __name__ == "__main__":
                 ends, final_obs = dones.bool(), torch.Tensor(rollout.final_observations).to(device)
                 final_hidden, _ = agent.lstm(agent.network(final_obs), (hidden[ends], cell[ends]))
                 nextvalues[ends] = agent.critic(final_hidden).flatten()
-                delta = rewards + args.gamma * nextvalues * (1.0 - terminations) - values
+                nextvalues[terminations.bool()] = 0
+                delta = rewards + args.gamma * nextvalues - values
                 advantages, lastgaelam = torch.zeros_like(rewards), 0
                 for t in reversed(range(args.num_steps)):
                     advantages[t] = lastgaelam = delta[t] + args.gamma * args.gae_lambda * (1.0 - dones[t]) * lastgaelam

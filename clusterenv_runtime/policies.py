@@ -38,12 +38,17 @@ class GaussianPolicy(Policy):
     """Continuous actions: ``actor_mean`` maps observations to means ``(batch, n)``, ``actor_logstd`` is a parameter.
 
     The environments get actions clipped to the bounds of ``space``, if there is one.
+
+    Raises:
+        TypeError: ``actor_logstd`` is no parameter: what is computed from one would stay as it is.
     """
 
     float_observations = True
 
     def __init__(self, actor_mean: nn.Module, actor_logstd: nn.Parameter, space: Box | None = None) -> None:
         super().__init__()
+        if not isinstance(actor_logstd, nn.Parameter):
+            raise TypeError(f"actor_logstd must be an nn.Parameter, got a {type(actor_logstd).__name__}")
         self.actor_mean, self.actor_logstd = actor_mean, actor_logstd
         self._bounds = None if space is None else (space.low, space.high)  # no buffers: these travel once
 
@@ -59,7 +64,10 @@ class GaussianPolicy(Policy):
         return mean + logstd.exp() * noise
 
     def to_env(self, actions: torch.Tensor) -> torch.Tensor:
-        return actions if self._bounds is None else actions.clamp(*map(torch.from_numpy, self._bounds))
+        if self._bounds is None:
+            return actions
+        low, high = (torch.from_numpy(bound).expand_as(actions) for bound in self._bounds)
+        return actions.clamp(low, high)
 
     def distribution(self, params: torch.Tensor) -> Distribution:
         mean, logstd = params.chunk(2, -1)

@@ -416,6 +416,16 @@ def test_a_state_that_is_written_in_place_is_the_one_before_the_first_step():
         np.testing.assert_allclose(rollout.logprobs, logprobs, atol=1e-6)
 
 
+def test_nothing_is_remembered_of_steps_that_the_head_took():
+    with ClusterEnv([partial(CountingEnv, length=4)] * 2, 1, **EXACT) as envs:
+        envs.reset(seed=1)
+        policy = Window(linear(3, 2))
+        envs.rollout(policy, 3)
+        for _ in range(4):  # past the end of the episode
+            envs.step(np.zeros(2, np.int64))
+        assert envs.rollout(policy, 1).states.tolist() == [[0, 0, 0]] * 2
+
+
 def test_a_policy_that_changes_otherwise_goes_on_with_what_it_remembers():
     with ClusterEnv([partial(CountingEnv, length=100)], 1, **EXACT) as envs:
         envs.reset(seed=1)

@@ -1,6 +1,7 @@
 """Whether a policy can act is known before anybody does, and when it has become another."""
 
 import threading
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -46,15 +47,16 @@ def with_attribute(name, value):
     return policy
 
 
+class Memory(NamedTuple):
+    hidden: torch.Tensor
+
+
 class Forgetful(CategoricalPolicy):
     """Returns another state than it should."""
 
-    def __init__(self, change):
+    def __init__(self, change, initial=lambda num_envs: torch.zeros(num_envs, 3)):
         super().__init__(linear(1, 2))
-        self.change = change
-
-    def initial_state(self, num_envs):
-        return torch.zeros(num_envs, 3)
+        self.change, self.initial_state = change, initial
 
     def forward(self, observations, state):
         return self.actor(observations), self.change(state)
@@ -86,8 +88,24 @@ WRONG = [
         r"to_env gives \(1,\), where \(5, \.\.\.\)",
     ),
     (
-        lambda: Silly("initial_state", lambda self, n: torch.zeros(1, 2))(linear(1, 2)),
-        "cannot act on|initial_state gives",
+        lambda: Forgetful(lambda state: state, lambda num_envs: torch.zeros(1, num_envs, 3)),
+        r"initial_state gives \(1, \d+, 3\), where \(\d+, \.\.\.\)",
+    ),
+    (
+        lambda: Forgetful(lambda state: state, lambda num_envs: [torch.zeros(num_envs, 3)]),
+        "its initial_state must be a tensor, or a dict or plain tuple of tensors, got a list",
+    ),
+    (
+        lambda: Forgetful(lambda state: state, lambda num_envs: (Memory(torch.zeros(num_envs, 3)),)),
+        "its initial_state must be a tensor, or a dict or plain tuple of tensors, got a Memory",
+    ),
+    (
+        lambda: GaussianPolicy(linear(1, 1), nn.Parameter(torch.zeros(1, 1)), spaces.Box(-1, 1, (2,))),
+        r"its to_env fails: RuntimeError: The expanded size of the tensor \(1\) must match the existing size \(2\)",
+    ),
+    (
+        lambda: CategoricalPolicy(nn.Sequential(linear(1, 2), nn.Threshold(torch.inf, torch.nan))),
+        "params hold NaN: has the policy diverged[?]$",
     ),
     (lambda: Silly("kl", lambda *_: threading.Lock())(linear(1, 2)), "no attribute 'shape'"),
     (lambda: with_attribute("lock", threading.Lock()), "cannot be sent to workers: TypeError: cannot pickle"),
@@ -331,3 +349,8 @@ def test_it_is_known_whether_environments_get_the_actions_as_they_are():
     assert policy.is_identity and not RarelyWrong(linear(1, 2)).is_identity
     policy.to_env = lambda actions: 1 - actions
     assert not policy.is_identity
+
+
+def test_a_deviation_that_is_computed_from_a_parameter_is_refused():
+    with pytest.raises(TypeError, match="actor_logstd must be an nn.Parameter, got a Tensor"):
+        GaussianPolicy(linear(1, 2), nn.Parameter(torch.zeros(1, 2)).clamp(-5, 2))

@@ -65,29 +65,43 @@ def _act_there(policy: Policy, action_space: Space, observations: Any) -> Probed
 
     used = [size for leaf in leaves(create_empty_array(action_space, 1)) for size in leaf.shape[1:]]
     num_steps, num_envs, *_ = sorted(SIZES, key=used.__contains__)
-    steps, rows = (num_steps, num_envs), np.resize(np.arange(len(leaves(observations)[0])), num_envs)
+    rows = np.resize(np.arange(len(leaves(observations)[0])), num_envs)
     observations = map_tree(lambda leaf: leaf[rows], observations)
     actor = Actor()
     actor.load_structure(policy)  # what was pickled by value must not come back: it would replace the user's classes
     actor.policy.load_flat_weights(policy.flat_weights().cpu().numpy())
     actor.set_numbers(policy.numbers_now())
-    before = actor.policy.layout()
-    starts = np.ones(num_envs, bool)
+    initial = actor.policy.initial_state(num_envs)
+    if initial is not None:
+        _check_initial(initial)
+        _check_leading("initial_state", initial, (num_envs,))
+    before, starts = actor.policy.layout(), np.ones(num_envs, bool)
     actor.start(num_steps, starts)
-    initial = actor.state
     for step in range(num_steps):
         given = actor.act(observations, starts & (step == 0))
         _check_leading("to_env", given, (num_envs,))
         check_actions(action_space, given)
         if initial is not None:
-            _check_leading("initial_state", initial, (num_envs,))
             _check_state(initial, actor.state)
     kept = actor.finish()
+    _check_kept(kept, num_steps, num_envs)
     _check_draws(actor.policy, kept["params"], action_space)
+    kl_fault, after = _fault_of_kl(actor.policy, kept["params"]), actor.policy.layout()
+    volatile = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    lead = {"params": np.s_[:1], "states": np.s_[:1]}  # of the others the first step's first
+    example = {
+        name: tree if tree is None else map_tree(lambda leaf, key=lead.get(name, np.s_[0, :1]): leaf[key], tree)
+        for name, tree in kept.items()
+    }
+    dimensions = max(sum(leaf[0].size for leaf in leaves(example["actions"])), 1)
+    return Probed(example, dimensions, volatile, kl_fault)
+
+
+def _check_kept(kept: dict[str, Any], num_steps: int, num_envs: int) -> None:
+    """Raise ValueError if what a part would hold of the policy has not the shapes of so many steps."""
+    steps = num_steps, num_envs
     _check_leading("forward", kept["params"], (num_steps * num_envs,))
     _check_leading("act", kept["actions"], steps)
-    if any(leaf.dtype.kind == "f" and np.isnan(leaf).any() for leaf in leaves(kept["params"])):
-        raise ValueError("the parameters of its distribution hold NaN: has it diverged?")
     if kept["logprobs"].shape != steps:
         found = f"its log_prob gives {kept['logprobs'].shape} for {num_steps} steps of {num_envs} environments"
         raise ValueError(f"{found}, not one number for each: sum over the last dimensions, of the actions")
@@ -95,16 +109,6 @@ def _act_there(policy: Policy, action_space: Space, observations: Any) -> Probed
         if not isinstance(name, str) or not isinstance(extra, np.ndarray):
             raise ValueError(f"its extras must be tensors by their names, got {name!r}: a {type(extra).__name__}")
         _check_leading(f"extra {name!r}", extra, steps)
-    kl_fault = _fault_of_kl(actor.policy, kept["params"])
-    after = actor.policy.layout()
-    lead = {"params": np.s_[:1], "states": np.s_[:1]}  # of the others the first step's first
-    example = {
-        name: tree if tree is None else map_tree(lambda leaf, key=lead.get(name, np.s_[0, :1]): leaf[key], tree)
-        for name, tree in kept.items()
-    }
-    dimensions = max(sum(leaf[0].size for leaf in leaves(example["actions"])), 1)
-    volatile = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
-    return Probed(example, dimensions, volatile, kl_fault)
 
 
 def _check_draws(policy: Policy, params: Any, action_space: Space) -> None:
@@ -134,6 +138,18 @@ def _check_leading(name: str, tree: Any, leading: tuple[int, ...]) -> None:
         if leaf.shape[: len(leading)] != leading:
             wanted = f"({', '.join(map(str, leading))}, ...)"
             raise ValueError(f"its {name} gives {tuple(leaf.shape)}, where {wanted} is wanted of {leading[-1]} rows")
+
+
+def _check_initial(state: Any) -> None:
+    """Raise TypeError if this is no tree of tensors."""
+    import torch
+
+    if isinstance(state, dict) or type(state) is tuple:
+        for part in state.values() if isinstance(state, dict) else state:
+            _check_initial(part)
+    elif not isinstance(state, torch.Tensor):
+        wanted = "a tensor, or a dict or plain tuple of tensors"
+        raise TypeError(f"its initial_state must be {wanted}, got a {type(state).__name__}")
 
 
 def _check_state(initial: Any, state: Any) -> None:

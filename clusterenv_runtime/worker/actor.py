@@ -126,6 +126,8 @@ class Actor:
         if steps is not None:
             which = torch.from_numpy(steps), torch.arange(self._num_envs)
             params, actions = map_tree(lambda leaf: leaf[which], (params, actions))
+        if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in leaves(params)):
+            raise ValueError("params hold NaN: has the policy diverged?")  # before torch prints all of them
         measured = torch.from_numpy(measured_states(self._num_steps, self._num_envs, self._states is not None))
         kept = {
             "actions": actions,

@@ -96,6 +96,8 @@ class Worker:
             case protocol.Reset():
                 return self._reset(*pickle.loads(buffers[0]))
             case protocol.Step():
+                if self._actor is not None:
+                    self._actor.state = None  # nobody remembers what the head does
                 return self._envs.step(pickle.loads(buffers[0]))[:4]
             case protocol.CutOff():
                 return self._envs.cut_off(*pickle.loads(buffers[0]))
