@@ -156,7 +156,8 @@ if __name__ == "__main__":
     obs_space, action_space = read_spaces(args, make_env)
     discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
     check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
-    check(len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}")
+    flatten = "have make_env put FlattenObservation around the environment"
+    check(len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}; {flatten}")
     needed = ReplayBuffer.num_bytes(args.buffer_size, obs_space) / 2**30
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     check(needed < memory, f"--buffer-size {args.buffer_size} takes {needed:.1f} GiB, this machine has {memory:.1f}")

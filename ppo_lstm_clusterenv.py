@@ -192,7 +192,8 @@ if __name__ == "__main__":
     obs_space, action_space = read_spaces(args, make_env)
     discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
     check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
-    check(len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}")
+    flatten = "have make_env put FlattenObservation around the environment"
+    check(len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}; {flatten}")
     run = Run(args, saved)
     writer = run.writer
 
