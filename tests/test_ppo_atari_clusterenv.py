@@ -89,15 +89,20 @@ class AtRandom:
                 "extras": {}, "params": np.zeros((1, 2), np.float32)}  # fmt: skip
 
 
-def test_a_step_is_a_quarter_of_the_bytes_of_its_stack():
-    make_env = script.make_env("ALE/Breakout-v5", 0, False, "")
+@pytest.mark.parametrize("game", ["Breakout", "Pong", "Seaquest"])
+def test_bytes_of_a_step(game):
+    """A quarter of its stack's, and where frames are compressed a twentieth of that."""
+    make_env = script.make_env(f"ALE/{game}-v5", 0, False, "")
     env = make_env()
-    envs = EnvsOneByOne([make_env] * 2, "same", "NextStep", env.observation_space, env.action_space, frame_stack=4)
-    envs.reset(seed=[1, 2])
-    buffers = []
-    envs.collect(AtRandom(4), 128).pack(buffers)
-    envs.close()
-    assert sum(map(len, buffers)) / 256 < 7400 < 4 * 84 * 84 / 3
+    spaces = env.observation_space, env.action_space
+    for compress, most in ((False, 7400), (True, 7400 / 20)):
+        frames = {"frame_stack": 4, "compress_frames": compress}
+        envs = EnvsOneByOne([make_env] * 2, "same", "NextStep", *spaces, **frames)
+        envs.reset(seed=[1, 2])
+        buffers = []
+        envs.collect(AtRandom(env.action_space.n), 128).pack(buffers)
+        envs.close()
+        assert sum(map(len, buffers)) / 256 < most < 4 * 84 * 84 / 3
 
 
 def test_envpools_lives_go_on_and_its_games_are_counted():
