@@ -113,7 +113,7 @@ def objectives(task):
 
 
 def frontier(task):
-    """Final return against bytes of weights, for divergence and for fixed intervals; and both at matched pulls.
+    """Final return against bytes of weights, for divergence and for fixed intervals; and both at matched pulls, if any.
 
     Thresholds that are never reached, as with the plain objective, are left out: nobody pulls then but once.
     """
@@ -130,19 +130,22 @@ def frontier(task):
             families.append((reached, color, marker, "by divergence" + variant.replace(", ", ",\n"), where))
     settings = sum((family[0] for family in families), [])
     colors = {str(key): family[1] for family in families for key in family[0]}
-    figure, grid = subplots(2, 2, 9, 8.5, width_ratios=[3, 2], sharex="col")
     rows = [row for row in claims(task) if row["matched"] and not row["held_out"] and row["seeds"] >= ENOUGH]
+    shape = {"columns": 2, "width": 9, "width_ratios": [3, 2]} if rows else {"columns": 1, "width": 6.5}
+    figure, grid = subplots(2, height=8.5, **shape, sharex="col")
     names = ("return", RETURN), ("training", "mean return of all of training")
-    for (left, right), (name, label) in zip(grid, names, strict=True):
+    for (left, *right), (name, label) in zip(grid, names, strict=True):
         frontier_of(left, task, families, COLUMNS[name])
         left.set_ylabel(label)
-        differences(right, rows, name, colors)
-        right.set_title(label, fontsize=9)
+        for axes in right:
+            differences(axes, rows, name, colors)
+            axes.set_title(label, fontsize=9)
     sent = [task.column(setting, "sync_bytes").mean() for setting in settings]
     grid[0, 0].set_xlim(min(sent) / 1.8, max(sent) * 1.4)
     logarithmic(grid[1, 0].xaxis)
     grid[1, 0].set_xlabel("bytes of weights, all workers (mean)")
-    grid[1, 1].set_xlabel("paired difference, divergence minus interval\n(in brackets their pulls)")
+    for axes in grid[1, 1:]:
+        axes.set_xlabel("paired difference, divergence minus interval\n(in brackets their pulls)")
     caption = task.caption(settings, "\nBeside points their threshold or interval (orange 1: always)")
     return finish(figure, task, "divergence or a fixed interval?", caption, legend=grid[0, 0])
 
