@@ -66,10 +66,10 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     before it goes on learning, at the same rate as before"""
 
 
-def make_env(env_id, idx, capture_video, run_name):
+def make_env(env_id, idx, capture_video, run_name, **kwargs):
     def thunk():
         record = capture_video and idx == 0
-        env = gym.make(env_id, render_mode="rgb_array") if record else gym.make(env_id)
+        env = gym.make(env_id, render_mode="rgb_array", **kwargs) if record else gym.make(env_id, **kwargs)
         env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
         return gym.wrappers.RecordEpisodeStatistics(env)
 
@@ -175,7 +175,8 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
-    env_fns = [make_env(args.env_id, i, args.capture_video, run.name) for i in range(args.num_envs)]
+    kwargs = args.make_kwargs
+    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in range(args.num_envs)]
     envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, log_dir=run.log_dir, **args.options())
     run.keep("envs", envs)
     q_network = run.keep("q_network", QNetwork(envs).to(device))

@@ -80,10 +80,10 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     """if toggled, networks and loss are compiled: up to half a minute, then updates take half to two thirds as long"""
 
 
-def make_env(env_id, idx, capture_video, run_name, training=True):
+def make_env(env_id, idx, capture_video, run_name, training=True, **kwargs):
     def thunk():
         record = capture_video and idx == 0
-        env = gym.make(env_id, frameskip=1, render_mode="rgb_array" if record else None)
+        env = gym.make(env_id, frameskip=1, render_mode="rgb_array" if record else None, **kwargs)
         env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
         env = gym.wrappers.RecordEpisodeStatistics(env)  # of whole games, and rewards that are not clipped
         env = gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
@@ -210,7 +210,8 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
-    env_fns = [make_env(args.env_id, i, args.capture_video, run.name) for i in range(args.num_envs)]
+    kwargs = args.make_kwargs
+    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in range(args.num_envs)]
     frames = {"frame_stack": FRAME_STACK, "compress_frames": args.compress_frames}
     options = {"log_dir": run.log_dir, **args.options()}
     envs = ClusterEnv(by_backend(args, env_fns, **ENVPOOL), num_envs=args.num_envs, **frames, **options)

@@ -71,10 +71,10 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     """if toggled, networks and loss are compiled: up to half a minute, then updates take half to two thirds as long"""
 
 
-def make_env(env_id, idx, capture_video, run_name):
+def make_env(env_id, idx, capture_video, run_name, **kwargs):
     def thunk():
         record = capture_video and idx == 0
-        env = gym.make(env_id, render_mode="rgb_array") if record else gym.make(env_id)
+        env = gym.make(env_id, render_mode="rgb_array", **kwargs) if record else gym.make(env_id, **kwargs)
         return gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
 
     return thunk
@@ -221,7 +221,8 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
-    env_fns = [make_env(args.env_id, i, args.capture_video, run.name) for i in range(args.num_envs)]
+    kwargs = args.make_kwargs
+    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in range(args.num_envs)]
     envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, log_dir=run.log_dir, **args.options())
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))

@@ -81,10 +81,10 @@ class HideVelocities(gym.ObservationWrapper):
         return observation[::2]
 
 
-def make_env(env_id, idx, capture_video, run_name):
+def make_env(env_id, idx, capture_video, run_name, **kwargs):
     def thunk():
         record = capture_video and idx == 0
-        env = gym.make(env_id, render_mode="rgb_array") if record else gym.make(env_id)
+        env = gym.make(env_id, render_mode="rgb_array", **kwargs) if record else gym.make(env_id, **kwargs)
         env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
         return HideVelocities(env) if env_id == "CartPole-v1" else env
 
@@ -207,7 +207,8 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
-    env_fns = [make_env(args.env_id, i, args.capture_video, run.name) for i in range(args.num_envs)]
+    kwargs = args.make_kwargs
+    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in range(args.num_envs)]
     envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, log_dir=run.log_dir, **args.options())
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))

@@ -9,11 +9,12 @@ episodes of training.
 
 import json
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import gymnasium as gym
+import msgspec
 import numpy as np
 import torch
 import tyro
@@ -21,6 +22,7 @@ import tyro
 from clusterenv_runtime.script import evaluate
 from clusterenv_runtime.script.checkpoint import load_checkpoint
 from ppo_continuous_clusterenv import Agent, make_env
+from ppo_continuous_clusterenv import Args as ScriptArgs
 
 
 @dataclass
@@ -31,7 +33,7 @@ class Args:
 
 def play(args, model):
     """Return the returns of a model's episodes, in environments of which training had none."""
-    env = gym.make(args.env_id)
+    env = gym.make(args.env_id, **args.make_kwargs)
     space = env.action_space
     spaces = Namespace(single_observation_space=env.observation_space, single_action_space=space)
     agent = Agent(spaces, args.hidden_size)
@@ -42,13 +44,13 @@ def play(args, model):
         action, _, _, _ = agent.get_action_and_value(torch.Tensor(obs))
         return action.numpy().clip(space.low, space.high)
 
-    return evaluate(Namespace(**{**vars(args), "seed": args.seed + 1000}), make_env, act)
+    return evaluate(replace(args, seed=args.seed + 1000), make_env, act)
 
 
 if __name__ == "__main__":
     inside, runs = 0, tyro.cli(Args).runs
     for run in runs:
-        args = Namespace(**json.loads((run / "summary.json").read_text())["args"])
+        args = msgspec.convert(json.loads((run / "summary.json").read_text())["args"], ScriptArgs)
         returns = play(args, run / f"{args.exp_name}.cleanrl_model")
         low, high = np.percentile(load_checkpoint(run)["parts"]["curve"]["recent"], [2.5, 97.5])
         inside += low <= returns.mean() <= high

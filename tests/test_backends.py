@@ -297,12 +297,24 @@ def test_scripts_train_on_them(backend, script, tmp_path):
         ("--env-backend vector --env-id CartPole-v1 --capture-video", "--capture-video needs --env-backend gymnasium"),
         ("--env-backend vector --env-id CartPole-v1 --env-threads 2", "--env-threads needs --env-backend envpool"),
         ("--env-backend envpool --env-threads 0", "--env-threads must be at least 1, got 0"),
+        ("--env-backend vector --env-id CartPole-v1 --env-kwargs gravity=0", "keyword argument 'gravity'"),
+        ("--env-backend envpool --env-id CartPole-v1 --env-kwargs gravity=0", "--env-kwargs gravity=0: "),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, flags, says):
     if "envpool" in flags:
         pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
     scripts.check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path, flags.split(), says)
+
+
+@pytest.mark.parametrize("backend", ["gymnasium", "vector", "envpool"])
+def test_arguments_reach_the_environments_of_training_and_of_the_evaluation(backend, tmp_path):
+    if backend == "envpool":
+        pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
+    flags = ["--env-id", "CartPole-v1", "--env-backend", backend, "--env-kwargs", "max_episode_steps=7"]
+    flags += ["--total-timesteps", "2048", "--envs-per-worker", "4", "--eval-episodes", "3"]
+    _, summary = scripts.train("ppo_clusterenv.py", tmp_path, *flags)
+    assert (summary["mean_return_100"], summary["eval_return_mean"]) == (7, 7)
 
 
 def test_no_envpool_is_one_line(tmp_path, monkeypatch):

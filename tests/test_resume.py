@@ -645,6 +645,7 @@ RUNNING_CODE = [
     ("key_file", "their.key", "--key-file=their.key"),
     ("allow_insecure", True, "--allow-insecure=True"),
     ("track", True, "--track=True"),
+    ("env_kwargs", "xml_file=their.xml", "--env-kwargs=xml_file=their.xml"),
 ]
 
 

@@ -111,7 +111,7 @@ def test_a_checkpoint_without_a_part_of_the_script_is_one_line(new_run):
 
 # Environments of another backend.
 
-MAKE = 'gym.make(env_id, render_mode="rgb_array") if record else gym.make(env_id)'
+MAKE = 'gym.make(env_id, render_mode="rgb_array", **kwargs) if record else gym.make(env_id, **kwargs)'
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_what_make_env_does_to_an_id_that_only_the_backend_has_is_seen_on_anothe
     def make_env(env_id, *_):
         return lambda: wrap(gym.make(env_id))
 
-    args = SimpleNamespace(env_id="Mars-v0", env_backend="envpool")
+    args = SimpleNamespace(env_id="Mars-v0", env_backend="envpool", make_kwargs={})
     with pytest.raises(SystemExit, match=re.escape(says)) if says else nullcontext():
         environments.check_plain(args, make_env)
 
@@ -197,6 +197,36 @@ def test_the_runtime_needs_nothing_of_the_scripts():
     for path in Path(ROOT, "clusterenv_runtime").rglob("*.py"):
         if path.parent.name != "script":
             assert ".script" not in path.read_text(), path
+
+
+@pytest.mark.parametrize(
+    ("text", "kwargs"),
+    [
+        ("", {}),
+        ("gravity=-5 enable_wind=true", {"gravity": -5, "enable_wind": True}),
+        ("a=False b=None c=1e-3 d=x=y e=", {"a": False, "b": None, "c": 1e-3, "d": "x=y", "e": ""}),
+        ("""sizes=[1,2] name='a b' more='{"c": 1}'""", {"sizes": [1, 2], "name": "a b", "more": {"c": 1}}),
+    ],
+)
+def test_arguments_of_environments_are_read_from_one_string(text, kwargs):
+    assert ppo_clusterenv.Args(env_kwargs=text).make_kwargs == kwargs
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("gravity", "--env-kwargs must be name=value pairs, as in 'gravity=-5 enable_wind=true', got 'gravity'"),
+        ("a=1 a=2", "got 'a=1 a=2'"),
+        ("a='", """got "a='\""""),
+        ("2a=1", "got '2a=1'"),
+        ("unheard=1", "--env-kwargs unheard=1: TypeError: "),
+        ("gravity=5", "--env-kwargs gravity=5: AssertionError: gravity"),
+        ("id=LunarLander-v2", "--env-kwargs id=LunarLander-v2: TypeError: "),
+    ],
+)
+def test_arguments_that_cannot_be_are_one_line(tmp_path, monkeypatch, text, says):
+    flags = ["--env-id", "LunarLander-v3", "--env-kwargs", text]
+    scripts.check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path, flags, says)
 
 
 ENDS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import shlex
@@ -24,6 +25,37 @@ from .lock import lock
 T = TypeVar("T", bound="ScriptArgs")
 Seed = Annotated[int, Range("from 0 to 4294967295", lambda value: 0 <= value < 2**32)]
 Interval = Annotated[float, Range("a number of seconds >= 0", lambda value: value >= 0)]
+WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+def read_kwargs(text: str) -> dict[str, Any]:
+    """Return the keyword arguments in a text like ``gravity=-5 enable_wind=true``.
+
+    Values are numbers, booleans, None, JSON's lists and objects, or else texts. Quotes are as in a shell.
+
+    Raises:
+        ValueError: a part of the text is no ``name=value``, or a name is there twice.
+    """
+    kwargs: dict[str, Any] = {}
+    for part in shlex.split(text):
+        name, equals, value = part.partition("=")
+        if not (equals and name.isidentifier()) or name in kwargs:
+            raise ValueError(f"{part} is no name=value, or the second of this name")
+        try:
+            kwargs[name] = WORDS[value.lower()] if value.lower() in WORDS else json.loads(value)
+        except json.JSONDecodeError:
+            kwargs[name] = value
+    return kwargs
+
+
+def _are_kwargs(text: str) -> bool:
+    try:
+        return read_kwargs(text) is not None
+    except ValueError:
+        return False
+
+
+Kwargs = Annotated[str, Range("name=value pairs, as in 'gravity=-5 enable_wind=true'", _are_kwargs), RunsCode(bool)]
 
 
 def check(fine: Any, message: Any) -> None:
@@ -48,6 +80,8 @@ class ScriptArgs(ClusterOptions):
     has one, or EnvPool's (`pip install envpool`)"""
     env_threads: Positive = 1
     """with `--env-backend envpool`: the number of threads that step each worker's environments"""
+    env_kwargs: Kwargs = ""
+    """arguments of the environment's constructor, in one string, as in `"gravity=-5 enable_wind=true"`"""
     dry_run: bool = False
     """print the workers' commands, one a line, and start nothing"""
     run_name: Name | None = None
@@ -80,6 +114,11 @@ class ScriptArgs(ClusterOptions):
     """the number of episodes of the final evaluation"""
     max_seconds: PositiveNumber | None = None
     """stop cleanly after so many seconds of training"""
+
+    @property
+    def make_kwargs(self) -> dict[str, Any]:
+        """The ``env_kwargs``, as such."""
+        return read_kwargs(self.env_kwargs)
 
     @property
     def resumed_name(self) -> str | None:
@@ -127,9 +166,9 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
         has = " and ".join(f"{spell(name)} {value!r}" for name, value in code.items())
         why = "what can run someone's code, or upload yours, is not taken from a file; to accept it, give it again here"
         check(not code, f"{args.resume} has {has}: {why}")
-        for name in ("num_workers", "envs_per_worker", *fixed):
-            before, now = saved["args"].get(name), getattr(args, name)
-            check(before == now, f"{spell(name)} cannot change on the way: {args.resume} has {before}, got {now}")
+        for name in ("num_workers", "envs_per_worker", "env_kwargs", *fixed):
+            was, now = getattr(before, name), getattr(args, name)
+            check(was == now, f"{spell(name)} cannot change on the way: {args.resume} has {was}, got {now}")
     _check(args)
     return args, saved
 

@@ -14,6 +14,7 @@ import torch
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
 from ..backends import make_vec
+from ..errors import one_line
 from .arguments import check
 
 EnvFn = Callable[[], gym.Env]
@@ -23,12 +24,12 @@ NEUTRAL = "RecordEpisodeStatistics", "PassiveEnvChecker", "OrderEnforcing"  # wr
 def by_backend(args: Any, env_fns: list[EnvFn], **envpool: Any) -> Any:
     """Return what `ClusterEnv` takes: these, or with another --env-backend the one function that makes them all.
 
-    ``envpool`` are arguments of EnvPool's environments.
+    ``envpool`` are arguments of EnvPool's environments, unless --env-kwargs has others.
     """
     if args.env_backend == "gymnasium":
         return env_fns
     arguments = {"num_threads": args.env_threads, **envpool} if args.env_backend == "envpool" else {}
-    return partial(make_vec, args.env_backend, args.env_id, **arguments)
+    return partial(make_vec, args.env_backend, args.env_id, **{**arguments, **args.make_kwargs})
 
 
 def make_here(args: Any, env_fns: list[EnvFn]) -> VectorEnv:
@@ -42,12 +43,17 @@ def read_spaces(args: Any, make_env: Callable[..., EnvFn], like_envpool: bool = 
 
     ``like_envpool``: what ``make_env`` does to an environment, EnvPool does to its own.
     """
+    kwargs = args.make_kwargs
     try:
-        env = make_here(args, [make_env(args.env_id, 1, False, "")])
+        env = make_here(args, [make_env(args.env_id, 1, False, "", **kwargs)])
         if args.env_backend != "gymnasium" and not (like_envpool and args.env_backend == "envpool"):
             check_plain(args, make_env)
     except (ModuleNotFoundError, gym.error.Error) as error:
         check(False, error)
+    except Exception as error:
+        if not kwargs:
+            raise
+        check(False, f"--env-kwargs {args.env_kwargs}: {one_line(error)}")
     if args.capture_video:
         modes = env.metadata.get("render_modes", ())
         check("rgb_array" in modes, f"--capture-video: {args.env_id} renders no pictures")
@@ -58,13 +64,14 @@ def read_spaces(args: Any, make_env: Callable[..., EnvFn], like_envpool: bool = 
 
 def check_plain(args: Any, make_env: Callable[..., EnvFn]) -> None:
     """Exit with one line if ``make_env`` does more than `gym.make`: another --env-backend does not call it."""
-    env_id = args.env_id
+    env_id, kwargs = args.env_id, args.make_kwargs
     try:
-        plain = gym.make(env_id)
+        plain = gym.make(env_id, **kwargs)
     except gym.error.Error:  # the backend's alone; what make_env does, it may do to another
-        plain = gym.make(env_id := "CartPole-v1")
+        env_id, kwargs = "CartPole-v1", {}
+        plain = gym.make(env_id)
     try:
-        changes = _changes(make_env(env_id, 1, False, "")(), plain)
+        changes = _changes(make_env(env_id, 1, False, "", **kwargs)(), plain)
     except Exception as error:
         if env_id == args.env_id:
             raise
@@ -95,7 +102,7 @@ def _parts(env: gym.Env) -> Counter[str]:
 @torch.no_grad()
 def evaluate(args: Any, make_env: Callable[..., EnvFn], act: Callable[[Any], np.ndarray]) -> np.ndarray:
     """Let ``act`` play one episode in each of `eval_episodes` new environments; return the returns."""
-    envs = make_here(args, [make_env(args.env_id, 1, False, "") for _ in range(args.eval_episodes)])
+    envs = make_here(args, [make_env(args.env_id, 1, False, "", **args.make_kwargs) for _ in range(args.eval_episodes)])
     obs, _ = envs.reset(seed=args.seed + 100_000)
     returns, running, steps = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool), 0
     while running.any() and (steps := steps + 1) <= 10_000:  # not every environment ends its episodes
