@@ -339,7 +339,8 @@ def main() -> None:
             print(*events, sep="\n")
         if number % 1000 == 0:
             print(f"{number:,} schedules, {number / (time.monotonic() - start):.0f} a second", flush=True)
-    print(f"{number:,} schedules in {time.monotonic() - start:.0f} s, {len(failed)} failed: {failed[:20]}")
+    done = f"{number:,} schedules in {time.monotonic() - start:.0f} s, from seed {seeds[0]:,} on"
+    print(f"{done}: {len(failed)} failed {failed[:20] or ''}".rstrip())
     sys.exit(bool(failed))
 
 
