@@ -1,0 +1,287 @@
+# PPO on MinAtar, five games of 10x10 pixels: Atari's kind of learning, in a minute on two cores
+import os
+import random
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.optim as optim
+from torch.distributions import Categorical, Distribution
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime.options import EnvId, Fraction, Name, Nats, NotNegativeNumber, Number, Positive, PositiveNumber
+from clusterenv_runtime.script import Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
+
+with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
+    import minatar.gym
+
+    minatar.gym.register_envs()
+
+
+@dataclass
+class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and kl_threshold, it inherits
+    exp_name: Name = os.path.basename(__file__)[: -len(".py")]
+
+    # Algorithm specific arguments
+    env_id: EnvId = "MinAtar/Breakout-v1"
+    """the id of the environment"""
+    total_timesteps: Positive = 1000000
+    """total timesteps of the experiments"""
+    learning_rate: PositiveNumber = 1e-3
+    """the learning rate of the optimizer"""
+    envs_per_worker: Positive = 16
+    """the number of parallel game environments on each worker"""
+    num_steps: Positive = 64
+    """the number of steps to run in each environment per policy rollout"""
+    anneal_lr: bool = True
+    """toggle learning rate annealing for policy and value networks"""
+    gamma: Fraction = 0.99
+    """the discount factor gamma"""
+    gae_lambda: Fraction = 0.95
+    """the lambda for the general advantage estimation"""
+    num_minibatches: Positive = 4
+    """the number of mini-batches"""
+    update_epochs: Positive = 4
+    """the K epochs to update the policy"""
+    norm_adv: bool = True
+    """toggles advantages normalization"""
+    clip_coef: NotNegativeNumber = 0.2
+    """the surrogate clipping coefficient"""
+    clip_vloss: bool = False
+    """toggles whether or not to use a clipped loss for the value function, as per the paper"""
+    ent_coef: Number = 0.01
+    """coefficient of the entropy"""
+    vf_coef: NotNegativeNumber = 0.5
+    """coefficient of the value function"""
+    max_grad_norm: PositiveNumber = 0.5
+    """the maximum norm for the gradient clipping"""
+    target_kl: Nats | None = None
+    """the target KL divergence threshold"""
+
+    # Distribution specific arguments
+    decoupled: bool = True
+    """clip to the policy at the start of the update, not to the one that acted; else KL stays below clip_coef^2 / 2"""
+    clip_rho: PositiveNumber = 2.0
+    """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
+    overlap: bool = False
+    """collect the next rollout while learning from this one; it acts one update behind"""
+
+
+def make_env(env_id, idx, capture_video, run_name, **kwargs):
+    def thunk():
+        record = capture_video and idx == 0
+        env = gym.make(env_id, render_mode="rgb_array", **kwargs) if record else gym.make(env_id, **kwargs)
+        return gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
+
+    return thunk
+
+
+def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
+    torch.nn.init.orthogonal_(layer.weight, std)
+    torch.nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+class PixelPolicy(CategoricalPolicy):
+    """What travels to the workers: it gets pixels as they are, booleans."""
+
+    float_observations = False
+
+    def __init__(self, network, actor):
+        super().__init__(actor)
+        self.network = network
+
+    def forward(self, x):
+        return self.actor(self.network(x.permute(0, 3, 1, 2).float()))
+
+
+class Agent(nn.Module):
+    def __init__(self, envs):
+        super().__init__()
+        height, width, channels = envs.single_observation_space.shape
+        self.network = nn.Sequential(
+            layer_init(nn.Conv2d(channels, 16, 3)), nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(16 * (height - 2) * (width - 2), 128)), nn.ReLU(),
+        )  # fmt: skip
+        self.actor = layer_init(nn.Linear(128, envs.single_action_space.n), std=0.01)
+        self.critic = layer_init(nn.Linear(128, 1), std=1)
+
+    def get_value(self, x):
+        return self.critic(self.network(x.permute(0, 3, 1, 2).float()))
+
+    def get_action_and_value(self, x, action=None):
+        hidden = self.network(x.permute(0, 3, 1, 2).float())
+        probs = Categorical(logits=self.actor(hidden))
+        if action is None:
+            action = probs.sample()
+        return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
+
+
+def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
+    """The loss of a minibatch, and by name what is logged of it."""
+    _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
+    logratio = newlogprob - logprobs
+    ratio = logratio.exp()
+    with torch.no_grad():
+        # calculate approx_kl http://joschu.net/blog/kl-approx.html
+        old_approx_kl = (-logratio).mean()
+        approx_kl = ((ratio - 1) - logratio).mean()
+        clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+    # Policy loss
+    pg_loss1 = -advantages * ratio
+    pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    pg_loss = (weights * torch.max(pg_loss1, pg_loss2)).mean()
+
+    # Value loss
+    newvalue = newvalue.view(-1)
+    v_loss = (newvalue - returns) ** 2
+    if args.clip_vloss:
+        v_change = torch.clamp(newvalue - values, -args.clip_coef, args.clip_coef)
+        v_loss = torch.max(v_loss, (values + v_change - returns) ** 2)
+    v_loss = 0.5 * v_loss.mean()
+
+    entropy_loss = entropy.mean()
+    loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
+    return loss, {
+        "value_loss": v_loss,
+        "policy_loss": pg_loss,
+        "entropy": entropy_loss,
+        "old_approx_kl": old_approx_kl,
+        "approx_kl": approx_kl,
+        "clipfrac": clipfrac,
+    }
+
+
+if __name__ == "__main__":
+    args, saved = parse(Args, fixed=("env_id", "num_steps"))  # saved: what --resume goes on from
+    args.num_envs = int(args.num_workers * args.envs_per_worker)
+    args.batch_size = int(args.num_envs * args.num_steps)
+    args.minibatch_size = int(args.batch_size // args.num_minibatches)
+    args.num_iterations = args.total_timesteps // args.batch_size
+    the_batch = f"the batch of {args.num_envs} environments x {args.num_steps} steps = {args.batch_size}"
+    divides = args.batch_size % args.num_minibatches == 0
+    check(divides, f"--num-minibatches {args.num_minibatches} must divide {the_batch}")
+    of_one = f"--num-minibatches {args.num_minibatches} leaves one sample in each, whose advantage cannot be normalized"
+    check(args.minibatch_size > 1 or not args.norm_adv, f"{of_one}; use fewer, or --no-norm-adv")
+    check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {the_batch}")
+    obs_space, action_space = read_spaces(args, make_env)
+    discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
+    check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
+    pixels = len(obs_space.shape or ()) == 3 and obs_space.dtype == bool
+    check(pixels, f"observations must be pixels of MinAtar, (height, width, channels) of booleans, not {obs_space}")
+    run = Run(args, saved)
+    writer = run.writer
+
+    # TRY NOT TO MODIFY: seeding
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    Distribution.set_default_validate_args(False)  # the workers, who act, check theirs
+    torch.set_num_threads(1)  # networks this small gain nothing from more, and runs side by side would stall each other
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+
+    # env setup
+    kwargs = args.make_kwargs
+    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in range(args.num_envs)]
+    envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, log_dir=run.log_dir, **args.options())
+    run.keep("envs", envs)
+    agent = run.keep("agent", Agent(envs).to(device))
+    policy = PixelPolicy(agent.network, agent.actor)
+    optimizer = run.keep("optimizer", optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True))
+    envs.publish(policy)  # while the environments reset, the workers load it
+    envs.reset(seed=args.seed + run.global_step)
+
+    with run.training(envs, agent):
+        for iteration in run.iterations(args.num_iterations, args.batch_size):
+            # Annealing the rate if instructed to do so.
+            frac = 1.0 - (iteration - 1.0) / args.num_iterations if args.anneal_lr else 1.0
+            optimizer.param_groups[0]["lr"] = frac * args.learning_rate
+            # Collect: the workers act and step; those whose policy has diverged pull this one first.
+            collect_start = time.time()
+            rollout = envs.rollout(policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations)
+            learn_start = time.time()
+            run.global_step += args.batch_size
+            obs = torch.as_tensor(rollout.observations).to(device)  # (num_steps, num_envs, ...)
+            next_obs = torch.as_tensor(rollout.next_observations).to(device)  # (num_envs, ...)
+            actions = torch.as_tensor(rollout.actions).to(device)  # (num_steps, num_envs)
+            logprobs = torch.Tensor(rollout.logprobs).to(device)
+            rewards = torch.Tensor(rollout.rewards).to(device)
+            terminations = torch.Tensor(rollout.terminations).to(device)
+            dones = torch.Tensor(rollout.terminations | rollout.truncations).to(device)
+            run.curve.add_episodes(rollout)
+
+            # bootstrap value if not done; from the final observation where an episode was cut off
+            with torch.no_grad():
+                values = agent.get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1)).view(-1, args.num_envs)
+                values, nextvalues = values[:-1], values[1:].clone()
+                final_obs = torch.as_tensor(rollout.final_observations).to(device)
+                nextvalues[dones.bool()] = agent.get_value(final_obs).flatten()
+                nextvalues[terminations.bool()] = 0
+                delta = rewards + args.gamma * nextvalues - values
+                advantages, lastgaelam = torch.zeros_like(rewards), 0
+                for t in reversed(range(args.num_steps)):
+                    advantages[t] = lastgaelam = delta[t] + args.gamma * args.gae_lambda * (1.0 - dones[t]) * lastgaelam
+                returns = advantages + values
+            # flatten the batch
+            b_obs = obs.reshape((-1,) + envs.single_observation_space.shape)
+            b_logprobs = logprobs.reshape(-1)
+            b_actions = actions.reshape((-1,) + envs.single_action_space.shape)
+            b_advantages = advantages.reshape(-1)
+            b_returns = returns.reshape(-1)
+            b_values = values.reshape(-1)
+            b_weights = torch.ones_like(b_logprobs)
+            if args.decoupled:
+                # A worker's policy may be many updates old. Clipping the ratio to it would pin the learner to it: it
+                # never diverges, nobody pulls, training stalls. So clip against the policy at the start of this update
+                # (proximal) and weight by proximal / behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
+                with torch.no_grad():
+                    _, proximal, _, _ = agent.get_action_and_value(b_obs, b_actions)
+                    b_weights = (proximal - b_logprobs).exp().clamp(max=args.clip_rho)
+                    b_logprobs = proximal
+
+            # Optimizing the policy and value network
+            batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values, b_weights
+            b_inds = np.arange(args.batch_size)
+            clipfracs = []
+            for _ in range(args.update_epochs):
+                np.random.shuffle(b_inds)
+                epoch = [part[torch.as_tensor(b_inds, device=device)] for part in batch]
+                for start in range(0, args.batch_size, args.minibatch_size):
+                    mb = [part[start : start + args.minibatch_size] for part in epoch]
+                    loss, losses = ppo_loss(agent, args, *mb)
+                    clipfracs += [losses["clipfrac"]]
+                    optimizer.zero_grad()
+                    loss.backward()
+                    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                    optimizer.step()
+                if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
+                    break
+
+            y_pred, y_true = b_values.cpu().numpy(), b_returns.cpu().numpy()
+            var_y = np.var(y_true)
+            explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
+            # TRY NOT TO MODIFY: record rewards for plotting purposes
+            run.report(rollout, versions=iteration)
+            losses["clipfrac"] = torch.stack(clipfracs).mean()
+            for name, value in losses.items():  # of the last minibatch
+                writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
+            writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
+            writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step)
+            writer.add_scalar("charts/collect_sps", args.batch_size / (learn_start - collect_start), run.global_step)
+            writer.add_scalar("time/collect", learn_start - collect_start, run.global_step)
+            writer.add_scalar("time/learn", time.time() - learn_start, run.global_step)
+
+        def act(obs):  # as the workers act
+            action, _, _, _ = agent.get_action_and_value(torch.as_tensor(obs, device=device))
+            return action.cpu().numpy()
+
+        run.finish(evaluate(args, make_env, act), updates=run.global_step // args.batch_size)

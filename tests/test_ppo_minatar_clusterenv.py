@@ -1,0 +1,37 @@
+"""The script for MinAtar, run as a user runs it."""
+
+import numpy as np
+import pytest
+
+from . import scripts
+from .scripts import scalars
+from .test_ppo_clusterenv import METRICS, SUMMARY
+
+pytest.importorskip("minatar", reason="MinAtar is not installed: pip install minatar")
+SCRIPT = "ppo_minatar_clusterenv.py"
+TINY = ["--envs-per-worker", "4", "--num-steps", "64", "--total-timesteps", "4096", "--eval-episodes", "2"]
+
+
+def test_it_trains_and_what_the_learner_computes_is_what_acted(tmp_path):
+    """At lag 0 the proximal policy is the behavior policy, so the decoupled objective is plain PPO's."""
+    exact = [*TINY, "--sync-mode", "always", "--weights", "float32"]
+    folder, summary = scripts.train(SCRIPT, tmp_path, *exact)
+    assert set(summary) >= SUMMARY
+    assert set(scripts.events_of(folder).Tags()["scalars"]) >= METRICS
+    assert summary["pulls_per_worker"] == 8 and summary["mean_return_100"] > 0
+    plain, _ = scripts.train(SCRIPT, tmp_path, *exact, "--no-decoupled")
+    losses = [scalars(each, "losses/policy_loss") for each in (folder, plain)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_it_resumes(tmp_path):
+    flags = [*TINY, "--env-id", "MinAtar/SpaceInvaders-v1", "--run-name", "x"]
+    scripts.train(SCRIPT, tmp_path, *flags, "--max-seconds", "0.01")
+    _, summary = scripts.train(SCRIPT, tmp_path, "--resume", "runs/x", "--max-seconds", "1000")
+    assert summary["global_step"] == 4096 and np.isfinite(summary["eval_return_mean"])
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "MinAtar/Pong-v1"])
+def test_what_is_no_game_of_minatars_is_one_line(tmp_path, monkeypatch, env_id):
+    says = "observations must be pixels of MinAtar" if env_id == "CartPole-v1" else "`MinAtar/Pong` doesn't exist"
+    scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, ["--env-id", env_id], says)
