@@ -259,6 +259,10 @@ if __name__ == "__main__":
             dones = torch.Tensor(rollout.terminations | rollout.truncations).to(device)
             run.curve.add_episodes(rollout)
 
+            # a number that is not finite would stay in what all others are normalized by
+            rows = np.flatnonzero(~np.isfinite(rollout.observations).all((0, -1))).tolist()
+            check(not rows, f"environments {rows} gave observations that are not finite")
+
             # scale rewards by the deviation of the discounted return of each environment, which began with its episode
             discounted_return[rollout.starts] = 0
             discounted_returns = np.zeros_like(rollout.rewards)

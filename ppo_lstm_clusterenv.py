@@ -188,6 +188,8 @@ if __name__ == "__main__":
     the_batch = f"the batch of {args.num_envs} environments x {args.num_steps} steps = {args.batch_size}"
     divides = args.num_envs % args.num_minibatches == 0
     check(divides, f"--num-minibatches {args.num_minibatches} must divide the {args.num_envs} environments")
+    of_one = f"--num-minibatches {args.num_minibatches} leaves one sample in each, whose advantage cannot be normalized"
+    check(args.minibatch_size > 1 or not args.norm_adv, f"{of_one}; use fewer, or --no-norm-adv")
     check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {the_batch}")
     obs_space, action_space = read_spaces(args, make_env)
     discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0

@@ -21,6 +21,7 @@ from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy
 from clusterenv_runtime.head.versions import PolicyCopy, PolicyStore
+from clusterenv_runtime.structure import pickled
 from clusterenv_runtime.worker.actor import Actor
 
 
@@ -43,7 +44,7 @@ def measure(width, rounds, args):
     policy = CategoricalPolicy(net.to("cuda" if args.cuda else "cpu"))
     copies, actor = [PolicyCopy() for _ in range(args.num_workers)], Actor()
     store = PolicyStore(copies, Box(-1, 1, (8,), np.float32), rounds)
-    actor.load_structure(cloudpickle.loads(cloudpickle.dumps(policy.structure())))
+    actor.load_structure(cloudpickle.loads(pickled(policy)))
     rows = []
     for _ in range(1 + args.versions):
         with torch.no_grad():

@@ -93,7 +93,7 @@ if __name__ == "__main__":
     gains, shares, means = [], [], []  # of each seed: by lag, and of the whole run
     for seed in range(1, args.seeds + 1):
         lags, share, returns = looks(args, seed)
-        gained, of = 100 * np.diff(returns) / returns.mean(), lags[1:]
+        gained, of = 100 * np.diff(returns) / abs(returns.mean()), lags[1:]
         gains.append([gained[of == lag].mean() for lag in range(args.interval)])
         shares.append([share[lags == lag].mean() for lag in range(args.interval)])
         means.append(returns.mean())

@@ -33,6 +33,7 @@ class Collector:
         self._pool, self._store, self._rule = head.pool, head.store, head.rule
         self._space = space = blueprint.single_observation_space
         self._is_batched = is_batched(space)
+        self._infos = {key: np.zeros(()) for key in blueprint.info_keys}  # what one is like, as far as is known
         self.granted: dict[int, int] = {}  # seq -> worker, of requests to act that are outstanding, oldest first
         self.overlapped: int | None = None  # the steps of the rollout that was requested ahead
 
@@ -42,14 +43,17 @@ class Collector:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
         if not was_reset:
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`.")
+        self._assert_arrays()
+
+    def _assert_arrays(self) -> None:
         if not self._is_batched:
             instead = "leave out what does not with the wrapper FilterObservation, or make it one, see docs/policies.md"
             raise ValueError(f"a policy needs observations that become arrays, got {self._space}: {instead}")
 
     def publish(self, policy: Policy) -> int:
         """Make the policy's weights the next version, and return its number."""
-        seen = self._pool.workers[0].episodes.seen if self._is_batched else None
-        if self._store.publish(policy, seen):
+        self._assert_arrays()
+        if self._store.publish(policy, self._pool.workers[0].episodes.seen):
             for worker in self._pool.workers:  # each answers when it has loaded it, and nobody waits for that
                 self._pool.forget([self._pool.ask(worker, Structure(), self._store.structure)])
             self._pool.flush()
@@ -77,7 +81,7 @@ class Collector:
                 self._ask_ahead(num_steps, self._pool.workers)
             finally:
                 self.overlapped = num_steps if self.granted else None
-        return Rollout.join(parts, np.arange(self._pool.workers[-1].rows.stop))
+        return Rollout.join(parts, np.arange(self._pool.workers[-1].rows.stop), self._infos)
 
     def send(self, num_steps: int, worker: int | None) -> None:
         """Ask this worker, or all, to act; see `ClusterEnv.send`."""
@@ -128,7 +132,7 @@ class Collector:
         served = self._pool.first(seqs)
         index = self.granted.pop(served.request.seq)
         part, rows = self._open(served), self._pool.workers[index].rows
-        return index, Rollout.join([part], np.arange(rows.start, rows.stop))
+        return index, Rollout.join([part], np.arange(rows.start, rows.stop), self._infos)
 
     def _open(self, served: Served) -> RolloutPart:
         """Return a worker's part, and note what it tells of the worker."""

@@ -20,14 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributions import Distribution, kl_divergence
+from torch.distributions import Distribution, Independent, kl_divergence
 
 from .trees import leaves, map_tree
 
 PASS_ELEMENTS = 2**20  # numbers in the observations of one forward pass at the head, so that its memory is bounded
 KL_SAMPLES = 64  # actions for each state where the divergence has to be estimated
-
-TORCHS_OWN = vars(nn.Module()).keys()  # the attributes of every module
 
 logger = logging.getLogger(__name__)
 _estimated = set[str]()  # distributions of which that has been said
@@ -136,9 +134,17 @@ class Policy(nn.Module):
     @torch.no_grad()
     def params_along(self, observations: Any, starts: np.ndarray, state: Any) -> Any:
         """As `unroll`, of arrays, in eval mode, as on the workers; return the parameters alone."""
-        seen = to_tensor(observations, self.device, self.float_observations)
+        elements = sum(leaf[0, 0].size for leaf in leaves(observations))  # that one row sees in a step
+        most, passes = max(PASS_ELEMENTS // max(elements, 1), 1), []
         with _evaluating(self):
-            return self.unroll(seen, *(to_tensor(tree, self.device) for tree in (starts, state)))[0]
+            for first in range(0, starts.shape[1], most):
+                rows = slice(first, first + most)
+                some = map_tree(lambda leaf: leaf[:, rows], observations)  # noqa: B023
+                seen = to_tensor(some, self.device, self.float_observations)
+                before = map_tree(lambda leaf: leaf[rows], state)  # noqa: B023
+                begun, before = (to_tensor(tree, self.device) for tree in (starts[:, rows], before))
+                passes.append(self.unroll(seen, begun, before)[0])
+        return map_tree(lambda *each: torch.cat(each, 1), *passes)
 
     def _initial(self, num_envs: int) -> Any:
         state = self.initial_state(num_envs)
@@ -206,7 +212,10 @@ class Policy(nn.Module):
         try:
             return kl_divergence(old, new)
         except NotImplementedError:
-            if (kind := type(old).__name__) not in _estimated:
+            inner = old
+            while isinstance(inner, Independent):
+                inner = inner.base_dist
+            if (kind := type(inner).__name__) not in _estimated:
                 _estimated.add(kind)
                 logger.warning("torch has no KL divergence of %s: it is estimated; define the policy's kl", kind)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
@@ -228,24 +237,6 @@ class Policy(nn.Module):
         """
         return [tensor.numel() for tensor in self._tensors() if _is_rounded(tensor)]
 
-    def layout(self) -> dict[str, Any]:
-        """Return by name the shapes and dtypes of what travels with each pull, and what else the modules consist of.
-
-        When these change the policy has another structure. What is among ``numbers`` may change without that.
-        """
-        named = [*self.named_parameters(), *self.named_buffers()]
-        found: dict[str, Any] = {"numbers": tuple(self.numbers), "order": tuple(name for name, _ in named)}
-        found |= {f"tensor {name}": (tensor.shape, tensor.dtype) for name, tensor in named}
-        for path, module in self.named_modules():
-            found[f"module {path}"] = type(module)
-            for name, value in vars(module).items():
-                if name in TORCHS_OWN:  # of these hooks alone may do something to what is computed
-                    if name.endswith("_hooks") and value:
-                        found[f"{path}.{name}"] = tuple(map(id, value.values()))
-                elif module is not self or name not in self.numbers:
-                    found[f"{path}.{name}"] = _fixed(value)
-        return found
-
     def with_empty_tensors(self, device: str) -> Policy:
         """Return a copy whose parameters and buffers have shapes but no data, on this device."""
 
@@ -260,13 +251,6 @@ class Policy(nn.Module):
             kept = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
             memo |= {id(tensor): tensor.detach() for tensor in kept if tensor.grad_fn is not None}
         return copy.deepcopy(self, memo)
-
-    def structure(self) -> Policy:
-        """Return a copy whose parameters and buffers have shapes but no data (torch's meta device)."""
-        structure = self.with_empty_tensors("meta")
-        for name in self.numbers:
-            setattr(structure, name, 0.0)
-        return structure
 
     @torch.no_grad()
     def flat_weights(self) -> torch.Tensor:
@@ -289,24 +273,6 @@ class Policy(nn.Module):
             start = end
         if start != len(flat):
             raise ValueError(f"the weights have {len(flat)} bytes, this policy has {start}")
-
-
-def _fixed(value: Any) -> Any:
-    """Return what is equal for two attributes that are: of numbers, texts, arrays and containers what is in them."""
-    if value is None or isinstance(value, bool | int | str | bytes):
-        return value
-    if isinstance(value, float | np.generic):
-        return repr(value)  # NaN is like NaN
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type != "meta":
-        return value.dtype, value.shape, value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(value, list | tuple | set | frozenset):
-        items = map(_fixed, value)
-        return type(value), frozenset(items) if isinstance(value, set | frozenset) else tuple(items)
-    if isinstance(value, dict):
-        return tuple((_fixed(key), _fixed(item)) for key, item in value.items())
-    return id(value)
 
 
 def _is_rounded(tensor: torch.Tensor) -> bool:

@@ -65,7 +65,7 @@ class Rollout:
     logprobs: np.ndarray  # (num_steps, num_envs) floats, of the actions under the policy that took them
     states: Any  # (num_envs, ...) of the policy before the first step, at ``starts`` initial ones; None if it has none
     extras: dict[str, np.ndarray]  # (num_steps, num_envs, ...) by the names that `Policy.extras` gives
-    infos: dict[str, np.ndarray]  # (num_steps, num_envs, ...) for each of ``info_keys`` that has come; "_key": where
+    infos: dict[str, np.ndarray]  # (num_steps, num_envs, ...) of each of ``info_keys``, else 0; "_key": where one is
     rewards: np.ndarray  # (num_steps, num_envs) float64
     terminations: np.ndarray  # (num_steps, num_envs) bool
     truncations: np.ndarray  # (num_steps, num_envs) bool
@@ -76,19 +76,21 @@ class Rollout:
     episodic_lengths: np.ndarray  # (num_episodes,) int64
 
     @classmethod
-    def join(cls, parts: list[RolloutPart], rows: np.ndarray) -> Rollout:
-        """Join the workers' parts, given in row order."""
+    def join(cls, parts: list[RolloutPart], rows: np.ndarray, infos: dict[str, np.ndarray]) -> Rollout:
+        """Join the workers' parts, given in row order.
+
+        ``infos`` has for each of ``info_keys`` one that has come before; those that come now take its place.
+        """
         sizes = [part.rewards.shape[1] for part in parts]
         # Not every environment counts every episode.
         ended = _in_order((np.flatnonzero(part.terminations | part.truncations) for part in parts), sizes)
         counted = _in_order((part.episodes for part in parts), sizes)
 
         each = {name: [getattr(part, name) for part in parts] for name in RolloutPart.__struct_fields__}
-        infos = _join_infos(each["infos"], parts[0].rewards.shape[0], sizes)
         return cls(
             rows=rows,
             starts=np.concatenate(each["starts"]),
-            infos=infos,
+            infos=_join_infos(each["infos"], parts[0].rewards.shape[0], sizes, infos),
             states=None if parts[0].states is None else join(each["states"]),
             policy_versions=np.repeat(each["version"], sizes),
             episodic_returns=np.concatenate(each["episodic_returns"])[counted],
@@ -102,17 +104,21 @@ class Rollout:
         )
 
 
-def _join_infos(infos: list[dict[str, Any]], num_steps: int, sizes: list[int]) -> dict[str, np.ndarray]:
+def _join_infos(
+    infos: list[dict[str, Any]], num_steps: int, sizes: list[int], known: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """Return what workers have sent of their infos as arrays, zeros where there was none, and where there was some."""
     joined: dict[str, np.ndarray] = {}
-    for key in dict.fromkeys(key for each in infos for key in each):
+    for key in known:
         found = [each[key][1] for each in infos if key in each]
         if len(shapes := {values.shape[1:] for values in found}) > 1:
             warnings.warn(
                 f"Info {key} is left out: its shape is not the same on all workers, but {shapes}.", stacklevel=2
             )
             continue
-        values = np.zeros((num_steps, sum(sizes), *found[0].shape[1:]), np.result_type(*found))
+        if found:
+            known[key] = np.zeros(found[0].shape[1:], np.result_type(*found))
+        values = np.zeros((num_steps, sum(sizes), *known[key].shape), known[key].dtype)
         mask, first = np.zeros(values.shape[:2], bool), 0
         for each, size in zip(infos, sizes, strict=True):
             if key in each:

@@ -17,12 +17,13 @@ SCRIPTS = {
     "Continuous PPO": "ppo_continuous_clusterenv",
     "PPO with memory": "ppo_lstm_clusterenv",
     "PPO on Atari": "ppo_atari_clusterenv",
+    "PPO on MinAtar": "ppo_minatar_clusterenv",
     "DQN": "dqn_clusterenv",
     "DQN on Atari": "dqn_atari_clusterenv",
 }
 HEAD = """# Flags
 
-Of the six scripts. Hyphens and underscores are both accepted, booleans as `--x`, `--no-x`, `--x=True` and
+Of the seven scripts. Hyphens and underscores are both accepted, booleans as `--x`, `--no-x`, `--x=True` and
 `--x=False`. This page is generated from the code: `python -m docs.flags > docs/flags.md`.
 """
 

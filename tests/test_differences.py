@@ -17,6 +17,7 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.differences import FROM_HELD, FROM_ZEROS, WHOLE, Difference
 from clusterenv_runtime.head import versions
 from clusterenv_runtime.head.versions import PolicyCopy, PolicyStore
+from clusterenv_runtime.structure import pickled
 from clusterenv_runtime.worker.actor import Actor
 
 from .envs import CountingEnv
@@ -46,7 +47,7 @@ class Odd(nn.Module):
 
 def worker(policy):
     actor = Actor()
-    actor.load_structure(cloudpickle.loads(cloudpickle.dumps(policy.structure())))
+    actor.load_structure(cloudpickle.loads(pickled(policy)))
     return actor
 
 

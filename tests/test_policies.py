@@ -1,11 +1,14 @@
 """Policies of one's own: what their contract allows, and what is refused before anybody acts."""
 
+import argparse
 import os
 import re
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -19,12 +22,15 @@ from torch.distributions import (
     Categorical,
     Independent,
     Normal,
+    OneHotCategorical,
     StudentT,
     kl_divergence,
 )
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy, Policy
 from clusterenv_runtime import policy as policy_module
+from clusterenv_runtime.head import versions
+from clusterenv_runtime.head.probe import probe
 
 from .envs import CountingEnv, EchoEnv, assert_same
 from .nets import change, linear
@@ -218,6 +224,50 @@ class Hot(CategoricalPolicy):
         return torch.full((len(params),), int(self.temperature > 30) + self.offset)
 
 
+@dataclass
+class Options:
+    offset: int = 0
+
+
+@pytest.mark.parametrize("options", [Options(), SimpleNamespace(offset=0), argparse.Namespace(offset=0)])
+def test_an_option_in_an_object_is_of_the_structure(options):
+    class Optional(Hot):
+        def act(self, params, noise):
+            return torch.full((len(params),), self.options.offset)
+
+    with ClusterEnv([CountingEnv], 1, kl_threshold=100.0) as envs:
+        envs.reset()
+        policy = Optional()
+        policy.options = options
+        assert envs.rollout(policy, 4).actions.max() == 0
+        policy.options.offset = 1
+        assert envs.rollout(policy, 4).actions.min() == 1
+
+
+def test_torchs_recurrent_modules_are_tried_once(monkeypatch):
+    class Recurrent(CategoricalPolicy):
+        def __init__(self):
+            super().__init__(linear(4, 2))
+            self.memory = nn.GRU(1, 4)
+
+        def initial_state(self, num_envs):
+            return torch.zeros(num_envs, 4)
+
+        def forward(self, observations, state):
+            hidden, _ = self.memory(observations[None], state[None])
+            return self.actor(hidden[0]), hidden[0]
+
+    tried = []
+    monkeypatch.setattr(versions, "probe", lambda *args: tried.append(args) or probe(*args))
+    with ClusterEnv([CountingEnv] * 2, 1) as envs:
+        envs.reset()
+        policy = Recurrent()
+        for _ in range(3):
+            envs.rollout(policy, 4)
+            change(policy, 0.1)
+    assert len(tried) == 1
+
+
 def test_numbers_travel_with_each_request_and_other_attributes_are_of_the_structure():
     with ClusterEnv([CountingEnv], 1, kl_threshold=100.0) as envs:
         envs.reset()
@@ -253,7 +303,7 @@ def test_a_divergence_that_torch_does_not_know_is_estimated_with_one_warning(cap
         assert policy.divergence([observations], [old.numpy()]).item() == pytest.approx(exact, rel=0.1)
     assert exact > 0.01 and torch.equal(torch.get_rng_state(), state)
     assert [record.getMessage() for record in caplog.records] == [
-        "torch has no KL divergence of Independent: it is estimated; define the policy's kl"
+        "torch has no KL divergence of StudentT: it is estimated; define the policy's kl"
     ]
 
 
@@ -268,6 +318,41 @@ def test_divergence_is_per_action_dimension():
         envs.publish(policy)
         whole = policy.kl(before, policy.params_at(rollout.observations.reshape(-1, 2))).mean().item()
         assert envs.divergence.tolist() == pytest.approx([whole / 2], rel=1e-4)
+
+
+def test_action_dimensions_are_those_of_the_environments():
+    class OneHot(CategoricalPolicy):
+        def act(self, params, noise):
+            return nn.functional.one_hot(super().act(params, noise), 2)
+
+        def to_env(self, actions):
+            return actions.argmax(-1)
+
+        def distribution(self, params):
+            return OneHotCategorical(logits=params)
+
+    with ClusterEnv([CountingEnv] * 2, 1, **EXACT) as envs:
+        envs.reset()
+        policy = OneHot(linear(1, 2))
+        rollout = envs.rollout(policy, 8)
+        before = policy.params_at(rollout.observations.reshape(-1, 1))
+        change(policy, 0.3)
+        envs.publish(policy)
+        whole = policy.kl(before, policy.params_at(rollout.observations.reshape(-1, 1))).mean().item()
+        assert envs.divergence.tolist() == pytest.approx([whole], rel=1e-4)
+
+
+def test_divergence_along_sequences_is_measured_in_passes_that_fit_in_memory(monkeypatch):
+    policy = Window(linear(3, 2))
+    generator = np.random.default_rng(1)
+    observations = generator.normal(size=(6, 25, 1)).astype(np.float32)
+    starts, state = generator.random((6, 25)) < 0.2, generator.normal(size=(25, 3)).astype(np.float32)
+    whole = policy.params_along(observations, starts, state)
+    monkeypatch.setattr(policy_module, "PASS_ELEMENTS", 10)
+    sizes = []
+    policy.actor.register_forward_hook(lambda _, inputs, output: sizes.append(len(output)))
+    assert torch.allclose(policy.params_along(observations, starts, state), whole, atol=1e-6)
+    assert whole.shape == (6, 25, 2) and sizes == [10] * 12 + [5] * 6
 
 
 def test_divergence_is_measured_in_passes_that_fit_in_memory(monkeypatch):
@@ -356,12 +441,22 @@ def test_infos_that_are_asked_for_come_in_rollouts(make):
         for _ in range(2):
             rollout = envs.rollout(CategoricalPolicy(linear(1, 2)), 8)
             steps, infos = rollout.observations[..., 0] + 1, rollout.infos
-            assert sorted(infos) == ["_progress", "_success", "progress", "success"]
+            assert sorted(infos) == ["_never", "_progress", "_success", "never", "progress", "success"]
+            assert infos["never"].shape == (8, 4) and not infos["never"].any() and not infos["_never"].any()
             assert_same(infos["_success"], rollout.truncations)
             assert_same(infos["success"], rollout.truncations & (np.array(LENGTHS) > 3))
             assert_same(infos["_progress"], steps % 2 == 0)
             assert infos["progress"].shape == (8, 4, 2)
             np.testing.assert_array_equal(infos["progress"][..., 0], np.where(steps % 2 == 0, steps, 0))
+
+
+def test_infos_of_which_a_rollout_has_none_are_zeros_as_before():
+    with ClusterEnv([partial(Telling, 4)] * 2, 1, info_keys=("progress",)) as envs:
+        envs.reset()
+        policy = CategoricalPolicy(linear(1, 2))
+        infos = [envs.rollout(policy, 1).infos for _ in range(3)]  # only the second step tells
+    assert [each["progress"].shape for each in infos] == [(1, 2), (1, 2, 2), (1, 2, 2)]
+    assert [each["_progress"].any() for each in infos] == [False, True, False] and not infos[2]["progress"].any()
 
 
 class Odd(CountingEnv):
@@ -416,6 +511,33 @@ def test_a_state_that_is_written_in_place_is_the_one_before_the_first_step():
         np.testing.assert_allclose(rollout.logprobs, logprobs, atol=1e-6)
 
 
+def test_a_state_that_is_written_in_place_may_be_among_the_parameters():
+    class Steps(CategoricalPolicy):
+        def initial_state(self, num_envs):
+            return torch.zeros(num_envs, 1)
+
+        def forward(self, observations, state):
+            state += 1
+            return {"logits": self.actor(observations), "steps": state}, state
+
+        def noise(self, num_steps, params, generator):
+            return super().noise(num_steps, params["logits"], generator)
+
+        def act(self, params, noise):
+            return super().act(params["logits"], noise)
+
+        def distribution(self, params):
+            return super().distribution(params["logits"])
+
+        def extras(self, params, actions):
+            return {"steps": params["steps"]}
+
+    with ClusterEnv([partial(CountingEnv, length=100)] * 2, 1) as envs:
+        envs.reset()
+        rollout = envs.rollout(Steps(linear(1, 2)), 4)
+        assert rollout.extras["steps"][..., 0].tolist() == [[1, 1], [2, 2], [3, 3], [4, 4]]
+
+
 def test_nothing_is_remembered_of_steps_that_the_head_took():
     with ClusterEnv([partial(CountingEnv, length=4)] * 2, 1, **EXACT) as envs:
         envs.reset(seed=1)
@@ -461,4 +583,4 @@ def test_the_programs_of_the_page_print_what_they_say(tmp_path, name):
 
 
 def test_the_page_has_programs():
-    assert len(PROGRAMS) == 5
+    assert len(PROGRAMS) == 6

@@ -19,7 +19,8 @@ def test_it_trains_and_what_the_learner_computes_is_what_acted(tmp_path):
     assert set(summary) >= SUMMARY
     assert set(scripts.events_of(folder).Tags()["scalars"]) >= METRICS
     assert summary["pulls_per_worker"] == 8 and summary["mean_return_100"] > 0
-    plain, _ = scripts.train(SCRIPT, tmp_path, *exact, "--no-decoupled")
+    (tmp_path / "plain").mkdir()
+    plain, _ = scripts.train(SCRIPT, tmp_path / "plain", *exact, "--no-decoupled")
     losses = [scalars(each, "losses/policy_loss") for each in (folder, plain)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
@@ -31,7 +32,12 @@ def test_it_resumes(tmp_path):
     assert summary["global_step"] == 4096 and np.isfinite(summary["eval_return_mean"])
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "MinAtar/Pong-v1"])
-def test_what_is_no_game_of_minatars_is_one_line(tmp_path, monkeypatch, env_id):
-    says = "observations must be pixels of MinAtar" if env_id == "CartPole-v1" else "`MinAtar/Pong` doesn't exist"
+@pytest.mark.parametrize(
+    ("env_id", "says"),
+    [
+        ("CartPole-v1", "observations must be pixels of MinAtar"),
+        ("MinAtar/Pong-v1", "Environment `Pong` doesn't exist in namespace MinAtar"),
+    ],
+)
+def test_what_is_no_game_of_minatars_is_one_line(tmp_path, monkeypatch, env_id, says):
     scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, ["--env-id", env_id], says)

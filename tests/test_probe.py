@@ -41,6 +41,17 @@ def Silly(method, does=None):  # noqa: N802
     return type("Silly", (CategoricalPolicy,), {method: does or fail})
 
 
+class Aside(nn.Module):
+    """Has a network that it does not register."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network, self.bias = network, nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        return (self.network[0] if isinstance(self.network, list) else self.network)(x) + self.bias
+
+
 def with_attribute(name, value):
     policy = CategoricalPolicy(linear(1, 2))
     setattr(policy, name, value)
@@ -93,11 +104,11 @@ WRONG = [
     ),
     (
         lambda: Forgetful(lambda state: state, lambda num_envs: [torch.zeros(num_envs, 3)]),
-        "its initial_state must be a tensor, or a dict or plain tuple of tensors, got a list",
+        "its initial_state must give a tensor, or a dict or plain tuple of tensors, got a list",
     ),
     (
         lambda: Forgetful(lambda state: state, lambda num_envs: (Memory(torch.zeros(num_envs, 3)),)),
-        "its initial_state must be a tensor, or a dict or plain tuple of tensors, got a Memory",
+        "its initial_state must give a tensor, or a dict or plain tuple of tensors, got a Memory",
     ),
     (
         lambda: GaussianPolicy(linear(1, 1), nn.Parameter(torch.zeros(1, 1)), spaces.Box(-1, 1, (2,))),
@@ -113,6 +124,18 @@ WRONG = [
     (lambda: Forgetful(lambda state: state.double()), "a state that is torch.float64 .*initial_state is torch.float32"),
     (lambda: Forgetful(lambda state: (state,)), "a state that is a tuple|of another structure"),
     (lambda: Forgetful(lambda state: None), "a state that is a NoneType"),
+    (
+        lambda: Silly("forward", lambda self, x: Memory(self.actor(x)))(linear(1, 2)),
+        "forward must give .* a Memory",
+    ),
+    (lambda: Silly("forward", lambda self, x: [self.actor(x)])(linear(1, 2)), "its forward must give .* got a list"),
+    (lambda: Silly("noise", lambda *_: None)(linear(1, 2)), "its noise must give a tensor, .* got a NoneType"),
+    (
+        lambda: Silly("noise", lambda self, steps, params, generator: torch.zeros(params.shape))(linear(1, 2)),
+        r"its noise gives \(5, 2\), where \(3, 5, \.\.\.\) is wanted",
+    ),
+    (lambda: CategoricalPolicy(Aside([linear(1, 2)])), r"parameter \(8, 1\) that no module registers, as in a list"),
+    (lambda: CategoricalPolicy(Aside(lambda x, net=linear(1, 2): net(x))), "no module registers, .* Use nn.ModuleList"),
 ]
 
 
@@ -354,3 +377,21 @@ def test_it_is_known_whether_environments_get_the_actions_as_they_are():
 def test_a_deviation_that_is_computed_from_a_parameter_is_refused():
     with pytest.raises(TypeError, match="actor_logstd must be an nn.Parameter, got a Tensor"):
         GaussianPolicy(linear(1, 2), nn.Parameter(torch.zeros(1, 2)).clamp(-5, 2))
+
+
+def test_a_network_that_stays_as_it_is_may_be_kept_aside(store):
+    frozen = linear(1, 2).requires_grad_(False)
+    store.publish(CategoricalPolicy(Aside([frozen])))
+
+
+def test_trying_a_policy_leaves_the_learners_random_numbers_alone(store):
+    def act(self, params, noise):  # by seeds, as the page has it, but of all of torch
+        torch.manual_seed(0)
+        return (params + noise).argmax(-1)
+
+    policy = Silly("act", act)(linear(1, 2))
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    store.publish(policy)
+    assert torch.rand(1) == expected

@@ -294,6 +294,8 @@ def test_misuse():
 @pytest.mark.parametrize("space", [spaces.Text(3), spaces.Dict(a=VECTOR, b=spaces.Graph(VECTOR, None)), Words()])
 def test_observations_that_are_not_arrays_are_refused(space):
     with ClusterEnv([partial(RandomEnv, space)] * 2, 2) as envs:
+        with pytest.raises(ValueError, match="a policy needs observations that become arrays, got "):
+            envs.publish(CategoricalPolicy(linear()))
         envs.reset()
         with pytest.raises(ValueError, match="a policy needs observations that become arrays, got "):
             envs.rollout(CategoricalPolicy(linear()), 5)

@@ -269,6 +269,16 @@ def test_nobody_learns_from_the_observation_that_ends_an_episode(tmp_path, scrip
     assert summary["mean_return_100"] == 5
 
 
+def test_nothing_is_normalized_by_what_is_not_finite(tmp_path):
+    text = ENDS.replace("ACTIONS", "gym.spaces.Box(-1, 1, (2,))").replace("self.steps if", "np.inf if")
+    (tmp_path / "ends.py").write_text(text)
+    flags = "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --total-timesteps 320"
+    result = scripts.run("ppo_continuous_clusterenv.py", tmp_path, *flags.split())
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    says = "error: environments [0, 1, 2, 3] gave observations that are not finite"
+    assert result.stderr.splitlines()[-1] == says
+
+
 @pytest.mark.parametrize("script", ["ppo_clusterenv.py", "ppo_continuous_clusterenv.py", "ppo_atari_clusterenv.py"])
 def test_a_minibatch_of_one_is_refused_in_one_line(tmp_path, monkeypatch, script):
     flags = "--num-workers 1 --envs-per-worker 1 --num-steps 4 --num-minibatches 4"

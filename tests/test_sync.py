@@ -17,6 +17,7 @@ from clusterenv_runtime.head.versions import PolicyCopy, PolicyStore
 from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.protocol import Collect
 from clusterenv_runtime.spaces import one_of
+from clusterenv_runtime.structure import pickled
 from clusterenv_runtime.sync import SyncRule, sampled_states
 
 from .envs import CountingEnv, RandomEnv, assert_same
@@ -379,7 +380,7 @@ def test_weights_travel_to_the_last_bit():
     flat = policy.flat_weights()
     assert (flat.dtype, flat.shape) == (torch.uint8, (num_bytes(policy),))
     kept = flat.clone()
-    other = cloudpickle.loads(cloudpickle.dumps(policy.structure())).with_empty_tensors("cpu")
+    other = cloudpickle.loads(pickled(policy)).with_empty_tensors("cpu")
     other.load_flat_weights(flat.numpy().tobytes())
     names = [*dict(policy.named_parameters()), *dict(policy.named_buffers())]
     assert names == [*dict(other.named_parameters()), *dict(other.named_buffers())]
@@ -398,7 +399,7 @@ def test_weights_travel_to_the_last_bit():
 
 def test_the_structure_carries_no_weights():
     policy = CategoricalPolicy(nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000), nn.Linear(1000, 1000)))
-    structure = policy.structure()
+    structure = cloudpickle.loads(pickled(policy))
     assert len(cloudpickle.dumps(structure)) < 10_000 < 8_000_000 < num_bytes(policy)
     assert all(tensor.is_meta for tensor in structure._tensors())
     assert not any(tensor.is_meta for tensor in policy._tensors())

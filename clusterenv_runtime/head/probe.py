@@ -25,7 +25,7 @@ class Probed(NamedTuple):
 
     example: dict[str, Any]  # what a part of a rollout holds of it, arrays ``(1, ...)`` by the names of `RolloutPart`
     dimensions: int  # of an action
-    volatile: set[str]  # the keys of `Policy.layout` that change when it acts
+    volatile: set[str]  # the keys of `structure.layout_of` that change when it acts
     kl_fault: str | None  # why its divergence cannot be measured, if it cannot
 
 
@@ -54,28 +54,39 @@ def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
     default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float32)
-        with torch.device("cpu"):  # where a worker is, whatever the learner's new tensors are
+        # On the CPU, where a worker is, whatever the learner's new tensors are, and without its random numbers.
+        with torch.device("cpu"), torch.random.fork_rng([]):
             return _act_there(policy, action_space, observations)
     finally:
         torch.set_default_dtype(default)
 
 
 def _act_there(policy: Policy, action_space: Space, observations: Any) -> Probed:
-    from ..worker.actor import Actor  # brings torch, as the policy has by now
+    from ..structure import layout_of  # brings torch, as the policy has by now
+    from ..worker.actor import Actor
 
     used = [size for leaf in leaves(create_empty_array(action_space, 1)) for size in leaf.shape[1:]]
     num_steps, num_envs, *_ = sorted(SIZES, key=used.__contains__)
     rows = np.resize(np.arange(len(leaves(observations)[0])), num_envs)
     observations = map_tree(lambda leaf: leaf[rows], observations)
-    actor = Actor()
+
+    class Tried(Actor):
+        def draw(self, params: Any) -> Any:
+            _check_tree("forward", params)
+            noise = super().draw(params)
+            _check_tree("noise", noise)
+            _check_leading("noise", noise, (num_steps, num_envs))
+            return noise
+
+    actor = Tried()
     actor.load_structure(policy)  # what was pickled by value must not come back: it would replace the user's classes
     actor.policy.load_flat_weights(policy.flat_weights().cpu().numpy())
     actor.set_numbers(policy.numbers_now())
     initial = actor.policy.initial_state(num_envs)
     if initial is not None:
-        _check_initial(initial)
+        _check_tree("initial_state", initial)
         _check_leading("initial_state", initial, (num_envs,))
-    before, starts = actor.policy.layout(), np.ones(num_envs, bool)
+    before, starts = layout_of(actor.policy), np.ones(num_envs, bool)
     actor.start(num_steps, starts)
     for step in range(num_steps):
         given = actor.act(observations, starts & (step == 0))
@@ -86,14 +97,14 @@ def _act_there(policy: Policy, action_space: Space, observations: Any) -> Probed
     kept = actor.finish()
     _check_kept(kept, num_steps, num_envs)
     _check_draws(actor.policy, kept["params"], action_space)
-    kl_fault, after = _fault_of_kl(actor.policy, kept["params"]), actor.policy.layout()
+    kl_fault, after = _fault_of_kl(actor.policy, kept["params"]), layout_of(actor.policy)
     volatile = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
     lead = {"params": np.s_[:1], "states": np.s_[:1]}  # of the others the first step's first
     example = {
         name: tree if tree is None else map_tree(lambda leaf, key=lead.get(name, np.s_[0, :1]): leaf[key], tree)
         for name, tree in kept.items()
     }
-    dimensions = max(sum(leaf[0].size for leaf in leaves(example["actions"])), 1)
+    dimensions = max(sum(leaf[0].size for leaf in leaves(given)), 1)  # of what environments get
     return Probed(example, dimensions, volatile, kl_fault)
 
 
@@ -140,16 +151,16 @@ def _check_leading(name: str, tree: Any, leading: tuple[int, ...]) -> None:
             raise ValueError(f"its {name} gives {tuple(leaf.shape)}, where {wanted} is wanted of {leading[-1]} rows")
 
 
-def _check_initial(state: Any) -> None:
-    """Raise TypeError if this is no tree of tensors."""
+def _check_tree(name: str, tree: Any) -> None:
+    """Raise TypeError if what a method gives is no tree of tensors."""
     import torch
 
-    if isinstance(state, dict) or type(state) is tuple:
-        for part in state.values() if isinstance(state, dict) else state:
-            _check_initial(part)
-    elif not isinstance(state, torch.Tensor):
+    if isinstance(tree, dict) or type(tree) is tuple:
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            _check_tree(name, part)
+    elif not isinstance(tree, torch.Tensor):
         wanted = "a tensor, or a dict or plain tuple of tensors"
-        raise TypeError(f"its initial_state must be {wanted}, got a {type(state).__name__}")
+        raise TypeError(f"its {name} must give {wanted}, got a {type(tree).__name__}")
 
 
 def _check_state(initial: Any, state: Any) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 from gymnasium import Space
 
@@ -82,7 +81,7 @@ class PolicyStore:
         self.bytes_sent = 0  # cumulative weight bytes, all workers
         self.mismatches = 0  # how often a worker did not hold what it had been sent
         self._policy: Policy | None = None
-        self._layout: dict[str, Any] = {}  # of the policy, see `Policy.layout`
+        self._layout: dict[str, Any] = {}  # of the policy, see `structure.layout_of`
         self._probed: Probed | None = None  # what is known of it
         self._has_warned, self._changes = False, 0  # in a row, of the structure
 
@@ -98,9 +97,11 @@ class PolicyStore:
         """
         if policy is not self._policy:
             _check_policy(policy)
-        layout, structure, probed = policy.layout(), self.structure, self._probed
+        from ..structure import layout_of, pickled  # torch, as the policy has by now
+
+        layout, structure, probed = layout_of(policy), self.structure, self._probed
         if policy is not self._policy or not structure or self._differences(layout):
-            structure = _structure_of(policy)
+            structure = pickled(policy)
             probed = probe(policy, self._space, self._action_space, seen)
             if probed.kl_fault is not None and self._needs_kl:
                 text = f"the policy has no KL divergence: {probed.kl_fault}"
@@ -254,11 +255,3 @@ def _check_policy(policy: Any) -> None:
         found = policy.__name__ if isinstance(policy, type) else type(policy).__name__
         raise TypeError(f"a Policy is wanted, such as CategoricalPolicy(actor), got {found}; see docs/policies.md")
     policy.check()
-
-
-def _structure_of(policy: Policy) -> bytes:
-    """Return a policy without its weights as it travels; raise ValueError if it cannot."""
-    try:
-        return cloudpickle.dumps(policy.structure())
-    except Exception as error:
-        raise ValueError(f"the policy cannot be sent to workers: {one_line(error)}") from error

@@ -76,7 +76,7 @@ class Actor:
         if _layout(initial) != _layout(self.state):  # there was none, or that of another policy
             self.state = initial
         self._begin(starts)
-        self._states = map_tree(torch.clone, self.state) if self.state is not None else None  # forward may write to it
+        self._states = self.state
 
     def _begin(self, starts: np.ndarray) -> None:
         if self.state is not None and starts.any():
@@ -94,9 +94,10 @@ class Actor:
             params = self.policy(tensors)
         else:
             self._begin(starts)
-            params, self.state = self.policy(tensors, self.state)
+            # A copy: `forward` may write to it, and what it has returned may be among the parameters, too.
+            params, self.state = self.policy(tensors, map_tree(torch.clone, self.state))
         if step == 0:
-            self._noise = self.policy.noise(self._num_steps, params, self._generator)
+            self._noise = self.draw(params)
         actions = self.policy.act(params, map_tree(lambda leaf: leaf[step], self._noise))
         self._step_params.append(params)
         self._actions.append(actions)
@@ -105,6 +106,10 @@ class Actor:
         if not self.policy.is_identity and any(leaf.dtype.kind in "iu" for leaf in leaves(given)):
             self._given.append(map_tree(np.copy, given))
         return given
+
+    def draw(self, params: Any) -> Any:
+        """Return the noise of a rollout; ``params`` are those of its first step."""
+        return self.policy.noise(self._num_steps, params, self._generator)
 
     @property
     def given(self) -> Any:
