@@ -98,6 +98,7 @@ def test_files_and_classes_are_small(path):
 
 def test_a_rollout_makes_few_changes_of_file():
     """From call to call, at the head, with one worker; without the policy's own code, and the walking of trees."""
+    without = "policy.py", "policies.py", "structure.py", "trees.py"
     with ClusterEnv([partial(CountingEnv)] * 2, 1) as envs:
         policy = CategoricalPolicy(linear(1, 2))
         envs.reset()
@@ -111,7 +112,7 @@ def test_a_rollout_makes_few_changes_of_file():
             def trace(frame, event, _, files=files):
                 code = frame.f_code
                 path = Path(code.co_filename)
-                own = path.is_relative_to(PACKAGE) and path.name not in ("policy.py", "policies.py", "structure.py", "trees.py")
+                own = path.is_relative_to(PACKAGE) and path.name not in without
                 if event == "call" and own and not code.co_name.startswith("<"):
                     files.append(code.co_filename)
 
