@@ -76,6 +76,8 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     """workers compress frames, for slow links"""
     overlap: bool = False
     """collect the next rollout while learning from this one; it acts one update behind"""
+    bfloat16: bool = False
+    """the learner's networks compute in bfloat16, where its processor has that in hardware; weights stay in float32"""
     compile: bool = False
     """if toggled, networks and loss are compiled: up to half a minute, then updates take half to two thirds as long"""
 
@@ -115,8 +117,9 @@ class PixelPolicy(CategoricalPolicy):
 
 
 class Agent(nn.Module):
-    def __init__(self, envs):
+    def __init__(self, envs, bfloat16=False):
         super().__init__()
+        self.bfloat16 = bfloat16
         self.network = nn.Sequential(
             layer_init(nn.Conv2d(FRAME_STACK, 32, 8, stride=4)), nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(),
@@ -127,11 +130,15 @@ class Agent(nn.Module):
         self.actor = layer_init(nn.Linear(512, envs.single_action_space.n), std=0.01)
         self.critic = layer_init(nn.Linear(512, 1), std=1)
 
+    def get_hidden(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
+            return self.network(x / 255.0).float()
+
     def get_value(self, x):
-        return self.critic(self.network(x / 255.0))
+        return self.critic(self.get_hidden(x))
 
     def get_action_and_value(self, x, action=None):
-        hidden = self.network(x / 255.0)
+        hidden = self.get_hidden(x)
         probs = Categorical(logits=self.actor(hidden))
         if action is None:
             action = probs.sample()
@@ -216,7 +223,7 @@ if __name__ == "__main__":
     options = {"log_dir": run.log_dir, **args.options()}
     envs = ClusterEnv(by_backend(args, env_fns, **ENVPOOL), num_envs=args.num_envs, **frames, **options)
     run.keep("envs", envs)
-    agent = run.keep("agent", Agent(envs).to(device))
+    agent = run.keep("agent", Agent(envs, args.bfloat16).to(device))
     policy = PixelPolicy(agent.network, agent.actor)
     optimizer = run.keep("optimizer", optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True))
     loss_fn, look = ppo_loss, agent.get_action_and_value

@@ -6,10 +6,12 @@ What they call differently is put back, and the mean return of the last 100 epis
 rewards, is left in `summary.json` in the run's directory.
 """
 
+import importlib
 import json
 import runpy
 import sys
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 import gymnasium as gym
@@ -34,10 +36,15 @@ class Episodes(gym.Wrapper):
 
 
 if __name__ == "__main__":
-    make, TransformObservation = gym.make, gym.wrappers.TransformObservation
+    make, wrappers = gym.make, gym.wrappers
+    TransformObservation = wrappers.TransformObservation
     gym.make = lambda *args, **kwargs: Episodes(make(*args, **kwargs))
-    gym.wrappers.TransformObservation = lambda env, function: TransformObservation(env, function, env.observation_space)
+    wrappers.TransformObservation = lambda env, function: TransformObservation(env, function, env.observation_space)
+    wrappers.GrayScaleObservation, wrappers.FrameStack = wrappers.GrayscaleObservation, wrappers.FrameStackObservation
+    with suppress(ModuleNotFoundError):
+        gym.register_envs(importlib.import_module("ale_py"))
     del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent.parent))  # where its cleanrl_utils are
     runpy.run_path(sys.argv[0], run_name="__main__")
     (folder,) = Path("runs").iterdir()
     (folder / "summary.json").write_text(json.dumps({"mean_return_100": np.mean(returns)}))

@@ -2,15 +2,18 @@
 
     python -m benchmarks.training --cleanrl path/to/cleanrl/ppo.py
     python -m benchmarks.training --cleanrl path/to/cleanrl/ppo_continuous_action.py --total-timesteps 1000000
+    python -m benchmarks.training --cleanrl path/to/cleanrl/ppo_atari.py --total-timesteps 20480 --flags="--compile"
 
 CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file. All run in this
 Python, CleanRL's both with torch's default threads and with one. `ppo.py` has as many environments and the same
-settings as ours. `ppo_continuous_action.py` and ours each have their own defaults, with batches of 2048 steps. Prints
+settings as ours. `ppo_continuous_action.py` and ours each have their own defaults, with batches of 2048 steps;
+`ppo_atari.py` and ours have the same. Prints
 the training steps per second that each logs, the ratio to the faster of CleanRL's two, and the mean return of the last
 100 episodes. Each round has a seed of its own.
 """
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,15 +29,18 @@ SCRIPTS = {  # of CleanRL's: (ours, environment, CleanRL's flags, ours)
         [*PPO, "--num-envs", "64"], [*PPO, "--num-workers", "2", "--envs-per-worker", "32"],
     ),
     "ppo_continuous_action.py": ("ppo_continuous_clusterenv.py", "HalfCheetah-v5", [], []),
+    "ppo_atari.py": ("ppo_atari_clusterenv.py", "BreakoutNoFrameskip-v4", [], []),
 }  # fmt: skip
 
 
 @dataclass
 class Args:
     cleanrl: Path
-    """path of CleanRL's ppo.py or ppo_continuous_action.py"""
+    """path of CleanRL's ppo.py, ppo_continuous_action.py or ppo_atari.py"""
     env_id: str | None = None
-    """the environment; by default LunarLander-v3, or HalfCheetah-v5"""
+    """the environment; by default LunarLander-v3, HalfCheetah-v5, or BreakoutNoFrameskip-v4"""
+    flags: str = ""
+    """further flags of ours, in one string"""
     total_timesteps: int = 200_000
     """environment steps of each run"""
     rounds: int = 3
@@ -55,7 +61,7 @@ if __name__ == "__main__":
         common = ["--env-id", env_id, "--total-timesteps", str(args.total_timesteps), "--seed", str(seed)]
         wrapped = ROOT / "benchmarks" / "cleanrl.py", str(args.cleanrl.resolve()), *common, *theirs
         rates, (summary, *_) = zip(*[run(*wrapped, **variables) for variables in threads], strict=True)
-        clusterenv, own = run(ROOT / script, *common, *ours)
+        clusterenv, own = run(ROOT / script, *common, *ours, *shlex.split(args.flags))
         ratios.append(clusterenv / max(rates))
         returns.append((summary["mean_return_100"], own["mean_return_100"]))
         cleanrl = f"CleanRL, one thread{', default' * len(rates[1:])}: {', '.join(f'{rate:,.0f}' for rate in rates)}"

@@ -17,6 +17,7 @@ SCRIPT = "dqn_atari_clusterenv.py"
 TINY = ["--env-id", "ALE/Breakout-v5", "--envs-per-worker", "1", "--num-steps", "16", "--learning-starts", "64"]
 TINY += ["--total-timesteps", "192", "--buffer-size", "100", "--target-network-frequency", "40", "--eval-episodes", "1"]
 TINY += ["--sync-check-frequency", "5", "--batch-size", "8", "--deterministic", "--no-save-model"]
+TINY += ["--end-e", "1"]  # at random a game is soon over
 SPACE = stacked().observation_space
 
 
