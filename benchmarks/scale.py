@@ -4,8 +4,9 @@
 
 The head is a real ClusterEnv. Its workers are simulated, many in one process: each has a socket of its own and speaks
 the real protocol, but answers each request at once with the same canned rollout, made once by the worker's own code. So
-the head is what limits. Vectors (8 float32, chunks of 8 environments) and Atari's stacked images (84 x 84 x 4 uint8, 2
-environments), over ipc and over tcp with CURVE; by `send` and `recv` and by `rollout`.
+the head is what limits. Vectors (8 float32, chunks of 8 environments), Atari's stacked images (84 x 84 x 4 uint8, 2
+environments), and the same stacks with each frame sent once, over ipc and over tcp with CURVE; by `send` and `recv` and
+by `rollout`.
 
 Each line is measured by a fresh process. A pull storm is the time from `send` until the last worker has its weights,
 when all have diverged at once; the one process of all workers receives there what in a cluster hundreds would. CPU is
@@ -26,6 +27,7 @@ import matplotlib
 import numpy as np
 import torch
 import tyro
+from gymnasium.wrappers import FrameStackObservation
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
@@ -33,8 +35,12 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from .idle import Corner, IdleEnv
 from .simulation import SimulatedLauncher, spawn
 
-# name: shape, dtype, environments per worker, bytes of weights (a 64-64 MLP's, a Nature CNN's)
-OBSERVATIONS = {"vector": ((8,), np.float32, 8, 20_000), "image": ((84, 84, 4), np.uint8, 2, 6_700_000)}
+OBSERVATIONS = {  # name: shape, dtype, environments per worker, bytes of weights (a 64-64 MLP's, a Nature CNN's)
+    "vector": ((8,), np.float32, 8, 20_000),
+    "image": ((84, 84, 4), np.uint8, 2, 6_700_000),
+    "frames": ((84, 84), np.uint8, 2, 6_700_000),
+}
+STACK = 4  # of "frames"
 TRANSPORTS = {
     "ipc": {},
     "tcp": {"bind_address": "127.0.0.1", "security": "none", "allow_insecure": True},
@@ -66,8 +72,8 @@ NETWORK = 25e9 / 8  # bytes per second of 25 Gbit/s
 class Args:
     workers: tuple[int, ...] = (1, 3, 10, 30, 100, 300, 1000)
     """numbers of workers"""
-    observations: tuple[str, ...] = ("vector", "image")
-    """vector, image"""
+    observations: tuple[str, ...] = ("vector", "image", "frames")
+    """vector, image, frames"""
     transports: tuple[str, ...] = ("ipc", "tcp+curve")
     """ipc, tcp, tcp+curve"""
     modes: tuple[str, ...] = ("send/recv", "rollout")
@@ -93,10 +99,16 @@ def measure(args, observation, transport, mode, num_workers, pipe):
     torch.set_num_threads(1)
     shape, dtype, envs_per_worker, weight_bytes = OBSERVATIONS[observation]
     policy, launcher = CategoricalPolicy(Corner(weight_bytes)), SimulatedLauncher(min(args.processes, num_workers))
+    stacked = observation == "frames"
+
+    def make():
+        return FrameStackObservation(IdleEnv(shape, dtype), STACK) if stacked else IdleEnv(shape, dtype)
+
     start = time.perf_counter()
     with ClusterEnv(
-        [lambda: IdleEnv(shape, dtype)] * (num_workers * envs_per_worker),
+        [make] * (num_workers * envs_per_worker),
         num_workers,
+        frame_stack=STACK if stacked else None,
         launcher=launcher,
         on_worker_loss="raise",
         weights="float32",  # what a storm of whole policies takes
