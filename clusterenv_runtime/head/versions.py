@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from ..answers import Published
 from ..errors import one_line
 from ..protocol import Collect, Weights
 from ..sync import KL_STATES, measured_states, sampled_rows, sampled_states
-from ..trees import map_tree
+from ..trees import leaves, map_tree
 from .probe import Probed, probe
 
 if TYPE_CHECKING:
@@ -39,15 +39,15 @@ class PolicyCopy:
     measured: int = 0  # the version whose divergence is known; 0 for none
     divergence: float = math.inf  # nats per action dimension, from the published version; inf until it has acted
     pulls: int = 0  # so far
-    # What it has seen lately under `behavior`, oldest first, as `Policy.divergence` takes it.
-    recent: tuple[Any, ...] | None = None
+    # What it has seen lately under `behavior`, as `Policy.divergence` takes it, in parts, oldest first.
+    recent: list[tuple[Any, ...]] = field(default_factory=list)
     # The weights it holds, ``(weights,)`` float32, one tensor for all that hold the same; None if not known to the bit.
     weights: torch.Tensor | None = None
 
     def forget(self) -> None:
         """Another process, or another structure, comes in its place."""
         self.held = self.behavior = self.measured = 0
-        self.divergence, self.recent, self.weights = math.inf, None, None
+        self.divergence, self.recent, self.weights = math.inf, [], None
 
 
 class Answer(NamedTuple):
@@ -143,7 +143,7 @@ class PolicyStore:
         if not copies or self._probed.kl_fault is not None:
             return
         try:
-            divergence = self._policy.divergence(*zip(*(copy.recent for copy in copies), strict=True))
+            divergence = self._policy.divergence(*zip(*map(self._joined, copies), strict=True))
         except Exception as error:  # their parameters may be no distribution's, or its own kl may fail
             for copy in copies if len(copies) > 1 else []:
                 self._measure([copy])
@@ -159,10 +159,17 @@ class PolicyStore:
         if part.version < self.published.since:
             return  # another structure
         # Copies: the user may write to what these are views of.
-        recent = self._sampled(part) if part.states is None else self._in_sequence(part)
+        recent = [self._sampled(part) if part.states is None else self._in_sequence(part)]
         if part.version == copy.behavior and part.states is None:  # the same policy: more of the same
-            recent = map_tree(lambda *both: np.concatenate(both)[-self._most :], copy.recent, recent)
+            recent = [*copy.recent, *recent]
+            while sum(len(leaves(params)[0]) for _, params in recent[1:]) >= self._most:
+                del recent[0]
         copy.behavior, copy.recent = part.version, recent
+
+    def _joined(self, copy: PolicyCopy) -> tuple[Any, ...]:
+        if len(copy.recent) > 1:  # joined only now, as of images each part is megabytes
+            copy.recent = [map_tree(lambda *each: np.concatenate(each)[-self._most :], *copy.recent)]
+        return copy.recent[0]
 
     def _sampled(self, part: RolloutPart) -> tuple[Any, Any]:
         sent = measured_states(*part.rewards.shape, in_sequence=False)
