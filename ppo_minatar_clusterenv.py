@@ -86,17 +86,11 @@ def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
     return layer
 
 
-class PixelPolicy(CategoricalPolicy):
-    """What travels to the workers: it gets pixels as they are, booleans."""
-
-    float_observations = False
-
-    def __init__(self, network, actor):
-        super().__init__(actor)
-        self.network = network
+class ChannelsFirst(nn.Module):
+    """MinAtar's pixels ``(batch, height, width, channels)`` as convolutions take them."""
 
     def forward(self, x):
-        return self.actor(self.network(x.permute(0, 3, 1, 2).float()))
+        return x.permute(0, 3, 1, 2).float()
 
 
 class Agent(nn.Module):
@@ -104,6 +98,7 @@ class Agent(nn.Module):
         super().__init__()
         height, width, channels = envs.single_observation_space.shape
         self.network = nn.Sequential(
+            ChannelsFirst(),
             layer_init(nn.Conv2d(channels, 16, 3)), nn.ReLU(),
             nn.Flatten(),
             layer_init(nn.Linear(16 * (height - 2) * (width - 2), 128)), nn.ReLU(),
@@ -112,10 +107,10 @@ class Agent(nn.Module):
         self.critic = layer_init(nn.Linear(128, 1), std=1)
 
     def get_value(self, x):
-        return self.critic(self.network(x.permute(0, 3, 1, 2).float()))
+        return self.critic(self.network(x))
 
     def get_action_and_value(self, x, action=None):
-        hidden = self.network(x.permute(0, 3, 1, 2).float())
+        hidden = self.network(x)
         probs = Categorical(logits=self.actor(hidden))
         if action is None:
             action = probs.sample()
@@ -195,7 +190,7 @@ if __name__ == "__main__":
     envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, log_dir=run.log_dir, **args.options())
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs).to(device))
-    policy = PixelPolicy(agent.network, agent.actor)
+    policy = CategoricalPolicy(nn.Sequential(agent.network, agent.actor))  # what travels to the workers
     optimizer = run.keep("optimizer", optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True))
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
