@@ -16,7 +16,7 @@ import cloudpickle
 import numpy as np
 import torch
 import tyro
-from gymnasium.spaces import Box
+from gymnasium.spaces import Box, Discrete
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy
@@ -43,7 +43,7 @@ def measure(width, rounds, args):
     net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
     policy = CategoricalPolicy(net.to("cuda" if args.cuda else "cpu"))
     copies, actor = [PolicyCopy() for _ in range(args.num_workers)], Actor()
-    store = PolicyStore(copies, Box(-1, 1, (8,), np.float32), rounds)
+    store = PolicyStore(copies, Box(-1, 1, (8,), np.float32), Discrete(4), rounds)
     actor.load_structure(cloudpickle.loads(pickled(policy)))
     rows = []
     for _ in range(1 + args.versions):
