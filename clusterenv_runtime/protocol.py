@@ -24,6 +24,7 @@ from .sync import SyncRule
 PROTOCOL_VERSION = 7
 MAX_DROPPED = 100
 MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `codec.MAX_FRAME`
+CURVE_BYTES = 33  # that CURVE adds to a frame
 
 
 class Message(msgspec.Struct, tag=True):
@@ -182,6 +183,6 @@ def set_limits(socket: zmq.Socket[bytes], silence: float, max_frame: int) -> Non
     The first holds for a stranger's handshake, too. The second is by ZMTP's PING.
     """
     silence = min(silence, 10**6)  # eleven days; libzmq counts milliseconds in 32 bits
-    socket.maxmsgsize = max_frame
+    socket.maxmsgsize = max_frame + CURVE_BYTES  # libzmq counts what travels
     socket.heartbeat_ivl = max(int(silence * 250), 1)
     socket.heartbeat_timeout = max(int(silence * 750), 1)

@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -53,6 +54,12 @@ def test_curve_serves_everything_and_its_key_file_is_for_its_owner(cluster, work
     assert secrets["worker_secret"] not in str(workers())  # anyone may read a command line
     assert cluster.rollout(CategoricalPolicy(linear(1, 2)), 3).rewards.shape == (3, 2)
     step(cluster)
+
+
+def test_what_takes_whole_frames_is_carried_over_curve(cluster):
+    long = np.arange(3 * MAX_FRAME // 8)
+    for (echo,), _ in cluster.call("echo", long):
+        np.testing.assert_array_equal(echo, long)
 
 
 def intruders(keys):
