@@ -43,6 +43,12 @@ class Frames:
         # Of rows, several times as fast as an index in brackets.
         return self.frames.index_select(0, index.reshape(-1)).view(*index.shape, *self.frames.shape[1:])
 
+    def only(self, key: Any) -> Frames:
+        """Return the stacks at several places of arrays, with a copy of no more than their frames."""
+        index, is_used = self.index[key], np.zeros(len(self.frames), bool)
+        is_used[index] = True
+        return Frames(self.frames[is_used], np.cumsum(is_used)[index] - 1)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[...], dtype)
 

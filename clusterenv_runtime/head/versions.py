@@ -13,6 +13,7 @@ from gymnasium import Space
 
 from ..answers import Published
 from ..errors import one_line
+from ..frames import Frames
 from ..protocol import Collect, Weights
 from ..sync import KL_STATES, measured_states, sampled_rows, sampled_states
 from ..trees import leaves, map_tree
@@ -169,14 +170,18 @@ class PolicyStore:
     def _joined(self, copy: PolicyCopy) -> tuple[Any, ...]:
         if len(copy.recent) > 1:  # joined only now, as of images each part is megabytes
             copy.recent = [map_tree(lambda *each: np.concatenate(each)[-self._most :], *copy.recent)]
-        return copy.recent[0]
+        return map_tree(np.asarray, copy.recent[0])
 
     def _sampled(self, part: RolloutPart) -> tuple[Any, Any]:
         sent = measured_states(*part.rewards.shape, in_sequence=False)
         chosen = sampled_states(len(sent), self._most)
         size = part.rewards.size
-        seen = map_tree(lambda leaf: leaf.reshape(size, *leaf.shape[2:])[sent[chosen]], part.observations)
-        return seen, map_tree(lambda leaf: leaf[chosen], part.params)
+
+        def kept(leaf: Any) -> Any:
+            leaf = leaf.reshape(size, *leaf.shape[2:])
+            return leaf.only(sent[chosen]) if isinstance(leaf, Frames) else leaf[sent[chosen]]
+
+        return map_tree(kept, part.observations), map_tree(lambda leaf: leaf[chosen], part.params)
 
     def _in_sequence(self, part: RolloutPart) -> tuple[Any, Any, np.ndarray, Any]:
         num_steps, num_envs = part.rewards.shape
