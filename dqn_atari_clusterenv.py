@@ -203,7 +203,7 @@ if __name__ == "__main__":
     needed = ReplayBuffer.num_bytes(args.buffer_size, num_frames, obs_space) / 2**30
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     check(needed < memory, f"--buffer-size {args.buffer_size} takes {needed:.1f} GiB, this machine has {memory:.1f}")
-    run = Run(args, saved)
+    run = Run(args, saved, alone="all transitions go into one replay buffer, as they come")
     writer = run.writer
     where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
     print(f"replay buffer: {args.buffer_size:,} transitions, {needed * 1024:,.1f} MiB, {where}")
@@ -260,7 +260,7 @@ if __name__ == "__main__":
             # From here to the next chunk nothing waits for workers, so a checkpoint holds all of this one or nothing.
             run.global_step += args.chunk_size
             rb.add(chunk)
-            run.curve.add_episodes(chunk)
+            run.add_episodes(chunk)
 
             # ALGO LOGIC: training. One gradient step per `train_frequency` environment steps after `learning_starts`.
             due = max(run.global_step - count.warm_up, 0) // args.train_frequency

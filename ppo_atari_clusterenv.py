@@ -145,8 +145,11 @@ class Agent(nn.Module):
         return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
 
 
-def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
-    """The loss of a minibatch, and by name what is logged of it."""
+def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights, moments=None):
+    """The loss of a minibatch, and by name what is logged of it.
+
+    With several learners this is one's share of it, and `moments` are mean and deviation of the whole one's advantages.
+    """
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     logratio = newlogprob - logprobs
     ratio = logratio.exp()
@@ -156,7 +159,8 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
         approx_kl = ((ratio - 1) - logratio).mean()
         clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
     if args.norm_adv:
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        mean, std = (advantages.mean(), advantages.std()) if moments is None else moments
+        advantages = (advantages - mean) / (std + 1e-8)
 
     # Policy loss
     pg_loss1 = -advantages * ratio
@@ -206,7 +210,7 @@ if __name__ == "__main__":
     stack = FRAME_STACK, 84, 84
     check(obs_space.shape == stack, f"observations must be {stack}, as of Atari's games, not {obs_space}")
     run = Run(args, saved)
-    writer = run.writer
+    writer, learners = run.writer, run.learners  # there is one learner, or as many as torchrun has started
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
@@ -218,18 +222,19 @@ if __name__ == "__main__":
 
     # env setup
     kwargs = args.make_kwargs
-    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in range(args.num_envs)]
+    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in run.rows]
     frames = {"frame_stack": FRAME_STACK, "compress_frames": args.compress_frames}
-    options = {"log_dir": run.log_dir, **args.options()}
-    envs = ClusterEnv(by_backend(args, env_fns, **ENVPOOL), num_envs=args.num_envs, **frames, **options)
+    envs = ClusterEnv(by_backend(args, env_fns, **ENVPOOL), num_envs=len(env_fns), **frames, **run.options())
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.bfloat16).to(device))
     policy = PixelPolicy(agent.network, agent.actor)
     optimizer = run.keep("optimizer", optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True))
     loss_fn, look = ppo_loss, agent.get_action_and_value
     if args.compile:
-        look = torch.compile(look, dynamic=False)
-        loss_fn = torch.compile(ppo_loss, dynamic=False, options={"triton.cudagraphs": device.type == "cuda"})
+        alone = learners.world_size == 1  # else a minibatch has samples of a learner's as it comes
+        look = torch.compile(look, dynamic=not alone)
+        cudagraphs = alone and device.type == "cuda"
+        loss_fn = torch.compile(ppo_loss, dynamic=not alone, options={"triton.cudagraphs": cudagraphs})
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
@@ -242,6 +247,7 @@ if __name__ == "__main__":
             collect_start = time.time()
             rollout = envs.rollout(policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations)
             learn_start = time.time()
+            run.add_episodes(rollout)
             run.global_step += args.batch_size
             obs = rollout.observations.to(device)  # (num_steps, num_envs, ...) stacks, which gather frames when indexed
             next_obs = torch.as_tensor(rollout.next_observations, device=device)  # (num_envs, ...)
@@ -250,7 +256,6 @@ if __name__ == "__main__":
             rewards = torch.Tensor(rollout.rewards).to(device)
             terminations = torch.Tensor(rollout.terminations).to(device)
             dones = torch.Tensor(rollout.terminations | rollout.truncations).to(device)
-            run.curve.add_episodes(rollout)
 
             # flatten the batch
             b_obs = obs.reshape((-1,) + envs.single_observation_space.shape)
@@ -259,10 +264,10 @@ if __name__ == "__main__":
             with torch.no_grad():  # one look at all of it, for the values and for the policy as it is now
                 looks = [
                     look(b_obs[start : start + args.minibatch_size], b_actions[start : start + args.minibatch_size])
-                    for start in range(0, args.batch_size, args.minibatch_size)
+                    for start in range(0, len(b_obs), args.minibatch_size)
                 ]
                 proximal = torch.cat([logprob for _, logprob, _, _ in looks])
-                values = torch.cat([value for _, _, _, value in looks]).view(-1, args.num_envs)
+                values = torch.cat([value for _, _, _, value in looks]).view(-1, envs.num_envs)
                 # bootstrap value if not done; from the final observation where an episode was cut off
                 nextvalues = torch.cat([values[1:], agent.get_value(next_obs).view(1, -1)])
                 final_obs = torch.as_tensor(rollout.final_observations, device=device)
@@ -284,30 +289,35 @@ if __name__ == "__main__":
                 b_weights = (proximal - b_logprobs).exp().clamp(max=args.clip_rho)
                 b_logprobs = proximal
 
-            # Optimizing the policy and value network
+            # Optimizing the policy and value network; each learner by its share of all minibatches
+            all_advantages, all_values = learners.whole(advantages), learners.whole(values)
             batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values, b_weights
             b_inds = np.arange(args.batch_size)
             clipfracs = []
             for _ in range(args.update_epochs):
                 np.random.shuffle(b_inds)
-                for start in range(0, args.batch_size, args.minibatch_size):
-                    mb_inds = torch.as_tensor(b_inds[start : start + args.minibatch_size], device=device)
-                    loss, losses = loss_fn(agent, args, *(part[mb_inds] for part in batch))
-                    clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph's next replay overwrites it
+                own_inds, shares = learners.share(b_inds, args.minibatch_size, args.num_envs, all_advantages.flatten())
+                own_inds = torch.as_tensor(own_inds, device=device)
+                for start, end, weight, moments in shares:
+                    mb_inds = own_inds[start:end]
+                    loss, losses = loss_fn(agent, args, *(part[mb_inds] for part in batch), moments)
+                    clipfracs += [weight * losses["clipfrac"]]
                     optimizer.zero_grad()
                     loss.backward()
+                    learners.add_gradients(agent.parameters(), weight)
                     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                     optimizer.step()
-                if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
+                if args.target_kl is not None and learners.add(weight * losses["approx_kl"]) > args.target_kl:
                     break
 
-            y_pred, y_true = b_values.cpu().numpy(), b_returns.cpu().numpy()
+            y_pred, y_true = all_values.cpu().numpy(), (all_advantages + all_values).cpu().numpy()
             var_y = np.var(y_true)
             explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
+            losses = {name: weight * value for name, value in losses.items()}  # of the last minibatch
             losses["clipfrac"] = torch.stack(clipfracs).mean()
-            for name, value in losses.items():  # of the last minibatch
+            for name, value in zip(losses, learners.add(torch.stack([*losses.values()])), strict=True):
                 writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
             writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step)

@@ -110,8 +110,11 @@ class Agent(nn.Module):
         return action, probs.log_prob(action), probs.entropy(), self.critic(x)
 
 
-def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
-    """The loss of a minibatch, and by name what is logged of it."""
+def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights, moments=None):
+    """The loss of a minibatch, and by name what is logged of it.
+
+    With several learners this is one's share of it, and `moments` are mean and deviation of the whole one's advantages.
+    """
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     logratio = newlogprob - logprobs
     ratio = logratio.exp()
@@ -121,7 +124,8 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
         approx_kl = ((ratio - 1) - logratio).mean()
         clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
     if args.norm_adv:
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        mean, std = (advantages.mean(), advantages.std()) if moments is None else moments
+        advantages = (advantages - mean) / (std + 1e-8)
 
     # Policy loss
     pg_loss1 = -advantages * ratio
@@ -168,7 +172,7 @@ if __name__ == "__main__":
     flatten = "have make_env put FlattenObservation around the environment"
     check(len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}; {flatten}")
     run = Run(args, saved)
-    writer = run.writer
+    writer, learners = run.writer, run.learners  # there is one learner, or as many as torchrun has started
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
@@ -181,8 +185,8 @@ if __name__ == "__main__":
 
     # env setup
     kwargs = args.make_kwargs
-    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in range(args.num_envs)]
-    envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, log_dir=run.log_dir, **args.options())
+    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in run.rows]
+    envs = ClusterEnv(by_backend(args, env_fns), num_envs=len(env_fns), **run.options())
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))
     policy = CategoricalPolicy(agent.actor)  # what travels to the workers
@@ -191,7 +195,9 @@ if __name__ == "__main__":
     if args.compile:
         options = {"cpp.use_decompose_tanh": True}  # a tanh that is several times as fast on CPUs
         get_value, actor = (torch.compile(part, dynamic=False, options=options) for part in (get_value, actor))
-        loss_fn = torch.compile(ppo_loss, dynamic=False, options=options | {"triton.cudagraphs": device.type == "cuda"})
+        alone = learners.world_size == 1  # else a minibatch has samples of a learner's as it comes
+        options |= {"triton.cudagraphs": alone and device.type == "cuda"}
+        loss_fn = torch.compile(ppo_loss, dynamic=not alone, options=options)
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
@@ -204,6 +210,7 @@ if __name__ == "__main__":
             collect_start = time.time()
             rollout = envs.rollout(policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations)
             learn_start = time.time()
+            run.add_episodes(rollout)
             run.global_step += args.batch_size
             obs = torch.Tensor(rollout.observations).to(device)  # (num_steps, num_envs, ...)
             next_obs = torch.Tensor(rollout.next_observations).to(device)  # (num_envs, ...)
@@ -212,11 +219,10 @@ if __name__ == "__main__":
             rewards = torch.Tensor(rollout.rewards).to(device) * args.reward_scale
             terminations = torch.Tensor(rollout.terminations).to(device)
             dones = torch.Tensor(rollout.terminations | rollout.truncations).to(device)
-            run.curve.add_episodes(rollout)
 
             # bootstrap value if not done; from the final observation where an episode was cut off
             with torch.no_grad():
-                values = get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1)).view(-1, args.num_envs)
+                values = get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1)).view(-1, envs.num_envs)
                 values, nextvalues = values[:-1], values[1:].clone()
                 nextvalues[dones.bool()] = agent.critic(torch.Tensor(rollout.final_observations).to(device)).flatten()
                 nextvalues[terminations.bool()] = 0
@@ -242,31 +248,35 @@ if __name__ == "__main__":
                     b_weights = (proximal - b_logprobs).exp().clamp(max=args.clip_rho)
                     b_logprobs = proximal
 
-            # Optimizing the policy and value network
+            # Optimizing the policy and value network; each learner by its share of all minibatches
+            all_advantages, all_values = learners.whole(advantages), learners.whole(values)
             batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values, b_weights
             b_inds = np.arange(args.batch_size)
             clipfracs = []
             for _ in range(args.update_epochs):
                 np.random.shuffle(b_inds)
-                epoch = [part[torch.as_tensor(b_inds, device=device)] for part in batch]
-                for start in range(0, args.batch_size, args.minibatch_size):
-                    mb = [part[start : start + args.minibatch_size] for part in epoch]
-                    loss, losses = loss_fn(agent, args, *mb)
-                    clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph's next replay overwrites it
+                own_inds, shares = learners.share(b_inds, args.minibatch_size, args.num_envs, all_advantages.flatten())
+                epoch = [part[torch.as_tensor(own_inds, device=device)] for part in batch]
+                for start, end, weight, moments in shares:
+                    mb = [part[start:end] for part in epoch]
+                    loss, losses = loss_fn(agent, args, *mb, moments)
+                    clipfracs += [weight * losses["clipfrac"]]
                     optimizer.zero_grad()
                     loss.backward()
+                    learners.add_gradients(agent.parameters(), weight)
                     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                     optimizer.step()
-                if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
+                if args.target_kl is not None and learners.add(weight * losses["approx_kl"]) > args.target_kl:
                     break
 
-            y_pred, y_true = b_values.cpu().numpy(), b_returns.cpu().numpy()
+            y_pred, y_true = all_values.cpu().numpy(), (all_advantages + all_values).cpu().numpy()
             var_y = np.var(y_true)
             explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
+            losses = {name: weight * value for name, value in losses.items()}  # of the last minibatch
             losses["clipfrac"] = torch.stack(clipfracs).mean()
-            for name, value in losses.items():  # of the last minibatch
+            for name, value in zip(losses, learners.add(torch.stack([*losses.values()])), strict=True):
                 writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
             writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step)

@@ -141,8 +141,13 @@ class Agent(nn.Module):
         return probs.log_prob(action), probs.entropy(), self.critic(hidden)
 
 
-def ppo_loss(agent, args, obs, starts, actions, logprobs, advantages, returns, values, weights, lstm_state):
-    """The loss of a minibatch of whole environments, and by name what is logged of it."""
+def ppo_loss(
+    agent, args, obs, starts, actions, logprobs, advantages, returns, values, weights, lstm_state, moments=None
+):
+    """The loss of a minibatch of whole environments, and by name what is logged of it.
+
+    With several learners this is one's share of it, and `moments` are mean and deviation of the whole one's advantages.
+    """
     newlogprob, entropy, newvalue = agent.get_action_and_value(obs, lstm_state, starts, actions)
     logratio = newlogprob - logprobs
     ratio = logratio.exp()
@@ -152,7 +157,8 @@ def ppo_loss(agent, args, obs, starts, actions, logprobs, advantages, returns, v
         approx_kl = ((ratio - 1) - logratio).mean()
         clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
     if args.norm_adv:
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        mean, std = (advantages.mean(), advantages.std()) if moments is None else moments
+        advantages = (advantages - mean) / (std + 1e-8)
 
     # Policy loss
     pg_loss1 = -advantages * ratio
@@ -197,7 +203,7 @@ if __name__ == "__main__":
     flatten = "have make_env put FlattenObservation around the environment"
     check(len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}; {flatten}")
     run = Run(args, saved)
-    writer = run.writer
+    writer, learners = run.writer, run.learners  # there is one learner, or as many as torchrun has started
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
@@ -210,8 +216,8 @@ if __name__ == "__main__":
 
     # env setup
     kwargs = args.make_kwargs
-    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in range(args.num_envs)]
-    envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, log_dir=run.log_dir, **args.options())
+    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in run.rows]
+    envs = ClusterEnv(by_backend(args, env_fns), num_envs=len(env_fns), **run.options())
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))
     policy = RecurrentPolicy(agent.network, agent.lstm, agent.actor)
@@ -228,6 +234,7 @@ if __name__ == "__main__":
             collect_start = time.time()
             rollout = envs.rollout(policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations)
             learn_start = time.time()
+            run.add_episodes(rollout)
             run.global_step += args.batch_size
             obs = torch.Tensor(rollout.observations).to(device)  # (num_steps, num_envs, ...)
             next_obs = torch.Tensor(rollout.next_observations).to(device)  # (num_envs, ...)
@@ -238,7 +245,6 @@ if __name__ == "__main__":
             dones = torch.Tensor(rollout.terminations | rollout.truncations).to(device)
             lstm_state = [torch.Tensor(state).to(device) for state in rollout.states]  # (num_envs, hidden_size) each
             starts = torch.cat([torch.zeros_like(dones[:1]), dones[:-1]])  # where it begins anew, after the first step
-            run.curve.add_episodes(rollout)
 
             # bootstrap value if not done; from the final observation where an episode was cut off
             with torch.no_grad():
@@ -265,32 +271,37 @@ if __name__ == "__main__":
                     weights = (proximal - logprobs).exp().clamp(max=args.clip_rho)
                     logprobs = proximal
 
-            # Optimizing the policy and value network
+            # Optimizing the policy and value network; each learner by its share of all minibatches
+            all_advantages, all_values = learners.whole(advantages), learners.whole(values)
             batch = obs, starts, actions, logprobs, advantages, returns, values, weights
             envs_per_batch = args.num_envs // args.num_minibatches
             env_inds = np.arange(args.num_envs)
             clipfracs = []
             for _ in range(args.update_epochs):
                 np.random.shuffle(env_inds)
-                for start in range(0, args.num_envs, envs_per_batch):
-                    mb_inds = torch.as_tensor(env_inds[start : start + envs_per_batch], device=device)
+                own_inds, shares = learners.share(env_inds, envs_per_batch, args.num_envs, all_advantages.T)
+                own_inds = torch.as_tensor(own_inds, device=device)
+                for start, end, weight, moments in shares:
+                    mb_inds = own_inds[start:end]
                     mb = [part[:, mb_inds] for part in batch]  # whole environments: the LSTM goes through their steps
-                    loss, losses = ppo_loss(agent, args, *mb, [state[mb_inds] for state in lstm_state])
-                    clipfracs += [losses["clipfrac"]]
+                    loss, losses = ppo_loss(agent, args, *mb, [state[mb_inds] for state in lstm_state], moments)
+                    clipfracs += [weight * losses["clipfrac"]]
                     optimizer.zero_grad()
                     loss.backward()
+                    learners.add_gradients(agent.parameters(), weight)
                     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                     optimizer.step()
-                if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
+                if args.target_kl is not None and learners.add(weight * losses["approx_kl"]) > args.target_kl:
                     break
 
-            y_pred, y_true = values.cpu().numpy(), returns.cpu().numpy()
+            y_pred, y_true = all_values.cpu().numpy(), (all_advantages + all_values).cpu().numpy()
             var_y = np.var(y_true)
             explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
+            losses = {name: weight * value for name, value in losses.items()}  # of the last minibatch
             losses["clipfrac"] = torch.stack(clipfracs).mean()
-            for name, value in losses.items():  # of the last minibatch
+            for name, value in zip(losses, learners.add(torch.stack([*losses.values()])), strict=True):
                 writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
             writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step)

@@ -117,8 +117,11 @@ class Agent(nn.Module):
         return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
 
 
-def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
-    """The loss of a minibatch, and by name what is logged of it."""
+def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights, moments=None):
+    """The loss of a minibatch, and by name what is logged of it.
+
+    With several learners this is one's share of it, and `moments` are mean and deviation of the whole one's advantages.
+    """
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     logratio = newlogprob - logprobs
     ratio = logratio.exp()
@@ -128,7 +131,8 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
         approx_kl = ((ratio - 1) - logratio).mean()
         clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
     if args.norm_adv:
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        mean, std = (advantages.mean(), advantages.std()) if moments is None else moments
+        advantages = (advantages - mean) / (std + 1e-8)
 
     # Policy loss
     pg_loss1 = -advantages * ratio
@@ -173,7 +177,7 @@ if __name__ == "__main__":
     pixels = len(obs_space.shape or ()) == 3 and obs_space.dtype == bool
     check(pixels, f"observations must be pixels of MinAtar, (height, width, channels) of booleans, not {obs_space}")
     run = Run(args, saved)
-    writer = run.writer
+    writer, learners = run.writer, run.learners  # there is one learner, or as many as torchrun has started
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
@@ -186,8 +190,8 @@ if __name__ == "__main__":
 
     # env setup
     kwargs = args.make_kwargs
-    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in range(args.num_envs)]
-    envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, log_dir=run.log_dir, **args.options())
+    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in run.rows]
+    envs = ClusterEnv(by_backend(args, env_fns), num_envs=len(env_fns), **run.options())
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs).to(device))
     policy = CategoricalPolicy(nn.Sequential(agent.network, agent.actor))  # what travels to the workers
@@ -204,6 +208,7 @@ if __name__ == "__main__":
             collect_start = time.time()
             rollout = envs.rollout(policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations)
             learn_start = time.time()
+            run.add_episodes(rollout)
             run.global_step += args.batch_size
             obs = torch.as_tensor(rollout.observations).to(device)  # (num_steps, num_envs, ...)
             next_obs = torch.as_tensor(rollout.next_observations).to(device)  # (num_envs, ...)
@@ -212,11 +217,10 @@ if __name__ == "__main__":
             rewards = torch.Tensor(rollout.rewards).to(device)
             terminations = torch.Tensor(rollout.terminations).to(device)
             dones = torch.Tensor(rollout.terminations | rollout.truncations).to(device)
-            run.curve.add_episodes(rollout)
 
             # bootstrap value if not done; from the final observation where an episode was cut off
             with torch.no_grad():
-                values = agent.get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1)).view(-1, args.num_envs)
+                values = agent.get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1)).view(-1, envs.num_envs)
                 values, nextvalues = values[:-1], values[1:].clone()
                 final_obs = torch.as_tensor(rollout.final_observations).to(device)
                 nextvalues[dones.bool()] = agent.get_value(final_obs).flatten()
@@ -243,31 +247,35 @@ if __name__ == "__main__":
                     b_weights = (proximal - b_logprobs).exp().clamp(max=args.clip_rho)
                     b_logprobs = proximal
 
-            # Optimizing the policy and value network
+            # Optimizing the policy and value network; each learner by its share of all minibatches
+            all_advantages, all_values = learners.whole(advantages), learners.whole(values)
             batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values, b_weights
             b_inds = np.arange(args.batch_size)
             clipfracs = []
             for _ in range(args.update_epochs):
                 np.random.shuffle(b_inds)
-                epoch = [part[torch.as_tensor(b_inds, device=device)] for part in batch]
-                for start in range(0, args.batch_size, args.minibatch_size):
-                    mb = [part[start : start + args.minibatch_size] for part in epoch]
-                    loss, losses = ppo_loss(agent, args, *mb)
-                    clipfracs += [losses["clipfrac"]]
+                own_inds, shares = learners.share(b_inds, args.minibatch_size, args.num_envs, all_advantages.flatten())
+                epoch = [part[torch.as_tensor(own_inds, device=device)] for part in batch]
+                for start, end, weight, moments in shares:
+                    mb = [part[start:end] for part in epoch]
+                    loss, losses = ppo_loss(agent, args, *mb, moments)
+                    clipfracs += [weight * losses["clipfrac"]]
                     optimizer.zero_grad()
                     loss.backward()
+                    learners.add_gradients(agent.parameters(), weight)
                     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                     optimizer.step()
-                if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
+                if args.target_kl is not None and learners.add(weight * losses["approx_kl"]) > args.target_kl:
                     break
 
-            y_pred, y_true = b_values.cpu().numpy(), b_returns.cpu().numpy()
+            y_pred, y_true = all_values.cpu().numpy(), (all_advantages + all_values).cpu().numpy()
             var_y = np.var(y_true)
             explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
+            losses = {name: weight * value for name, value in losses.items()}  # of the last minibatch
             losses["clipfrac"] = torch.stack(clipfracs).mean()
-            for name, value in losses.items():  # of the last minibatch
+            for name, value in zip(losses, learners.add(torch.stack([*losses.values()])), strict=True):
                 writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
             writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step)

@@ -33,7 +33,9 @@ class Blueprint:
         info_keys: Sequence[str] = (),
         frame_stack: int | None = None,
         compress_frames: bool = False,
+        first_row: int = 0,
     ) -> None:
+        self.first_row = first_row  # of all learners' environments, for seeds, noise and messages
         self.steps_together = callable(env_fns)  # a worker's rows are one vector environment, for a policy to act in
         if self.steps_together:
             self.env_fns = env_fns

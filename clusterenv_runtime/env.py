@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import gymnasium as gym
@@ -43,6 +43,9 @@ class ClusterEnv(VectorEnv):
         compress_frames: workers compress these frames, without loss, which is for slow links.
         log_dir: where the launcher has the workers write ``worker-I.log``; by default to this process's output. With
             "slurm" on a file system that the nodes share: their keys are there, too.
+        first_row, sum_over_learners: of one of several learners that train one policy, each on environments of its own:
+            the number of its first one, for seeds and noise, and what returns the sum of a float64 array over all
+            learners. So that all workers pull together, each `rollout` calls it once, and there is no `send`.
         options: the fields of `clusterenv_runtime.options.ClusterOptions`, which says what they mean. ``launcher`` may
             also be a `Launcher`, which then has a ``log_dir`` and a prefix of its own.
 
@@ -65,17 +68,20 @@ class ClusterEnv(VectorEnv):
         frame_stack: int | None = None,
         compress_frames: bool = False,
         log_dir: str | os.PathLike[str] | None = None,
+        first_row: int = 0,
+        sum_over_learners: Callable[[np.ndarray], np.ndarray] | None = None,
         **options: Any,
     ) -> None:
         self.closed = True  # until there is something to close
         parsed, launcher, address = parse_options({"num_workers": num_workers, **options}, log_dir)
         frames = frame_stack, compress_frames
-        blueprint = Blueprint(env_fns, num_envs, observation_mode, autoreset_mode, info_keys, *frames)
+        blueprint = Blueprint(env_fns, num_envs, observation_mode, autoreset_mode, info_keys, *frames, first_row)
         blueprint.describe(self)
-        self._head = start_head(blueprint, parsed, launcher, address)
+        self._head = start_head(blueprint, parsed, launcher, address, sum_over_learners)
         self._pool, self._store = self._head.pool, self._head.store
         self.num_workers, self.copy = len(self._pool.workers), copy
-        self._stepper, self._collector = Stepper(self._head, blueprint, copy), Collector(self._head, blueprint)
+        self._stepper = Stepper(self._head, blueprint, copy)
+        self._collector = Collector(self._head, blueprint, sends=sum_over_learners is None)
         self._finalizer = weakref.finalize(self, self._pool.close, timeout=2)
         self.closed = False
 

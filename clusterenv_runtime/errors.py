@@ -33,6 +33,10 @@ class RunLockedError(ClusterEnvError):
     """Another process trains the run; the text says which."""
 
 
+class LearnerLostError(ClusterEnvError):
+    """Another learner of the run has died, does not come, or is not like this one; the text says which."""
+
+
 class EnvError(ClusterEnvError):
     """An environment raised on a worker; the text names env, worker and log and holds the remote traceback.
 

@@ -124,7 +124,7 @@ class Stepper:
             check_reset_mask(mask, num_envs)
         seeds = seed
         if seed is None or isinstance(seed, int):
-            seeds = [None if seed is None else seed + i for i in range(num_envs)]
+            seeds = [None if seed is None else seed + self._blueprint.first_row + i for i in range(num_envs)]
         if len(seeds) != num_envs:
             raise ValueError(
                 f"If seeds are passed as a list the length must match num_envs={num_envs} but got length={len(seeds)}."

@@ -1,8 +1,9 @@
 # shellcheck shell=bash
-# Sourced by ppo.sbatch, dqn.sbatch and ppo_hetjob.sbatch: trains in this job, and where the job is requeued, goes on.
+# Sourced by the .sbatch files of scripts: trains in this job, and where the job is requeued, goes on.
 #     source slurm/train.sh SCRIPT [ARGUMENTS OF THE SCRIPT]
 # The run is runs/JOBNAME-JOBID, or that of --run-name NAME or --resume runs/NAME. If it holds a checkpoint, it goes on.
-# Wants the array `launch`: what to put before python, here and on the workers' nodes.
+# Wants the array `launch`: what to put before python, here and on the workers' nodes; and for several learners
+# `learners_per_node`: how many torchrun starts on each node, with all other cores of the task there for their workers.
 source slurm/requeue.sh
 
 script=$1
@@ -36,15 +37,25 @@ if [[ -n $resume ]]; then
 fi
 
 # A task for each worker, and one for the head, which in a heterogeneous job is a part of its own.
-tasks=${SLURM_NTASKS:-1}
-workers=${SLURM_NTASKS_HET_GROUP_1:-$((tasks - 1))}
+tasks=${SLURM_NTASKS:-1} nodes=${SLURM_JOB_NUM_NODES:-1}
+if [[ -n ${learners_per_node:-} ]]; then
+    each=${SLURM_CPUS_PER_TASK:-1}
+    workers=$((nodes * (each - learners_per_node)))
+    if ((tasks != nodes || each < 2 * learners_per_node || each % learners_per_node)); then
+        echo "error: a task on each node, with cores for $learners_per_node learners and as many workers each:" \
+            "sbatch --ntasks-per-node=1 --cpus-per-task=$((3 * learners_per_node)), for example" >&2
+        exit 2
+    fi
+else
+    workers=${SLURM_NTASKS_HET_GROUP_1:-$((tasks - 1))}
+fi
 if ((workers < 1)); then
     echo "error: the first task is the head's, and each other a worker's: sbatch --ntasks=2 or more" >&2
     exit 2
 fi
 cpus=$(squeue --noheader --jobs="$job" --format=%C 2>/dev/null) || true
 each=${SLURM_CPUS_PER_TASK:-1}
-if [[ -z ${SLURM_NTASKS_HET_GROUP_1:-} ]] && ((${cpus:-0} >= (tasks + 1) * each)); then
+if [[ -z ${SLURM_NTASKS_HET_GROUP_1:-}${learners_per_node:-} ]] && ((${cpus:-0} >= (tasks + 1) * each)); then
     echo "warning: $workers workers, though the job's $cpus CPUs are enough for more: --ntasks sets how many" >&2
 fi
 
@@ -69,11 +80,34 @@ begin=(--run-name "$name")
 if has_checkpoint; then
     begin=(--resume "runs/$name")
 fi
-options=(--launcher slurm --num-workers "$workers" "${begin[@]}")
+options=(--num-workers "$workers" "${begin[@]}")
 # shellcheck disable=SC2154  # of the file that sources this one
-if ((${#launch[@]})); then
-    options+=(--worker-prefix "${launch[*]@Q}")
+python=("${launch[@]}" python)
+if [[ -n ${learners_per_node:-} ]]; then
+    # Workers are processes of their learner's node. The first node's torchrun is this shell's, which passes signals on.
+    node=$(scontrol --oneliner show node "${SLURMD_NODENAME:-$(hostname -s)}")
+    address=$(grep -o ' NodeAddr=[^ ]*' <<<"$node") port=$((20000 + SLURM_JOB_ID % 10000))
+    torchrun=("${python[@]}" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$learners_per_node")
+    torchrun+=(--master-addr "${address#*=}" --master-port "$port" --node-rank)
+    if ((nodes > 1)); then
+        # shellcheck disable=SC2016  # of the node
+        on_each='exec "${@:2:$1}" $((SLURM_PROCID + 1)) "${@:$1 + 2}"'
+        srun --nodes=$((nodes - 1)) --ntasks=$((nodes - 1)) --relative=1 --overlap --cpu-bind=none --export=ALL \
+            bash -c "$on_each" bash ${#torchrun[@]} "${torchrun[@]}" "$script" "${options[@]}" "$@" &
+        others=$!
+    fi
+    run "${torchrun[@]}" 0 "$script" "${options[@]}" "$@"
+    if [[ -n $told && $status == 1 ]]; then status=75; fi  # torchrun's own
+    if ((nodes > 1)); then
+        kill "$others" 2>/dev/null || true
+        wait "$others" || true
+    fi
+else
+    options+=(--launcher slurm)
+    if ((${#launch[@]})); then
+        options+=(--worker-prefix "${launch[*]@Q}")
+    fi
+    run "${python[@]}" "$script" "${options[@]}" "$@"
 fi
-run "${launch[@]}" python "$script" "${options[@]}" "$@"
 remove_keys
 requeue "$(if has_checkpoint; then echo "runs/$name"; fi)"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from ..answers import Opener, check_generator
 from ..blueprint import Blueprint
@@ -73,6 +74,7 @@ def start_head(
     options: ClusterOptions,
     launcher: Launcher,
     address: str | None,
+    sum_over_learners: Callable[[np.ndarray], np.ndarray] | None = None,
     make_transport: Callable[..., Transport] = Transport,
     clock: Callable[[], float] = time.monotonic,
 ) -> Head:
@@ -90,8 +92,9 @@ def start_head(
         for index, rows in enumerate(blueprint.shares(num_workers))
     ]
     spaces = blueprint.single_observation_space, blueprint.single_action_space
-    store = PolicyStore([worker.copy for worker in workers], *spaces, options.rounds, options.rule.mode == "kl")
-    recovery = Recovery(options.rule, store)
+    copies, needs_kl = [worker.copy for worker in workers], options.rule.mode == "kl"
+    store = PolicyStore(copies, *spaces, options.rounds, needs_kl, sum_over_learners)
+    recovery = Recovery(options.rule, store, blueprint.first_row)
     max_restarts = options.max_worker_restarts if options.on_worker_loss == "restart" else 0
     startup_timeout, worker_timeout = options.startup_timeout, options.worker_timeout
     supervisor = Supervisor(workers, launcher, startup_timeout, worker_timeout, max_restarts, clock)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,13 +69,20 @@ class PolicyStore:
         action_space: the single action space.
         rounds: whether what workers pull is a rounded difference, see `differences`.
         needs_kl: whether they pull by divergence; else a policy may have none.
+        sum_over_learners: see `ClusterEnv`; None if there is one.
     """
 
     def __init__(
-        self, copies: Sequence[PolicyCopy], space: Space, action_space: Space, rounds: bool, needs_kl: bool = True
+        self,
+        copies: Sequence[PolicyCopy],
+        space: Space,
+        action_space: Space,
+        rounds: bool,
+        needs_kl: bool = True,
+        sum_over_learners: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
         self._copies, self._space, self._action_space = copies, space, action_space
-        self._rounds, self._needs_kl = rounds, needs_kl
+        self._rounds, self._needs_kl, self._sum_over_learners = rounds, needs_kl, sum_over_learners
         self._most = min(KL_STATES, max(ALL_KL_STATES // len(copies), 16))
         self.version, self.published = 0, Published()  # +1 at each publish, and what is known of it
         self.structure = b""  # cloudpickle of the policy without its weights
@@ -200,10 +207,14 @@ class PolicyStore:
     def requests(self, copies: Sequence[PolicyCopy], num_steps: int) -> list[Collect]:
         """Return what asks each of these workers to act on the published version, or on its own.
 
-        All are told the mean divergence of those that have acted, or inf if none has: so they pull together.
+        All are told the mean divergence of those that have acted, or inf if none has: so they pull together. With
+        several learners that is of all workers of all, so each must call this as often.
         """
         known = [copy.divergence for copy in copies if copy.measured]
-        mean = float(np.mean(known)) if known else math.inf
+        total, number = np.sum(known), len(known)
+        if self._sum_over_learners is not None:
+            total, number = self._sum_over_learners(np.array([total, number], np.float64))
+        mean = float(total / number) if number else math.inf
         numbers = self._policy.numbers_now()
         return [Collect(int(num_steps), self.version, copy.measured, mean, numbers) for copy in copies]
 

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import sys
+import time
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,9 +19,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 import tyro
 
-from ..errors import CheckpointError, RunLockedError, StartupError
+from ..errors import CheckpointError, LearnerLostError, RunLockedError, StartupError
 from ..options import ClusterOptions, Name, Positive, PositiveNumber, Range, RunsCode, that_run_code
-from .checkpoint import check_run, load_checkpoint
+from .checkpoint import check_run, has_checkpoint, load_checkpoint
+from .learners import Learners
 from .lock import lock
 
 T = TypeVar("T", bound="ScriptArgs")
@@ -61,6 +64,9 @@ Kwargs = Annotated[str, Range("name=value pairs, as in 'gravity=-5 enable_wind=t
 def check(fine: Any, message: Any) -> None:
     """Exit with one line if something is not ``fine``."""
     if not fine:
+        if os.environ.get("RANK", "0") != "0":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)  # if the first learner has found the same, torchrun ends this one meanwhile
         sys.exit(f"error: {message}")
 
 
@@ -143,11 +149,18 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
     argv = [re.sub(rf"^--({booleans})=[Tt]rue$", r"--\1", arg) for arg in sys.argv[1:]]
     argv = [re.sub(rf"^--({booleans})=[Ff]alse$", r"--no-\1", arg) for arg in argv]
     args, saved = tyro.cli(script_args, args=argv), {}
+    try:
+        learners = Learners.of_torchrun()
+        if (name := learners.run_before()) is not None and has_checkpoint(f"runs/{name}"):
+            args.resume = f"runs/{name}"
+            argv += ["--resume", args.resume]
+    except LearnerLostError as error:
+        check(False, error)
     if args.resume is not None:
         in_runs = not args.resumed_name.startswith(".")
         check(in_runs, f"--resume must be runs/NAME, of the working directory, got {args.resume}")
         try:
-            if os.path.isdir(args.resume) and not args.dry_run:
+            if os.path.isdir(args.resume) and not args.dry_run and learners.rank == 0:
                 lock(args.resume)  # before it is read: whoever has it may be about to write the next checkpoint
             saved = load_checkpoint(args.resume)
             check_run(saved)

@@ -137,6 +137,10 @@ def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
     raise CheckpointError(damaged if checkpoints else f"there is no checkpoint in {directory}")
 
 
+def has_checkpoint(directory: str | os.PathLike[str]) -> bool:
+    return os.path.isdir(directory) and bool(_checkpoints(Path(directory)))
+
+
 class _State(msgspec.Struct):
     """What all checkpoints hold; see `Run.save`."""
 

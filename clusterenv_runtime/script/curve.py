@@ -9,8 +9,6 @@ import msgspec
 import numpy as np
 from matplotlib.figure import Figure
 
-from ..rollout import Rollout
-
 
 class LearningCurve:
     """Collects episodes, and points of the curve: (global_step, mean return, pulls per worker, policy versions)."""
@@ -21,10 +19,10 @@ class LearningCurve:
         self._returns: list[float] = []  # of the episodes since the last point
         self._lengths: list[int] = []
 
-    def add_episodes(self, rollout: Rollout) -> None:
-        self._recent_returns.extend(rollout.episodic_returns.tolist())
-        self._returns += rollout.episodic_returns.tolist()
-        self._lengths += rollout.episodic_lengths.tolist()
+    def add_episodes(self, returns: np.ndarray, lengths: np.ndarray) -> None:
+        self._recent_returns.extend(returns.tolist())
+        self._returns += returns.tolist()
+        self._lengths += lengths.tolist()
 
     def add_point(self, global_step: int, pulls: float, versions: int) -> dict[str, float]:
         """Add a point; return the means of the episodes since the last one, by the names they are logged under."""

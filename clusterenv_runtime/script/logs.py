@@ -24,6 +24,21 @@ def open_logs(directory: str, purge_step: int) -> SummaryWriter:
     return writer
 
 
+class NoLogs:
+    """In place of a `SummaryWriter`, for all learners but the first."""
+
+    def __enter__(self) -> NoLogs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def _nothing(self, *_: Any) -> None:
+        pass
+
+    add_scalar = add_text = flush = close = _nothing
+
+
 class EventFiles:
     """In place of a `SummaryWriter`'s file of events: what cannot be written is lost, with a warning.
 

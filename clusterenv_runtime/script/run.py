@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -19,15 +20,17 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from ..env import ClusterEnv
-from ..errors import RunLockedError, one_line
+from ..errors import LearnerLostError, RunLockedError, one_line
 from ..rollout import Rollout
-from .arguments import check, resume_command
+from .arguments import check, resume_command, spell
 from .checkpoint import replaced, rng_state, save_checkpoint, save_model, set_rng_state
 from .curve import LearningCurve
 from .dry_run import worker_commands
+from .learners import AllWorkers, Learners
 from .lock import lock
-from .logs import open_logs
+from .logs import NoLogs, open_logs
 from .signals import Signals
+from .watch import DONE
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,6 +52,14 @@ class Counters(SimpleNamespace):
         vars(self).update(state)
 
 
+def checksum(model: torch.nn.Module) -> int:
+    """Return a checksum of all that a model consists of."""
+    crc = 0
+    for value in model.state_dict().values():
+        crc = zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), crc)
+    return crc
+
+
 class Run:
     """A run of a script, in ``runs/NAME``: its logs, its checkpoints, which hold all that it is told to keep, its end.
 
@@ -65,11 +76,16 @@ class Run:
     Args:
         args: the script's arguments, as they are to be logged.
         saved: the checkpoint to go on from, or an empty dict, as `parse` returns it.
+        alone: why this script cannot have several learners, if it cannot.
     """
 
-    def __init__(self, args: Any, saved: dict[str, Any]) -> None:
+    def __init__(self, args: Any, saved: dict[str, Any], alone: str | None = None) -> None:
         self.args, self._saved = args, saved
         self.global_step: int = saved.get("global_step", 0)
+        self.learners = Learners.of_torchrun()
+        number = self.learners.world_size
+        check(number == 1 or not alone, f"{sys.argv[0]} has one learner, but torchrun has started {number}: {alone}")
+        self._workers: AllWorkers | None = None
         self._parts: dict[str, Any] = {}
         self.curve = self.keep("curve", LearningCurve())
         enough = args.total_timesteps >= self.global_step
@@ -77,15 +93,16 @@ class Run:
         check(enough, f"--total-timesteps {args.total_timesteps} must be at least {done}")
         name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
         self.name = args.resumed_name or args.run_name or name
+        is_first = self.learners.rank == 0
+        if args.dry_run:
+            print("\n".join(worker_commands(args, f"runs/{self.name}/workers") if is_first else []))
+            sys.exit()
+        self._signals = Signals(self.learners)
+        self._meet()
         self.directory = f"runs/{self.name}"
         self.log_dir = f"{self.directory}/workers"
-        if args.dry_run:
-            print("\n".join(worker_commands(args, self.log_dir)))
-            sys.exit()
-        self._make_directory()
-        self._signals = Signals()
         self._wandb = None
-        if args.track:
+        if args.track and is_first:
             import wandb
 
             self._wandb = wandb.init(
@@ -95,34 +112,72 @@ class Run:
             )  # fmt: skip
             wandb.define_metric("*", step_metric="global_step")
         try:
-            self.writer = open_logs(self.directory, self.global_step + bool(saved))
+            self.writer = open_logs(self.directory, self.global_step + bool(saved)) if is_first else NoLogs()
         except OSError as error:
             check(False, f"cannot write to {self.directory}: {error.strerror}")
         table = "\n".join([f"|{key}|{value}|" for key, value in vars(args).items()])
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", self.global_step)
 
+    def _meet(self) -> None:
+        """Make the run's directory, and meet the other learners, if there are any; or exit with one line."""
+        args, number = self.args, self.learners.world_size
+        try:
+            if number > 1:
+                whole = args.num_workers % number == 0
+                check(
+                    whole, f"--num-workers {args.num_workers} must be a multiple of the {number} learners of torchrun"
+                )
+                no_port = f"--port {args.port} cannot be that of {number} learners: each listens on one of its own"
+                check(not args.port, no_port)
+                flags = {spell(name): value for name, value in vars(args).items()}
+                self.learners.meet({**flags, "done": self.global_step}, args.cuda)
+            if self.learners.rank == 0:
+                self._make_directory()
+            self.name = self.learners.tell("name", self.name)
+        except LearnerLostError as error:
+            check(False, error)
+
+    @property
+    def rows(self) -> range:
+        """Which of the ``args.num_envs`` environments this learner's workers have."""
+        return self.learners.rows(self.args.num_envs)
+
+    def options(self) -> dict[str, Any]:
+        """Return what `ClusterEnv` takes of the flags, and for one of several learners."""
+        options = {**self.args.options(), "log_dir": self.log_dir}
+        if self.learners.world_size == 1:
+            return options
+        return options | {
+            "num_workers": len(self.learners.rows(self.args.num_workers)), "first_row": self.rows.start,
+            "log_dir": f"{self.log_dir}/learner-{self.learners.rank}", "sum_over_learners": self.learners.sum,
+        }  # fmt: skip
+
     def _make_directory(self) -> None:
+        directory = f"runs/{self.name}"
         named = self.args.resume is not None or self.args.run_name is not None
         try:
-            os.makedirs(self.directory, exist_ok=named)
-            lock(self.directory)
+            os.makedirs(directory, exist_ok=named)
+            lock(directory)
         except RunLockedError as error:
             check(False, error)
         except OSError as error:
-            check(False, f"cannot write to {self.directory}: {error.strerror}")
-        begun = any(name.startswith("checkpoint-") for name in os.listdir(self.directory))
-        to_go_on = f"to go on: --resume {self.directory}, else another --run-name"
-        check(self.args.resume or not begun, f"{self.directory} has begun already; {to_go_on}")
+            check(False, f"cannot write to {directory}: {error.strerror}")
+        begun = any(name.startswith("checkpoint-") for name in os.listdir(directory))
+        to_go_on = f"to go on: --resume {directory}, else another --run-name"
+        check(self.args.resume or not begun, f"{directory} has begun already; {to_go_on}")
 
     def keep(self, name: str, part: T) -> T:
         """Have checkpoints hold the ``state_dict`` of ``part``, and return it; if resumed, as the last one has it."""
         if name in self._parts:
             raise ValueError(f"there is a part {name!r} already")
-        self._parts[name] = part
+        kept: Any = part
+        if isinstance(part, ClusterEnv):
+            kept = self._workers = AllWorkers(part, self.learners)
+        self._parts[name] = kept
         if self._saved:
             parts = self._saved.get("parts", {})
             check(name in parts, f"{self.args.resume} is of another version of this script: it has no {name!r}")
-            self._load(name, lambda: part.load_state_dict(parts[name]))
+            self._load(name, lambda: kept.load_state_dict(parts[name]))
         return part
 
     def _load(self, name: str, load: Callable[[], object]) -> None:
@@ -134,14 +189,20 @@ class Run:
             check(False, f"{self.args.resume} cannot be resumed: its {name!r} does not fit: {why}")
 
     def save(self) -> None:
-        """Write a checkpoint, and with --save-model the model."""
+        """Write a checkpoint, and with --save-model the model; several learners all call this."""
         self.writer.flush()  # up to here the logs belong to this checkpoint, what comes later is dropped on resume
-        state = {
-            "parts": {name: part.state_dict() for name, part in self._parts.items()}, "rng": rng_state(),
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        if self.learners.rank > 0:
+            return  # all but its workers' state, which it has handed in, the first learner has, too
+        self._state = {
+            "parts": parts, "rng": rng_state(),
             "args": asdict(self.args), "global_step": self.global_step, "seconds": self.seconds,
             "wandb_id": self._wandb.id if self._wandb else None,
         }  # fmt: skip
-        save_checkpoint(self.directory, state, self.global_step)
+        self._write()
+
+    def _write(self) -> None:
+        save_checkpoint(self.directory, self._state, self.global_step)
         if self.args.save_model:
             save_model(f"{self.directory}/{self.args.exp_name}.cleanrl_model", self._model.state_dict())
 
@@ -163,12 +224,19 @@ class Run:
         resumed run takes those of its checkpoint up here.
         """
         self._envs, self._model = envs, model
+        self._workers = self._workers or AllWorkers(envs, self.learners)
         if self._saved:
             self._load("rng", lambda: set_rng_state(self._saved["rng"]))
         self._start = time.time() - self._saved.get("seconds", 0)
         columns = TextColumn("{task.fields[status]}"), TimeRemainingColumn(), TextColumn("left")
-        self._progress = Progress(*columns, console=Console(quiet=not sys.stdout.isatty()))  # else `report` prints
-        to_go_on = resume_command(self.args, self.directory)
+        self._progress = Progress(
+            *columns, console=Console(quiet=self.learners.rank > 0 or not sys.stdout.isatty())
+        )  # else `report` prints
+        to_go_on, learners = resume_command(self.args, self.directory), self.learners
+        learners.raise_if_interrupted = self._signals.raise_if_received
+        learners.note_run(self.name)
+        if learners.watch is not None:
+            learners.watch.end = self._signals.interrupt
         with envs, self.writer, self._progress, self._signals.saving(envs, self.save, to_go_on):
             yield
 
@@ -185,14 +253,15 @@ class Run:
         leave it by ``break``, or there is neither.
         """
         self._number, self._steps = number, steps
-        done, saved_at = self.global_step // steps, time.monotonic()
+        done, self._saved_at = self.global_step // steps, time.monotonic()
+        self._agreed = False, False  # what `_by_clock` of the first learner has said, for all
         self._task = self._progress.add_task("train", total=number, completed=done, status="starting")
         self._printed, self._stop = done * 20 // number, False
         for iteration in range(done + 1, number + 1):
             self._signals.raise_if_received()
-            if time.monotonic() - saved_at > self.args.checkpoint_interval:
+            if self._save_is_due:
                 self._try_to_save()
-                saved_at = time.monotonic()
+                self._saved_at, self._agreed = time.monotonic(), (False, False)
             yield iteration
             if self._stop:
                 break
@@ -201,14 +270,61 @@ class Run:
         self._try_to_save()
         self._envs.close()
         self._signals.raise_if_received()
+        self.learners.leave(DONE)
+        if self.learners.rank > 0:
+            sys.exit()
 
+    def add_episodes(self, rollout: Rollout) -> None:
+        """Count the episodes of a rollout, and of the other learners'. Call it before anything is learned from it.
+
+        Several learners agree here on what the clock of the first one says, and compare their models.
+        """
+        facts = list(self._by_clock())
+        if self.learners.world_size > 1:
+            facts.append(checksum(self._model))
+        own = np.concatenate([facts, rollout.episodic_returns, rollout.episodic_lengths])
+        all_ranks = self.learners.gather(own)
+        for rank, row in enumerate(all_ranks):
+            alike = row[2 : len(facts)] == all_ranks[0][2 : len(facts)]
+            after = (
+                f"after step {self.global_step}: a machine may be broken, or its processor or libraries another kind"
+            )
+            check(np.all(alike), f"learner {rank}'s model is not the first one's {after}")
+        self._agreed = tuple(map(bool, all_ranks[0][:2]))
+        for row in all_ranks:
+            returns, lengths = row[len(facts) :].reshape(2, -1)
+            self.curve.add_episodes(returns, lengths.astype(np.int64))
+
+    def _by_clock(self) -> tuple[bool, bool]:
+        """Return whether a checkpoint is due, and whether the time is up."""
+        is_due, most = time.monotonic() - self._saved_at > self.args.checkpoint_interval, self.args.max_seconds
+        return is_due, most is not None and self.seconds > most
+
+    @property
+    def _save_is_due(self) -> bool:
+        return (self._by_clock() if self.learners.world_size == 1 else self._agreed)[0]
+
+    @property
     def _time_is_up(self) -> bool:
-        return self.args.max_seconds is not None and self.seconds > self.args.max_seconds
+        return (self._by_clock() if self.learners.world_size == 1 else self._agreed)[1]
+
+    def _add_up(self, lags: np.ndarray) -> dict[str, float]:
+        """Return what is known of all learners' workers; ``lags`` are in versions, of the own environments."""
+        envs = self._envs
+        own = [
+            envs.num_workers, envs.pulls.sum(), envs.divergence.sum(), envs.sync_bytes, len(envs.restarts), len(lags),
+            lags.sum(),
+        ]  # fmt: skip
+        workers, pulls, kl, sync_bytes, restarts, rows, lag = self.learners.sum(np.array(own, np.float64)).tolist()
+        return {
+            "pulls": pulls / workers, "kl": kl / workers, "bytes": int(sync_bytes), "restarts": int(restarts),
+            "lag": lag / max(rows, 1),
+        }  # fmt: skip
 
     def report_is_due(self) -> bool:
         """Whether to `report` this iteration, where there are many short ones: 200 times in a run, and the last."""
         iteration, every = self.global_step // self._steps, max(self._number // 200, 1)
-        return iteration % every == 0 or iteration == self._number or self._time_is_up()
+        return iteration % every == 0 or iteration == self._number or self._time_is_up
 
     def report(self, rollout: Rollout, versions: int) -> None:
         """Log what all scripts do: the episodes since the last report, and the synchronization of the policy.
@@ -217,13 +333,13 @@ class Run:
             rollout: the last one.
             versions: how many policy versions the workers could have pulled so far.
         """
-        envs, step, sps = self._envs, self.global_step, int(self.global_step / self.seconds)
-        pulls = float(envs.pulls.mean())  # per worker
-        kl = float(envs.divergence.mean())  # inf until every worker has acted
+        step, sps = self.global_step, int(self.global_step / self.seconds)
+        totals = self._add_up(self._envs.policy_version - rollout.policy_versions)
+        pulls, kl = totals["pulls"], totals["kl"]  # per worker; KL is inf until every worker has acted
         scalars = {
             **self.curve.add_point(step, pulls, versions),
-            "charts/SPS": sps, "charts/worker_restarts": len(envs.restarts), "sync/pulls_per_worker": pulls,
-            "sync/policy_lag": (envs.policy_version - rollout.policy_versions).mean(), "sync/bytes": envs.sync_bytes,
+            "charts/SPS": sps, "charts/worker_restarts": totals["restarts"], "sync/pulls_per_worker": pulls,
+            "sync/policy_lag": totals["lag"], "sync/bytes": totals["bytes"],
         }  # fmt: skip
         if np.isfinite(kl):
             scalars["sync/kl"] = kl
@@ -234,8 +350,9 @@ class Run:
         self._progress.update(self._task, completed=iteration, status=status)
         if not self._progress.console.is_terminal and iteration * 20 // self._number > self._printed:
             self._printed = iteration * 20 // self._number
-            say(status)
-        self._stop = self._time_is_up()
+            if self.learners.rank == 0:
+                say(status)
+        self._stop = self._time_is_up
 
     def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
         """Log and print the evaluation, draw the learning curve, and write ``summary.json``, with ``more`` in it.
@@ -243,15 +360,16 @@ class Run:
         If one of these files or the last checkpoint cannot be written, exit with one line.
         """
         self.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
-        args, envs, step, seconds = self.args, self._envs, self.global_step, self._trained_seconds
-        mean_return, pulls = self.curve.mean_return, float(envs.pulls.mean())
+        args, step, seconds = self.args, self.global_step, self._trained_seconds
+        workers = self._workers.known()
+        mean_return, pulls = self.curve.mean_return, float(np.mean(workers["pulls"]))
         summary = {
             "global_step": step, "wall_seconds": seconds, "sps": step / seconds, **more,
-            "pulls_per_worker": pulls, "sync_bytes": envs.sync_bytes,
+            "pulls_per_worker": pulls, "sync_bytes": workers["sync_bytes"],
             "mean_return_100": None if np.isnan(mean_return) else mean_return,
             "eval_return_mean": float(np.mean(eval_returns)), "eval_return_std": float(np.std(eval_returns)),
             "kl_threshold": args.kl_threshold, "seed": args.seed, "env_id": args.env_id,
-            "worker_restarts": envs.restarts, "args": vars(args),
+            "worker_restarts": workers["restarts"], "args": vars(args),
         }  # fmt: skip
         if self._wandb:
             self._wandb.summary.update(summary)
@@ -263,6 +381,6 @@ class Run:
             with replaced(f"{self.directory}/summary.json") as file:
                 file.write(json.dumps(summary, indent=2).encode())
             if self._unsaved:
-                self.save()
+                self._write()
         except OSError as error:
             check(False, f"cannot write to {self.directory}: {error.strerror or error}")

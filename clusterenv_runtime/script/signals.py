@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..env import ClusterEnv
-from ..errors import Interrupted
+from ..errors import Interrupted, LearnerLostError, one_line
+from .learners import Learners
+from .watch import INTERRUPTED
 
 TOLD = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 PREEMPTED, CTRL_C = 75, 130  # exit codes: EX_TEMPFAIL, for which schedulers may requeue, and the shell's 128 + SIGINT
@@ -19,10 +21,12 @@ PREEMPTED, CTRL_C = 75, 130  # exit codes: EX_TEMPFAIL, for which schedulers may
 class Signals:
     """The first of these signals ends the run. Later ones are ignored, but a second Ctrl-C does what it does elsewhere.
 
-    Outside of `saving` there is nothing to save, and the signal ends the process wherever it is.
+    Outside of `saving` there is nothing to save, and the signal ends the process wherever it is. One of several
+    ``learners`` also ends when another has, and says so, as torchrun then tells it to end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, learners: Learners | None = None) -> None:
+        self._learners = learners or Learners()
         self._code: int | None = None  # the exit code, once a signal has come
         self._envs: ClusterEnv | None = None  # what the training waits for
         for number in (*TOLD, signal.SIGINT):
@@ -37,14 +41,22 @@ class Signals:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._code = CTRL_C if number == signal.SIGINT else PREEMPTED
         if self._envs is None:
-            self._exit("interrupted")
+            self._exit()
         if self._envs.closed:
             raise Interrupted("interrupted")
         self._envs.interrupt()
 
-    def _exit(self, text: str) -> None:
-        print(text, file=sys.stderr)
-        sys.exit(PREEMPTED if self._code is None else self._code)
+    def interrupt(self) -> None:
+        """Do as if a scheduler had told this process to end; other threads may call it."""
+        self._code = PREEMPTED if self._code is None else self._code
+        if self._envs is not None:
+            self._envs.interrupt()
+
+    def _exit(self, then: str = "") -> None:
+        culprit, code = self._learners.part(INTERRUPTED, PREEMPTED if self._code is None else self._code)
+        if self._learners.speaks:
+            print(f"error: {culprit}{then}" if culprit else f"interrupted{then}", file=sys.stderr)
+        sys.exit(code)
 
     def raise_if_received(self) -> None:
         """Raise `Interrupted` if a signal has come."""
@@ -55,19 +67,28 @@ class Signals:
     def saving(self, envs: ClusterEnv, save: Callable[[], None], to_go_on: str) -> Iterator[None]:
         """Have a signal end this block where nothing is half done: call ``save``, say how to go on, and exit.
 
-        That is in a wait for workers, which it interrupts, and in `raise_if_received`. Once ``envs`` is closed nothing
-        is ever half done.
+        That is in a wait for workers or for other learners, which it interrupts, and in `raise_if_received`. Once
+        ``envs`` is closed nothing is ever half done. One of several learners that dies ends the others like a signal,
+        but amid an update there is nothing to save.
         """
         self._envs = envs
+        from_before = f"to go on from the checkpoint before, if there is one: {to_go_on}"
         try:
             yield
         except Interrupted:
+            self._learners.begin_to_end()
             try:
                 save()
             except OSError as error:
-                from_before = f"to go on from the checkpoint before, if there is one: {to_go_on}"
                 sys.exit(f"error: interrupted, and not saved: {error.strerror or error}; {from_before}")
-            self._exit(f"interrupted; to go on: {to_go_on}")
+            self._exit(f"; to go on: {to_go_on}")
+        except LearnerLostError as error:  # amid an update
+            self._learners.begin_to_end()
+            culprit, _ = self._learners.part(INTERRUPTED, 1)
+            sys.exit(f"error: {culprit or error}; {from_before}" if self._learners.speaks else 1)
+        except BaseException as error:
+            self._learners.leave(f"has failed: {one_line(error)}")
+            raise
         finally:
             self._envs = None
 

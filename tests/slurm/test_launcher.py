@@ -32,7 +32,12 @@ gym.register("Slow-v0", Slow, max_episode_steps=500)
 """
 TINY = "--env-id slow_env:Slow-v0 --envs-per-worker 2 --num-steps 16 --eval-episodes 2 --checkpoint-interval 0.5"
 TINY += " --no-save-model --total-timesteps 1000000000 --no-cuda"
-MORE = {"ppo": " --num-minibatches 2", "dqn": " --learning-starts 100 --buffer-size 1000", "ppo_hetjob": ""}
+MORE = {
+    "ppo_torchrun": " --num-minibatches 2",
+    "ppo": " --num-minibatches 2",
+    "dqn": " --learning-starts 100 --buffer-size 1000",
+    "ppo_hetjob": "",
+}
 
 
 # Stands in for Python with a training script. Told to stop it saves, but not if there is a file `early`, as if its
@@ -302,6 +307,30 @@ def test_a_heterogeneous_job_trains_with_its_workers_in_the_second_part(train):
     assert job.wait() and job.summary()["args"]["num_workers"] == 4 and "gpu:1" in str(first)
 
 
+def test_learners_on_two_nodes_are_requeued_and_go_on_to_the_end(train):
+    job = train("ppo_torchrun", flags="--total-timesteps 40000")
+    steps = job.await_training()
+    job.warn()
+    job.await_requeue()
+    assert "interrupted; to go on: " in job.log()
+    saved = max(checkpoints(job.run))
+    assert saved >= steps
+    (job.directory / "go").touch()
+    assert job.wait()
+    summary = job.summary()
+    assert summary["global_step"] == 40000 // 128 * 128 and summary["args"]["num_workers"] == 4
+    assert {path.name for path in (job.run / "workers").iterdir()} == {"learner-0", "learner-1"}
+    assert not list(job.run.glob("workers/*/clusterenv-*"))
+
+
+def test_cores_that_do_not_go_round_are_one_line(train):
+    job = train("ppo_torchrun", "--cpus-per-task=1")
+    with pytest.raises(lab.LabError):
+        job.wait()
+    (line,) = job.log().splitlines()
+    assert line.startswith("error: a task on each node, with cores for 1 learners and as many workers each: sbatch ")
+
+
 def nodes(slurm, text):
     return set(slurm.run("scontrol", "show", "hostnames", text).stdout.split())
 
@@ -324,6 +353,18 @@ def test_over_a_network_the_head_is_found_and_lost_nodes_are_replaced(slurm_netw
         job.slurm.heal(node)
         job.slurm.run("scancel", job.id)
     assert re.search(rf"{lost.replace('-', ' ')} .* died: cut off, or silent for 3 s", job.log())
+
+
+def test_learners_find_each_other_over_a_network_and_a_lost_one_is_named(slurm_networked, tmp_path):
+    job = Job(slurm_networked, tmp_path, "ppo_torchrun")
+    job.await_training()
+    first, second = nodes(job.slurm, job.slurm.jobs(job.id)[0]["NodeList"])
+    job.slurm.cut(second)
+    try:
+        job.wait_for("a name", lambda: re.search(r"error: learner [01] \(process .*\) has", job.log()))
+    finally:
+        job.slurm.heal(second)
+        job.slurm.run("scancel", job.id)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -1,0 +1,451 @@
+"""Several learners, started by torchrun: their update is that of one, and none outlives another unnoticed."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
+from clusterenv_runtime.errors import LearnerLostError
+from clusterenv_runtime.script import Run, watch
+from clusterenv_runtime.script.learners import AllWorkers, Learners
+from clusterenv_runtime.script.run import checksum
+from clusterenv_runtime.script.watch import DONE, INTERRUPTED, Place, Watch
+
+from .envs import CountingEnv, assert_same
+from .nets import linear
+from .patience import PATIENCE, wait_until
+from .scripts import ROOT, alive, environment, events_of, lasting, train, workers_of
+
+TINY = "--total-timesteps", "1024", "--num-workers", "4", "--weights", "float32", "--eval-episodes", "2"
+SCRIPTS = {
+    "ppo_clusterenv.py": "--env-id CartPole-v1 --envs-per-worker 2 --num-steps 32 --num-minibatches 4",
+    "ppo_continuous_clusterenv.py": "--env-id Pendulum-v1 --envs-per-worker 2 --num-steps 32 --num-minibatches 4",
+    "ppo_lstm_clusterenv.py": "--envs-per-worker 2 --num-steps 32 --num-minibatches 2",
+    "ppo_minatar_clusterenv.py": "--envs-per-worker 2 --num-steps 32 --num-minibatches 4",
+    "ppo_atari_clusterenv.py": "--envs-per-worker 1 --num-steps 64 --num-minibatches 4 --total-timesteps 512",
+}
+
+
+def torchrun(number, *flags):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), *flags]
+
+
+def train_together(number, script, directory, *flags):
+    """Run a script to its end with so many learners; return the run's folder and its summary."""
+    command = [*torchrun(number), str(ROOT / script), *flags]
+    result = subprocess.run(command, cwd=directory, env=environment(), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (folder,) = Path(directory, "runs").iterdir()
+    return folder, json.loads((folder / "summary.json").read_text())
+
+
+def of_ranks(number, rows=16, steps=8):
+    """The learners of one run, as each sees itself, and what `whole` would give them."""
+    return [Learners(rank, number) for rank in range(number)], torch.randn(steps, rows)
+
+
+# Their update is that of one learner.
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("size", [4, 32, 128])
+def test_all_shares_of_a_minibatch_are_the_minibatch(number, size):
+    learners, advantages = of_ranks(number)
+    inds = np.random.default_rng(0).permutation(advantages.numel())
+    batches = [advantages[:, one.rows(16)].reshape(-1) for one in learners]
+    shares = [one.share(inds, size, 16, advantages.reshape(-1)) for one in learners]
+    for start, ranks in zip(range(0, len(inds), size), zip(*(list(of) for _, of in shares), strict=True), strict=True):
+        minibatch = advantages.reshape(-1)[torch.as_tensor(inds[start : start + size])]
+        found = []
+        for batch, (own, _), share in zip(batches, shares, ranks, strict=True):
+            assert share.end > share.start  # a loss of nothing would be no number
+            part = batch[torch.as_tensor(own[share.start : share.end])]
+            found += part.tolist() if share.weight else []
+            assert share.weight == (len(part) / size if share.weight else 0)
+            if number > 1:
+                assert torch.equal(torch.stack(share.moments), torch.stack([minibatch.mean(), minibatch.std()]))
+        assert sorted(found) == sorted(minibatch.tolist())
+        assert sum(share.weight for share in ranks) == 1
+
+
+def test_shares_may_be_of_whole_environments():
+    learners, advantages = of_ranks(2)
+    inds = np.random.default_rng(0).permutation(16)
+    found = [(one.rows(16).start, *one.share(inds, 4, 16, advantages.T)) for one in learners]
+    assert sorted(first + env for first, own, _ in found for env in own) == list(range(16))
+    for start, ranks in zip(range(0, 16, 4), zip(*(shares for _, _, shares in found), strict=True), strict=True):
+        minibatch = advantages[:, torch.as_tensor(inds[start : start + 4])]
+        assert sum(share.weight for share in ranks) == 1
+        for share in ranks:
+            torch.testing.assert_close(torch.stack(share.moments), torch.stack([minibatch.mean(), minibatch.std()]))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_two_learners_learn_what_one_does(tmp_path, script):
+    folders = []
+    for number in (1, 2):
+        (directory := tmp_path / str(number)).mkdir()
+        flags = [*TINY, *SCRIPTS[script].split()]
+        folder, summary = (
+            train(script, directory, *flags) if number == 1 else train_together(number, script, directory, *flags)
+        )
+        folders.append((events_of(folder), summary))
+    assert_alike(*folders)
+
+
+def test_four_learners_learn_what_one_does(tmp_path):
+    script, folders = "ppo_clusterenv.py", []
+    for number in (1, 4):
+        (directory := tmp_path / str(number)).mkdir()
+        flags = [*TINY, *SCRIPTS[script].split()]
+        folders.append(train_together(number, script, directory, *flags))
+    assert_alike(*((events_of(folder), summary) for folder, summary in folders))
+
+
+def assert_alike(one, several):
+    (events, summary), (other_events, other_summary) = one, several
+    tags = events.Tags()["scalars"]
+    assert tags == other_events.Tags()["scalars"] and "losses/policy_loss" in tags
+    for tag in tags:
+        if not tag.startswith(("time/", "eval/")) and tag not in ("charts/SPS", "charts/collect_sps"):
+            values, others = ([event.value for event in each.Scalars(tag)] for each in (events, other_events))
+            # Rounding is another, and after some updates so are some actions.
+            np.testing.assert_allclose(values[:2], others[:2], rtol=1e-3, atol=2e-5, err_msg=tag)
+    for name in ("global_step", "pulls_per_worker", "sync_bytes"):
+        assert summary[name] == other_summary[name]
+
+
+def test_a_share_of_the_environments_has_the_seeds_and_the_noise_of_its_rows():
+    policy = CategoricalPolicy(linear(4, 2))
+
+    def rollout(number, **options):
+        with ClusterEnv([partial(gym.make, "CartPole-v1")] * number, number, **options) as envs:
+            envs.reset(seed=3)
+            return envs.rollout(policy, 20)
+
+    whole, second = rollout(4), rollout(2, first_row=2)
+    for name in ("observations", "actions", "rewards"):
+        assert_same(getattr(second, name), getattr(whole, name)[:, 2:])
+
+
+@pytest.mark.parametrize("others, pulls", [([0.0, 2.0], [1, 1]), ([10.0, 2.0], [2, 2])])
+def test_workers_pull_by_the_mean_divergence_of_all_learners_workers(others, pulls):
+    policy = CategoricalPolicy(linear(1, 2))
+    asked = []
+
+    def sum_over_learners(own):
+        asked.append(own.tolist())
+        return own + (others if own[1] else 0)
+
+    options = {"kl_threshold": 1.0, "sum_over_learners": sum_over_learners}
+    with ClusterEnv([CountingEnv] * 2, 2, **options) as envs:
+        envs.reset()
+        for _ in range(2):
+            envs.rollout(policy, 3)
+        assert asked == [[0, 0], [pytest.approx(0, abs=1e-5), 2]]
+        assert envs.pulls.tolist() == pulls
+        with pytest.raises(ValueError, match="with several learners there is `rollout`, and no `send`"):
+            envs.send(3)
+
+
+def test_moments_are_those_of_all():
+    values = np.random.default_rng(0).normal(3, 2, (100, 5))
+    ((mean, var, number),) = Learners().moments(values)
+    assert_same(mean, values.mean(0))
+    assert_same(var, values.var(0))
+    assert number == 100
+
+
+# What they have in a checkpoint.
+class FakeEnvs:
+    num_workers = 2
+
+    def __init__(self):
+        self.loaded = None
+        self.restarts = []
+
+    def state_dict(self):
+        return {
+            "policy_version": 5, "sync_bytes": 10, "restarts": self.restarts, "pulls": [1, 2],
+            "generators": [None, b"x"], "waiting_seconds": [0.0, 1.0],
+        }  # fmt: skip
+
+    def load_state_dict(self, state):
+        self.loaded, self.restarts = state, state["restarts"]
+
+
+def test_a_checkpoint_has_the_workers_of_all_and_of_the_dead_what_was_known():
+    learners, envs = [Learners(rank, 2) for rank in range(2)], [FakeEnvs(), FakeEnvs()]
+    workers = [AllWorkers(*pair) for pair in zip(envs, learners, strict=True)]
+    handed = {}
+    for one in learners:
+        one.hand_in = lambda name, data, rank=one.rank: (
+            handed.setdefault(name, {}).update({rank: data})
+            or ([handed[name].get(0), handed[name].get(1)] if rank == 0 else [data])
+        )
+    envs[1].restarts = [{"worker": 1, "reason": "lost"}]
+    workers[1].state_dict()
+    state = workers[0].state_dict()
+    assert state["pulls"] == [1, 2, 1, 2] and state["sync_bytes"] == 20 and state["generators"] == [None, b"x"] * 2
+    assert state["restarts"] == [{"worker": 3, "reason": "lost"}]
+    again = workers[0].state_dict()  # the other has not handed in anything since
+    assert again == state
+    for one in workers:
+        one.load_state_dict(state)
+    assert envs[0].loaded["sync_bytes"] == 20 and envs[1].loaded["sync_bytes"] == 0
+    assert envs[1].loaded["pulls"] == [1, 2] and envs[1].loaded["restarts"] == []
+    with pytest.raises(ValueError, match="the state is of 2 workers, these are 4"):
+        workers[0].load_state_dict({**state, "pulls": [1, 2]})
+
+
+# Who is there.
+@pytest.fixture
+def watches(monkeypatch, tmp_path):
+    monkeypatch.setattr(watch, "BEAT_S", 0.02)
+    places = [Place("here", os.getpid(), "this"), Place("there", 1, "other"), Place("there", 2, "other")]
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    made = []
+
+    def make(rank):
+        made.append(Watch(store, rank, 3, places))
+        made[-1].ended = []
+        made[-1].end = lambda one=made[-1]: one.ended.append(1)
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.patience = 1e9
+        each.close()
+
+
+def test_who_leaves_is_noticed_and_only_what_comes_too_early_ends_the_others(watches):
+    first, second, third = map(watches, range(3))
+    third.leave(DONE)
+    third.close()
+    wait_until(lambda: 2 in first.left and 2 in second.left)
+    assert first.left == {2: DONE} and not first.ended and first.culprit is None
+    second.leave(INTERRUPTED)
+    wait_until(lambda: first.ended)
+    assert first.culprit is None and first.speaks and not second.speaks
+
+
+def test_who_falls_silent_counts_as_dead_and_the_first_of_the_others_says_so(watches, monkeypatch):
+    monkeypatch.setattr(watch, "SILENCE_S", 0.5)
+    first, second, third = map(watches, range(3))
+    first.close()
+    wait_until(lambda: second.ended and third.ended)
+    assert second.culprit == f"learner 0 (process {os.getpid()} on here) has died, or has been silent for 0.5 s"
+    assert second.speaks and not third.speaks
+
+
+def test_a_dead_process_of_this_machine_is_noticed_at_once():
+    process = subprocess.Popen(["true"])
+    process.wait()
+    here = Place.here()
+    assert not here.is_seen_dead(here)
+    dead = Place(here.host, process.pid, here.namespace)
+    assert dead.is_seen_dead(here)
+    assert not dead.is_seen_dead(Place(here.host, 1, "of another machine"))
+
+
+def test_an_error_of_one_is_named_by_the_others(watches):
+    first, second, _ = map(watches, range(3))
+    second.leave("has failed: ValueError: no")
+    wait_until(lambda: first.ended)
+    assert first.culprit == "learner 1 (process 1 on there) has failed: ValueError: no"
+
+
+# Their models must be the same.
+def test_a_model_that_is_another_ends_the_run_by_its_name(monkeypatch):
+    run = Run.__new__(Run)
+    run.args = SimpleNamespace(checkpoint_interval=1e9, max_seconds=None)
+    run.learners, run._model, run._saved_at, run.global_step = Learners(0, 2), nn.Linear(2, 2), 0, 40
+    run.learners.gather = lambda own: [own, own + np.eye(len(own))[2]]
+    rollout = SimpleNamespace(episodic_returns=np.zeros(3), episodic_lengths=np.zeros(3))
+    with pytest.raises(SystemExit, match="error: learner 1's model is not the first one's after step 40: "):
+        run.add_episodes(rollout)
+
+
+def test_the_checksum_is_of_all_of_a_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    sums = [checksum(model)]
+    for value in itertools.chain(model.parameters(), model.buffers()):
+        value.data += 1
+        sums.append(checksum(model))
+    assert len(set(sums)) == len(sums)
+
+
+# Mistakes.
+@pytest.mark.parametrize(
+    "number, script, flags, says",
+    [
+        (2, "ppo_clusterenv.py", "--num-workers 3", "--num-workers 3 must be a multiple of the 2 learners of torchrun"),
+        (2, "ppo_clusterenv.py", "--port 5000 --bind-address 127.0.0.1", "cannot be that of 2 learners"),
+        (2, "ppo_clusterenv.py", "--num-minibatches 7", "--num-minibatches 7 must divide the batch"),
+        (2, "dqn_clusterenv.py", "", "has one learner, but torchrun has started 2: all transitions go into one"),
+    ],
+)
+def test_a_mistake_is_said_once(tmp_path, number, script, flags, says):
+    command = [*torchrun(number), str(ROOT / script), *flags.split()]
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert result.returncode != 0
+    assert len([line for line in result.stderr.splitlines() if line.startswith("error: ") and says in line]) == 1
+    assert not any(line.startswith("interrupted") for line in result.stderr.splitlines())
+    assert os.listdir(tmp_path) == []
+
+
+def test_flags_that_differ_are_named(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # in place of torchrun's
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    variables |= {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "ppo_clusterenv.py"), "--env-id", "CartPole-v1", "--seed", str(rank + 1)],
+            cwd=tmp_path, env=environment(RANK=str(rank), **variables), stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    _, errors = processes[1].communicate(timeout=PATIENCE)
+    processes[0].kill()
+    processes[0].communicate()
+    assert errors == "error: learner 1 has --seed 2, learner 0 has 1: all must have the same\n"
+
+
+# Ends.
+FLAGS = *TINY[2:], *SCRIPTS["ppo_clusterenv.py"].split()[2:], "--total-timesteps", "1000000", "--run-name", "x"
+
+
+class Together:
+    """Two learners that train, and what they leave."""
+
+    def __init__(self, directory, *options, flags=()):
+        self.directory = directory
+        command = [
+            *torchrun(2, *options),
+            str(ROOT / "ppo_clusterenv.py"),
+            *FLAGS,
+            *flags,
+            *lasting(directory, 200, 0.01),
+        ]
+        self.process = subprocess.Popen(
+            command, cwd=directory, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        wait_until(lambda: (directory / "runs" / "x").exists() and self.checkpoint() is not None)
+        self.learners = self.find_learners()
+        self.workers = [worker for pid in self.learners for worker in workers_of(pid)]
+        assert len(self.workers) == 4
+
+    def checkpoint(self):
+        """The step of the newest checkpoint, None if there is none."""
+        steps = [int(path.name.split("-")[1]) for path in (self.directory / "runs" / "x").glob("checkpoint-*.pt")]
+        return max(steps, default=None)
+
+    def find_learners(self):
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        ranks = {}
+        for child in map(int, children):
+            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            ranks |= {int(each[5:]): child for each in variables if each.startswith(b"RANK=")}
+        return [ranks[rank] for rank in sorted(ranks)]
+
+    def finish(self):
+        """Wait until all has ended; return the scripts' lines of errors."""
+        _, errors = self.process.communicate(timeout=PATIENCE)
+        wait_until(lambda: not any(map(alive, [*self.learners, *self.workers])))
+        return [line for line in errors.splitlines() if line.startswith(("error", "interrupted"))]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+def test_a_learner_that_dies_or_stops_ends_the_others_by_its_name(tmp_path, rank, number):
+    together = Together(tmp_path, flags=["--checkpoint-interval", "0"])
+    os.kill(together.learners[rank], number)
+    wait_until(lambda: not alive(together.learners[1 - rank]))
+    if number == signal.SIGSTOP:
+        os.kill(together.learners[rank], signal.SIGKILL)
+    (line,) = together.finish()
+    name = rf"learner {rank} \(process {together.learners[rank]} on .*\) has died"
+    assert re.match(f"error: {name}", line), line
+
+
+def test_killed_under_max_restarts_the_run_goes_on_from_its_last_checkpoint(tmp_path):
+    together = Together(tmp_path, "--max-restarts", "1", flags=["--checkpoint-interval", "0"])
+    before = together.checkpoint()
+    os.kill(together.learners[1], signal.SIGKILL)
+    wait_until(lambda: not any(map(alive, together.learners)))
+    wait_until(lambda: (together.checkpoint() or 0) > before + 2000)
+    together.learners = together.find_learners()
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+    together.process.send_signal(signal.SIGTERM)
+    (killed, interrupted) = together.finish()
+    assert "learner 1 " in killed and interrupted.startswith("interrupted; to go on: ")
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_signal_saves_once_and_the_run_goes_on_with_another_number_of_learners(tmp_path, number):
+    together = Together(tmp_path, flags=["--checkpoint-interval", "0.5"])
+    together.process.send_signal(signal.SIGTERM)
+    (line,) = together.finish()
+    step = together.checkpoint()
+    assert re.fullmatch(r"interrupted; to go on: python \S+ --env-id=\S+ --resume runs/x", line), line
+    (tmp_path / "go").touch()
+    flags = *lasting(tmp_path, 0), "--resume", "runs/x", "--total-timesteps", str(step + 1024)
+    _, summary = (train if number == 1 else lambda *rest: train_together(number, *rest))(
+        "ppo_clusterenv.py", tmp_path, *flags
+    )
+    assert summary["global_step"] == step + 1024
+
+
+def test_a_signal_to_one_learner_ends_all_and_the_first_saves(tmp_path):
+    together = Together(tmp_path, flags=["--checkpoint-interval", "0.5"])
+    os.kill(together.learners[1], signal.SIGTERM)
+    (line,) = together.finish()
+    assert line.startswith("interrupted; to go on: ")
+
+
+def test_who_waits_for_the_others_can_be_interrupted():
+    class Work:
+        def is_completed(self):
+            return False
+
+    learners = Learners(0, 2)
+    gathers = []
+    learners.raise_if_interrupted = lambda: (_ for _ in ()).throw(Interrupted("interrupted"))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(dist, "all_gather", lambda *_, **__: gathers.append(1) or Work())
+        learners.gather(np.zeros(2))
+    assert gathers == [1]
+
+
+def test_amid_an_update_a_lost_learner_is_an_error_and_before_it_an_interruption(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    learners = Learners(1, 2)
+    for collective in ("all_gather", "all_reduce"):
+        monkeypatch.setattr(dist, collective, fail)
+    with pytest.raises(Interrupted, match="learner 1 has lost the others: RuntimeError: Connection closed by peer"):
+        learners.sum(np.zeros(2))
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    for update in (
+        lambda: learners.add_gradients([parameter], 1.0), lambda: learners.whole(torch.zeros(2, 2)),
+        lambda: learners.add(torch.zeros(2)), lambda: list(learners.moments(np.zeros((2, 2)))),
+    ):  # fmt: skip
+        with pytest.raises(LearnerLostError, match="learner 1 has lost the others"):
+            update()
