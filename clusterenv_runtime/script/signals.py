@@ -36,9 +36,7 @@ class Signals:
     def _handle(self, number: int, _: Any) -> None:
         if number == signal.SIGHUP:
             _leave_terminal()
-        for other in TOLD:  # a scheduler may tell this process twice, and amid its saving
-            signal.signal(other, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _heed_no_more()
         self._code = CTRL_C if number == signal.SIGINT else PREEMPTED
         if self._envs is None:
             self._exit()
@@ -76,6 +74,7 @@ class Signals:
         try:
             yield
         except Interrupted:
+            _heed_no_more()
             self._learners.begin_to_end()
             try:
                 save()
@@ -83,6 +82,7 @@ class Signals:
                 sys.exit(f"error: interrupted, and not saved: {error.strerror or error}; {from_before}")
             self._exit(f"; to go on: {to_go_on}")
         except LearnerLostError as error:  # amid an update
+            _heed_no_more()
             self._learners.begin_to_end()
             culprit, _ = self._learners.part(INTERRUPTED, 1)
             sys.exit(f"error: {culprit or error}; {from_before}" if self._learners.speaks else 1)
@@ -91,6 +91,13 @@ class Signals:
             raise
         finally:
             self._envs = None
+
+
+def _heed_no_more() -> None:
+    """Ignore what comes now: a scheduler may tell this process twice, and amid its saving."""
+    for number in TOLD:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave_terminal() -> None:
