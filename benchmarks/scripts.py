@@ -38,13 +38,16 @@ def call(command, directory, timeout=None, **variables):
     return text
 
 
-def train(script, *flags, python=sys.executable, timeout=None, **variables):
-    """Run a training script; return a function from a tag to its scalars, and its summary if it leaves one."""
+def train(script, *flags, python=sys.executable, launcher=(), timeout=None, **variables):
+    """Run a training script; return a function from a tag to its scalars, and its summary if it leaves one.
+
+    ``launcher`` is what Python runs instead, which then runs the script, such as torchrun with its options.
+    """
     script = Path(script).resolve()
     with tempfile.TemporaryDirectory() as directory:
         # A script of CleanRL's may import cleanrl_utils, which lies beside its folder.
         path = os.pathsep.join([str(script.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        call([str(python), str(script), *flags], directory, timeout, PYTHONPATH=path, **variables)
+        call([str(python), *launcher, str(script), *flags], directory, timeout, PYTHONPATH=path, **variables)
         (folder,) = Path(directory, "runs").iterdir()
         events = EventAccumulator(str(folder))
         events.Reload()

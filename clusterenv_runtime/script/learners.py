@@ -78,6 +78,7 @@ class Learners:
         self._store = None if store is None else dist.PrefixStore(f"attempt {self.restarts}", store)
         self.watch: Watch | None = None  # once they have met
         self._has_left = False
+        self._flat = torch.empty(0)  # gradients; memory that is new each time would cost as much as to send it
         self.raise_if_interrupted: Callable[[], None] = lambda: None
 
     @classmethod
@@ -307,9 +308,12 @@ class Learners:
         if self.world_size == 1:
             return
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
-        flat = torch.cat([parameter.grad.reshape(-1) for parameter in parameters]) * weight
-        self._update(dist.all_reduce, flat)
-        for parameter, grad in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
+        sizes = [parameter.numel() for parameter in parameters]
+        if (sum(sizes), parameters[0].device) != (len(self._flat), self._flat.device):
+            self._flat = torch.empty(sum(sizes), device=parameters[0].device)
+        torch.cat([parameter.grad.reshape(-1) for parameter in parameters], out=self._flat).mul_(weight)
+        self._update(dist.all_reduce, self._flat)
+        for parameter, grad in zip(parameters, self._flat.split(sizes), strict=True):
             parameter.grad = grad.view_as(parameter)
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
