@@ -2,10 +2,12 @@
 
     python -m benchmarks.compare --script dqn_clusterenv.py --flags="--sync-mode always"
     python -m benchmarks.compare --script ppo_clusterenv.py --flags=--overlap
+    python -m benchmarks.compare --script ppo_clusterenv.py --learners 2
 
-Runs the script as it is and with `--flags`, in turn, once per seed; `--common` goes to both. Prints for both the
-interquartile mean over the seeds of the return of the last 100 episodes and of the final evaluation, the mean number of
-pulls, and the median time; and the differences of the returns with 95% bootstrap intervals over the seeds, each a pair.
+Runs the script as it is, and with `--flags` or several learners, in turn, once per seed; `--common` goes to both.
+Prints for both the interquartile mean over the seeds of the return of the last 100 episodes and of the final
+evaluation, the mean number of pulls, and the median time; and the differences of the returns with 95% bootstrap
+intervals over the seeds, each a pair.
 """
 
 import shlex
@@ -17,15 +19,17 @@ import tyro
 
 from sweeps.estimates import difference, interval, iqm
 
-from .scripts import ROOT, run
+from .scripts import ROOT, run, torchrun
 
 
 @dataclass
 class Args:
     script: str
     """ppo_clusterenv.py or dqn_clusterenv.py"""
-    flags: str
+    flags: str = ""
     """what the second way adds, in one string"""
+    learners: int = 1
+    """of the second way"""
     common: str = ""
     """what both get, in one string"""
     seeds: int = 5
@@ -34,14 +38,20 @@ class Args:
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    ways = ["", args.flags]
+    several = [f"{args.learners} learners"] * (args.learners > 1)
+    other = " ".join([*several, *shlex.split(args.flags)])
+    if not other:
+        raise SystemExit("--flags or --learners must say what the second way is")
+    launcher = {"launcher": torchrun(args.learners), "OMP_NUM_THREADS": "1"} if several else {}
+    ways = {"as it is": ([], {}), other: (shlex.split(args.flags), launcher)}
     summaries = {way: [] for way in ways}
     for seed in range(1, args.seeds + 1):
-        for way in ways:
-            _, summary = run(ROOT / args.script, *shlex.split(args.common), *shlex.split(way), "--seed", str(seed))
+        for way, (flags, options) in ways.items():
+            common = shlex.split(args.common)
+            _, summary = run(ROOT / args.script, *common, *flags, "--seed", str(seed), **options)
             summaries[way].append(summary)
             print(
-                f"seed {seed} {way or 'as it is'}: return {summary['mean_return_100']:.1f}, evaluation "
+                f"seed {seed} {way}: return {summary['mean_return_100']:.1f}, evaluation "
                 f"{summary['eval_return_mean']:.1f}, {summary['pulls_per_worker']:g} pulls, "
                 f"{summary['wall_seconds']:.0f} s",
                 flush=True,
@@ -52,7 +62,7 @@ if __name__ == "__main__":
 
     for way in ways:
         print(
-            f"{way or 'as it is'}: return {iqm(column(way, 'mean_return_100')):.1f}, evaluation "
+            f"{way}: return {iqm(column(way, 'mean_return_100')):.1f}, evaluation "
             f"{iqm(column(way, 'eval_return_mean')):.1f} (IQM of {args.seeds} seeds), "
             f"{column(way, 'pulls_per_worker').mean():.1f} pulls (mean), "
             f"{statistics.median(column(way, 'wall_seconds')):.0f} s (median)"
@@ -60,4 +70,4 @@ if __name__ == "__main__":
     for key in ("mean_return_100", "eval_return_mean"):
         samples = [column(way, key) for way in ways]
         value, low, high = interval(difference, *samples, resamples=10000)
-        print(f"{key}, as it is minus {args.flags}: {value:.1f} [{low:.1f}, {high:.1f}]")
+        print(f"{key}, as it is minus {other}: {value:.1f} [{low:.1f}, {high:.1f}]")

@@ -25,7 +25,7 @@ import tyro
 
 from figures.drawing import BLACK, BLUE, GREEN, ORANGE, subplots
 
-from .scripts import ROOT, call, train
+from .scripts import ROOT, call, torchrun, train
 
 NUM_ENVS, NUM_STEPS, NUM_MINIBATCHES, UPDATE_EPOCHS = 64, 128, 4, 4
 BATCH, MINIBATCHES = NUM_ENVS * NUM_STEPS, NUM_MINIBATCHES * UPDATE_EPOCHS  # samples, and minibatches, an iteration
@@ -49,10 +49,6 @@ class Args:
     """draw the speedups here"""
     all_reduce: int = 0
     """only time an all-reduce of so many bytes; for the processes that this benchmark starts"""
-
-
-def torchrun(number):
-    return "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)
 
 
 def learner_seconds(number, width, iterations, seed):
@@ -102,8 +98,9 @@ def plot(speedups, modelled, path):
     for (width, measured), color in zip(speedups.items(), (BLACK, GREEN, BLUE, ORANGE), strict=False):
         axes.plot([1, 2], [1, measured], "o-", color=color, markersize=4, label=f"{width} units a layer")
         axes.plot(*zip(*modelled[width].items(), strict=True), ":", color=color)
-    axes.set(xscale="log", yscale="log", xticks=[1, 2, 4, 8], yticks=[1, 2, 4, 8], xlabel="learners")
-    axes.set(xticklabels=["1", "2", "4", "8"], yticklabels=["1", "2", "4", "8"], ylabel="times one learner's throughput")
+    axes.set(xscale="log", yscale="log", xticks=[1, 2, 4, 8], yticks=[1, 2, 4, 8])
+    axes.set(xticklabels=[1, 2, 4, 8], yticklabels=[1, 2, 4, 8])
+    axes.set(xlabel="learners", ylabel="times one learner's throughput")
     axes.minorticks_off()
     axes.set_title("PPO on CartPole-v1: measured on 2 cores (points),\nand by arithmetic on several machines (dotted)")
     axes.legend(frameon=False)
@@ -140,8 +137,9 @@ def main(args):
         return compare_with_cleanrl(args)
     speedups, modelled = {}, {}
     for width in args.widths:
+        rounds = range(1, args.rounds + 1)
         seconds = np.array(
-            [[learner_seconds(number, width, args.iterations, seed) for number in (1, 2)] for seed in range(args.rounds)]
+            [[learner_seconds(number, width, args.iterations, seed) for number in (1, 2)] for seed in rounds]
         )
         one, two = np.median(seconds, 0)
         speedups[width] = np.median(seconds[:, 0] / seconds[:, 1])
@@ -151,7 +149,7 @@ def main(args):
         }
         print(
             f"{width} units, {size / 1e6:.2f} MB of gradients: one learner {BATCH / one:,.0f} samples/s, two "
-            f"{BATCH / two:,.0f}, {speedups[width]:.2f} times; by arithmetic on 8 machines {modelled[width][8]:.1f} times",
+            f"{BATCH / two:,.0f}, {speedups[width]:.2f} times; 8 by arithmetic {modelled[width][8]:.1f} times",
             flush=True,
         )
     if args.plot:

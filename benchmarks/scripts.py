@@ -38,10 +38,15 @@ def call(command, directory, timeout=None, **variables):
     return text
 
 
+def torchrun(number):
+    """What Python runs, with a script after it, to start so many learners."""
+    return "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)
+
+
 def train(script, *flags, python=sys.executable, launcher=(), timeout=None, **variables):
     """Run a training script; return a function from a tag to its scalars, and its summary if it leaves one.
 
-    ``launcher`` is what Python runs instead, which then runs the script, such as torchrun with its options.
+    ``launcher`` is what Python runs instead, which then runs the script: see `torchrun`.
     """
     script = Path(script).resolve()
     with tempfile.TemporaryDirectory() as directory:

@@ -1,12 +1,17 @@
-"""Several learners, started by torchrun: their update is that of one, and none outlives another unnoticed."""
+"""Several learners, started by torchrun: their update is that of one, and none outlives another unnoticed.
+
+``LEARNER_KILLS=10 python -m pytest -s tests/test_learners.py -k random_moments`` kills one so often, instead of twice.
+"""
 
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -326,34 +331,36 @@ def test_flags_that_differ_are_named(tmp_path):
 
 
 # Ends.
-FLAGS = *TINY[2:], *SCRIPTS["ppo_clusterenv.py"].split()[2:], "--total-timesteps", "1000000", "--run-name", "x"
+FLAGS = *TINY[2:], *SCRIPTS["ppo_clusterenv.py"].split()[2:], "--total-timesteps", "1000000"
+KILLS = int(os.environ.get("LEARNER_KILLS", 2))
 
 
 class Together:
     """Two learners that train, and what they leave."""
 
-    def __init__(self, directory, *options, flags=()):
+    def __init__(self, directory, *options, flags=(), begin=("--run-name", "x"), after=-1):
         self.directory = directory
         command = [
             *torchrun(2, *options),
             str(ROOT / "ppo_clusterenv.py"),
             *FLAGS,
             *flags,
+            *begin,
             *lasting(directory, 200, 0.01),
         ]
         self.process = subprocess.Popen(
             command, cwd=directory, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
         )  # fmt: skip
-        wait_until(lambda: (directory / "runs" / "x").exists() and self.checkpoint() is not None)
+        wait_until(lambda: self.checkpoint() > after)
         self.learners = self.find_learners()
         self.workers = [worker for pid in self.learners for worker in workers_of(pid)]
         assert len(self.workers) == 4
 
     def checkpoint(self):
-        """The step of the newest checkpoint, None if there is none."""
+        """The step of the newest checkpoint, -1 if there is none."""
         steps = [int(path.name.split("-")[1]) for path in (self.directory / "runs" / "x").glob("checkpoint-*.pt")]
-        return max(steps, default=None)
+        return max(steps, default=-1)
 
     def find_learners(self):
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -370,14 +377,34 @@ class Together:
         return [line for line in errors.splitlines() if line.startswith(("error", "interrupted"))]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)
-def test_a_learner_that_dies_or_stops_ends_the_others_by_its_name(tmp_path, rank, number):
-    together = Together(tmp_path, flags=["--checkpoint-interval", "0"])
-    os.kill(together.learners[rank], number)
-    wait_until(lambda: not alive(together.learners[1 - rank]))
-    if number == signal.SIGSTOP:
+def test_killed_at_random_moments_a_run_goes_on_from_its_last_checkpoint(tmp_path):
+    moment, begin, step = random.Random(1), ["--run-name", "x"], -1
+    for number in range(KILLS):
+        together = Together(tmp_path, flags=["--checkpoint-interval", "0"], begin=begin, after=step)
+        time.sleep(2 * moment.random())
+        rank = number % 2
+        start = time.monotonic()
         os.kill(together.learners[rank], signal.SIGKILL)
+        wait_until(lambda: not any(map(alive, [*together.learners, *together.workers])))  # noqa: B023
+        seconds = time.monotonic() - start
+        print(f"learner {rank} killed after step {together.checkpoint()}, nothing left {seconds:.1f} s later")
+        (line,) = together.finish()
+        name = rf"learner {rank} \(process {together.learners[rank]} on .*\) has died"
+        assert re.match(f"error: {name}", line), line
+        assert together.checkpoint() > step
+        begin, step = ["--resume", "runs/x"], together.checkpoint()
+    (tmp_path / "go").touch()
+    flags = *lasting(tmp_path, 0), "--resume", "runs/x", "--total-timesteps", str(step + 1024)
+    _, summary = train_together(2, "ppo_clusterenv.py", tmp_path, *flags)
+    assert summary["global_step"] == step + 1024
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_learner_that_stops_ends_the_others_by_its_name(tmp_path, rank):
+    together = Together(tmp_path, flags=["--checkpoint-interval", "0"])
+    os.kill(together.learners[rank], signal.SIGSTOP)
+    wait_until(lambda: not alive(together.learners[1 - rank]))
+    os.kill(together.learners[rank], signal.SIGKILL)
     (line,) = together.finish()
     name = rf"learner {rank} \(process {together.learners[rank]} on .*\) has died"
     assert re.match(f"error: {name}", line), line
@@ -388,7 +415,7 @@ def test_killed_under_max_restarts_the_run_goes_on_from_its_last_checkpoint(tmp_
     before = together.checkpoint()
     os.kill(together.learners[1], signal.SIGKILL)
     wait_until(lambda: not any(map(alive, together.learners)))
-    wait_until(lambda: (together.checkpoint() or 0) > before + 2000)
+    wait_until(lambda: together.checkpoint() > before + 2000)
     together.learners = together.find_learners()
     assert len(list((tmp_path / "runs").iterdir())) == 1
     together.process.send_signal(signal.SIGTERM)
