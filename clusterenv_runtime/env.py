@@ -45,7 +45,7 @@ class ClusterEnv(VectorEnv):
             "slurm" on a file system that the nodes share: their keys are there, too.
         first_row, sum_over_learners: of one of several learners that train one policy, each on environments of its own:
             the number of its first one, for seeds and noise, and what returns the sum of a float64 array over all
-            learners. So that all workers pull together, each `rollout` calls it once, and there is no `send`.
+            learners. So that all workers pull together, it is called for each `rollout`, and there is no `send`.
         options: the fields of `clusterenv_runtime.options.ClusterOptions`, which says what they mean. ``launcher`` may
             also be a `Launcher`, which then has a ``log_dir`` and a prefix of its own.
 

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -259,27 +260,77 @@ def test_a_dead_process_of_this_machine_is_noticed_at_once():
     process = subprocess.Popen(["true"])
     process.wait()
     here = Place.here()
-    assert not here.is_seen_dead(here)
+    assert here.lives(here)
     dead = Place(here.host, process.pid, here.namespace)
-    assert dead.is_seen_dead(here)
-    assert not dead.is_seen_dead(Place(here.host, 1, "of another machine"))
+    assert dead.lives(here) is False
+    assert dead.lives(Place(here.host, 1, "of another machine")) is None
+    assert Place(here.host, 1, "").lives(Place(here.host, 1, "")) is None
+
+
+def test_a_lost_store_ends_all_and_the_first_that_others_see_says_so(monkeypatch):
+    monkeypatch.setattr(watch, "BEAT_S", 0.02)
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    ranks = [dist.TCPStore("127.0.0.1", store.port, None, False) for _ in range(3)]
+    places = [Place("there", 1, "other"), Place.here(), Place.here()]
+    watches = [Watch(ranks[rank], rank, 3, places) for rank in range(3)]
+    ended = []
+    for each in watches:
+        each.patience = 1e9
+        each.end = lambda: ended.append(1)
+    wait_until(lambda: all(each._rounds for each in watches))
+    del store
+    wait_until(lambda: len(ended) == 3)
+    for each in watches:
+        assert each.culprit == "torchrun is gone, or its machine, and with it the learners' store"
+        each.leave(INTERRUPTED)
+        each.wait_for_others()
+        each.close()
+    assert [each.speaks for each in watches] == [True, True, False]
+
+
+def test_a_store_that_does_not_answer_is_lost(monkeypatch):
+    monkeypatch.setattr(watch, "BEAT_S", 0.02)
+    monkeypatch.setattr(watch, "SILENCE_S", 0.5)
+    answers = threading.Event()
+
+    class Store:
+        def clone(self):
+            return self
+
+        def check(self, keys):
+            answers.wait()
+            return False
+
+        def set(self, key, value):
+            pass
+
+    answers.set()
+    one = Watch(Store(), 0, 2, [Place.here(), Place.here()])
+    one.patience = 1e9
+    wait_until(lambda: one._rounds > 2)
+    assert not one.store_is_lost and not one.left
+    answers.clear()
+    wait_until(lambda: one.store_is_lost)
+    one.close()
+    answers.set()
 
 
 def test_an_error_of_one_is_named_by_the_others(watches):
     first, second, _ = map(watches, range(3))
-    second.leave("has failed: ValueError: no")
+    second.leave("has failed: ValueError: \x1b[2Jno")
     wait_until(lambda: first.ended)
-    assert first.culprit == "learner 1 (process 1 on there) has failed: ValueError: no"
+    assert first.culprit == r"learner 1 (process 1 on there) has failed: ValueError: \x1b[2Jno"
 
 
 # Their models must be the same.
-def test_a_model_that_is_another_ends_the_run_by_its_name(monkeypatch):
+@pytest.mark.parametrize("differs, what", [(2, "model is"), (3, "random numbers are")])
+def test_a_model_that_is_another_ends_the_run_by_its_name(differs, what):
     run = Run.__new__(Run)
     run.args = SimpleNamespace(checkpoint_interval=1e9, max_seconds=None)
     run.learners, run._model, run._saved_at, run.global_step = Learners(0, 2), nn.Linear(2, 2), 0, 40
-    run.learners.gather = lambda own: [own, own + np.eye(len(own))[2]]
+    run.learners.gather = lambda own: [own, own + np.eye(len(own))[differs]]
     rollout = SimpleNamespace(episodic_returns=np.zeros(3), episodic_lengths=np.zeros(3))
-    with pytest.raises(SystemExit, match="error: learner 1's model is not the first one's after step 40: "):
+    with pytest.raises(SystemExit, match=f"error: learner 1's {what} not the first one's after step 40: "):
         run.add_episodes(rollout)
 
 
@@ -298,6 +349,8 @@ def test_the_checksum_is_of_all_of_a_model():
     "number, script, flags, says",
     [
         (2, "ppo_clusterenv.py", "--num-workers 3", "--num-workers 3 must be a multiple of the 2 learners of torchrun"),
+        (2, "ppo_clusterenv.py", "--num-workers 4 --min-workers 3", "--min-workers 3 must be a multiple of the 2"),
+        (2, "ppo_clusterenv.py", "--dry-run", "--dry-run prints the workers' commands of one learner"),
         (2, "ppo_clusterenv.py", "--port 5000 --bind-address 127.0.0.1", "cannot be that of 2 learners"),
         (2, "ppo_clusterenv.py", "--num-minibatches 7", "--num-minibatches 7 must divide the batch"),
         (2, "dqn_clusterenv.py", "", "has one learner, but torchrun has started 2: all transitions go into one"),
@@ -333,6 +386,29 @@ def test_flags_that_differ_are_named(tmp_path):
 # Ends.
 FLAGS = *TINY[2:], *SCRIPTS["ppo_clusterenv.py"].split()[2:], "--total-timesteps", "1000000"
 KILLS = int(os.environ.get("LEARNER_KILLS", 2))
+
+
+FAILING_ENV = """
+import gymnasium as gym
+from gymnasium.envs.classic_control import CartPoleEnv
+
+
+class FailingEnv(CartPoleEnv):
+    steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.number = self.number if seed is None else seed - 1
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        self.steps += 1
+        if (self.number, self.steps) == (5, 100):
+            raise ValueError("no more")
+        return super().step(action)
+
+
+gym.register("Failing-v0", FailingEnv)
+"""
 
 
 class Together:
@@ -423,19 +499,40 @@ def test_killed_under_max_restarts_the_run_goes_on_from_its_last_checkpoint(tmp_
     assert "learner 1 " in killed and interrupted.startswith("interrupted; to go on: ")
 
 
-@pytest.mark.parametrize("number", [1, 4])
-def test_a_signal_saves_once_and_the_run_goes_on_with_another_number_of_learners(tmp_path, number):
+@pytest.mark.parametrize("number, told", [(1, signal.SIGINT), (4, signal.SIGTERM)])
+def test_a_signal_saves_once_and_the_run_goes_on_with_another_number_of_learners(tmp_path, number, told):
     together = Together(tmp_path, flags=["--checkpoint-interval", "0.5"])
-    together.process.send_signal(signal.SIGTERM)
+    together.process.send_signal(told)
     (line,) = together.finish()
     step = together.checkpoint()
-    assert re.fullmatch(r"interrupted; to go on: python \S+ --env-id=\S+ --resume runs/x", line), line
+    command = r"torchrun --nproc-per-node 2 \S+ --env-id=\S+ --resume runs/x"
+    assert re.fullmatch(f"interrupted; to go on: {command}", line), line
     (tmp_path / "go").touch()
     flags = *lasting(tmp_path, 0), "--resume", "runs/x", "--total-timesteps", str(step + 1024)
     _, summary = (train if number == 1 else lambda *rest: train_together(number, *rest))(
         "ppo_clusterenv.py", tmp_path, *flags
     )
     assert summary["global_step"] == step + 1024
+
+
+def test_a_torchrun_that_is_killed_ends_all_and_the_first_saves(tmp_path):
+    together = Together(tmp_path, flags=["--checkpoint-interval", "0.5"])
+    together.process.kill()
+    (line,) = together.finish()
+    assert line.startswith(
+        "error: torchrun is gone, or its machine, and with it the learners' store; to go on: torchrun"
+    )
+
+
+def test_a_learner_that_raises_says_why_and_the_others_name_it(tmp_path):
+    Path(tmp_path, "failing_env.py").write_text(FAILING_ENV)
+    flags = *FLAGS, "--env-id", "failing_env:Failing-v0"
+    command = [*torchrun(2), str(ROOT / "ppo_clusterenv.py"), *flags]
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "\nValueError: no more\n" in result.stderr and "EnvError: environment 5 on worker 0 " in result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith(("error", "interrupted"))]
+    assert re.match(r"error: learner 1 \(process \d+ on .*\) has failed: ValueError: no more; to go on: ", line), line
 
 
 def test_a_signal_to_one_learner_ends_all_and_the_first_saves(tmp_path):

@@ -659,7 +659,7 @@ def test_what_runs_code_is_not_taken_from_a_run_but_accepted_if_it_is_given_agai
     says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
     assert says.startswith(f"error: runs/x has {arguments.spell(name)} {value!r}: what can run someone's code, or")
     monkeypatch.setattr(sys, "argv", ["script.py"])
-    again = arguments.resume_command(args, "runs/x")
+    again = arguments.resume_command(args, "runs/x", ["python"])
     assert again == f"python script.py {flag} --resume runs/x"
     monkeypatch.setattr(sys, "argv", shlex.split(again)[1:])
     assert getattr(parse(ppo_clusterenv.Args, fixed=["env_id"])[0], name) == value

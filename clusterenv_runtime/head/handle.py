@@ -46,6 +46,7 @@ class WorkerHandle:
     rows: slice  # its environments
     setup: bytes  # cloudpickle of what builds them
     episodes: Episodes  # in its environments, as the user knows them
+    offset: int = 0  # of its head's environments among those of all learners
 
     # The current process. Times are those of the pool's clock, in seconds.
     state: State = State.STARTING
@@ -75,11 +76,12 @@ class WorkerHandle:
 
     def __post_init__(self) -> None:
         self.num_envs = self.rows.stop - self.rows.start
+        self.first_row = self.offset + self.rows.start  # the number of its first environment, for seeds and users
 
     def describe(self, log: str | None = None) -> str:
         """Return its name for the user, with where it runs and the path of its log."""
         where = f"{self.host}, pid {self.pid}" if self.host else "no hello yet"
-        where += f", environments {self.rows.start} to {self.rows.stop - 1}"
+        where += f", environments {self.first_row} to {self.first_row + self.num_envs - 1}"
         where += f", {self.ended_because}" if self.ended_because else ""
         return f"worker {self.index} ({where}{'' if log is None else f', log {log}'})"
 

@@ -32,8 +32,8 @@ class Recovery:
     says that the old episodes are truncated.
     """
 
-    def __init__(self, rule: SyncRule, store: PolicyStore, first_row: int = 0) -> None:
-        self._rule, self._store, self._first_row = rule, store, first_row
+    def __init__(self, rule: SyncRule, store: PolicyStore) -> None:
+        self._rule, self._store = rule, store
         self._sys_path = [path for path in sys.path if path]
         self.attributes: dict[str, list[Any]] = {}  # of all environments, as the user has set them last
         self._options: dict[str, Any] | None = None  # of the user's last reset of all
@@ -42,8 +42,7 @@ class Recovery:
 
     def orders(self, worker: WorkerHandle, unanswered: list[PendingRequest]) -> list[Order]:
         """Return what makes a process this worker, and then what it is to answer."""
-        first_row = self._first_row + worker.rows.start
-        orders: list[Order] = [(None, Setup(self._sys_path, first_row, self._rule), (worker.setup,))]
+        orders: list[Order] = [(None, Setup(self._sys_path, worker.first_row, self._rule), (worker.setup,))]
         if self._store.structure:
             orders.append((None, Structure(), (self._store.structure,)))
         for name, values in self.attributes.items():
@@ -74,8 +73,7 @@ class Recovery:
     def _fresh_seeds(self, worker: WorkerHandle) -> list[int | None]:
         given = worker.user_seeds
         number = sum(restart["worker"] == worker.index for restart in self.restarts) + 1
-        first_row = self._first_row + worker.rows.start
-        entropy = [*(seed for seed in given if seed is not None), first_row, number]
+        entropy = [*(seed for seed in given if seed is not None), worker.first_row, number]
         fresh = np.random.SeedSequence(entropy).generate_state(len(given)).tolist()
         return [None if old is None else new for old, new in zip(given, fresh, strict=True)]
 

@@ -88,13 +88,15 @@ def start_head(
     num_workers = min(options.num_workers, blueprint.num_envs)
     min_workers = min(options.min_workers or num_workers, num_workers)
     workers = [
-        WorkerHandle(index, rows, blueprint.setup(rows), Episodes.begun(None, rows.stop - rows.start))
+        WorkerHandle(
+            index, rows, blueprint.setup(rows), Episodes.begun(None, rows.stop - rows.start), blueprint.first_row
+        )
         for index, rows in enumerate(blueprint.shares(num_workers))
     ]
     spaces = blueprint.single_observation_space, blueprint.single_action_space
     copies, needs_kl = [worker.copy for worker in workers], options.rule.mode == "kl"
     store = PolicyStore(copies, *spaces, options.rounds, needs_kl, sum_over_learners)
-    recovery = Recovery(options.rule, store, blueprint.first_row)
+    recovery = Recovery(options.rule, store)
     max_restarts = options.max_worker_restarts if options.on_worker_loss == "restart" else 0
     startup_timeout, worker_timeout = options.startup_timeout, options.worker_timeout
     supervisor = Supervisor(workers, launcher, startup_timeout, worker_timeout, max_restarts, clock)

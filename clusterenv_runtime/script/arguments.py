@@ -64,7 +64,7 @@ Kwargs = Annotated[str, Range("name=value pairs, as in 'gravity=-5 enable_wind=t
 def check(fine: Any, message: Any) -> None:
     """Exit with one line if something is not ``fine``."""
     if not fine:
-        if os.environ.get("RANK", "0") != "0":
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)  # if the first learner has found the same, torchrun ends this one meanwhile
         sys.exit(f"error: {message}")
@@ -151,9 +151,10 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
     args, saved = tyro.cli(script_args, args=argv), {}
     try:
         learners = Learners.of_torchrun()
-        if (name := learners.run_before()) is not None and has_checkpoint(f"runs/{name}"):
-            args.resume = f"runs/{name}"
-            argv += ["--resume", args.resume]
+        if (name := learners.run_before()) is not None:
+            resume = learners.tell("resume", f"runs/{name}" if has_checkpoint(f"runs/{name}") else "")
+            args.resume = resume or args.resume
+            argv += ["--resume", resume] if resume else []
     except LearnerLostError as error:
         check(False, error)
     if args.resume is not None:
@@ -162,9 +163,12 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
         try:
             if os.path.isdir(args.resume) and not args.dry_run and learners.rank == 0:
                 lock(args.resume)  # before it is read: whoever has it may be about to write the next checkpoint
-            saved = load_checkpoint(args.resume)
+            step = None if learners.rank == 0 else int(learners.tell("step", ""))
+            saved = load_checkpoint(args.resume, step)
             check_run(saved)
-        except (CheckpointError, RunLockedError) as error:
+            if learners.rank == 0:
+                learners.tell("step", str(saved["global_step"]))
+        except (CheckpointError, LearnerLostError, RunLockedError) as error:
             check(False, error)
         except OSError as error:
             check(False, f"cannot write to {args.resume}: {error.strerror}")
@@ -186,11 +190,14 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
     return args, saved
 
 
-def resume_command(args: ScriptArgs, directory: str) -> str:
-    """Return the command that goes on with the run in ``directory``, with the flags that are not taken from there."""
+def resume_command(args: ScriptArgs, directory: str, command: list[str]) -> str:
+    """Return the command that goes on with the run in ``directory``, with the flags that are not taken from there.
+
+    ``command`` is what runs scripts.
+    """
     usual = vars(type(args)())
     flags = [f"{spell(name)}={value}" for name, value in that_run_code(args).items() if value != usual[name]]
-    return shlex.join(["python", sys.argv[0], *flags, "--resume", directory])
+    return shlex.join([*command, sys.argv[0], *flags, "--resume", directory])
 
 
 def _check(args: ScriptArgs) -> None:

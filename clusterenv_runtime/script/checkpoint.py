@@ -109,15 +109,15 @@ def _dump(state: dict[str, Any], file: BinaryIO) -> str:
     return hashed.digest.hexdigest()
 
 
-def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the newest state in ``directory`` that is not damaged, with tensors on the CPU.
+def load_checkpoint(directory: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
+    """Return the newest state in ``directory`` that is not damaged, or that of a ``step``, with tensors on the CPU.
 
     Raises:
         CheckpointError: there is none.
     """
     if not os.path.isdir(directory):
         raise CheckpointError(f"there is no run {directory}")
-    checkpoints = _checkpoints(Path(directory))
+    checkpoints = [each for each in _checkpoints(Path(directory)) if step in (None, each[0])]
     for _, digest, path in checkpoints:
         try:
             # A link or a pipe might never end.

@@ -29,29 +29,32 @@ import torch.distributed as dist
 
 from ..env import ClusterEnv
 from ..errors import Interrupted, LearnerLostError, one_line
-from .watch import DONE, Place, Watch
+from .watch import DONE, INTERRUPTED, SAVE_S, Place, Watch
 
 ARRIVAL_S = 120.0  # in which all learners must have come as far as the first
 STATE_S = 10.0  # in which they must have handed in what a checkpoint holds of them
 SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 POLL_S = 0.0005  # between looks whether the others have arrived
 OF_WORKERS = "pulls", "generators", "waiting_seconds"  # lists in a ClusterEnv's state, of a value a worker
-GRACE_S = 0.1  # more for what all have begun, before an interrupt has its way
+GRACE_S = 0.1  # more for what all may have begun, before an interrupt has its way
+LONG_GRACE_S = 2.0  # more for what all have begun
 
 
-def interface_towards(host: str) -> str | None:
-    """Return the network interface that leads to a host; None if that cannot be found out."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+def interface_towards(hosts: Iterable[str], loopback: bool = True) -> str | None:
+    """Return the network interface that leads to the first of these hosts for which that can be found out, if any.
+
+    Without ``loopback`` that is none: a machine's own name often stands for it, and leads nowhere else.
+    """
+    for host in hosts:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing, but asks the kernel for its route
             own = probe.getsockname()[0]
             for _, name in socket.if_nameindex():
                 with contextlib.suppress(OSError):  # it has no address
                     request = struct.pack("256s", name.encode())
-                    if socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24]) == own:
+                    address = socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
+                    if address == own and (loopback or not own.startswith("127.")):
                         return name
-    except OSError:
-        pass
     return None
 
 
@@ -77,7 +80,7 @@ class Learners:
         # What torchrun's restarts have in common, and what is of this one alone.
         self._store = None if store is None else dist.PrefixStore(f"attempt {self.restarts}", store)
         self.watch: Watch | None = None  # once they have met
-        self._has_left = False
+        self._has_left, self._exit_code = False, None  # the latter: with what it ends if it leaves before it is done
         self._flat = torch.empty(0)  # gradients; memory that is new each time would cost as much as to send it
         self.raise_if_interrupted: Callable[[], None] = lambda: None
 
@@ -104,8 +107,17 @@ class Learners:
         return cls(rank, world_size, store)
 
     @property
+    def command(self) -> list[str]:
+        """What starts as many learners, before the script and its flags."""
+        variables = os.environ
+        if self._run_store is None:
+            return ["python"]
+        nodes = [] if variables["GROUP_WORLD_SIZE"] == "1" else ["--nnodes", variables["GROUP_WORLD_SIZE"]]
+        return ["torchrun", *nodes, "--nproc-per-node", variables["LOCAL_WORLD_SIZE"]]
+
+    @property
     def restarts(self) -> int:
-        """How often torchrun has started all learners anew."""
+        """How many times torchrun has restarted the learners."""
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if self._run_store is not None else 0
 
     # Meeting and parting.
@@ -125,9 +137,13 @@ class Learners:
                 raise LearnerLostError(f"{text}: all must have the same")
         self._store.set(f"place/{self.rank}", msgspec.json.encode(Place.here()))
         places = [msgspec.json.decode(self._await(f"place/{rank}"), type=Place) for rank in range(self.world_size)]
+        self._exit_code = 1
+        atexit.register(self._exit_at_once)
         self.watch = Watch(self._store, self.rank, self.world_size, places)
-        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(os.environ["MASTER_ADDR"])):
-            os.environ["GLOO_SOCKET_IFNAME"] = name  # by itself Gloo goes by what this machine calls itself
+        elsewhere = [place.host for place in places if place.host != places[self.rank].host]
+        if "GLOO_SOCKET_IFNAME" not in os.environ:  # by itself Gloo goes by what this machine calls itself
+            name = interface_towards([os.environ["MASTER_ADDR"], *elsewhere], loopback=not elsewhere)
+            os.environ |= {"GLOO_SOCKET_IFNAME": name} if name else {}
         backend = "gloo"
         if cuda and torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
@@ -139,34 +155,56 @@ class Learners:
             )  # fmt: skip
         except RuntimeError as error:
             raise LearnerLostError(f"learner {self.rank} does not reach the others: {one_line(error)}") from None
+        # From here on the watch sees who is lost, and who is only late is waited for.
+        dist.distributed_c10d._set_pg_timeout(timedelta(days=1))
 
     def begin_to_end(self) -> None:
         """Have the others end, too, and hand in what the first saves."""
         if self.watch is not None:
             self.watch.begin_to_end()
 
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Have this one be given time to end if the others end in this block."""
+        if self.watch is None:
+            yield
+            return
+        before, self.watch.patience = self.watch.patience, SAVE_S
+        try:
+            yield
+        finally:
+            self.watch.patience = before
+
     def leave(self, why: str) -> None:
-        """Tell the others why this one ends, if it has not yet."""
-        if self.watch is not None and not self._has_left:
-            self._has_left = True
-            self.watch.leave(why)
-            if why == DONE:
-                self.watch.close()
-                dist.destroy_process_group()
+        """Tell the others why this one ends, if it has not yet, and do not watch them any more."""
+        if self.watch is None or self._has_left:
+            return
+        self._has_left = True
+        self.watch.leave(why)
+        self.watch.close()
+        if why == DONE:
+            self._exit_code = None
+            dist.destroy_process_group()
 
-    def part(self, why: str, code: int) -> tuple[str | None, int]:
-        """Leave before the end; return who of the others has failed, if that is why, and the exit code.
-
-        The process then ends with it wherever it exits: Gloo would wait for those that it has lost.
-        """
+    def part(self, code: int) -> tuple[str | None, int]:
+        """Leave before the end, interrupted; return who of the others has failed, if that is why, and the exit code."""
         if self.watch is None:
             return None, code
-        self.leave(why)
-        self.watch.wait_for_others()
-        self.watch.close()
-        code = code if self.watch.culprit is None else 1
-        atexit.register(_exit_at_once, code)
-        return self.watch.culprit, code
+        if not self._has_left:
+            self._has_left = True
+            self.watch.leave(INTERRUPTED)
+            self.watch.wait_for_others()
+            self.watch.close()
+        self._exit_code = code if self.watch.culprit is None else 1
+        return self.watch.culprit, self._exit_code
+
+    def _exit_at_once(self) -> None:
+        """End this process, after all else that is to be done at its exit: Gloo would wait for who is lost."""
+        if self._exit_code is not None:
+            self.leave("has failed")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._exit_code)
 
     @property
     def speaks(self) -> bool:
@@ -203,19 +241,26 @@ class Learners:
 
     def hand_in(self, name: str, data: bytes) -> list[bytes | None]:
         """Give the first learner ``data``; to it, return what all have given by this name, None for who has died."""
-        if self.world_size == 1 or self.rank > 0:
-            if self.rank > 0:
-                self._store.set(f"{name}/{self.rank}", data)
-            return [data]
-        deadline, all_data = time.monotonic() + STATE_S, {0: data}
+        all_data: dict[int, bytes | None] = {self.rank: data}
+        if self.world_size > 1 and not self.watch.store_is_lost:
+            with contextlib.suppress(RuntimeError):  # the store is lost, with what has not been handed in yet
+                if self.rank > 0:
+                    self._store.set(f"{name}/{self.rank}", data)
+                else:
+                    self._collect(name, all_data)
+        return [all_data.get(rank) for rank in range(self.world_size)] if self.rank == 0 else [data]
+
+    def _collect(self, name: str, all_data: dict[int, bytes | None]) -> None:
+        deadline = time.monotonic() + STATE_S
         while len(all_data) < self.world_size and time.monotonic() < deadline:
-            for rank in range(self.world_size):
-                if rank not in all_data and self._store.check([f"{name}/{rank}"]):
-                    all_data[rank] = self._store.get(f"{name}/{rank}")
-                elif rank not in all_data and rank in self.watch.left:
+            for rank in set(range(self.world_size)) - all_data.keys():
+                has_left, key = rank in self.watch.left, f"{name}/{rank}"  # in this order: it hands in, then leaves
+                if self._store.check([key]):
+                    all_data[rank] = self._store.get(key)
+                    self._store.delete_key(key)
+                elif has_left:
                     all_data[rank] = None
             time.sleep(POLL_S)
-        return [all_data.get(rank) for rank in range(self.world_size)]
 
     # Numbers, where nothing is half done: a signal interrupts the wait.
     def sum(self, values: np.ndarray) -> np.ndarray:
@@ -231,15 +276,15 @@ class Learners:
         if self.world_size == 1:
             return [values]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        self._all_gather(sizes, torch.tensor([values.size]))
+        self._all_gather(sizes, torch.tensor([values.size]), GRACE_S)
         most = int(max(sizes))
         padded = torch.zeros(most, dtype=torch.float64)
         padded[: values.size] = torch.as_tensor(values.reshape(-1))
         rows = [torch.empty(most, dtype=torch.float64) for _ in range(self.world_size)]
-        self._all_gather(rows, padded)
+        self._all_gather(rows, padded, LONG_GRACE_S)
         return [row[: int(size)].numpy() for row, size in zip(rows, sizes, strict=True)]
 
-    def _all_gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> None:
+    def _all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, grace: float) -> None:
         try:
             work, late = dist.all_gather(rows, own, async_op=True), None
             while not work.is_completed():
@@ -247,7 +292,7 @@ class Learners:
                     self.raise_if_interrupted()
                 except Interrupted:
                     # If all have come already, the others go on, and so does this one: it ends after their update.
-                    late = late or time.monotonic() + GRACE_S
+                    late = late or time.monotonic() + grace
                     if time.monotonic() > late:
                         raise
                 time.sleep(POLL_S)
@@ -341,12 +386,6 @@ class Learners:
             collective(*tensors)
         except RuntimeError as error:
             raise LearnerLostError(f"learner {self.rank} has lost the others: {one_line(error)}") from None
-
-
-def _exit_at_once(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 class AllWorkers:

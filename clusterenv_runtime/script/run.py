@@ -33,6 +33,7 @@ from .signals import Signals
 from .watch import DONE
 
 logger = logging.getLogger(__name__)
+DIVIDED = "num_workers", "min_workers", "standby_workers"  # among several learners
 T = TypeVar("T")
 
 
@@ -95,7 +96,8 @@ class Run:
         self.name = args.resumed_name or args.run_name or name
         is_first = self.learners.rank == 0
         if args.dry_run:
-            print("\n".join(worker_commands(args, f"runs/{self.name}/workers") if is_first else []))
+            check(number == 1, "--dry-run prints the workers' commands of one learner: run it without torchrun")
+            print("\n".join(worker_commands(args, f"runs/{self.name}/workers")))
             sys.exit()
         self._signals = Signals(self.learners)
         self._meet()
@@ -123,17 +125,21 @@ class Run:
         args, number = self.args, self.learners.world_size
         try:
             if number > 1:
-                whole = args.num_workers % number == 0
-                check(
-                    whole, f"--num-workers {args.num_workers} must be a multiple of the {number} learners of torchrun"
-                )
+                for name in DIVIDED:
+                    value = getattr(args, name) or 0
+                    fits = value % number == 0
+                    check(fits, f"{spell(name)} {value} must be a multiple of the {number} learners of torchrun")
                 no_port = f"--port {args.port} cannot be that of {number} learners: each listens on one of its own"
                 check(not args.port, no_port)
+                gpus, here = torch.cuda.device_count() if args.cuda else 0, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+                fewer = f"this machine has {gpus} GPUs for its {here} learners: start fewer of them, or give --no-cuda"
+                check(not gpus or here <= gpus, fewer)
                 flags = {spell(name): value for name, value in vars(args).items()}
                 self.learners.meet({**flags, "done": self.global_step}, args.cuda)
             if self.learners.rank == 0:
                 self._make_directory()
             self.name = self.learners.tell("name", self.name)
+            check(os.path.basename(self.name) == self.name, f"the first learner's run is {self.name!r}, no name")
         except LearnerLostError as error:
             check(False, error)
 
@@ -147,10 +153,10 @@ class Run:
         options = {**self.args.options(), "log_dir": self.log_dir}
         if self.learners.world_size == 1:
             return options
-        return options | {
-            "num_workers": len(self.learners.rows(self.args.num_workers)), "first_row": self.rows.start,
-            "log_dir": f"{self.log_dir}/learner-{self.learners.rank}", "sum_over_learners": self.learners.sum,
-        }  # fmt: skip
+        divided = {name: options[name] and options[name] // self.learners.world_size for name in DIVIDED}
+        log_dir = f"{self.log_dir}/learner-{self.learners.rank}"
+        of_one = {"first_row": self.rows.start, "log_dir": log_dir, "sum_over_learners": self.learners.sum}
+        return options | divided | of_one
 
     def _make_directory(self) -> None:
         directory = f"runs/{self.name}"
@@ -191,15 +197,16 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint, and with --save-model the model; several learners all call this."""
         self.writer.flush()  # up to here the logs belong to this checkpoint, what comes later is dropped on resume
-        parts = {name: part.state_dict() for name, part in self._parts.items()}
-        if self.learners.rank > 0:
-            return  # all but its workers' state, which it has handed in, the first learner has, too
-        self._state = {
-            "parts": parts, "rng": rng_state(),
-            "args": asdict(self.args), "global_step": self.global_step, "seconds": self.seconds,
-            "wandb_id": self._wandb.id if self._wandb else None,
-        }  # fmt: skip
-        self._write()
+        with self.learners.saving():
+            parts = {name: part.state_dict() for name, part in self._parts.items()}
+            if self.learners.rank > 0:
+                return  # all but its workers' state, which it has handed in, the first learner has, too
+            self._state = {
+                "parts": parts, "rng": rng_state(),
+                "args": asdict(self.args), "global_step": self.global_step, "seconds": self.seconds,
+                "wandb_id": self._wandb.id if self._wandb else None,
+            }  # fmt: skip
+            self._write()
 
     def _write(self) -> None:
         save_checkpoint(self.directory, self._state, self.global_step)
@@ -232,7 +239,8 @@ class Run:
         self._progress = Progress(
             *columns, console=Console(quiet=self.learners.rank > 0 or not sys.stdout.isatty())
         )  # else `report` prints
-        to_go_on, learners = resume_command(self.args, self.directory), self.learners
+        learners = self.learners
+        to_go_on = resume_command(self.args, self.directory, learners.command)
         learners.raise_if_interrupted = self._signals.raise_if_received
         learners.note_run(self.name)
         if learners.watch is not None:
@@ -281,7 +289,7 @@ class Run:
         """
         facts = list(self._by_clock())
         if self.learners.world_size > 1:
-            facts.append(checksum(self._model))
+            facts += [checksum(self._model), zlib.crc32(np.random.get_state()[1].tobytes())]
         own = np.concatenate([facts, rollout.episodic_returns, rollout.episodic_lengths])
         all_ranks = self.learners.gather(own)
         for rank, row in enumerate(all_ranks):
@@ -289,7 +297,8 @@ class Run:
             after = (
                 f"after step {self.global_step}: a machine may be broken, or its processor or libraries another kind"
             )
-            check(np.all(alike), f"learner {rank}'s model is not the first one's {after}")
+            for fits, what in zip(alike, ("model is", "random numbers are"), strict=False):
+                check(fits, f"learner {rank}'s {what} not the first one's {after}")
         self._agreed = tuple(map(bool, all_ranks[0][:2]))
         for row in all_ranks:
             returns, lengths = row[len(facts) :].reshape(2, -1)

@@ -12,7 +12,6 @@ from typing import Any
 from ..env import ClusterEnv
 from ..errors import Interrupted, LearnerLostError, one_line
 from .learners import Learners
-from .watch import INTERRUPTED
 
 TOLD = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 PREEMPTED, CTRL_C = 75, 130  # exit codes: EX_TEMPFAIL, for which schedulers may requeue, and the shell's 128 + SIGINT
@@ -50,10 +49,12 @@ class Signals:
         if self._envs is not None:
             self._envs.interrupt()
 
-    def _exit(self, then: str = "") -> None:
-        culprit, code = self._learners.part(INTERRUPTED, PREEMPTED if self._code is None else self._code)
+    def _exit(self, then: str = "", why: Interrupted | None = None) -> None:
+        is_told = self._code is not None or self._learners.world_size == 1
+        culprit, code = self._learners.part(self._code or (PREEMPTED if is_told else 1))
+        error = culprit or (None if is_told else why)
         if self._learners.speaks:
-            print(f"error: {culprit}{then}" if culprit else f"interrupted{then}", file=sys.stderr)
+            print(f"error: {error}{then}" if error else f"interrupted{then}", file=sys.stderr)
         sys.exit(code)
 
     def raise_if_received(self) -> None:
@@ -73,20 +74,23 @@ class Signals:
         from_before = f"to go on from the checkpoint before, if there is one: {to_go_on}"
         try:
             yield
-        except Interrupted:
+        except Interrupted as why:
             _heed_no_more()
             self._learners.begin_to_end()
             try:
                 save()
             except OSError as error:
+                self._learners.part(1)
                 sys.exit(f"error: interrupted, and not saved: {error.strerror or error}; {from_before}")
-            self._exit(f"; to go on: {to_go_on}")
+            self._exit(f"; to go on: {to_go_on}" if self._learners.rank == 0 else f"; {from_before}", why)
         except LearnerLostError as error:  # amid an update
             _heed_no_more()
             self._learners.begin_to_end()
-            culprit, _ = self._learners.part(INTERRUPTED, 1)
+            culprit, _ = self._learners.part(1)
             sys.exit(f"error: {culprit or error}; {from_before}" if self._learners.speaks else 1)
         except BaseException as error:
+            if self._learners.world_size > 1:  # torchrun, which has the others end, would end this one's last words
+                _heed_no_more()
             self._learners.leave(f"has failed: {one_line(error)}")
             raise
         finally:
