@@ -1,4 +1,4 @@
-"""Runs a script of CleanRL's, unmodified, with Gymnasium 1, for which most were not written.
+"""Runs a script of CleanRL's, unmodified, with Gymnasium 1 and a new EnvPool, for which most were not written.
 
     python benchmarks/cleanrl.py path/to/cleanrl/ppo_continuous_action.py --env-id HalfCheetah-v5 --seed 1
 
@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -35,12 +36,44 @@ class Episodes(gym.Wrapper):
         return observation, reward, terminated, truncated, info
 
 
+class Wrapper(gym.Wrapper):
+    """Gym's, which had the attributes of what it wraps."""
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+
+class Pool(gym.Env):
+    """EnvPool's environments as Gym had them, before there was Gymnasium: one "done" for two."""
+
+    def __init__(self, *args, **kwargs):
+        self.envs = envpool.make_gymnasium(*args, **kwargs)
+        self.observation_space, self.action_space = self.envs.observation_space, self.envs.action_space
+        self.sums = 0
+
+    def reset(self, **kwargs):
+        return self.envs.reset()[0]
+
+    def step(self, action):
+        observations, rewards, terminations, truncations, infos = self.envs.step(action)
+        self.sums = self.sums + infos["reward"]  # as the game gave them
+        ended = infos["terminated"].astype(bool) | truncations
+        returns.extend(self.sums[ended])
+        self.sums[ended] = 0
+        return observations, rewards, terminations | truncations, infos
+
+
 if __name__ == "__main__":
     make, wrappers = gym.make, gym.wrappers
     TransformObservation = wrappers.TransformObservation
     gym.make = lambda *args, **kwargs: Episodes(make(*args, **kwargs))
     wrappers.TransformObservation = lambda env, function: TransformObservation(env, function, env.observation_space)
     wrappers.GrayScaleObservation, wrappers.FrameStack = wrappers.GrayscaleObservation, wrappers.FrameStackObservation
+    with suppress(ModuleNotFoundError):
+        import envpool
+
+        sys.modules["gym"] = SimpleNamespace(Wrapper=Wrapper, spaces=gym.spaces)
+        envpool.make = lambda *args, env_type, **kwargs: Pool(*args, **kwargs)
     with suppress(ModuleNotFoundError):
         gym.register_envs(importlib.import_module("ale_py"))
     del sys.argv[0]

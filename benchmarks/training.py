@@ -7,7 +7,7 @@
 CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file. All run in this
 Python, CleanRL's both with torch's default threads and with one. `ppo.py` has as many environments and the same
 settings as ours. `ppo_continuous_action.py` and ours each have their own defaults, with batches of 2048 steps;
-`ppo_atari.py` and ours have the same. Prints the training steps per second that each logs, the ratio to the faster of
+`ppo_atari.py`, `ppo_atari_envpool.py` and ours have the same. Prints the training steps per second that each logs, the ratio to the faster of
 CleanRL's two, and the mean return of the last 100 episodes. Each round has a seed of its own.
 """
 
@@ -29,15 +29,16 @@ SCRIPTS = {  # of CleanRL's: (ours, environment, CleanRL's flags, ours)
     ),
     "ppo_continuous_action.py": ("ppo_continuous_clusterenv.py", "HalfCheetah-v5", [], []),
     "ppo_atari.py": ("ppo_atari_clusterenv.py", "BreakoutNoFrameskip-v4", [], []),
+    "ppo_atari_envpool.py": ("ppo_atari_clusterenv.py", "Breakout-v5", [], ["--env-backend", "envpool"]),
 }  # fmt: skip
 
 
 @dataclass
 class Args:
     cleanrl: Path
-    """path of CleanRL's ppo.py, ppo_continuous_action.py or ppo_atari.py"""
+    """path of CleanRL's ppo.py, ppo_continuous_action.py, ppo_atari.py or ppo_atari_envpool.py"""
     env_id: str | None = None
-    """the environment; by default LunarLander-v3, HalfCheetah-v5, or BreakoutNoFrameskip-v4"""
+    """the environment; by default LunarLander-v3, HalfCheetah-v5, or Breakout"""
     flags: str = ""
     """further flags of ours, in one string"""
     total_timesteps: int = 200_000
