@@ -103,7 +103,7 @@ if [[ -n ${learners_per_node:-} ]]; then
         wait "$others" || true
     fi
 else
-    options+=(--launcher slurm)
+    options=(--launcher slurm "${options[@]}")
     if ((${#launch[@]})); then
         options+=(--worker-prefix "${launch[*]@Q}")
     fi
