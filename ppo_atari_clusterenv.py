@@ -146,10 +146,7 @@ class Agent(nn.Module):
 
 
 def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights, moments=None):
-    """The loss of a minibatch, and by name what is logged of it.
-
-    With several learners this is one's share of it, and `moments` are mean and deviation of the whole one's advantages.
-    """
+    """The loss of a minibatch, or of a share of it with the whole one's `moments` of advantages, and what is logged."""
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     logratio = newlogprob - logprobs
     ratio = logratio.exp()

@@ -111,10 +111,7 @@ class Agent(nn.Module):
 
 
 def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights, moments=None):
-    """The loss of a minibatch, and by name what is logged of it.
-
-    With several learners this is one's share of it, and `moments` are mean and deviation of the whole one's advantages.
-    """
+    """The loss of a minibatch, or of a share of it with the whole one's `moments` of advantages, and what is logged."""
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     logratio = newlogprob - logprobs
     ratio = logratio.exp()
@@ -195,9 +192,9 @@ if __name__ == "__main__":
     if args.compile:
         options = {"cpp.use_decompose_tanh": True}  # a tanh that is several times as fast on CPUs
         get_value, actor = (torch.compile(part, dynamic=False, options=options) for part in (get_value, actor))
-        alone = learners.world_size == 1  # else a minibatch has samples of a learner's as it comes
-        options |= {"triton.cudagraphs": alone and device.type == "cuda"}
-        loss_fn = torch.compile(ppo_loss, dynamic=not alone, options=options)
+        several = learners.world_size > 1  # whose shares of a minibatch vary in size
+        options |= {"triton.cudagraphs": not several and device.type == "cuda"}
+        loss_fn = torch.compile(ppo_loss, dynamic=several, options=options)
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 

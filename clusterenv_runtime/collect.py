@@ -27,14 +27,12 @@ class Collector:
     Args:
         head: the workers, and the policy's versions.
         blueprint: their environments.
-        sends: whether workers may be asked one by one: not by one of several learners, who all decide together.
     """
 
-    def __init__(self, head: Head, blueprint: Blueprint, sends: bool = True) -> None:
+    def __init__(self, head: Head, blueprint: Blueprint) -> None:
         self._pool, self._store, self._rule = head.pool, head.store, head.rule
         self._space = space = blueprint.single_observation_space
         self._is_batched = is_batched(space)
-        self._sends = sends
         self._infos = {key: np.zeros(()) for key in blueprint.info_keys}  # what one is like, as far as is known
         self.granted: dict[int, int] = {}  # seq -> worker, of requests to act that are outstanding, oldest first
         self.overlapped: int | None = None  # the steps of the rollout that was requested ahead
@@ -87,7 +85,7 @@ class Collector:
 
     def send(self, num_steps: int, worker: int | None) -> None:
         """Ask this worker, or all, to act; see `ClusterEnv.send`."""
-        if not self._sends:
+        if self._store.is_of_several_learners:
             raise ValueError(
                 "with several learners there is `rollout`, and no `send`, so that all workers pull together"
             )

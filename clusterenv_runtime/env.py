@@ -43,9 +43,8 @@ class ClusterEnv(VectorEnv):
         compress_frames: workers compress these frames, without loss, which is for slow links.
         log_dir: where the launcher has the workers write ``worker-I.log``; by default to this process's output. With
             "slurm" on a file system that the nodes share: their keys are there, too.
-        first_row, sum_over_learners: of one of several learners that train one policy, each on environments of its own:
-            the number of its first one, for seeds and noise, and what returns the sum of a float64 array over all
-            learners. So that all workers pull together, it is called for each `rollout`, and there is no `send`.
+        first_row, sum_over_learners: for one of several learners: the number of its first environment, and what sums a
+            float64 array over all of them. For each `rollout` it is called, as all workers pull together; no `send`.
         options: the fields of `clusterenv_runtime.options.ClusterOptions`, which says what they mean. ``launcher`` may
             also be a `Launcher`, which then has a ``log_dir`` and a prefix of its own.
 
@@ -80,8 +79,7 @@ class ClusterEnv(VectorEnv):
         self._head = start_head(blueprint, parsed, launcher, address, sum_over_learners)
         self._pool, self._store = self._head.pool, self._head.store
         self.num_workers, self.copy = len(self._pool.workers), copy
-        self._stepper = Stepper(self._head, blueprint, copy)
-        self._collector = Collector(self._head, blueprint, sends=sum_over_learners is None)
+        self._stepper, self._collector = Stepper(self._head, blueprint, copy), Collector(self._head, blueprint)
         self._finalizer = weakref.finalize(self, self._pool.close, timeout=2)
         self.closed = False
 
@@ -245,10 +243,7 @@ class ClusterEnv(VectorEnv):
         return self._collector.recv(worker)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs of this, as plain data: the counters, and the state of each worker's noise.
-
-        The latter is the one after the last rollout or chunk that has arrived. Environments are not in it.
-        """
+        """Return for a checkpoint, as plain data: the counters, and each worker's noise after its last answer."""
         return self._head.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -277,6 +272,5 @@ class ClusterEnv(VectorEnv):
         self._assert_is_running()
         state, granted = self._stepper.state, self._collector.granted and method != "send"  # one after another is fine
         if pending := state.value if state != AsyncState.DEFAULT else "send" if granted else None:
-            raise AlreadyPendingCallError(
-                f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.", str(pending)
-            )
+            text = f"Calling `{method}` while waiting for a pending call to `{pending}` to complete."
+            raise AlreadyPendingCallError(text, str(pending))

@@ -27,9 +27,10 @@ from torch import nn
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
 from clusterenv_runtime.errors import LearnerLostError
 from clusterenv_runtime.script import Run, watch
-from clusterenv_runtime.script.learners import AllWorkers, Learners
-from clusterenv_runtime.script.run import checksum
+from clusterenv_runtime.script.exchange import fingerprint
+from clusterenv_runtime.script.learners import Learners
 from clusterenv_runtime.script.watch import DONE, INTERRUPTED, Place, Watch
+from clusterenv_runtime.script.workers import AllWorkers
 
 from .envs import CountingEnv, assert_same
 from .nets import linear
@@ -42,7 +43,7 @@ SCRIPTS = {
     "ppo_continuous_clusterenv.py": "--env-id Pendulum-v1 --envs-per-worker 2 --num-steps 32 --num-minibatches 4",
     "ppo_lstm_clusterenv.py": "--envs-per-worker 2 --num-steps 32 --num-minibatches 2",
     "ppo_minatar_clusterenv.py": "--envs-per-worker 2 --num-steps 32 --num-minibatches 4",
-    "ppo_atari_clusterenv.py": "--envs-per-worker 1 --num-steps 64 --num-minibatches 4 --total-timesteps 512",
+    "ppo_atari_clusterenv.py": "--envs-per-worker 1 --num-steps 64 --num-minibatches 4 --total-timesteps 512 --eval-episodes 1",
 }
 
 
@@ -337,10 +338,10 @@ def test_a_model_that_is_another_ends_the_run_by_its_name(differs, what):
 def test_the_checksum_is_of_all_of_a_model():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    sums = [checksum(model)]
+    sums = [fingerprint(model)[0]]
     for value in itertools.chain(model.parameters(), model.buffers()):
         value.data += 1
-        sums.append(checksum(model))
+        sums.append(fingerprint(model)[0])
     assert len(set(sums)) == len(sums)
 
 

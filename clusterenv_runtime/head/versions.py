@@ -83,6 +83,7 @@ class PolicyStore:
     ) -> None:
         self._copies, self._space, self._action_space = copies, space, action_space
         self._rounds, self._needs_kl, self._sum_over_learners = rounds, needs_kl, sum_over_learners
+        self.is_of_several_learners = sum_over_learners is not None
         self._most = min(KL_STATES, max(ALL_KL_STATES // len(copies), 16))
         self.version, self.published = 0, Published()  # +1 at each publish, and what is known of it
         self.structure = b""  # cloudpickle of the policy without its weights

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+import torch
 import tyro
 
 from ..errors import CheckpointError, LearnerLostError, RunLockedError, StartupError
@@ -59,6 +60,9 @@ def _are_kwargs(text: str) -> bool:
 
 
 Kwargs = Annotated[str, Range("name=value pairs, as in 'gravity=-5 enable_wind=true'", _are_kwargs), RunsCode(bool)]
+
+
+DIVIDED = "num_workers", "min_workers", "standby_workers"  # among several learners
 
 
 def check(fine: Any, message: Any) -> None:
@@ -198,6 +202,19 @@ def resume_command(args: ScriptArgs, directory: str, command: list[str]) -> str:
     usual = vars(type(args)())
     flags = [f"{spell(name)}={value}" for name, value in that_run_code(args).items() if value != usual[name]]
     return shlex.join([*command, sys.argv[0], *flags, "--resume", directory])
+
+
+def check_for_learners(args: ScriptArgs, number: int) -> None:
+    """Exit with one line if these flags do not go with so many learners."""
+    for name in DIVIDED:
+        value = getattr(args, name) or 0
+        fits = value % number == 0
+        check(fits, f"{spell(name)} {value} must be a multiple of the {number} learners of torchrun")
+    no_port = f"--port {args.port} cannot be that of {number} learners: each listens on one of its own"
+    check(not args.port, no_port)
+    gpus, here = torch.cuda.device_count() if args.cuda else 0, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    fewer = f"this machine has {gpus} GPUs for its {here} learners: start fewer of them, or give --no-cuda"
+    check(not gpus or here <= gpus, fewer)
 
 
 def _check(args: ScriptArgs) -> None:

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, BinaryIO
 
 import msgspec
@@ -40,6 +41,16 @@ class _Hashed:
         except OSError as error:  # torch would make a RuntimeError of it, without the reason
             self.error = error
             raise
+
+
+class Counters(SimpleNamespace):
+    """A script's own numbers, for `Run.keep`: ``Counters(gradient_steps=0)`` has an attribute ``gradient_steps``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
 
 def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], step: int) -> None:

@@ -7,11 +7,9 @@ import logging
 import os
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,18 +20,19 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from ..env import ClusterEnv
 from ..errors import LearnerLostError, RunLockedError, one_line
 from ..rollout import Rollout
-from .arguments import check, resume_command, spell
+from .arguments import check, check_for_learners, resume_command, spell
 from .checkpoint import replaced, rng_state, save_checkpoint, save_model, set_rng_state
 from .curve import LearningCurve
 from .dry_run import worker_commands
-from .learners import AllWorkers, Learners
+from .exchange import fingerprint
+from .learners import Learners
 from .lock import lock
 from .logs import NoLogs, open_logs
 from .signals import Signals
 from .watch import DONE
+from .workers import AllWorkers, options_of_one
 
 logger = logging.getLogger(__name__)
-DIVIDED = "num_workers", "min_workers", "standby_workers"  # among several learners
 T = TypeVar("T")
 
 
@@ -41,24 +40,6 @@ def say(text: str) -> None:
     """Print a line if it can be written: a full disk, or a terminal that is gone, is no reason to end a run."""
     with suppress(OSError):
         print(text, flush=True)
-
-
-class Counters(SimpleNamespace):
-    """A script's own numbers, for `Run.keep`: ``Counters(gradient_steps=0)`` has an attribute ``gradient_steps``."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-
-
-def checksum(model: torch.nn.Module) -> int:
-    """Return a checksum of all that a model consists of."""
-    crc = 0
-    for value in model.state_dict().values():
-        crc = zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), crc)
-    return crc
 
 
 class Run:
@@ -125,15 +106,7 @@ class Run:
         args, number = self.args, self.learners.world_size
         try:
             if number > 1:
-                for name in DIVIDED:
-                    value = getattr(args, name) or 0
-                    fits = value % number == 0
-                    check(fits, f"{spell(name)} {value} must be a multiple of the {number} learners of torchrun")
-                no_port = f"--port {args.port} cannot be that of {number} learners: each listens on one of its own"
-                check(not args.port, no_port)
-                gpus, here = torch.cuda.device_count() if args.cuda else 0, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-                fewer = f"this machine has {gpus} GPUs for its {here} learners: start fewer of them, or give --no-cuda"
-                check(not gpus or here <= gpus, fewer)
+                check_for_learners(args, number)
                 flags = {spell(name): value for name, value in vars(args).items()}
                 self.learners.meet({**flags, "done": self.global_step}, args.cuda)
             if self.learners.rank == 0:
@@ -153,10 +126,7 @@ class Run:
         options = {**self.args.options(), "log_dir": self.log_dir}
         if self.learners.world_size == 1:
             return options
-        divided = {name: options[name] and options[name] // self.learners.world_size for name in DIVIDED}
-        log_dir = f"{self.log_dir}/learner-{self.learners.rank}"
-        of_one = {"first_row": self.rows.start, "log_dir": log_dir, "sum_over_learners": self.learners.sum}
-        return options | divided | of_one
+        return options_of_one(options, self.learners, self.rows.start)
 
     def _make_directory(self) -> None:
         directory = f"runs/{self.name}"
@@ -236,9 +206,9 @@ class Run:
             self._load("rng", lambda: set_rng_state(self._saved["rng"]))
         self._start = time.time() - self._saved.get("seconds", 0)
         columns = TextColumn("{task.fields[status]}"), TimeRemainingColumn(), TextColumn("left")
-        self._progress = Progress(
-            *columns, console=Console(quiet=self.learners.rank > 0 or not sys.stdout.isatty())
-        )  # else `report` prints
+        console = Console(quiet=self.learners.rank > 0 or not sys.stdout.isatty())
+        self._is_live = console.is_terminal and not console.is_dumb_terminal  # else `report` prints
+        self._progress = Progress(*columns, console=console)
         learners = self.learners
         to_go_on = resume_command(self.args, self.directory, learners.command)
         learners.raise_if_interrupted = self._signals.raise_if_received
@@ -289,14 +259,12 @@ class Run:
         """
         facts = list(self._by_clock())
         if self.learners.world_size > 1:
-            facts += [checksum(self._model), zlib.crc32(np.random.get_state()[1].tobytes())]
+            facts += fingerprint(self._model)
         own = np.concatenate([facts, rollout.episodic_returns, rollout.episodic_lengths])
         all_ranks = self.learners.gather(own)
         for rank, row in enumerate(all_ranks):
             alike = row[2 : len(facts)] == all_ranks[0][2 : len(facts)]
-            after = (
-                f"after step {self.global_step}: a machine may be broken, or its processor or libraries another kind"
-            )
+            after = f"after step {self.global_step}: a machine may be broken, or of another kind"
             for fits, what in zip(alike, ("model is", "random numbers are"), strict=False):
                 check(fits, f"learner {rank}'s {what} not the first one's {after}")
         self._agreed = tuple(map(bool, all_ranks[0][:2]))
@@ -317,19 +285,6 @@ class Run:
     def _time_is_up(self) -> bool:
         return (self._by_clock() if self.learners.world_size == 1 else self._agreed)[1]
 
-    def _add_up(self, lags: np.ndarray) -> dict[str, float]:
-        """Return what is known of all learners' workers; ``lags`` are in versions, of the own environments."""
-        envs = self._envs
-        own = [
-            envs.num_workers, envs.pulls.sum(), envs.divergence.sum(), envs.sync_bytes, len(envs.restarts), len(lags),
-            lags.sum(),
-        ]  # fmt: skip
-        workers, pulls, kl, sync_bytes, restarts, rows, lag = self.learners.sum(np.array(own, np.float64)).tolist()
-        return {
-            "pulls": pulls / workers, "kl": kl / workers, "bytes": int(sync_bytes), "restarts": int(restarts),
-            "lag": lag / max(rows, 1),
-        }  # fmt: skip
-
     def report_is_due(self) -> bool:
         """Whether to `report` this iteration, where there are many short ones: 200 times in a run, and the last."""
         iteration, every = self.global_step // self._steps, max(self._number // 200, 1)
@@ -343,7 +298,7 @@ class Run:
             versions: how many policy versions the workers could have pulled so far.
         """
         step, sps = self.global_step, int(self.global_step / self.seconds)
-        totals = self._add_up(self._envs.policy_version - rollout.policy_versions)
+        totals = self._workers.totals(self._envs.policy_version - rollout.policy_versions)
         pulls, kl = totals["pulls"], totals["kl"]  # per worker; KL is inf until every worker has acted
         scalars = {
             **self.curve.add_point(step, pulls, versions),
@@ -357,7 +312,7 @@ class Run:
         iteration, mean_return = step // self._steps, self.curve.mean_return
         status = f"step {step:,} SPS {sps} return {mean_return:.1f} KL {kl:.3f} pulls {pulls:g}/{versions}"
         self._progress.update(self._task, completed=iteration, status=status)
-        if not self._progress.console.is_terminal and iteration * 20 // self._number > self._printed:
+        if not self._is_live and iteration * 20 // self._number > self._printed:
             self._printed = iteration * 20 // self._number
             if self.learners.rank == 0:
                 say(status)
