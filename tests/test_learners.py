@@ -43,7 +43,7 @@ SCRIPTS = {
     "ppo_continuous_clusterenv.py": "--env-id Pendulum-v1 --envs-per-worker 2 --num-steps 32 --num-minibatches 4",
     "ppo_lstm_clusterenv.py": "--envs-per-worker 2 --num-steps 32 --num-minibatches 2",
     "ppo_minatar_clusterenv.py": "--envs-per-worker 2 --num-steps 32 --num-minibatches 4",
-    "ppo_atari_clusterenv.py": "--envs-per-worker 1 --num-steps 64 --num-minibatches 4 --total-timesteps 512 --eval-episodes 1",
+    "ppo_atari_clusterenv.py": "--envs-per-worker 1 --num-steps 64 --total-timesteps 512 --eval-episodes 1",
 }
 
 

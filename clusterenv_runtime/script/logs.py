@@ -1,4 +1,4 @@
-"""TensorBoard's logs of a run, which a full disk interrupts and does not end."""
+"""The logs of a run: TensorBoard's, which a full disk interrupts and does not end, and those of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ def open_logs(directory: str, purge_step: int) -> SummaryWriter:
     writer = SummaryWriter(directory, purge_step=purge_step)
     writer.file_writer.event_writer = EventFiles(writer.file_writer.event_writer)
     return writer
+
+
+def start_wandb(args: Any, name: str, id: str | None) -> Any:
+    """Return the run ``name`` in Weights & Biases, which goes on if it has that ``id`` already."""
+    import wandb
+
+    run = wandb.init(
+        project=args.wandb_project_name, entity=args.wandb_entity, name=name, config=vars(args), save_code=True,
+        sync_tensorboard=True, monitor_gym=args.capture_video, id=id, resume="allow",
+    )  # fmt: skip
+    wandb.define_metric("*", step_metric="global_step")
+    return run
 
 
 class NoLogs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,16 +17,16 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from ..env import ClusterEnv
-from ..errors import LearnerLostError, RunLockedError, one_line
+from ..errors import one_line
 from ..rollout import Rollout
-from .arguments import check, check_for_learners, resume_command, spell
+from .arguments import check, resume_command
 from .checkpoint import replaced, rng_state, save_checkpoint, save_model, set_rng_state
 from .curve import LearningCurve
+from .directory import meet
 from .dry_run import worker_commands
 from .exchange import fingerprint
 from .learners import Learners
-from .lock import lock
-from .logs import NoLogs, open_logs
+from .logs import NoLogs, open_logs, start_wandb
 from .signals import Signals
 from .watch import DONE
 from .workers import AllWorkers, options_of_one
@@ -81,40 +80,18 @@ class Run:
             print("\n".join(worker_commands(args, f"runs/{self.name}/workers")))
             sys.exit()
         self._signals = Signals(self.learners)
-        self._meet()
+        self.name = meet(args, self.learners, self.name, self.global_step)
         self.directory = f"runs/{self.name}"
         self.log_dir = f"{self.directory}/workers"
         self._wandb = None
         if args.track and is_first:
-            import wandb
-
-            self._wandb = wandb.init(
-                project=args.wandb_project_name, entity=args.wandb_entity, name=self.name, config=vars(args),
-                save_code=True, sync_tensorboard=True, monitor_gym=args.capture_video, id=saved.get("wandb_id"),
-                resume="allow",
-            )  # fmt: skip
-            wandb.define_metric("*", step_metric="global_step")
+            self._wandb = start_wandb(args, self.name, saved.get("wandb_id"))
         try:
             self.writer = open_logs(self.directory, self.global_step + bool(saved)) if is_first else NoLogs()
         except OSError as error:
             check(False, f"cannot write to {self.directory}: {error.strerror}")
         table = "\n".join([f"|{key}|{value}|" for key, value in vars(args).items()])
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", self.global_step)
-
-    def _meet(self) -> None:
-        """Make the run's directory, and meet the other learners, if there are any; or exit with one line."""
-        args, number = self.args, self.learners.world_size
-        try:
-            if number > 1:
-                check_for_learners(args, number)
-                flags = {spell(name): value for name, value in vars(args).items()}
-                self.learners.meet({**flags, "done": self.global_step}, args.cuda)
-            if self.learners.rank == 0:
-                self._make_directory()
-            self.name = self.learners.tell("name", self.name)
-            check(os.path.basename(self.name) == self.name, f"the first learner's run is {self.name!r}, no name")
-        except LearnerLostError as error:
-            check(False, error)
 
     @property
     def rows(self) -> range:
@@ -124,23 +101,8 @@ class Run:
     def options(self) -> dict[str, Any]:
         """Return what `ClusterEnv` takes of the flags, and for one of several learners."""
         options = {**self.args.options(), "log_dir": self.log_dir}
-        if self.learners.world_size == 1:
-            return options
-        return options_of_one(options, self.learners, self.rows.start)
-
-    def _make_directory(self) -> None:
-        directory = f"runs/{self.name}"
-        named = self.args.resume is not None or self.args.run_name is not None
-        try:
-            os.makedirs(directory, exist_ok=named)
-            lock(directory)
-        except RunLockedError as error:
-            check(False, error)
-        except OSError as error:
-            check(False, f"cannot write to {directory}: {error.strerror}")
-        begun = any(name.startswith("checkpoint-") for name in os.listdir(directory))
-        to_go_on = f"to go on: --resume {directory}, else another --run-name"
-        check(self.args.resume or not begun, f"{directory} has begun already; {to_go_on}")
+        is_alone = self.learners.world_size == 1
+        return options if is_alone else options_of_one(options, self.learners, self.rows.start)
 
     def keep(self, name: str, part: T) -> T:
         """Have checkpoints hold the ``state_dict`` of ``part``, and return it; if resumed, as the last one has it."""
@@ -237,7 +199,7 @@ class Run:
         self._printed, self._stop = done * 20 // number, False
         for iteration in range(done + 1, number + 1):
             self._signals.raise_if_received()
-            if self._save_is_due:
+            if self._due[0]:
                 self._try_to_save()
                 self._saved_at, self._agreed = time.monotonic(), (False, False)
             yield iteration
@@ -257,38 +219,26 @@ class Run:
 
         Several learners agree here on what the clock of the first one says, and compare their models.
         """
-        facts = list(self._by_clock())
+        facts = list(_by_clock(self))
         if self.learners.world_size > 1:
             facts += fingerprint(self._model)
         own = np.concatenate([facts, rollout.episodic_returns, rollout.episodic_lengths])
         all_ranks = self.learners.gather(own)
-        for rank, row in enumerate(all_ranks):
-            alike = row[2 : len(facts)] == all_ranks[0][2 : len(facts)]
-            after = f"after step {self.global_step}: a machine may be broken, or of another kind"
-            for fits, what in zip(alike, ("model is", "random numbers are"), strict=False):
-                check(fits, f"learner {rank}'s {what} not the first one's {after}")
+        _check_alike([row[2 : len(facts)] for row in all_ranks], self.global_step)
         self._agreed = tuple(map(bool, all_ranks[0][:2]))
         for row in all_ranks:
             returns, lengths = row[len(facts) :].reshape(2, -1)
             self.curve.add_episodes(returns, lengths.astype(np.int64))
 
-    def _by_clock(self) -> tuple[bool, bool]:
-        """Return whether a checkpoint is due, and whether the time is up."""
-        is_due, most = time.monotonic() - self._saved_at > self.args.checkpoint_interval, self.args.max_seconds
-        return is_due, most is not None and self.seconds > most
-
     @property
-    def _save_is_due(self) -> bool:
-        return (self._by_clock() if self.learners.world_size == 1 else self._agreed)[0]
-
-    @property
-    def _time_is_up(self) -> bool:
-        return (self._by_clock() if self.learners.world_size == 1 else self._agreed)[1]
+    def _due(self) -> tuple[bool, bool]:
+        """Whether a checkpoint is due, and whether the time is up; for several learners as they have agreed."""
+        return _by_clock(self) if self.learners.world_size == 1 else self._agreed
 
     def report_is_due(self) -> bool:
         """Whether to `report` this iteration, where there are many short ones: 200 times in a run, and the last."""
         iteration, every = self.global_step // self._steps, max(self._number // 200, 1)
-        return iteration % every == 0 or iteration == self._number or self._time_is_up
+        return iteration % every == 0 or iteration == self._number or self._due[1]
 
     def report(self, rollout: Rollout, versions: int) -> None:
         """Log what all scripts do: the episodes since the last report, and the synchronization of the policy.
@@ -316,7 +266,7 @@ class Run:
             self._printed = iteration * 20 // self._number
             if self.learners.rank == 0:
                 say(status)
-        self._stop = self._time_is_up
+        self._stop = self._due[1]
 
     def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
         """Log and print the evaluation, draw the learning curve, and write ``summary.json``, with ``more`` in it.
@@ -327,14 +277,7 @@ class Run:
         args, step, seconds = self.args, self.global_step, self._trained_seconds
         workers = self._workers.known()
         mean_return, pulls = self.curve.mean_return, float(np.mean(workers["pulls"]))
-        summary = {
-            "global_step": step, "wall_seconds": seconds, "sps": step / seconds, **more,
-            "pulls_per_worker": pulls, "sync_bytes": workers["sync_bytes"],
-            "mean_return_100": None if np.isnan(mean_return) else mean_return,
-            "eval_return_mean": float(np.mean(eval_returns)), "eval_return_std": float(np.std(eval_returns)),
-            "kl_threshold": args.kl_threshold, "seed": args.seed, "env_id": args.env_id,
-            "worker_restarts": workers["restarts"], "args": vars(args),
-        }  # fmt: skip
+        summary = _summary(self, eval_returns, workers, more)
         if self._wandb:
             self._wandb.summary.update(summary)
         say(f"{step:,} steps in {seconds:.0f} s; {pulls:g} pulls a worker")
@@ -348,3 +291,29 @@ class Run:
                 self._write()
         except OSError as error:
             check(False, f"cannot write to {self.directory}: {error.strerror or error}")
+
+
+def _by_clock(run: Run) -> tuple[bool, bool]:
+    is_due, most = time.monotonic() - run._saved_at > run.args.checkpoint_interval, run.args.max_seconds
+    return is_due, most is not None and run.seconds > most
+
+
+def _check_alike(fingerprints: list[np.ndarray], step: int) -> None:
+    """Exit with one line if the learners' models or random numbers differ."""
+    for rank, own in enumerate(fingerprints):
+        for fits, what in zip(own == fingerprints[0], ("model is", "random numbers are"), strict=False):
+            after = f"after step {step}: a machine may be broken, or of another kind"
+            check(fits, f"learner {rank}'s {what} not the first one's {after}")
+
+
+def _summary(run: Run, eval_returns: np.ndarray, workers: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    seconds, mean_return = run._trained_seconds, run.curve.mean_return
+    pulls = float(np.mean(workers["pulls"]))
+    return {
+        "global_step": run.global_step, "wall_seconds": seconds, "sps": run.global_step / seconds, **more,
+        "pulls_per_worker": pulls, "sync_bytes": workers["sync_bytes"],
+        "mean_return_100": None if np.isnan(mean_return) else mean_return,
+        "eval_return_mean": float(np.mean(eval_returns)), "eval_return_std": float(np.std(eval_returns)),
+        "kl_threshold": run.args.kl_threshold, "seed": run.args.seed, "env_id": run.args.env_id,
+        "worker_restarts": workers["restarts"], "args": vars(run.args),
+    }  # fmt: skip
