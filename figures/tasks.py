@@ -43,7 +43,7 @@ class Task:
     def __init__(self, program, env_id):
         self.algorithm = program.partition("_")[0].upper()
         self.title = f"{self.algorithm}, {env_id}"
-        self.name = f"{self.algorithm}_{env_id}".lower().replace("-", "_")
+        self.name = f"{self.algorithm}_{env_id}".lower().replace("-", "_").replace("/", "_")
         self.flags = None  # that all runs have in common: all but their setting's and the seed
         self.runs = {}  # {setting: {seed: row}}
         self.curves = {}  # {setting: {seed: {name: array}}}
