@@ -442,6 +442,16 @@ def test_who_pulls_for_something_else_than_to_act_is_lost(version):
     assert "pulled for what it was not asked" in simulation.recovery.restarts[0]["reason"]
 
 
+@pytest.mark.parametrize(
+    ("pulls", "may"),
+    [([0], True), ([3], True), ([3, 0], True), ([0, 0], False), ([3, 3], False), ([3, 0, 0], False), ([0, 3], False)],
+)
+def test_a_second_pull_is_only_for_a_worker_that_held_something(pulls, may):
+    # A difference may not fit what it is added to; all weights always do.
+    worker = WorkerHandle(0, slice(0, 1), b"", Episodes.begun(None, 1), collects=[7])
+    assert [worker.may_pull(7, version) for version in pulls] == [True] * (len(pulls) - 1) + [may]
+
+
 def test_an_answer_that_its_opener_fails_at_costs_its_worker_alone():
     simulation = Simulation(1)
     opened = iter([RuntimeError("no"), None])

@@ -67,7 +67,7 @@ class WorkerHandle:
     user_seeds: list[int | None] | None = None  # of the user's last reset of all environments
     generator: bytes = b""  # the state of its policy's random numbers after its last answer
     collects: list[int] = field(default_factory=list)  # the seqs of what it was asked to act since its last answer
-    pulled: tuple[int, int] = 0, 0  # the seq that its process has pulled for last, and how often
+    pulled: tuple[int, int] = 0, 0  # the seq that its process has pulled for last, and what it said it held
     restores_generator: bool = False  # whether its process gets that with its next request to act
     waited: float = 0.0  # seconds so far without a request to work on, or without weights
     has_been_ready: bool = False
@@ -88,11 +88,11 @@ class WorkerHandle:
     def may_pull(self, seq: int | None, version: int) -> bool:
         """Note a pull, and say whether its process may have one.
 
-        That is one for each request to act, in order, and another if then it says that it holds nothing.
+        That is one for each request to act, in order, and another if what it held was of no use for the answer.
         """
-        last, times = self.pulled
-        self.pulled = (seq or 0), (times + 1 if seq == last else 1)
-        return seq in self.collects and seq >= last and (self.pulled[1] == 1 or (self.pulled[1] == 2 and not version))
+        last, held = self.pulled
+        self.pulled = (seq or 0), version
+        return seq in self.collects and (seq > last or (seq == last and held > 0 and version == 0))
 
     def take_generator(self) -> tuple[bytes, ...]:
         """Return the buffers of its next request to act: the state of its random numbers, if its process lacks it."""
