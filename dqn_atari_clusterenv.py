@@ -219,7 +219,7 @@ if __name__ == "__main__":
     kwargs = args.make_kwargs
     env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in range(args.num_envs)]
     frames = {"frame_stack": FRAME_STACK, "compress_frames": args.compress_frames}
-    options = {"log_dir": run.log_dir, **args.options()}
+    options = run.options()
     envs = ClusterEnv(by_backend(args, env_fns, **ENVPOOL), num_envs=args.num_envs, **frames, **options)
     run.keep("envs", envs)
     q_network = run.keep("q_network", QNetwork(envs).to(device))

@@ -177,7 +177,7 @@ if __name__ == "__main__":
     # env setup
     kwargs = args.make_kwargs
     env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in range(args.num_envs)]
-    envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, log_dir=run.log_dir, **args.options())
+    envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, **run.options())
     run.keep("envs", envs)
     q_network = run.keep("q_network", QNetwork(envs).to(device))
     duration = args.exploration_fraction * args.total_timesteps

@@ -25,7 +25,7 @@ import tyro
 
 from figures.drawing import BLACK, BLUE, GREEN, ORANGE, subplots
 
-from .scripts import ROOT, call, torchrun, train
+from .scripts import ROOT, call, steady, torchrun, train
 
 NUM_ENVS, NUM_STEPS, NUM_MINIBATCHES, UPDATE_EPOCHS = 64, 128, 4, 4
 BATCH, MINIBATCHES = NUM_ENVS * NUM_STEPS, NUM_MINIBATCHES * UPDATE_EPOCHS  # samples, and minibatches, an iteration
@@ -52,7 +52,7 @@ class Args:
 
 
 def learner_seconds(number, width, iterations, seed):
-    """The median of the seconds that an iteration's learning took, and how many parameters there are."""
+    """The median of the seconds that an iteration's learning took."""
     scalars, _ = train(
         ROOT / "ppo_clusterenv.py", "--env-id", "CartPole-v1", "--num-workers", "2", "--envs-per-worker",
         str(NUM_ENVS // 2), "--num-steps", str(NUM_STEPS), "--num-minibatches", str(NUM_MINIBATCHES),
@@ -108,20 +108,19 @@ def plot(speedups, modelled, path):
 
 
 def compare_with_cleanrl(args):
-    steps = ["--env-id", ATARI, "--total-timesteps", str(args.iterations * 1024)]
+    flags = ["--env-id", ATARI, "--total-timesteps", str(args.iterations * 1024)]
     ratios = {"CleanRL": [], "ClusterEnv": []}
     for seed in range(1, args.rounds + 1):
         rates = {}
         for number in (1, 2):
-            common = [*steps, "--seed", str(seed)]
+            common = [*flags, "--seed", str(seed)]
             wrapped = ROOT / "benchmarks" / "cleanrl.py", str(args.cleanrl.resolve()), *common
             for name, command in {
                 "CleanRL": (*wrapped, "--local-num-envs", str(8 // number)),
                 "ClusterEnv": (ROOT / "ppo_atari_clusterenv.py", *common, "--eval-episodes", "1"),
             }.items():
-                scalars, _ = train(*command, launcher=torchrun(number), OMP_NUM_THREADS="1")
-                first, *_, last = scalars("charts/SPS")
-                rates[name, number] = (last.step - first.step) / (last.wall_time - first.wall_time)
+                steps, seconds = steady(*command, launcher=torchrun(number), OMP_NUM_THREADS="1")
+                rates[name, number] = steps / seconds
         for name, of in ratios.items():
             of.append(rates[name, 2] / rates[name, 1])
         texts = (f"{name}, {number}: {rate:,.0f}" for (name, number), rate in rates.items())

@@ -18,7 +18,7 @@ def meet(args: ScriptArgs, learners: Learners, name: str, step: int) -> str:
     try:
         if learners.world_size > 1:
             check_for_learners(args, learners.world_size)
-            flags = {spell(name): value for name, value in vars(args).items()}
+            flags = {spell(field): value for field, value in vars(args).items()}
             learners.meet({**flags, "done": step}, args.cuda)
         if learners.rank == 0:
             _make(f"runs/{name}", args)

@@ -125,7 +125,7 @@ class Learners(Exchange):
             os.environ |= {"GLOO_SOCKET_IFNAME": name} if name else {}
         backend = "gloo"
         if cuda and torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             backend = "cpu:gloo,cuda:nccl"
         try:
             dist.init_process_group(

@@ -82,7 +82,6 @@ class Run:
         self._signals = Signals(self.learners)
         self.name = meet(args, self.learners, self.name, self.global_step)
         self.directory = f"runs/{self.name}"
-        self.log_dir = f"{self.directory}/workers"
         self._wandb = None
         if args.track and is_first:
             self._wandb = start_wandb(args, self.name, saved.get("wandb_id"))
@@ -100,7 +99,7 @@ class Run:
 
     def options(self) -> dict[str, Any]:
         """Return what `ClusterEnv` takes of the flags, and for one of several learners."""
-        options = {**self.args.options(), "log_dir": self.log_dir}
+        options = {**self.args.options(), "log_dir": f"{self.directory}/workers"}
         is_alone = self.learners.world_size == 1
         return options if is_alone else options_of_one(options, self.learners, self.rows.start)
 
@@ -274,13 +273,11 @@ class Run:
         If one of these files or the last checkpoint cannot be written, exit with one line.
         """
         self.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
-        args, step, seconds = self.args, self.global_step, self._trained_seconds
-        workers = self._workers.known()
-        mean_return, pulls = self.curve.mean_return, float(np.mean(workers["pulls"]))
-        summary = _summary(self, eval_returns, workers, more)
+        args, summary = self.args, _summary(self, eval_returns, more)
         if self._wandb:
             self._wandb.summary.update(summary)
-        say(f"{step:,} steps in {seconds:.0f} s; {pulls:g} pulls a worker")
+        pulls, mean_return = summary["pulls_per_worker"], self.curve.mean_return
+        say(f"{self.global_step:,} steps in {self._trained_seconds:.0f} s; {pulls:g} pulls a worker")
         say(f"mean return {mean_return:.1f}, in the evaluation {np.mean(eval_returns):.1f}; see {self.directory}")
         try:
             with replaced(f"{self.directory}/learning_curve.png") as file:
@@ -306,12 +303,11 @@ def _check_alike(fingerprints: list[np.ndarray], step: int) -> None:
             check(fits, f"learner {rank}'s {what} not the first one's {after}")
 
 
-def _summary(run: Run, eval_returns: np.ndarray, workers: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    seconds, mean_return = run._trained_seconds, run.curve.mean_return
-    pulls = float(np.mean(workers["pulls"]))
+def _summary(run: Run, eval_returns: np.ndarray, more: dict[str, Any]) -> dict[str, Any]:
+    seconds, mean_return, workers = run._trained_seconds, run.curve.mean_return, run._workers.known()
     return {
         "global_step": run.global_step, "wall_seconds": seconds, "sps": run.global_step / seconds, **more,
-        "pulls_per_worker": pulls, "sync_bytes": workers["sync_bytes"],
+        "pulls_per_worker": float(np.mean(workers["pulls"])), "sync_bytes": workers["sync_bytes"],
         "mean_return_100": None if np.isnan(mean_return) else mean_return,
         "eval_return_mean": float(np.mean(eval_returns)), "eval_return_std": float(np.std(eval_returns)),
         "kl_threshold": run.args.kl_threshold, "seed": run.args.seed, "env_id": run.args.env_id,

@@ -42,11 +42,13 @@ class AllWorkers:
             elif len(self._others) < rank:
                 nothing = {"pulls": [0] * number, "generators": [None] * number, "waiting_seconds": [0.0] * number}
                 self._others.append({**nothing, "sync_bytes": 0, "restarts": []})
-        return self.known()
+        return self._joined(own)
 
     def known(self) -> dict[str, Any]:
         """Return the state of the own workers, and of others' as of the last `state_dict`."""
-        own = self._envs.state_dict()
+        return self._joined(self._envs.state_dict())
+
+    def _joined(self, own: dict[str, Any]) -> dict[str, Any]:
         states = [own, *self._others]
         lists = {name: [each for state in states for each in state[name]] for name in ("restarts", *OF_WORKERS)}
         return own | lists | {"sync_bytes": sum(state["sync_bytes"] for state in states)}
