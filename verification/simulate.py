@@ -28,6 +28,7 @@ from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, Rollout, StartupError, WorkerDiedError
 from clusterenv_runtime.head.handle import State
+from clusterenv_runtime.head.probe import Probed, probe
 from clusterenv_runtime.head.start import start_head
 
 from . import ledger
@@ -128,6 +129,13 @@ class Net(nn.Module):
     def forward(self, observations: torch.Tensor) -> torch.Tensor:
         """Return logits ``(batch, 2)`` of observations ``(batch, 3)``."""
         return observations @ self.weight[:3]
+
+
+@functools.cache
+def probed(num_weights: int) -> Probed:
+    """Return what trying a policy of this size gives. It is always the same, and would be a fifth of all work."""
+    policy = CategoricalPolicy(Net(num_weights // 2 - 3))
+    return probe(policy, Labelled.observation_space, Labelled.action_space, None)
 
 
 class User:
@@ -291,7 +299,8 @@ def run(seed: int, trace: bool = False) -> list[str]:
                 **world.options,
             )
         user = User(world, envs)
-        user.run()
+        with mock.patch("clusterenv_runtime.head.versions.probe", lambda policy, *_: probed(sum(policy.rounded_sizes))):
+            user.run()
     except (StartupError, WorkerDiedError) as error:
         world.note(f"the run ends: {error}")
         if user is not None:
