@@ -6,7 +6,6 @@ of an observation may be anything of its dtype, as environments may say what the
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -16,11 +15,11 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import create_empty_array
 
-from .codec import Unpacker
+from .codec import Unpacker, check_torch
 from .errors import ProtocolError
 from .frames import Frames, decompressed
 from .protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
-from .rollout import OBSERVATIONS, RolloutPart
+from .rollout import OBSERVATIONS, RolloutPart, fault_of_info
 from .spaces import are_stacks, leaves_of, map_space
 from .sync import measured_states
 from .trees import leaves, map_tree
@@ -121,8 +120,10 @@ class Opener:
             raise ProtocolError(f"it says that it acted on version {part.version}, {possible}")
         if not 0 <= answer.waited < math.inf:
             raise ProtocolError(f"it says that it waited for {answer.waited} seconds")
-        if answer.generator:
-            check_generator(answer.generator)
+        try:
+            check_torch(answer.generator)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
         steps, example_of = (num_steps, num_envs), policy.example
         measured = measured_states(*steps, example_of["states"] is not None)
         _check("starts", part.starts, bool, (num_envs,))
@@ -145,6 +146,8 @@ class Opener:
         ends, within = int(np.count_nonzero(ended)), part.episodes[part.episodes < ended.size]  # some go further
         if np.any(part.episodes < 0) or np.any(np.diff(part.episodes) <= 0) or not np.all(ended[within]):
             raise ProtocolError("episodes are counted that have not ended")
+        if part.episodes.size > 4 * ended.size or np.any(part.episodic_lengths < 1):
+            raise ProtocolError("episodes are counted that were none")
         for name, leading in zip(OBSERVATIONS, (steps, (ends,), (num_envs,)), strict=True):
             setattr(part, name, _checked(name, getattr(part, name), self._sent, leading))
         self._unfold(part, ended.size + num_envs + ends)
@@ -190,6 +193,8 @@ class Opener:
             if not (is_numbers and values.dtype.isnative and values.dtype.itemsize <= 8):
                 raise ProtocolError(f"info {key!r} must be an array of numbers")
             _check(f"info {key!r}", values, values.dtype, where.shape, values.shape[1:])
+            if (fault := fault_of_info(values)) is not None:
+                raise ProtocolError(f"info {key!r} {fault}")
             if np.any(where < 0) or np.any(where >= size) or np.any(np.diff(where) <= 0):
                 raise ProtocolError(f"info {key!r} is of steps that there are not")
 
@@ -211,27 +216,9 @@ class Opener:
             is_pair = isinstance(info, tuple) and len(info) == 2 and isinstance(info[1], dict)
             if not (is_pair and type(info[0]) is int and 0 <= info[0] < num_envs):
                 raise ProtocolError(f"infos are pairs of an environment and a dict, got {type(info).__name__}")
-        keys: dict[Any, Any] = {}
-        if sum(_new_keys(info, keys) for _, info in reply.infos) > MAX_INFO_KEYS:
-            raise ProtocolError(f"infos have more than {MAX_INFO_KEYS} different keys")
-
-
-@functools.cache
-def _generator() -> Any:
-    """Return a torch.Generator to try states on."""
-    import torch
-
-    return torch.Generator("cpu")
-
-
-def check_generator(state: bytes) -> None:
-    """Raise ProtocolError if this is no state of a torch.Generator."""
-    import torch  # there by now, as a policy has acted
-
-    try:
-        _generator().set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
-    except RuntimeError as error:
-        raise ProtocolError(f"the state of its random numbers: {error}") from None
+        keys, left = dict[Any, Any](), MAX_INFO_KEYS
+        for _, info in reply.infos:
+            left = _count_down(info, keys, left)
 
 
 def fault_of(part: RolloutPart, action_space: Space | None, given: Any = None) -> str | None:
@@ -264,15 +251,19 @@ def _are_beyond(space: Space, actions: Any) -> bool:
     return is_one and bool(np.any((actions < space.start) | (actions >= space.start + number)))
 
 
-def _new_keys(info: dict[Any, Any], known: dict[Any, Any]) -> int:
-    """Add the keys of a dict, and of the dicts in it, to those ``known``; return how many are new."""
-    new = 0
+def _count_down(info: dict[Any, Any], known: dict[Any, Any], left: int) -> int:
+    """Add the keys of a dict, and of the dicts in it, to those ``known``; return how many more there may be.
+
+    It stops at the first that is too many: a sender can make keys collide, and then n take as long as n * n.
+    """
     for key, value in info.items():
-        new += key not in known
+        left -= key not in known
+        if left < 0:
+            raise ProtocolError(f"infos have more than {MAX_INFO_KEYS} different keys")
         below = known.setdefault(key, {})
         if isinstance(value, dict):
-            new += _new_keys(value, below)
-    return new
+            left = _count_down(value, below, left)
+    return left
 
 
 def _check_observations(name: str, leaves: list[Any], example: list[Any], leading: tuple[int, ...]) -> None:

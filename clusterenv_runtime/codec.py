@@ -7,8 +7,10 @@ keys that are made to collide, a map would keep busy whoever decodes it.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+import struct
 from typing import Annotated, Any
 
 import msgspec
@@ -22,6 +24,7 @@ SMALL = 2**16  # bytes; what is smaller shares a frame with others, as each fram
 MAX_KEYS = 1000  # of a dict that are not text. A sender can make them collide: then n take as long as n * n
 MAX_COLLISIONS = 10 * MAX_KEYS**2  # in all of a message
 MAX_DIMENSIONS = 64  # of an array, as NumPy has it
+WORDS = 624  # of a Mersenne twister
 _DTYPE = r"[<>|][biufcSUmM]\d{1,9}(\[\w+\])?"  # plain data of a fixed size
 _Index = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
@@ -231,12 +234,52 @@ def _name_of(key: Any) -> str:
         return f"a {type(key).__name__}"
 
 
+# States of random number generators that somebody else has made. NumPy and torch read memory where such a state says,
+# and there are states from which they would draw for ever.
+def check_twister(key: Any, position: Any) -> None:
+    """Raise ValueError if these are not a Mersenne twister's words, ``(624,)`` integers, and its place in them."""
+    words = np.asarray(key)
+    if words.shape != (WORDS,) or words.dtype.kind not in "iu" or not words.any():
+        raise ValueError("these are not the words of a Mersenne twister")
+    if not (type(position) is int and 0 <= position <= WORDS):
+        raise ValueError(f"the position of a Mersenne twister must be from 0 to {WORDS}, got {position!r:.100}")
+
+
 def _generator(state: dict[str, Any]) -> np.random.Generator:
-    if state["bit_generator"] not in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"):
-        raise ValueError(f"bit generator {state['bit_generator']!r}")
-    # NumPy reads memory at these places without a check.
-    if not (0 <= state["state"].get("pos", 0) <= 624 and 0 <= state.get("buffer_pos", 0) <= 4):
-        raise ValueError("the position of a bit generator")
-    bits = getattr(np.random, state["bit_generator"])()
+    """Return the generator of NumPy whose bit generator has this state, if there can be one."""
+    name, inner = state["bit_generator"], state["state"]
+    if name not in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"):
+        raise ValueError(f"bit generator {name!r:.100}")
+    if name == "MT19937":
+        check_twister(inner["key"], inner["pos"])
+    if name.startswith("PCG64") and inner["inc"] % 2 != 1:
+        raise ValueError("the increment of a PCG64 is odd")
+    if name == "Philox" and not (type(state["buffer_pos"]) is int and 0 <= state["buffer_pos"] <= 4):
+        raise ValueError("the position of a Philox is from 0 to 4")
+    bits = getattr(np.random, name)()
     bits.state = state
     return np.random.Generator(bits)
+
+
+@functools.cache
+def _of_torch() -> Any:
+    """Return a torch.Generator to try states on."""
+    import torch
+
+    return torch.Generator("cpu")
+
+
+def check_torch(state: bytes) -> None:
+    """Raise ValueError if this is no state of a ``torch.Generator`` of the CPU.
+
+    Torch checks its length and that ``next`` is within the words, but not that ``left`` says the same.
+    """
+    import torch  # there by now, as a policy has acted
+
+    try:
+        _of_torch().set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
+    except RuntimeError as error:
+        raise ValueError(f"the state of its random numbers: {error}") from None
+    left, next_word = struct.unpack_from("=i4xQ", state, 8)
+    if (left, next_word) != (1, 0) and not (left > 0 and left + next_word == WORDS + 1):
+        raise ValueError("the state of its random numbers: its place among its words is none")

@@ -243,10 +243,7 @@ class ClusterEnv(VectorEnv):
         return self._collector.recv(worker)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return for a checkpoint, as plain data: the counters, and each worker's noise as of its last answer.
-
-        It holds no environments: whoever goes on from it resets them.
-        """
+        """Return, as plain data, counters and each worker's noise as of its last answer, but no environments."""
         return self._head.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

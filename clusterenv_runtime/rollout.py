@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from .spaces import join
 from .trees import map_tree
 
 OBSERVATIONS = "observations", "final_observations", "next_observations"
+MAX_INFO_BYTES, MAX_INFO_AXES = 2**18, 32  # of one step's: where it is missing, a rollout has zeros in its place
 
 
 class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -102,6 +104,16 @@ class Rollout:
                 for name in ("observations", "actions", "extras", "logprobs", "rewards", "terminations", "truncations")
             },  # fmt: skip
         )
+
+
+def fault_of_info(values: np.ndarray) -> str | None:
+    """Say why infos ``(steps, ...)`` have no place in a rollout, where others that have none are zeros as large."""
+    if values.dtype.kind not in "biuf":
+        return "has no place in a rollout: it is neither a number nor an array of them"
+    one = values.dtype.itemsize * math.prod(values.shape[1:])
+    if values.ndim > MAX_INFO_AXES + 1 or one > MAX_INFO_BYTES:
+        return f"has no place in a rollout: it has more than {MAX_INFO_BYTES} bytes, or than {MAX_INFO_AXES} axes"
+    return None
 
 
 def _join_infos(

@@ -21,6 +21,7 @@ from clusterenv_runtime.protocol import (
     Collect,
     Error,
     Hello,
+    Part,
     Pull,
     Reply,
     Setup,
@@ -423,13 +424,33 @@ def test_after_the_error_that_ends_it_a_worker_is_not_heard():
     assert simulation.call(1) == [1]
 
 
-def test_errors_for_which_nobody_waits_are_said_once():
+@pytest.mark.parametrize("answer", [Reply(None), Part({}, b"", 0.0), Error(0, "builtins.ValueError", "", "", False)])
+def test_who_answers_what_it_was_not_asked_is_lost_before_that_is_opened(answer):
     simulation = Simulation(1)
     for seq in range(1000, 2000):
-        error = Error(0, "builtins.ValueError", "text", "", False)
-        simulation.network.deliver(simulation.launcher.of[0].identity, seq, error)
+        simulation.network.deliver(simulation.launcher.of[0].identity, seq, answer)
     assert simulation.call() == [0]
-    assert simulation.network.dropped == 1000  # of which `Transport.drop` says the first
+    (restart,) = simulation.recovery.restarts
+    assert "it answered what it was not asked, or had answered already" in restart["reason"]
+
+
+def test_who_answers_twice_is_lost():
+    simulation = Simulation(1)
+    identity = simulation.launcher.of[0].identity
+    (seq,) = simulation.never()
+    for _ in range(2):
+        simulation.network.deliver(identity, seq, Reply(None))
+    assert simulation.call() == [0]
+    assert "had answered already" in simulation.recovery.restarts[0]["reason"]
+
+
+def test_an_error_of_an_environment_that_a_worker_has_not_is_its_loss():
+    simulation = Simulation(2)
+    (seq,) = simulation.never()
+    error = Error(10**18, "builtins.ValueError", "text", "", True)
+    simulation.network.deliver(simulation.launcher.of[0].identity, seq, error)
+    assert simulation.call(0) == [0]
+    assert "none of its own" in simulation.recovery.restarts[0]["reason"]
 
 
 @pytest.mark.parametrize("version", [0, 1, 10**6])
@@ -448,8 +469,8 @@ def test_who_pulls_for_something_else_than_to_act_is_lost(version):
 )
 def test_a_second_pull_is_only_for_a_worker_that_held_something(pulls, may):
     # A difference may not fit what it is added to; all weights always do.
-    worker = WorkerHandle(0, slice(0, 1), b"", Episodes.begun(None, 1), collects=[7])
-    assert [worker.may_pull(7, version) for version in pulls] == [True] * (len(pulls) - 1) + [may]
+    worker = WorkerHandle(0, slice(0, 1), b"", Episodes.begun(None, 1), asked={7: Collect(1, 9, 0, 0.0, [])})
+    assert [not worker.fault_of(7, Pull(held), 9) for held in pulls] == [True] * (len(pulls) - 1) + [may]
 
 
 def test_an_answer_that_its_opener_fails_at_costs_its_worker_alone():

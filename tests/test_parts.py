@@ -1,5 +1,8 @@
 """What a worker sends of a rollout: it comes back as it was, and what is not of its shape is refused by name."""
 
+import struct
+from contextlib import nullcontext
+
 import msgspec
 import numpy as np
 import pytest
@@ -7,7 +10,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector.utils import create_empty_array
 
-from clusterenv_runtime import ProtocolError
+from clusterenv_runtime import ProtocolError, answers
 from clusterenv_runtime.answers import Opener, Published
 from clusterenv_runtime.codec import pack
 from clusterenv_runtime.protocol import Call, Collect, CutOff, Part, Reply, Reset, SetAttr, Step
@@ -122,10 +125,11 @@ def packed(part, **fields):
     """Return the message and the buffers of a part, with some fields changed."""
     buffers = []
     fields = {**part.pack(buffers), **{name: pack(value, buffers) for name, value in fields.items()}}
-    return Part(fields, b"", 0.0), [bytes(buffer) for buffer in buffers]
+    return Part(fields, GENERATOR, 0.0), [bytes(buffer) for buffer in buffers]
 
 
 COLLECT = Collect(6, 5, 0, 0.0, [])
+GENERATOR = torch.Generator().get_state().numpy().tobytes()
 
 
 def test_a_parts_keys_come_in_the_order_of_the_space():
@@ -160,14 +164,37 @@ def test_a_part_is_of_the_structure_that_was_published_when_it_was_asked_or_sinc
         opened(COLLECT, *wide, published=NOW._replace(since=2), asked_at=NOW._replace(since=2))
 
 
-@pytest.mark.parametrize("state", [bytes(5056), b"x", b"\xff" * 5056], ids=["zeros", "short", "ones"])
+def generator_at(left, next_word):
+    """The state of random numbers whose place among its words is told twice, and so may differ."""
+    return GENERATOR[:8] + struct.pack("=i", left) + GENERATOR[12:16] + struct.pack("=Q", next_word) + GENERATOR[24:]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [bytes(5056), b"x", b"\xff" * 5056, b"", generator_at(624, 624), generator_at(1, 1), generator_at(2, 0)],
+    ids=["zeros", "short", "ones", "none", "beyond", "behind", "before"],
+)
 def test_the_state_of_random_numbers_is_one_that_can_be_loaded(state):
     answer, buffers = packed(a_part(PART_SPACES[0]))
     answer.generator = state
     with pytest.raises(ProtocolError, match="the state of its random numbers"):
         opened(COLLECT, answer, buffers)
-    answer.generator = torch.Generator().get_state().numpy().tobytes()
-    opened(COLLECT, answer, buffers)
+    generator = torch.Generator()
+    for _ in range(626):  # each place that there is
+        answer.generator = generator.get_state().numpy().tobytes()
+        opened(COLLECT, answer, buffers)
+        torch.rand(1, generator=generator)
+
+
+@pytest.mark.parametrize(("beyond", "length"), [(46, 1), (47, 1), (0, 0), (0, -5)])
+def test_no_more_episodes_are_counted_than_there_can_be(beyond, length):
+    part = a_part(PART_SPACES[0])
+    part.episodes = np.r_[part.episodes, np.arange(12, 12 + beyond)]
+    part.episodic_returns = np.zeros(part.episodes.size)
+    part.episodic_lengths = np.full(part.episodes.size, length)
+    assert len(part.episodes) == 2 + beyond
+    with nullcontext() if (beyond, length) == (46, 1) else pytest.raises(ProtocolError, match="episodes are counted"):
+        opened(COLLECT, *packed(part))
 
 
 @pytest.mark.parametrize("waited", [-1.0, float("nan"), float("inf")])
@@ -240,4 +267,39 @@ def test_a_part_comes_back_and_one_that_does_not_fit_is_a_protocol_error(space):
     answer, buffers = packed(part)
     for fields in ({}, {**answer.part, "more": 1}):
         with pytest.raises(ProtocolError, match="missing|unknown field"):
-            opened(COLLECT, Part(fields, b"", 0.0), buffers, space)
+            opened(COLLECT, Part(fields, GENERATOR, 0.0), buffers, space)
+
+
+def collide(number):
+    """Keys all of which have the same hash."""
+    return [tuple(-1 - (place >> bit & 1) for bit in range(14)) for place in range(number)]
+
+
+def test_many_infos_with_colliding_keys_are_refused_at_the_first_that_is_too_many(monkeypatch):
+    compared = []
+
+    class Counts(dict):
+        def setdefault(self, key, default):
+            compared.append(key)
+            return super().setdefault(key, default)
+
+    keys = collide(5000)
+    assert len(set(keys)) == 5000 and len(set(map(hash, keys))) == 1
+    infos = [(0, dict.fromkeys(keys[start : start + 500], 1)) for start in range(0, 5000, 500)]
+    known = Counts()
+    with pytest.raises(ProtocolError, match="more than 1000 different keys"):
+        left = answers.MAX_INFO_KEYS
+        for _, info in infos:
+            left = answers._count_down(info, known, left)
+    assert len(compared) == answers.MAX_INFO_KEYS
+    with pytest.raises(ProtocolError):
+        opened(Reset(), *a_reply(OBSERVATIONS, infos))
+
+
+@pytest.mark.parametrize("shape", [(1,) * 33, (2**15 + 1,)], ids=["axes", "bytes"])
+def test_an_info_that_would_not_fit_where_it_is_missing_is_refused(shape):
+    opener = Opener(PART_SPACES[0], spaces.Discrete(2), info_keys=["x"])
+    for fits, values in ((True, np.zeros((1, 1))), (True, np.zeros((1, 2**15))), (False, np.zeros((1, *shape)))):
+        answer, buffers = packed(a_part(PART_SPACES[0]), infos={"x": (np.zeros(1, np.int64), values)})
+        with nullcontext() if fits else pytest.raises(ProtocolError, match="'x' has no place in a rollout"):
+            opener(COLLECT, answer, [b"header", *buffers], 2, NOW, NOW)

@@ -21,9 +21,9 @@ MUTATIONS = {
         "            pass\n",
     ),
     "until 851c8d7: who pulls before anything is published ends the run": (
-        "head/pool.py",
-        "if not (worker.may_pull(seq, message.version) and 0 <= message.version < self._store.version):",
-        "if False:",
+        "head/handle.py",
+        'return "" if may and 0 <= held < version else',
+        'return "" if True else',
     ),
     "what a lost worker held is believed of its replacement": ("head/recovery.py", "worker.copy.forget()", "pass"),
     "a replacement is not asked what is outstanding": (

@@ -24,16 +24,15 @@ from unittest import mock
 import gymnasium as gym
 import numpy as np
 import torch
-from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, Rollout, StartupError, WorkerDiedError
 from clusterenv_runtime.head.handle import State
-from clusterenv_runtime.head.probe import Probed, probe
 from clusterenv_runtime.head.start import start_head
 
 from . import ledger
 from .ledger import Labelled, Ledger
 from .network import Network, Processes
+from .policy import Net, probed
 from .world import Process, World
 
 STARTUP_S, SILENCE_S = 5.0, 2.0
@@ -117,25 +116,6 @@ class Schedule(World):
         else:
             process.survives = kind == "survive"
             process.stop(seconds)
-
-
-class Net(nn.Module):
-    """Logits of two actions. What is not used makes it another structure."""
-
-    def __init__(self, unused: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1e-3, 1e-3, 2 * (3 + unused)).reshape(3 + unused, 2))
-
-    def forward(self, observations: torch.Tensor) -> torch.Tensor:
-        """Return logits ``(batch, 2)`` of observations ``(batch, 3)``."""
-        return observations @ self.weight[:3]
-
-
-@functools.cache
-def probed(num_weights: int) -> Probed:
-    """Return what trying a policy of this size gives. It is always the same, and would be a fifth of all work."""
-    policy = CategoricalPolicy(Net(num_weights // 2 - 3))
-    return probe(policy, Labelled.observation_space, Labelled.action_space, None)
 
 
 class User:
@@ -328,6 +308,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable()
     gym.logger.min_level = 100
+    warnings.simplefilter("ignore")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     gc.set_threshold(100_000)  # what a schedule leaves is little, and looking for it takes long

@@ -21,18 +21,22 @@ def to_exception(errors: list[tuple[str, Error]]) -> Exception:
     for _, error in errors:
         if error.fatal and error.env is not None:
             gym.logger.error(f"Received the following error from Worker-{error.env} - Shutting it down")
-            gym.logger.error("%s", printable(error.traceback, MAX_FRAME))
+            gym.logger.error("%s", _lines(error.traceback))
     worker, error = errors[-1]
     if error.fatal and error.env is not None:
         gym.logger.error("Raising the last exception back to the main process.")
     which = "the policy or an environment" if error.env is None else f"environment {error.env}"
-    text, trace = printable(error.message, MAX_FRAME), printable(error.traceback, MAX_FRAME)
-    env_error = EnvError(f"{which} on {worker} raised {printable(error.kind)}: {text}\n\n{trace}")
+    text = f"{printable(error.kind)}: {_lines(error.message)}\n\n{_lines(error.traceback)}"
+    env_error = EnvError(f"{which} on {worker} raised {text}")
     exception = _local_exception(error)
     if exception is None:
         return env_error
     exception.__cause__ = env_error
     return exception
+
+
+def _lines(text: str) -> str:
+    return printable(text, MAX_FRAME, keeps="\n\t")
 
 
 def _local_exception(error: Error) -> Exception | None:
@@ -42,6 +46,6 @@ def _local_exception(error: Error) -> Exception | None:
     if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, FOR_ITERATION):
         return None
     try:
-        return kind(printable(error.message, MAX_FRAME))
+        return kind(_lines(error.message))
     except TypeError:  # UnicodeDecodeError and the like want more
         return None

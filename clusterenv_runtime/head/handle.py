@@ -8,7 +8,7 @@ from typing import Any
 
 from ..answers import Published
 from ..launchers import Exit
-from ..protocol import Message
+from ..protocol import Call, Collect, Error, Message, Pull, SetAttr
 from .episodes import Episodes
 from .versions import PolicyCopy
 
@@ -66,7 +66,7 @@ class WorkerHandle:
     seeds: list[int | None] | None = None  # of its last reset; None before the first
     user_seeds: list[int | None] | None = None  # of the user's last reset of all environments
     generator: bytes = b""  # the state of its policy's random numbers after its last answer
-    collects: list[int] = field(default_factory=list)  # the seqs of what it was asked to act since its last answer
+    asked: dict[int, Message] = field(default_factory=dict)  # what its process was sent and has not answered, by seq
     pulled: tuple[int, int] = 0, 0  # the seq that its process has pulled for last, and what it said it held
     restores_generator: bool = False  # whether its process gets that with its next request to act
     waited: float = 0.0  # seconds so far without a request to work on, or without weights
@@ -77,6 +77,7 @@ class WorkerHandle:
     def __post_init__(self) -> None:
         self.num_envs = self.rows.stop - self.rows.start
         self.first_row = self.offset + self.rows.start  # the number of its first environment, for seeds and users
+        self.numbers = range(self.first_row, self.first_row + self.num_envs)
 
     def describe(self, log: str | None = None) -> str:
         """Return its name for the user, with where it runs and the path of its log."""
@@ -85,14 +86,21 @@ class WorkerHandle:
         where += f", {self.ended_because}" if self.ended_because else ""
         return f"worker {self.index} ({where}{'' if log is None else f', log {log}'})"
 
-    def may_pull(self, seq: int | None, version: int) -> bool:
-        """Note a pull, and say whether its process may have one.
+    def fault_of(self, seq: int | None, message: Pull | Error, version: int) -> str:
+        """Note what its process says of a request, and return why it may not; ``version`` is the published one.
 
-        That is one for each request to act, in order, and another if what it held was of no use for the answer.
+        For each request to act, in order, it may pull once, and again if what it held was of no use for the answer.
         """
-        last, held = self.pulled
-        self.pulled = (seq or 0), version
-        return seq in self.collects and (seq > last or (seq == last and held > 0 and version == 0))
+        match message:
+            case Pull(held):
+                (last, before), self.pulled = self.pulled, ((seq or 0), held)
+                may = isinstance(self.asked.get(seq), Collect) and (seq > last or (seq == last and before > 0 == held))
+                return "" if may and 0 <= held < version else "it pulled for what it was not asked"
+            case Error(env) if env is not None and env not in self.numbers:
+                return f"it said that environment {env} raised, which is none of its own"
+            case Error(fatal=False) if not isinstance(self.asked[seq], Call | SetAttr):
+                return "it said that an error of its environments ends nothing"
+        return ""
 
     def take_generator(self) -> tuple[bytes, ...]:
         """Return the buffers of its next request to act: the state of its random numbers, if its process lacks it."""

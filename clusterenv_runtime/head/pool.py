@@ -13,7 +13,7 @@ from .. import protocol
 from ..answers import Opener, Published
 from ..errors import DeadlineError, Interrupted, StartupError, WorkerDiedError, printable
 from ..launchers import Exit, Launcher
-from ..protocol import Call, Close, Collect, Error, Hello, Message, Part, Ping, Pull, Reply, SetAttr
+from ..protocol import Close, Error, Hello, Message, Part, Ping, Pull, Reply, Weights
 from ..rollout import RolloutPart
 from .failures import to_exception
 from .handle import CONNECTED, PendingRequest, State, WorkerHandle
@@ -45,8 +45,6 @@ class Requests:
         """Keep a request, and return its number."""
         seq = next(self.numbers)
         self._outstanding[seq] = PendingRequest(seq, worker.index, message, buffers, published)
-        if isinstance(message, Collect):
-            worker.collects.append(seq)
         return seq
 
     def find(self, seq: int | None, worker: int) -> PendingRequest | None:
@@ -106,16 +104,9 @@ class WorkerPool:
     """
 
     def __init__(
-        self,
-        workers: list[WorkerHandle],
-        transport: Transport,
-        launcher: Launcher,
-        supervisor: Supervisor,
-        recovery: Recovery,
-        store: PolicyStore,
-        opener: Opener,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+        self, workers: list[WorkerHandle], transport: Transport, launcher: Launcher, supervisor: Supervisor,
+        recovery: Recovery, store: PolicyStore, opener: Opener, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.workers, self.transport, self._open = workers, transport, opener
         self._launcher, self._supervisor, self._recovery, self._store = launcher, supervisor, recovery, store
         self._clock, self._requests = clock, Requests()
@@ -130,9 +121,7 @@ class WorkerPool:
         """Start all workers, and return when so many have built their environments; see `start_head`."""
         self._supervisor.all_must_start = min_workers == len(self.workers)
         self._supervisor.start()
-        self._wait(
-            lambda: self.has_failed or sum(worker.state == State.READY for worker in self.workers) >= min_workers
-        )
+        self._wait(lambda: self.has_failed or sum(each.state == State.READY for each in self.workers) >= min_workers)
         self._supervisor.all_must_start = False
 
     def ask(self, worker: WorkerHandle, message: Message, *buffers: Any) -> int:
@@ -224,8 +213,12 @@ class WorkerPool:
     def _serve(self, seconds: float) -> None:
         self._inbox.extend(self._exchange(0 if self._inbox else seconds))
         while self._inbox:
-            self._handle(self._inbox[0])  # should it raise, Ctrl-C for instance, it is handled once more
+            received = self._inbox[0]
+            answered = self._handle(received)  # should it raise, Ctrl-C for instance, it is handled once more
             self._inbox.popleft()
+            if (worker := self._by_identity.get(received.identity)) is not None:
+                worker.asked.pop(answered, None)
+            self._raise_if_interrupted()
 
     def _raise_if_interrupted(self) -> None:
         if self.interrupted:
@@ -239,9 +232,8 @@ class WorkerPool:
                 self._post(worker, None, Ping())
         for worker, text in self._supervisor.look():
             self._raise_if_interrupted()  # a scheduler that ends a job may tell head and workers at once
-            if worker.identity is not None:
-                self._by_identity.pop(worker.identity, None)
-                self._former.add(worker.identity)
+            self._by_identity.pop(worker.identity, None)
+            self._former.add(worker.identity)  # None if it has never come
             try:
                 self._supervisor.replace(worker, text)
             except WorkerDiedError:
@@ -249,12 +241,13 @@ class WorkerPool:
                 raise
             self._recovery.lost(worker, text, self._requests.of(worker.index))
 
-    def _handle(self, received: Received) -> None:
+    def _handle(self, received: Received) -> int | None:
+        """Handle a message; return the number of the request that it is the answer to, if it is one."""
+        if received.identity in self._former:
+            return
         worker = self._by_identity.get(received.identity)
         seq, message = received.read(is_strange=worker is None)
         match message:
-            case _ if received.identity in self._former:
-                pass
             case Hello():
                 if worker is None:  # else said again, while the head was busy
                     self._greet(received.identity, message)
@@ -265,18 +258,19 @@ class WorkerPool:
             case _:
                 worker.heard = self._clock()
                 self._handle_answer(worker, seq, message, received.frames)
+                return None if isinstance(message, Pull) else seq
 
     def _handle_answer(self, worker: WorkerHandle, seq: int | None, message: Any, frames: list[Any]) -> None:
         request = self._requests.find(seq, worker.index)
         match message:
+            case Reply() | Part() | Error() if seq not in worker.asked:
+                self._refuse(worker, "it answered what it was not asked, or had answered already")
+            case Pull() | Error() if fault := worker.fault_of(seq, message, self._store.version):
+                self._refuse(worker, fault)
             case Pull():  # also for a request given up since: that worker waits all the same
-                if not (worker.may_pull(seq, message.version) and 0 <= message.version < self._store.version):
-                    self._refuse(worker, "it pulled for what it was not asked")
-                elif worker.state in CONNECTED:
+                if worker.state in CONNECTED:
                     weights, buffers = self._store.pull(worker.copy, message.version)
                     self._post(worker, seq, weights, *buffers)
-            case Error() if request and not message.fatal and not isinstance(request.message, Call | SetAttr):
-                self._refuse(worker, "it said that an error of its environments ends nothing")
             case Error() if request is not None or message.fatal:
                 self._errors.append((self._supervisor.describe(worker), message))
                 self._requests.forget([seq])
@@ -287,7 +281,7 @@ class WorkerPool:
             case Error():
                 whose = f"{self._supervisor.describe(worker)}, for which nobody waits"
                 self.transport.drop(worker.identity, f"an error of {whose}: {message}")
-            case Reply() | Part() if request is not None:  # else late or duplicate
+            case Reply() | Part() if request is not None:  # else given up
                 policies = request.published, self._store.published
                 try:
                     answer = self._open(request.message, message, frames, worker.num_envs, *policies)
@@ -295,11 +289,10 @@ class WorkerPool:
                     return self._refuse(worker, f"its answer was wrong: {printable(str(error))}")
                 self._requests.answer(seq, answer, worker.process)
                 worker.answers += 1
-                if isinstance(message, Part) or worker.answers > 2:  # a cut-off and a reset are no steps
-                    worker.losses = 0
                 if isinstance(message, Part):
                     worker.generator, worker.waited = message.generator, worker.waited + message.waited
-                    worker.collects = [other for other in worker.collects if other > seq]
+                if isinstance(message, Part) or worker.answers > 2:  # a cut-off and a reset are no steps
+                    worker.losses = 0
             case Reply() if seq == worker.building and worker.state == State.BUILDING:
                 self._supervisor.is_ready(worker)
 
@@ -328,6 +321,8 @@ class WorkerPool:
         """Put a message in the outbox; if the worker is not there, what is outstanding is posted when one comes."""
         if worker.state in CONNECTED:
             self._outbox.append(Outgoing(worker.identity, seq, message, buffers))
+            if seq is not None and not isinstance(message, Weights):  # which answer its own pull
+                worker.asked[seq] = message
 
     def _take(self, seq: int) -> Served:
         request, answer, process = self._requests.take(seq)

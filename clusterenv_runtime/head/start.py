@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from ..answers import Opener, check_generator
+from ..answers import Opener
 from ..blueprint import Blueprint
-from ..errors import ProtocolError
+from ..codec import check_torch
 from ..launchers import Launcher
 from ..launchers.base import worker_flags
 from ..options import ClusterOptions
+from ..protocol import shared_versions
 from ..sync import SyncRule
 from .episodes import Episodes
 from .handle import WorkerHandle
@@ -26,6 +27,15 @@ from .transport import Transport
 from .versions import PolicyStore
 
 
+class Restart(msgspec.Struct):
+    """One of `ClusterEnv.restarts`."""
+
+    worker: int
+    time: float
+    reason: str
+    seeds: list[int | None] | None
+
+
 class HeadState(msgspec.Struct):
     """What `Head.state_dict` returns. It comes from a file, which may be anybody's."""
 
@@ -34,7 +44,7 @@ class HeadState(msgspec.Struct):
     pulls: list[Annotated[int, msgspec.Meta(ge=0, lt=2**53)]]
     generators: list[bytes | None]
     waiting_seconds: list[Annotated[float, msgspec.Meta(ge=0)]]
-    restarts: list[dict[str, Any]]
+    restarts: list[Restart]
 
 
 @dataclass
@@ -60,8 +70,8 @@ class Head:
         """
         try:
             for generator in filter(None, msgspec.convert(state, HeadState).generators):
-                check_generator(generator)
-        except (msgspec.ValidationError, ProtocolError) as error:
+                check_torch(generator)
+        except ValueError as error:  # msgspec's, too
             raise ValueError(f"this is not the state of a ClusterEnv: {error}") from None
         self.recovery.load_state_dict(self.pool.workers, state)
         self.store.load_state_dict(state)
@@ -85,6 +95,7 @@ def start_head(
     Raises:
         StartupError, WorkerDiedError: the head cannot listen, or a worker does not come up.
     """
+    shared_versions()  # read now, as files: strangers may have used up what a process may open when a worker says hello
     num_workers = min(options.num_workers, blueprint.num_envs)
     min_workers = min(options.min_workers or num_workers, num_workers)
     workers = [

@@ -63,7 +63,7 @@ class Supervisor:
 
     def _begin(self, worker: WorkerHandle) -> None:
         worker.state, worker.identity, worker.building, worker.exit = State.STARTING, None, None, None
-        worker.host, worker.pid, worker.pulled, worker.answers = "", 0, (0, 0), 0
+        worker.host, worker.pid, worker.asked, worker.pulled, worker.answers = "", 0, {}, (0, 0), 0
         worker.heard = worker.noticed = self._clock()
         worker.deadline = worker.heard + self._startup_timeout
 

@@ -5,6 +5,7 @@ A checkpoint is a file of `torch.save` whose name holds its step and its SHA-256
 
 from __future__ import annotations
 
+import copy
 import errno
 import hashlib
 import logging
@@ -22,6 +23,7 @@ import msgspec
 import numpy as np
 import torch
 
+from ..codec import check_torch, check_twister
 from ..errors import CheckpointError, one_line
 
 logger = logging.getLogger(__name__)
@@ -171,6 +173,40 @@ def check_run(state: Any) -> None:
         raise CheckpointError(f"it is not of a run: {error}") from None
 
 
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a ``state_dict``, of which torch checks little, and with fused kernels writes where it says.
+
+    Raises:
+        ValueError: it is not of an optimizer of these parameters.
+    """
+    fresh = copy.deepcopy(optimizer)
+    for group in fresh.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    fresh.step()  # so that it has all that it keeps
+    expected = fresh.state_dict()
+    # Of parameters that have had no gradient it has kept nothing.
+    expected["state"] = {key: kept for key, kept in expected["state"].items() if key in state["state"]}
+    check_alike(state, expected, "state")
+    optimizer.load_state_dict(state)
+
+
+def check_alike(found: Any, expected: Any, where: str) -> None:
+    """Raise ValueError if two trees of dicts, lists and tuples differ in keys, types, or tensors' shapes and dtypes."""
+    fits = type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        fits = fits and (found.shape, found.dtype) == (expected.shape, expected.dtype) and found.is_contiguous()
+    elif isinstance(expected, dict):
+        fits = fits and found.keys() == expected.keys()
+    elif isinstance(expected, list | tuple):
+        fits = fits and len(found) == len(expected)
+    if not fits:
+        raise ValueError(f"{where} is not what an optimizer of these parameters has")
+    if isinstance(expected, dict | list | tuple):
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            check_alike(found[key], expected[key], f"{where}[{key!r}]")
+
+
 def _check(value: Any, where: str) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
@@ -211,7 +247,10 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any]) -> None:
     """Undo `rng_state`, on those of its devices that there are."""
     random.setstate(state["python"])
+    name, key, position, *_ = state["numpy"]
+    check_twister(key, position)
     np.random.set_state(tuple(state["numpy"]))
+    check_torch(state["torch"].numpy().tobytes())
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
         for device, cuda in list(enumerate(state["cuda"]))[: torch.cuda.device_count()]:

@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from ..frames import compressed, fold
-from ..rollout import RolloutPart
+from ..rollout import RolloutPart, fault_of_info
 from ..spaces import map_space
 from ..trees import map_tree
 
@@ -45,8 +45,8 @@ class Transitions:
                 values = np.concatenate([np.asarray(values) for _, values in found])
             except ValueError:
                 raise ValueError(f"info {key!r} has not the same shape in all steps") from None
-            if values.dtype.kind not in "biuf":
-                raise ValueError(f"info {key!r} has no place in a rollout: it is neither a number nor an array of them")
+            if (fault := fault_of_info(values)) is not None:
+                raise ValueError(f"info {key!r} {fault}")
             order = steps.argsort()
             infos[key] = steps[order], values[order]
         return infos
