@@ -70,7 +70,7 @@ def check(fine: Any, message: Any) -> None:
     if not fine:
         if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(5)  # if the first learner has found the same, torchrun ends this one meanwhile
+            time.sleep(60)  # if the first learner has found the same, torchrun ends this one meanwhile
         sys.exit(f"error: {message}")
 
 

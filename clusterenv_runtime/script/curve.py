@@ -7,7 +7,6 @@ from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
-from matplotlib.figure import Figure
 
 
 class LearningCurve:
@@ -52,6 +51,8 @@ class LearningCurve:
         self._recent_returns.extend(msgspec.convert(state["recent"], list[float]))
 
     def plot(self, title: str, file: BinaryIO) -> None:
+        from matplotlib.figure import Figure  # takes half a second, in which nobody need wait for a run to begin
+
         steps, returns, pulls, versions = np.array(self.points).reshape(-1, 4).T
         figure = Figure(figsize=(7, 5.5), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
