@@ -68,8 +68,8 @@ class Rollout:
     Attributes:
         rows: ``(num_envs,)`` int64, the numbers of these environments.
         starts: ``(num_envs,)`` bool, whether the first observation is the first of an episode, as after a loss.
-        observations: a tree of ``(num_steps, num_envs, ...)``, what the policy acted on. With ``frame_stack`` those that
-            are stacks are `Frames`.
+        observations: a tree of ``(num_steps, num_envs, ...)``, what the policy acted on. With ``frame_stack``
+            those that are stacks are `Frames`.
         actions: a tree of ``(num_steps, num_envs, ...)``, what the policy drew; what the environment got of it is up to
             `Policy.to_env`.
         logprobs: ``(num_steps, num_envs)`` floats, of the actions under the policy that took them.
@@ -81,10 +81,10 @@ class Rollout:
         rewards: ``(num_steps, num_envs)`` float64.
         terminations: ``(num_steps, num_envs)`` bool, whether this step ended the episode by itself.
         truncations: ``(num_steps, num_envs)`` bool, whether the episode was cut off after this step.
-        final_observations: a tree of ``(ends, ...)``, the last observation of each episode that ended here, in the order
-            of ``(terminations | truncations).nonzero()``: by step, then environment.
-        next_observations: a tree of ``(num_envs, ...)``, after the last step: what the next rollout begins with, but for
-            environments of the backend "vector" (docs/limits.md).
+        final_observations: a tree of ``(ends, ...)``, the last observation of each episode that ended here, in the
+            order of ``(terminations | truncations).nonzero()``: by step, then environment.
+        next_observations: a tree of ``(num_envs, ...)``, after the last step: what the next rollout begins with. With
+            the backend "vector" it may begin a few steps later (docs/limits.md).
         policy_versions: ``(num_envs,)`` int64, the version last pulled by the worker that acted.
         episodic_returns: ``(num_episodes,)`` float64, of the episodes that ended here, by step, then environment.
         episodic_lengths: ``(num_episodes,)`` int64, in steps.
