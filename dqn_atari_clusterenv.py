@@ -1,4 +1,9 @@
 # DQN on Atari, whose frames are sent and kept once: CleanRL's dqn_atari.py, changed where distribution asks for it
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["clusterenv[scripts,atari]"]
+# tool.uv.sources.clusterenv = { path = ".", editable = true }
+# ///
 import itertools
 import os
 import random

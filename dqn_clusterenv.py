@@ -1,4 +1,9 @@
 # DQN on environments that live in worker processes, anywhere: CleanRL's dqn.py, changed where distribution asks for it
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["clusterenv[scripts]"]
+# tool.uv.sources.clusterenv = { path = ".", editable = true }
+# ///
 import itertools
 import os
 import random

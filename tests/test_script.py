@@ -52,7 +52,7 @@ EDITS = [
     after("    policy = CategoricalPolicy(agent.actor)  # what travels to the workers",
           'extra = run.keep("extra", nn.Linear(1, 1, bias=False, device=device))',  # a module
           'count = run.keep("count", Counters(epochs=0))'),  # a counter
-    after('        "clipfrac": clipfrac,', '"ratio": ratio.mean(),'),  # a metric
+    after('        "approx_kl": approx_kl, "clipfrac": clipfrac,', '"ratio": ratio.mean(),'),  # a metric
     after(SHUFFLE, "count.epochs += 1", "extra.weight.data.fill_(count.epochs)"),
 ]  # fmt: skip
 
