@@ -26,7 +26,7 @@ from .directory import meet
 from .dry_run import worker_commands
 from .exchange import fingerprint
 from .learners import Learners
-from .logs import NoLogs, open_logs, start_wandb
+from .logs import NoLogs, log_in, open_logs, start_wandb
 from .signals import Signals
 from .watch import DONE
 from .workers import AllWorkers, options_of_one
@@ -79,6 +79,8 @@ class Run:
             check(number == 1, "--dry-run prints the workers' commands of one learner: run it without torchrun")
             print("\n".join(worker_commands(args, f"runs/{self.name}/workers")))
             sys.exit()
+        if args.track and is_first:
+            log_in()
         self._signals = Signals(self.learners)
         self.name = meet(args, self.learners, self.name, self.global_step)
         self.directory = f"runs/{self.name}"
@@ -259,7 +261,9 @@ class Run:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         iteration, mean_return = step // self._steps, self.curve.mean_return
-        status = f"step {step:,} SPS {sps} return {mean_return:.1f} KL {kl:.3f} pulls {pulls:g}/{versions}"
+        mean = f"{mean_return:.1f}" if np.isfinite(mean_return) else "of no episode yet"
+        divergence = f"{kl:.3f} nats" if np.isfinite(kl) else "not measured yet"
+        status = f"step {step:,} SPS {sps} return {mean} KL {divergence}, pulled {pulls:g} of {versions} versions"
         self._progress.update(self._task, completed=iteration, status=status)
         if not self._is_live and iteration * 20 // self._number > self._printed:
             self._printed = iteration * 20 // self._number
