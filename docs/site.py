@@ -30,7 +30,7 @@ def pages() -> list[Path]:
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     known = [ROOT / path for path in _paths(navigation)]
     for page in known:  # which grows meanwhile
-        known += {target for target, _ in links_of(page) if target.suffix == ".md"} - set(known)
+        known += sorted({target for target, _ in links_of(page) if target.suffix == ".md"} - set(known))
     return known
 
 
