@@ -261,9 +261,7 @@ class Run:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         iteration, mean_return = step // self._steps, self.curve.mean_return
-        mean = f"{mean_return:.1f}" if np.isfinite(mean_return) else "of no episode yet"
-        divergence = f"{kl:.3f} nats" if np.isfinite(kl) else "not measured yet"
-        status = f"step {step:,} SPS {sps} return {mean} KL {divergence}, pulled {pulls:g} of {versions} versions"
+        status = f"step {step:,} SPS {sps} {_status(mean_return, kl)}, pulled {pulls:g} of {versions} versions"
         self._progress.update(self._task, completed=iteration, status=status)
         if not self._is_live and iteration * 20 // self._number > self._printed:
             self._printed = iteration * 20 // self._number
@@ -292,6 +290,11 @@ class Run:
                 self._write()
         except OSError as error:
             check(False, f"cannot write to {self.directory}: {error.strerror or error}")
+
+
+def _status(mean_return: float, kl: float) -> str:
+    mean = f"{mean_return:.1f}" if np.isfinite(mean_return) else "of no episode yet"
+    return f"return {mean} KL {kl:.3f} nats" if np.isfinite(kl) else f"return {mean} KL not measured yet"
 
 
 def _by_clock(run: Run) -> tuple[bool, bool]:
