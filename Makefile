@@ -1,8 +1,8 @@
-# make train: LunarLander through two local workers. make test: the whole suite. make lint: style.
+# make train: LunarLander through two local workers. make test: the whole suite. make lint: style. make docs: the site.
 # make figures: a small version of the figures, in runs/quick. make all-figures: those in figures/, which takes hours.
 PYTHON ?= python3
 
-.PHONY: train test lint figures all-figures
+.PHONY: train test lint docs figures all-figures
 train: .venv/installed
 	.venv/bin/python ppo_clusterenv.py
 
@@ -27,6 +27,11 @@ lint: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/shellcheck -x slurm/*.sbatch slurm/*.sh .ci/run
+
+docs: .venv/installed
+	.venv/bin/python -m pip install -r docs/requirements.txt
+	.venv/bin/python -m docs.site
+	.venv/bin/zensical build --strict --clean
 
 .venv/installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed, this is " + sys.version.split()[0])'

@@ -1,4 +1,9 @@
 # DQN on Atari, whose frames are sent and kept once: CleanRL's dqn_atari.py, changed where distribution asks for it
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["clusterenv[scripts,atari]"]
+# tool.uv.sources.clusterenv = { path = ".", editable = true }
+# ///
 import itertools
 import os
 import random
@@ -74,8 +79,7 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     kl_threshold: Nats = 0.001
     max_policy_lag: NotNegative | None = 8
     save_replay: bool = False
-    """whether checkpoints hold the replay buffer; without it, a resumed run collects another `--learning-starts` steps
-    before it goes on learning, at the same rate as before"""
+    """whether checkpoints hold the replay buffer; else a resumed run collects `--learning-starts` steps first"""
 
 
 def make_env(env_id, idx, capture_video, run_name, training=True, **kwargs):

@@ -1,4 +1,9 @@
 # DQN on environments that live in worker processes, anywhere: CleanRL's dqn.py, changed where distribution asks for it
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["clusterenv[scripts]"]
+# tool.uv.sources.clusterenv = { path = ".", editable = true }
+# ///
 import itertools
 import os
 import random
@@ -62,8 +67,7 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     kl_threshold: Nats = 0.001
     max_policy_lag: NotNegative | None = 40
     save_replay: bool = True
-    """whether checkpoints hold the replay buffer; without it, a resumed run collects another `--learning-starts` steps
-    before it goes on learning, at the same rate as before"""
+    """whether checkpoints hold the replay buffer; else a resumed run collects `--learning-starts` steps first"""
 
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):

@@ -1,4 +1,9 @@
 # PPO on Atari, whose frames cross the network once: CleanRL's ppo_atari.py, changed where distribution asks for it
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["clusterenv[scripts,atari]"]
+# tool.uv.sources.clusterenv = { path = ".", editable = true }
+# ///
 import os
 import random
 import shutil
@@ -175,13 +180,9 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
     entropy_loss = entropy.mean()
     loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
     return loss, {
-        "value_loss": v_loss,
-        "policy_loss": pg_loss,
-        "entropy": entropy_loss,
-        "old_approx_kl": old_approx_kl,
-        "approx_kl": approx_kl,
-        "clipfrac": clipfrac,
-    }
+        "value_loss": v_loss, "policy_loss": pg_loss, "entropy": entropy_loss, "old_approx_kl": old_approx_kl,
+        "approx_kl": approx_kl, "clipfrac": clipfrac,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -218,8 +219,7 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
-    kwargs = args.make_kwargs
-    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in run.rows]
+    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs) for i in run.rows]
     frames = {"frame_stack": FRAME_STACK, "compress_frames": args.compress_frames}
     envs = ClusterEnv(by_backend(args, env_fns, **ENVPOOL), num_envs=len(env_fns), **frames, **run.options())
     run.keep("envs", envs)

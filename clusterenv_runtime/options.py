@@ -63,8 +63,7 @@ class ClusterOptions:
     num_workers: Positive = 2
     """the number of environment worker processes, each with a contiguous share of the environments"""
     launcher: LauncherName = "local"
-    """where workers run: `local` starts them on this machine, `slurm` as steps of the job that this runs in, `external`
-    prints their commands and waits until you have run them; or a launcher that another package adds"""
+    """where workers run: `local` (here), `slurm` (in this job), `external` (you start them), or another package's"""
     worker_prefix: Annotated[str, RunsCode(bool)] = ""
     """goes before each worker's Python, as in `nice -n 19` or (with the launcher `slurm`) `apptainer exec image.sif`"""
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
@@ -76,15 +75,13 @@ class ClusterOptions:
     max_policy_lag: NotNegative | None = None
     """pull anyway, whatever the mode, when more than this many versions behind at the time of the request"""
     weights: Literal["difference", "float32"] = "difference"
-    """what a worker pulls: the `difference` from the weights it holds, rounded to about a bit each; or all of them, as
-    they are, in `float32`"""
+    """what a worker pulls: the `difference` from what it holds, about a bit a weight; or all weights, in `float32`"""
     on_worker_loss: Literal["restart", "raise"] = "restart"
     """what happens when a worker dies or falls silent: another takes its place, or the run ends with an error"""
     max_worker_restarts: NotNegative = 3
     """the run ends when so many replacements of one worker in a row have died without an answer"""
     standby_workers: NotNegative = 0
-    """keep so many processes ready, with their imports done, to take the place of workers that die; with the launcher
-    `local`, for the memory of a worker each"""
+    """how many processes stand by to take the place of workers that die, all imports done (launcher `local`)"""
     min_workers: Positive | None = None
     """begin when so many workers are up, the others join when they come; by default when all are"""
     worker_timeout: Seconds = 30.0
@@ -92,8 +89,7 @@ class ClusterOptions:
     startup_timeout: Seconds = 60.0
     """seconds for a worker to start, and then to build its environments"""
     bind_address: str | None = None
-    """listen for workers on this IP address over tcp; by default on a socket that only you can open, and with the
-    launcher `slurm` on the address that the workers' nodes reach"""
+    """the IP address to listen on, over tcp; by default a socket file, and with `slurm` what the nodes reach"""
     interface: str | None = None
     """instead of an address: the network interface whose address to listen on"""
     port: Port = 0

@@ -54,28 +54,60 @@ class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 @dataclass
 class Rollout:
-    """``num_steps`` steps of all environments, or of one worker's. There are no dead steps in it.
+    """``num_steps`` steps of all environments, or of one worker's: what `ClusterEnv.rollout` and `recv` return.
 
-    Observations are arrays, or for Dict and Tuple spaces dicts and tuples of arrays. Dtypes are the spaces' own. With
-    ``frame_stack`` those of ``observations`` that are stacks are `Frames`.
+    Every step is a real transition: resets are not steps of their own. Arrays have the dtypes of the spaces where these
+    have one. Observations are arrays, or for Dict and Tuple spaces dicts and tuples of arrays; "tree" below means this.
+    What a step led to is the next row of ``observations``, except where an episode ended: there the next row begins
+    another episode, and ``final_observations`` has the end of this one. So values to bootstrap from are:
+
+        done = rollout.terminations | rollout.truncations  # (num_steps, num_envs)
+        values = critic(np.concatenate([rollout.observations, rollout.next_observations[None]]))
+        next_values = values[1:].copy()  # of what each step led to
+        next_values[done] = critic(rollout.final_observations)  # the end of an episode, not the start of the next
+        next_values[rollout.terminations] = 0  # nothing comes after that; after a truncation something would have
+
+    Attributes:
+        rows: ``(num_envs,)`` int64, the numbers of these environments.
+        starts: ``(num_envs,)`` bool, whether the first observation is the first of an episode, as after a loss.
+        observations: a tree of ``(num_steps, num_envs, ...)``, what the policy acted on. With ``frame_stack``
+            those that are stacks are `Frames`.
+        actions: a tree of ``(num_steps, num_envs, ...)``, what the policy drew; what the environment got of it is up to
+            `Policy.to_env`.
+        logprobs: ``(num_steps, num_envs)`` floats, of the actions under the policy that took them.
+        states: a tree of ``(num_envs, ...)``, the policy's memory before the first step, initial where ``starts`` is
+            True; None if it has none.
+        extras: ``{name: (num_steps, num_envs, ...)}``, what `Policy.extras` gives.
+        infos: ``{name: (num_steps, num_envs, ...)}`` of each of ``info_keys``, zero where a step had none; under
+            ``"_name"``, bool, where it had one.
+        rewards: ``(num_steps, num_envs)`` float64.
+        terminations: ``(num_steps, num_envs)`` bool, whether this step ended the episode by itself.
+        truncations: ``(num_steps, num_envs)`` bool, whether the episode was cut off after this step.
+        final_observations: a tree of ``(ends, ...)``, the last observation of each episode that ended here, in the
+            order of ``(terminations | truncations).nonzero()``: by step, then environment.
+        next_observations: a tree of ``(num_envs, ...)``, after the last step: what the next rollout begins with. With
+            the backend "vector" it may begin a few steps later (docs/limits.md).
+        policy_versions: ``(num_envs,)`` int64, the version last pulled by the worker that acted.
+        episodic_returns: ``(num_episodes,)`` float64, of the episodes that ended here, by step, then environment.
+        episodic_lengths: ``(num_episodes,)`` int64, in steps.
     """
 
-    rows: np.ndarray  # (num_envs,) int64, which environments these are
-    starts: np.ndarray  # (num_envs,) bool, whether the first observation is the first of an episode, as after a loss
-    observations: Any  # (num_steps, num_envs, ...) what the policy acted on
-    actions: Any  # (num_steps, num_envs, ...) what the policy drew, see `Policy.to_env`; a tree if these are
-    logprobs: np.ndarray  # (num_steps, num_envs) floats, of the actions under the policy that took them
-    states: Any  # (num_envs, ...) of the policy before the first step, at ``starts`` initial ones; None if it has none
-    extras: dict[str, np.ndarray]  # (num_steps, num_envs, ...) by the names that `Policy.extras` gives
-    infos: dict[str, np.ndarray]  # (num_steps, num_envs, ...) of each of ``info_keys``, else 0; "_key": where one is
-    rewards: np.ndarray  # (num_steps, num_envs) float64
-    terminations: np.ndarray  # (num_steps, num_envs) bool
-    truncations: np.ndarray  # (num_steps, num_envs) bool
-    final_observations: Any  # (episodes, ...) what the steps that ended one led to, ordered as their nonzero()
-    next_observations: Any  # (num_envs, ...) after the last step; docs/limits.md says what "vector" ones make of it
-    policy_versions: np.ndarray  # (num_envs,) int64, the version last pulled by the worker that acted
-    episodic_returns: np.ndarray  # (num_episodes,) float64, of the episodes that ended here, by step, then environment
-    episodic_lengths: np.ndarray  # (num_episodes,) int64
+    rows: np.ndarray
+    starts: np.ndarray
+    observations: Any
+    actions: Any
+    logprobs: np.ndarray
+    states: Any
+    extras: dict[str, np.ndarray]
+    infos: dict[str, np.ndarray]
+    rewards: np.ndarray
+    terminations: np.ndarray
+    truncations: np.ndarray
+    final_observations: Any
+    next_observations: Any
+    policy_versions: np.ndarray
+    episodic_returns: np.ndarray
+    episodic_lengths: np.ndarray
 
     @classmethod
     def join(cls, parts: list[RolloutPart], rows: np.ndarray, infos: dict[str, np.ndarray]) -> Rollout:

@@ -232,12 +232,13 @@ def slow_network(path):
 
 def main():
     parser = argparse.ArgumentParser(description="Draw the figures from the tables of figures.collect.")
-    parser.add_argument("--results", type=Path, default="figures/results", help="where the tables are")
-    parser.add_argument("--output", type=Path, default="figures", help="where the figures go")
+    parser.add_argument("--results", type=Path, default="figures/results", help="where the tables are, and claims go")
+    parser.add_argument("--output", type=Path, default="figures", help="where the figures go; it is made")
     args = parser.parse_args()
     slow, runs = (args.results / name for name in ("slow_network.csv", "runs.csv"))
     if not slow.exists() and not runs.exists():
-        sys.exit(f"error: neither {slow} nor {runs} is there: run python -m figures.collect, see figures/README.md")
+        collect = f"python -m figures.collect --results {args.results}"
+        sys.exit(f"error: neither {slow} nor {runs} is there: run {collect}, see figures/README.md")
     args.output.mkdir(parents=True, exist_ok=True)
     if slow.exists():
         slow_network(slow).savefig(args.output / "slow_network.png", dpi=150, metadata={"Software": None})

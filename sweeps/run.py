@@ -36,7 +36,7 @@ def main():
     what.add_argument("--index", type=int, help="run this configuration only, counted from 0")
     what.add_argument("--count", action="store_true", help="print the number of configurations")
     what.add_argument("--list", action="store_true", help="print all configurations, and which have finished")
-    what.add_argument("--results", action="store_true", help="write table and plot of those that have finished")
+    what.add_argument("--results", action="store_true", help="write what has finished as table and plot to --output")
     args = parser.parse_args()
     check(args.seed >= 0, f"--seed must be at least 0, got {args.seed}")
     sweep = load(args.file)

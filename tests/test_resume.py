@@ -1087,7 +1087,8 @@ def test_without_its_replay_buffer_a_run_collects_first(tmp_path):
 
 
 def test_weights_and_biases_get_all_there_is_and_go_on_with_the_same_run(tmp_path):
-    folder, _ = ppo.train(tmp_path, "--track")
+    folder, _ = ppo.train(tmp_path, "--track", "--capture-video")
+    assert list(tmp_path.glob("videos/*/*.mp4"))
     (offline,) = tmp_path.glob("wandb/offline-run-*")
     record = next(offline.glob("*.wandb")).read_bytes()
     for text in (b"envs_per_worker", b"kl_threshold", b"global_step", b"eval_return_mean", b"sync/pulls_per_worker"):
@@ -1096,3 +1097,11 @@ def test_weights_and_biases_get_all_there_is_and_go_on_with_the_same_run(tmp_pat
     check_the_whole_run(ppo.SCRIPT, folder, 640)
     runs = list(tmp_path.glob("wandb/offline-run-*"))
     assert len(runs) == 2 and len({path.name.rpartition("-")[2] for path in runs}) == 1
+
+
+def test_weights_and_biases_without_a_login_is_one_line(tmp_path):
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir(), here.mkdir()
+    result = scripts.run(ppo.SCRIPT, here, "--track", WANDB_MODE="online", HOME=str(home), NETRC=str(home / "netrc"))
+    scripts.check_refusal(result, "--track: UsageError: No API key")
+    assert os.listdir(here) == []

@@ -1,5 +1,6 @@
 """What the scripts share: a run keeps what it is told to, environments of a backend are the script's, and the flags."""
 
+import importlib
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import gymnasium as gym
 import pytest
 import torch
+import tyro
 
 import ppo_clusterenv
 from clusterenv_runtime.script import Counters, Run, environments
@@ -52,7 +54,7 @@ EDITS = [
     after("    policy = CategoricalPolicy(agent.actor)  # what travels to the workers",
           'extra = run.keep("extra", nn.Linear(1, 1, bias=False, device=device))',  # a module
           'count = run.keep("count", Counters(epochs=0))'),  # a counter
-    after('        "clipfrac": clipfrac,', '"ratio": ratio.mean(),'),  # a metric
+    after('        "approx_kl": approx_kl, "clipfrac": clipfrac,', '"ratio": ratio.mean(),'),  # a metric
     after(SHUFFLE, "count.epochs += 1", "extra.weight.data.fill_(count.epochs)"),
 ]  # fmt: skip
 
@@ -187,6 +189,17 @@ def test_a_job_for_what_is_no_run_says_so_before_it_makes_or_removes_anything(tm
 
 def test_the_page_of_flags_is_the_one_that_the_code_gives():
     assert (ROOT / "docs" / "flags.md").read_text() == flags.page()
+
+
+@pytest.mark.parametrize("name", flags.SCRIPTS.values())
+def test_help_says_each_flag_in_one_piece(monkeypatch, capsys, name):
+    monkeypatch.setenv("COLUMNS", "500")
+    kind = importlib.import_module(name).Args
+    with pytest.raises(SystemExit):
+        tyro.cli(kind, args=["--help"])
+    text = capsys.readouterr().out
+    for flag in flags.names(kind):
+        assert f" {flags.text_of(kind, flag)} (default: ".replace("\\|", "|") in text, flag
 
 
 def test_the_runtime_needs_nothing_of_the_scripts():

@@ -86,8 +86,7 @@ class ScriptArgs(ClusterOptions):
     envs_per_worker: Positive = 32
     """the number of parallel game environments on each worker"""
     env_backend: Literal["gymnasium", "vector", "envpool"] = "gymnasium"
-    """what steps a worker's environments: a loop over Gymnasium's, the environment's own vectorized version, if it
-    has one, or EnvPool's (`pip install envpool`)"""
+    """what steps the environments: a loop (`gymnasium`), the environment's own `vector` version, or `envpool`"""
     env_threads: Positive = 1
     """with `--env-backend envpool`: the number of threads that step each worker's environments"""
     env_kwargs: Kwargs = ""
@@ -99,8 +98,7 @@ class ScriptArgs(ClusterOptions):
     checkpoint_interval: Interval = 300.0
     """seconds between checkpoints; there is also one at the end, and at SIGTERM, SIGUSR1, SIGHUP and Ctrl-C"""
     resume: str | None = None
-    """go on with this run (`runs/NAME`): its flags are the defaults, and those given here override them; those that can
-    run code, such as `worker_prefix`, must be given again"""
+    """go on with this run (`runs/NAME`) and its flags, but for those given here; repeat those that can run code"""
 
     exp_name: Name = "experiment"
     """the name of this experiment, and of its model's file"""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
+
+from ..errors import one_line
+from .arguments import check
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +29,35 @@ def open_logs(directory: str, purge_step: int) -> SummaryWriter:
     return writer
 
 
-def start_wandb(args: Any, name: str, id: str | None) -> Any:
-    """Return the run ``name`` in Weights & Biases, which goes on if it has that ``id`` already."""
+@contextmanager
+def _in_one_line() -> Iterator[Any]:
+    """Import W&B; exit with one line if it raises an error of its own."""
     import wandb
 
-    run = wandb.init(
-        project=args.wandb_project_name, entity=args.wandb_entity, name=name, config=vars(args), save_code=True,
-        sync_tensorboard=True, monitor_gym=args.capture_video, id=id, resume="allow",
-    )  # fmt: skip
+    try:
+        yield wandb
+    except wandb.Error as error:
+        says = one_line(error).rstrip(".")
+        check(False, f"--track: {says}; without an account, WANDB_MODE=offline logs into files")
+
+
+def log_in() -> None:
+    """Log in to Weights & Biases, or exit with one line; on a terminal it asks for the key."""
+    if os.environ.get("WANDB_MODE", "online") == "online":
+        with _in_one_line() as wandb:
+            wandb.login()
+
+
+def start_wandb(args: Any, name: str, id: str | None) -> Any:
+    """Return the run ``name`` in Weights & Biases, which goes on if it has that ``id`` already; or exit with one line.
+
+    Videos stay where they are: W&B's own patch of `RecordVideo` does not know that of Gymnasium 1.
+    """
+    with _in_one_line() as wandb:
+        run = wandb.init(
+            project=args.wandb_project_name, entity=args.wandb_entity, name=name, config=vars(args), save_code=True,
+            sync_tensorboard=True, id=id, resume="allow",
+        )  # fmt: skip
     wandb.define_metric("*", step_metric="global_step")
     return run
 

@@ -27,7 +27,7 @@ from .directory import meet
 from .dry_run import worker_commands
 from .exchange import fingerprint
 from .learners import Learners
-from .logs import NoLogs, open_logs, start_wandb
+from .logs import NoLogs, log_in, open_logs, start_wandb
 from .signals import Signals
 from .watch import DONE
 from .workers import AllWorkers, options_of_one
@@ -80,6 +80,8 @@ class Run:
             check(number == 1, "--dry-run prints the workers' commands of one learner: run it without torchrun")
             print("\n".join(worker_commands(args, f"runs/{self.name}/workers")))
             sys.exit()
+        if args.track and is_first:
+            log_in()
         self._signals = Signals(self.learners)
         self.name = meet(args, self.learners, self.name, self.global_step)
         self.directory = f"runs/{self.name}"
@@ -263,7 +265,7 @@ class Run:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         iteration, mean_return = step // self._steps, self.curve.mean_return
-        status = f"step {step:,} SPS {sps} return {mean_return:.1f} KL {kl:.3f} pulls {pulls:g}/{versions}"
+        status = f"step {step:,} SPS {sps} {_status(mean_return, kl)}, pulled {pulls:g} of {versions} versions"
         self._progress.update(self._task, completed=iteration, status=status)
         if not self._is_live and iteration * 20 // self._number > self._printed:
             self._printed = iteration * 20 // self._number
@@ -292,6 +294,11 @@ class Run:
                 self._write()
         except OSError as error:
             check(False, f"cannot write to {self.directory}: {error.strerror or error}")
+
+
+def _status(mean_return: float, kl: float) -> str:
+    mean = f"{mean_return:.1f}" if np.isfinite(mean_return) else "of no episode yet"
+    return f"return {mean} KL {kl:.3f} nats" if np.isfinite(kl) else f"return {mean} KL not measured yet"
 
 
 def _by_clock(run: Run) -> tuple[bool, bool]:

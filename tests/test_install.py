@@ -1,0 +1,101 @@
+"""What is installed: the wheel and the sdist, and that scripts, pyproject.toml and requirements.txt name the same."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import packages_distributions
+
+import pytest
+from packaging.requirements import Requirement
+
+from .scripts import ROOT
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+SCRIPTS = sorted(ROOT.glob("*_clusterenv.py"))
+PACKAGE = ROOT / "clusterenv_runtime"
+
+
+def metadata_of(script):
+    """The metadata within a script, as PEP 723 has it."""
+    (block,) = re.findall(r"^# /// script\n((?:#.*\n)+?)# ///$", script.read_text(), re.MULTILINE)
+    return tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
+
+
+def modules_of(path):
+    """The modules of others that a file imports, by their first name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module]
+        yield from (name.partition(".")[0] for name in names)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_uv_run_installs_what_the_script_needs(script):
+    metadata = metadata_of(script)
+    (text,) = metadata["dependencies"]
+    need = Requirement(text)
+    assert metadata["requires-python"] == PROJECT["requires-python"]
+    assert metadata["tool"]["uv"]["sources"] == {need.name: {"path": ".", "editable": True}}
+    assert need.name == PROJECT["name"] and need.extras <= EXTRAS.keys()
+    listed = [*PROJECT["dependencies"], *(line for extra in need.extras for line in EXTRAS[extra])]
+    brought = {Requirement(line).name for line in listed}
+    distributions = packages_distributions()
+    files = [script, *(PACKAGE / "script").glob("*.py")]
+    modules = {name for path in files for name in modules_of(path)} - sys.stdlib_module_names - {PACKAGE.name}
+    assert len(modules) > 5
+    for module in modules:
+        assert brought & {name.lower() for name in distributions[module]}, module
+
+
+def test_the_versions_that_are_tested_are_in_the_ranges():
+    pinned = {}
+    for path in ("benchmarks/peers/requirements-envpool.txt", "requirements.txt"):
+        lines = [line.partition("#")[0].strip() for line in (ROOT / path).read_text().splitlines()]
+        pinned |= {need.name: need for need in map(Requirement, filter(None, lines))}
+    for line in [*PROJECT["dependencies"], *(line for lines in EXTRAS.values() for line in lines)]:
+        need, pin = Requirement(line), pinned[Requirement(line).name]
+        (version,) = pin.specifier
+        assert version.operator == "==" and need.specifier.contains(version.version), line
+        assert need.extras <= pin.extras, line
+
+
+def build(tree, kind):
+    """Build a distribution of a tree; whatever is deprecated is an error."""
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}('dist'))"
+    command = [sys.executable, "-W", "error", "-c", code]
+    result = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return tree / "dist" / result.stdout.splitlines()[-1]
+
+
+def test_the_wheel_holds_the_package_and_so_does_the_one_that_the_sdist_builds(tmp_path):
+    tree = tmp_path / "tree"
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("clusterenv_runtime", "tests"):
+        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+    for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tree)
+    files = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
+    with tarfile.open(build(tree, "sdist")) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.glob("clusterenv-*")
+    assert {str(path.relative_to(unpacked)) for path in unpacked.rglob("*.py")} - {"setup.py"} == files
+    wheel = build(unpacked, "wheel")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    assert {name for name in names if ".dist-info/" not in name} == files
+    assert "License-Expression: MIT" in metadata and any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+def test_a_new_build_backend_does_not_build_unseen():
+    (backend,) = map(Requirement, PYPROJECT["build-system"]["requires"])
+    assert {bound.operator for bound in backend.specifier} == {">=", "<"}
