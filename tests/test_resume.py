@@ -41,7 +41,7 @@ from clusterenv_runtime.errors import RunLockedError
 from clusterenv_runtime.script import Run, arguments, logs, parse
 from clusterenv_runtime.script.checkpoint import (
     load_checkpoint,
-    load_optimizer,
+    load_part,
     rng_state,
     save_checkpoint,
     save_model,
@@ -737,7 +737,7 @@ def test_an_optimizer_goes_on_as_it_was(tmp_path, steps):
     optimizer, parameters = an_optimizer(steps)
     save_checkpoint(tmp_path, {"state": optimizer.state_dict()}, 1)
     other, others = an_optimizer()
-    load_optimizer(other, load_checkpoint(tmp_path)["state"])
+    load_part(other, load_checkpoint(tmp_path)["state"])
     with torch.no_grad():
         for parameter, of_other in zip(parameters, others, strict=True):
             of_other.copy_(parameter)
@@ -772,7 +772,7 @@ def test_a_state_that_is_no_optimizers_is_refused(path, value):
     *way, last = [int(key) if key.isdigit() else key for key in path.split(".")]
     functools.reduce(operator.getitem, way, state)[last] = value
     with pytest.raises((ValueError, TypeError, AttributeError)):
-        load_optimizer(an_optimizer()[0], state)
+        load_part(an_optimizer()[0], state)
 
 
 @pytest.mark.parametrize(

@@ -173,12 +173,19 @@ def check_run(state: Any) -> None:
         raise CheckpointError(f"it is not of a run: {error}") from None
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a ``state_dict``, of which torch checks little, and with fused kernels writes where it says.
+def load_part(part: Any, state: dict[str, Any]) -> None:
+    """Have a part of a run go on from its ``state_dict``, which may be anybody's.
 
     Raises:
-        ValueError: it is not of an optimizer of these parameters.
+        Exception: it is not one of this part; whatever that raises.
     """
+    if isinstance(part, torch.optim.Optimizer):
+        _check_optimizer(part, state)
+    part.load_state_dict(state)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Raise ValueError if this is not its ``state_dict``. Torch checks little, and with fused kernels writes beyond."""
     fresh = copy.deepcopy(optimizer)
     for group in fresh.param_groups:
         for parameter in group["params"]:
@@ -187,11 +194,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     expected = fresh.state_dict()
     # Of parameters that have had no gradient it has kept nothing.
     expected["state"] = {key: kept for key, kept in expected["state"].items() if key in state["state"]}
-    check_alike(state, expected, "state")
-    optimizer.load_state_dict(state)
+    _check_alike(state, expected, "state")
 
 
-def check_alike(found: Any, expected: Any, where: str) -> None:
+def _check_alike(found: Any, expected: Any, where: str) -> None:
     """Raise ValueError if two trees of dicts, lists and tuples differ in keys, types, or tensors' shapes and dtypes."""
     fits = type(found) is type(expected)
     if isinstance(expected, torch.Tensor):
@@ -204,7 +210,7 @@ def check_alike(found: Any, expected: Any, where: str) -> None:
         raise ValueError(f"{where} is not what an optimizer of these parameters has")
     if isinstance(expected, dict | list | tuple):
         for key in expected if isinstance(expected, dict) else range(len(expected)):
-            check_alike(found[key], expected[key], f"{where}[{key!r}]")
+            _check_alike(found[key], expected[key], f"{where}[{key!r}]")
 
 
 def _check(value: Any, where: str) -> None:

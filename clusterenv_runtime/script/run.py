@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import sys
@@ -21,7 +20,7 @@ from ..env import ClusterEnv
 from ..errors import one_line
 from ..rollout import Rollout
 from .arguments import check, resume_command
-from .checkpoint import load_optimizer, replaced, rng_state, save_checkpoint, save_model, set_rng_state
+from .checkpoint import load_part, replaced, rng_state, save_checkpoint, save_model, set_rng_state
 from .curve import LearningCurve
 from .directory import meet
 from .dry_run import worker_commands
@@ -117,10 +116,7 @@ class Run:
         if self._saved:
             parts = self._saved.get("parts", {})
             check(name in parts, f"{self.args.resume} is of another version of this script: it has no {name!r}")
-            load = kept.load_state_dict
-            if isinstance(part, torch.optim.Optimizer):
-                load = functools.partial(load_optimizer, part)
-            self._load(name, lambda: load(parts[name]))
+            self._load(name, lambda: load_part(kept, parts[name]))
         return part
 
     def _load(self, name: str, load: Callable[[], object]) -> None:
