@@ -170,6 +170,8 @@ class Unpacker:
         """
         try:
             return self._value_of(tree)
+        except ProtocolError:
+            raise
         except Exception as error:  # whatever a malformed tree makes NumPy raise
             raise ProtocolError(f"malformed value in a message: {error}") from None
 
@@ -184,34 +186,47 @@ class Unpacker:
                 items = [self._value_of(item) for item in tree.items]
                 return items if type(tree) is List else GraphInstance(*items) if type(tree) is Graph else tuple(items)
             case Dict():
-                keys = [self._value_of(key) for key, _ in tree.items]
-                others = 0
-                for key in keys:
-                    others += type(key) not in (str, bytes)
-                    _check_key(key, others)
-                self._collisions += others**2
-                if self._collisions > MAX_COLLISIONS:
-                    raise ValueError("too many keys that are not text")
-                return {key: self._value_of(item) for key, (_, item) in zip(keys, tree.items, strict=True)}
+                return {key: self._value_of(item) for key, item in self._items_of(tree)}
             case Int():
                 return int(tree.digits, 16)
             case Generator():
                 return _generator(self._value_of(tree.state))
         return tree
 
-    def _array_of(self, array: Array) -> np.ndarray:
-        size = math.prod(array.shape) * np.dtype(array.dtype).itemsize
+    def _items_of(self, tree: Dict) -> list[tuple[Any, Packed]]:
+        items, others = [(self._value_of(key), item) for key, item in tree.items], 0
+        for key, _ in items:
+            others += type(key) not in (str, bytes)
+            _check_key(key, others)
+        self._collisions += others**2
+        if self._collisions > MAX_COLLISIONS:
+            raise ValueError("too many keys that are not text")
+        return items
+
+    def tree_of(self, tree: Packed) -> Any:
+        """Return the dicts and tuples that were packed; all else in them is as it is packed, such as for `view`."""
+        if type(tree) is Dict:
+            return {key: self.tree_of(item) for key, item in self._items_of(tree)}
+        return tuple(map(self.tree_of, tree.items)) if type(tree) is Tuple else tree
+
+    def view(self, array: Array, dtype: np.dtype, shape: list[int]) -> np.ndarray:
+        """Return the array that was packed, of this dtype and shape, without a copy; see `__call__`."""
+        size = math.prod(shape) * dtype.itemsize
         self._bytes_left -= size
         if self._bytes_left < 0:
-            raise ValueError("its arrays are larger than the message")
-        if not size and array.shape and math.prod(array.shape):  # it would be as long as the sender likes
-            raise ValueError(f"dtype {array.dtype}, shape {array.shape}")
-        data = self._buffers[array.frame]
+            raise ProtocolError("malformed value in a message: its arrays are larger than the message")
+        data = self._buffers[array.frame] if array.frame < len(self._buffers) else b""
         if size > MAX_FRAME and len(data) == MAX_FRAME:
             data = bytearray().join(self._buffers[array.frame : array.frame - (-size // MAX_FRAME)])
         if array.offset + size > len(data):  # NumPy's own check overflows
-            raise ValueError("an array reaches beyond its frame")
-        return np.ndarray(array.shape, array.dtype, data, array.offset)
+            raise ProtocolError("malformed value in a message: an array reaches beyond its frame")
+        return np.ndarray(shape, dtype, data, array.offset)
+
+    def _array_of(self, array: Array) -> np.ndarray:
+        dtype = np.dtype(array.dtype)
+        if not dtype.itemsize and array.shape and math.prod(array.shape):  # it would be as long as the sender likes
+            raise ValueError(f"dtype {array.dtype}, shape {array.shape}")
+        return self.view(array, dtype, array.shape)
 
 
 def _check_key(key: Any, others: int) -> None:

@@ -229,7 +229,7 @@ SPACE = spaces.Box(0, 255, (4, 3), np.uint8)
         ({"observations": np.zeros((6, 2, 4), np.int64)}, "observations must be <i4 (6, 2, 4), got <i8 (6, 2, 4)"),
         ({"observations": np.zeros((6, 2, 4, 3), np.uint8)}, "observations must be <i4 (6, 2, 4), got "),
         ({"next_observations": np.zeros((2, 5), np.int32)}, "next_observations must be <i4 (2, 4), got <i4 (2, 5)"),
-        ({"frames": "many"}, "a part of a rollout is malformed"),
+        ({"frames": "many"}, "frames must be in a tuple, got a str"),
     ],
 )
 def test_frames_that_cannot_be_are_refused(fields, says):
