@@ -110,7 +110,7 @@ class Opener:
         asked_at: Published,
         published: Published,
     ) -> RolloutPart:
-        packed, unpack = answer.part, Unpacker(buffers, copy=False)
+        packed = answer.part
         if packed.keys() != _FIELDS:
             raise ProtocolError(f"a part has missing or unknown fields: {sorted(packed.keys() ^ _FIELDS)!r:.200}")
         if type(version := packed["version"]) is not int:
@@ -125,21 +125,24 @@ class Opener:
             check_generator(answer.generator)
         steps, episodes, example_of = (num_steps, num_envs), (_length(packed["episodes"]),), policy.example
         measured = measured_states(*steps, example_of["states"] is not None)
-        values = {"version": version, "infos": unpack(packed["infos"]), "frames": ()}
-        for name, example, leading in (
-            ("starts", _BOOLS, (num_envs,)), ("rewards", _FLOATS, steps), ("terminations", _BOOLS, steps),
-            ("truncations", _BOOLS, steps), ("actions", example_of["actions"], steps),
-            ("logprobs", example_of["logprobs"], steps), ("extras", example_of["extras"], steps),
-            ("params", example_of["params"], (len(measured),)), ("states", example_of["states"], (num_envs,)),
-            ("episodes", _INTS, episodes), ("episodic_returns", _FLOATS, episodes),
-            ("episodic_lengths", _INTS, episodes),
-        ):  # fmt: skip
-            values[name] = _views(unpack, name, packed[name], example, leading)
+        forms = {
+            name: (packed[name], example, leading)
+            for name, example, leading in (
+                ("starts", _BOOLS, (num_envs,)), ("rewards", _FLOATS, steps), ("terminations", _BOOLS, steps),
+                ("truncations", _BOOLS, steps), ("actions", example_of["actions"], steps),
+                ("logprobs", example_of["logprobs"], steps), ("extras", example_of["extras"], steps),
+                ("params", example_of["params"], (len(measured),)), ("states", example_of["states"], (num_envs,)),
+                ("episodes", _INTS, episodes), ("episodic_returns", _FLOATS, episodes),
+                ("episodic_lengths", _INTS, episodes),
+            )
+        }  # fmt: skip
+        unpack = Unpacker(buffers, copy=False)
+        values, infos, frames = unpack.arrays(forms), unpack(packed["infos"]), unpack.tree_of(packed["frames"])
         ended = (values["terminations"] | values["truncations"]).reshape(-1)
         ends = int(np.count_nonzero(ended))
-        for name, leading in zip(OBSERVATIONS, (steps, (ends,), (num_envs,)), strict=True):
-            values[name] = _views(unpack, name, packed[name], self._sent, leading)
-        part = RolloutPart(**values)
+        leading = zip(OBSERVATIONS, (steps, (ends,), (num_envs,)), strict=True)
+        values |= unpack.arrays({name: (packed[name], self._sent, axes) for name, axes in leading})
+        part = RolloutPart(version=version, infos=infos, **values)
         self._check_infos(part.infos, ended.size)
         if (fault := fault_of(part, self._action_space if policy.is_identity else None)) is not None:
             raise ProtocolError(fault)
@@ -147,25 +150,24 @@ class Opener:
             within = part.episodes[part.episodes < ended.size]  # some go further
             if part.episodes[0] < 0 or np.any(np.diff(part.episodes) <= 0) or not np.all(ended[within]):
                 raise ProtocolError("episodes are counted that have not ended")
-        self._unfold(part, unpack, packed["frames"], ended.size + num_envs + ends)
+        self._unfold(part, unpack, frames, ended.size + num_envs + ends)
         return part
 
-    def _unfold(self, part: RolloutPart, unpack: Unpacker, packed: Any, stacks: int) -> None:
+    def _unfold(self, part: RolloutPart, unpack: Unpacker, found: Any, stacks: int) -> None:
         """Open the frames of a part, and put that many stacks of them where their indices are."""
-        if not isinstance(found := unpack.tree_of(packed), tuple):
+        if not isinstance(found, tuple):
             raise ProtocolError(f"frames must be in a tuple, got a {type(found).__name__}")
         if len(found) != len(self._frames):
             raise ProtocolError(f"frames are of {len(self._frames)} observations, got {len(found)}")
         all_frames, most = list[np.ndarray](), stacks * (self._stack or 0)
         for each, example in zip(found, self._frames, strict=True):
+            name, like = ("compressed frames", _BYTES) if self._are_compressed else ("frames", example)
+            frames = unpack.arrays({name: (each, like, (_length(each),))})[name]
             if self._are_compressed:
-                frames = _views(unpack, "compressed frames", each, _BYTES, (_length(each),))
                 try:
                     frames = decompressed(frames, example[0], most)
                 except ValueError as error:
                     raise ProtocolError(f"frames cannot be decompressed: {error}") from None
-            else:
-                frames = _views(unpack, "frames", each, example, (_length(each),))
             if len(frames) > most:
                 raise ProtocolError(f"{len(frames)} frames are too many for {stacks} stacks of {self._stack}")
             all_frames.append(frames)
@@ -291,34 +293,6 @@ def _check_observations(name: str, leaves: list[Any], example: list[Any], leadin
 def _length(packed: Any) -> int:
     """Return how long an array says that it is."""
     return packed.shape[0] if isinstance(packed, Array) and packed.shape else 0
-
-
-def _views(unpack: Unpacker, name: str, packed: Any, example: Any, leading: tuple[int, ...]) -> Any:
-    """Return the arrays of a tree, with keys in an example's order; raise ProtocolError if it has not their form."""
-
-    def view(one: Any, leaf: Any) -> Any:
-        if one is None and leaf is not None:
-            raise ProtocolError(f"{name} are of a policy that has none")
-        return None if one is None else _view(unpack, name, leaf, one, leading)
-
-    if type(example) is np.ndarray:  # as most are
-        return _view(unpack, name, packed, example, leading)
-    try:
-        return map_tree(view, example, unpack.tree_of(packed))
-    except ProtocolError:
-        raise
-    except Exception:  # whatever a malformed tree raises
-        raise ProtocolError(f"{name} are not of the policy's structure") from None
-
-
-def _view(unpack: Unpacker, name: str, packed: Any, example: np.ndarray, leading: tuple[int, ...]) -> np.ndarray:
-    shape, dtype = [*leading, *example.shape[1:]], example.dtype
-    if type(packed) is not Array:
-        raise ProtocolError(f"{name} must be an array, got a {type(packed).__name__}")
-    if packed.shape != shape or packed.dtype != dtype.str:
-        expected, found = f"{dtype.str} {tuple(shape)}", f"{packed.dtype} {tuple(packed.shape)}"
-        raise ProtocolError(f"{name} must be {expected}, got {found}")
-    return unpack.view(packed, dtype, shape)
 
 
 def _check(name: str, array: Any, dtype: Any, leading: tuple[int, ...], trailing: tuple[int, ...] = ()) -> None:

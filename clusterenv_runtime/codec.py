@@ -7,8 +7,10 @@ keys that are made to collide, a map would keep busy whoever decodes it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -16,6 +18,7 @@ import numpy as np
 from gymnasium.spaces import GraphInstance
 
 from .errors import ProtocolError
+from .trees import map_tree
 
 MAX_FRAME = 2**18  # bytes; what is larger travels in several frames. A stranger's handshake may be as long
 SMALL = 2**16  # bytes; what is smaller shares a frame with others, as each frame costs several microseconds
@@ -168,12 +171,8 @@ class Unpacker:
         Raises:
             ProtocolError: ``tree`` is not what `pack` makes, or does not fit the buffers.
         """
-        try:
+        with _refusing():
             return self._value_of(tree)
-        except ProtocolError:
-            raise
-        except Exception as error:  # whatever a malformed tree makes NumPy raise
-            raise ProtocolError(f"malformed value in a message: {error}") from None
 
     def _value_of(self, tree: Packed) -> Any:
         match tree:
@@ -204,13 +203,47 @@ class Unpacker:
         return items
 
     def tree_of(self, tree: Packed) -> Any:
-        """Return the dicts and tuples that were packed; all else in them is as it is packed, such as for `view`."""
+        """Return the dicts and tuples that were packed, with all else in them as it is packed; see `__call__`."""
         if type(tree) is Dict:
-            return {key: self.tree_of(item) for key, item in self._items_of(tree)}
+            with _refusing():
+                return {key: self.tree_of(item) for key, item in self._items_of(tree)}
         return tuple(map(self.tree_of, tree.items)) if type(tree) is Tuple else tree
 
-    def view(self, array: Array, dtype: np.dtype, shape: list[int]) -> np.ndarray:
-        """Return the array that was packed, of this dtype and shape, without a copy; see `__call__`."""
+    def arrays(self, forms: dict[str, tuple[Packed, Any, tuple[int, ...]]]) -> dict[str, Any]:
+        """Return trees of arrays by name, as views. Each is packed, and must be like an example.
+
+        That is a tree of arrays, or of None, in whose order the keys come. Instead of its arrays' first axis there are
+        these leading ones.
+
+        Raises:
+            ProtocolError: one is of another structure, shape or dtype.
+        """
+        return {name: self._tree_like(name, *form) for name, form in forms.items()}
+
+    def _tree_like(self, name: str, packed: Packed, example: Any, leading: tuple[int, ...]) -> Any:
+        if isinstance(example, np.ndarray):  # as most are
+            return self._array_like(name, packed, example, leading)
+        try:
+            return map_tree(lambda one, leaf: self._array_like(name, leaf, one, leading), example, self.tree_of(packed))
+        except ValueError:
+            raise ProtocolError(f"{name} are not of the policy's structure") from None
+
+    def _array_like(
+        self, name: str, packed: Packed, example: np.ndarray | None, leading: tuple[int, ...]
+    ) -> np.ndarray | None:
+        if example is None and packed is None:
+            return None
+        if example is None:
+            raise ProtocolError(f"{name} are of a policy that has none")
+        if type(packed) is not Array:
+            raise ProtocolError(f"{name} must be an array, got a {type(packed).__name__}")
+        shape, dtype = [*leading, *example.shape[1:]], example.dtype
+        if packed.shape != shape or packed.dtype != dtype.str:
+            expected, found = f"{dtype.str} {tuple(shape)}", f"{packed.dtype} {tuple(packed.shape)}"
+            raise ProtocolError(f"{name} must be {expected}, got {found}")
+        return self._view(packed, dtype, shape)
+
+    def _view(self, array: Array, dtype: np.dtype, shape: list[int]) -> np.ndarray:
         size = math.prod(shape) * dtype.itemsize
         self._bytes_left -= size
         if self._bytes_left < 0:
@@ -226,7 +259,18 @@ class Unpacker:
         dtype = np.dtype(array.dtype)
         if not dtype.itemsize and array.shape and math.prod(array.shape):  # it would be as long as the sender likes
             raise ValueError(f"dtype {array.dtype}, shape {array.shape}")
-        return self.view(array, dtype, array.shape)
+        return self._view(array, dtype, array.shape)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise ProtocolError for whatever a malformed tree makes Python or NumPy raise."""
+    try:
+        yield
+    except ProtocolError:
+        raise
+    except Exception as error:
+        raise ProtocolError(f"malformed value in a message: {error}") from None
 
 
 def _check_key(key: Any, others: int) -> None:

@@ -86,21 +86,19 @@ class Rollout:
         ended = _in_order((np.flatnonzero(part.terminations | part.truncations) for part in parts), sizes)
         counted = _in_order((part.episodes for part in parts), sizes)
 
-        def joined(name: str, axis: int = 0, copy: bool = False) -> Any:
-            return join([getattr(part, name) for part in parts], axis, copy)
-
+        each = {name: [getattr(part, name) for part in parts] for name in RolloutPart.__struct_fields__}
         return cls(
             rows=rows,
-            starts=joined("starts"),
-            infos=_join_infos([part.infos for part in parts], parts[0].rewards.shape[0], sizes, infos),
-            states=None if parts[0].states is None else joined("states"),
-            policy_versions=np.repeat([part.version for part in parts], sizes),
-            episodic_returns=joined("episodic_returns")[counted],
-            episodic_lengths=joined("episodic_lengths")[counted],
-            next_observations=joined("next_observations", copy=True),  # the head keeps the views
-            final_observations=map_tree(lambda leaf: leaf[ended], joined("final_observations")),
+            infos=_join_infos(each["infos"], parts[0].rewards.shape[0], sizes, infos),
+            starts=join(each["starts"]),
+            states=None if parts[0].states is None else join(each["states"]),
+            policy_versions=np.repeat(each["version"], sizes),
+            episodic_returns=join(each["episodic_returns"])[counted],
+            episodic_lengths=join(each["episodic_lengths"])[counted],
+            next_observations=join(each["next_observations"], copy=True),  # the head keeps the views
+            final_observations=map_tree(lambda leaf: leaf[ended], join(each["final_observations"])),
             **{
-                name: joined(name, axis=1)
+                name: join(each[name], axis=1)
                 for name in ("observations", "actions", "extras", "logprobs", "rewards", "terminations", "truncations")
             },  # fmt: skip
         )
