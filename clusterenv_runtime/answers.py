@@ -10,12 +10,11 @@ import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import create_empty_array
 
-from .codec import Unpacker, check_torch
+from .codec import Array, Unpacker, check_torch
 from .errors import ProtocolError
 from .frames import Frames, decompressed
 from .protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
@@ -25,6 +24,8 @@ from .sync import measured_states
 from .trees import leaves, map_tree
 
 MAX_INFO_KEYS = 1000  # of a worker's infos; each becomes an array of all environments
+_FIELDS = set(RolloutPart.__struct_fields__)
+_BOOLS, _BYTES, _INTS, _FLOATS = (np.empty(1, dtype) for dtype in (bool, np.uint8, np.int64, np.float64))  # examples
 
 
 class Published(NamedTuple):
@@ -59,11 +60,11 @@ class Opener:
         self._info_keys, self._stacks = info_keys, are_stacks(space, frame_stack)
         self._stack, index = frame_stack, np.empty((1, frame_stack or 0), np.int32)
         self._are_compressed = are_compressed
-        self._frames: list[np.ndarray] = []  # of each stack one
+        self._frames: list[np.ndarray] = []  # of each stack one, ``(frame_stack, *frame)``
 
         def sent(is_stack: bool, one: Any) -> Any:
             if is_stack:
-                self._frames.append(one[0, 0])
+                self._frames.append(one[0])
             return index if is_stack else one
 
         self._sent = map_space(sent, space, self._stacks, self._example)
@@ -108,77 +109,81 @@ class Opener:
         asked_at: Published,
         published: Published,
     ) -> RolloutPart:
-        unpack = Unpacker(buffers, copy=False)
-        values = {name: unpack(value) for name, value in answer.part.items()}
-        try:
-            part = msgspec.convert(values, RolloutPart)
-        except msgspec.ValidationError as error:
-            raise ProtocolError(f"a part of a rollout is malformed: {error}") from None
-        policy = published if part.version >= published.since else asked_at
-        if not policy.since <= part.version <= published.version:
+        packed = answer.part
+        if packed.keys() != _FIELDS:
+            raise ProtocolError(f"a part has missing or unknown fields: {sorted(packed.keys() ^ _FIELDS)!r:.200}")
+        if type(version := packed["version"]) is not int:
+            raise ProtocolError(f"version must be an int, got a {type(version).__name__}")
+        policy = published if version >= published.since else asked_at
+        if not policy.since <= version <= published.version:
             possible = f"but these are {asked_at.since} to {published.version}"
-            raise ProtocolError(f"it says that it acted on version {part.version}, {possible}")
+            raise ProtocolError(f"it says that it acted on version {version}, {possible}")
         if not 0 <= answer.waited < math.inf:
             raise ProtocolError(f"it says that it waited for {answer.waited} seconds")
+        steps, episodes, example_of = (num_steps, num_envs), (_length(packed["episodes"]),), policy.example
+        measured = measured_states(*steps, example_of["states"] is not None)
+        forms = {
+            name: (packed[name], example, leading)
+            for name, example, leading in (
+                ("starts", _BOOLS, (num_envs,)), ("rewards", _FLOATS, steps), ("terminations", _BOOLS, steps),
+                ("truncations", _BOOLS, steps), ("actions", example_of["actions"], steps),
+                ("logprobs", example_of["logprobs"], steps), ("extras", example_of["extras"], steps),
+                ("params", example_of["params"], (len(measured),)), ("states", example_of["states"], (num_envs,)),
+                ("episodes", _INTS, episodes), ("episodic_returns", _FLOATS, episodes),
+                ("episodic_lengths", _INTS, episodes),
+            )
+        }  # fmt: skip
         try:
             check_torch(answer.generator)
         except ValueError as error:
             raise ProtocolError(str(error)) from None
-        steps, example_of = (num_steps, num_envs), policy.example
-        measured = measured_states(*steps, example_of["states"] is not None)
-        _check("starts", part.starts, bool, (num_envs,))
-        _check("rewards", part.rewards, np.float64, steps)
-        _check("terminations", part.terminations, bool, steps)
-        _check("truncations", part.truncations, bool, steps)
-        for name, leading in (
-            ("actions", steps), ("logprobs", steps), ("extras", steps), ("params", (len(measured),)),
-            ("states", (num_envs,)),
-        ):  # fmt: skip
-            setattr(part, name, _checked(name, getattr(part, name), example_of[name], leading))
-        self._check_infos(part.infos, num_steps * num_envs)
-        episodes = (part.episodes.size,)
-        _check("episodes", part.episodes, np.int64, episodes)
-        _check("episodic_returns", part.episodic_returns, np.float64, episodes)
-        _check("episodic_lengths", part.episodic_lengths, np.int64, episodes)
+        unpack = Unpacker(buffers, copy=False)
+        values, infos, frames = unpack.arrays(forms), unpack(packed["infos"]), unpack.tree_of(packed["frames"])
+        ended = (values["terminations"] | values["truncations"]).reshape(-1)
+        ends = int(np.count_nonzero(ended))
+        leading = zip(OBSERVATIONS, (steps, (ends,), (num_envs,)), strict=True)
+        values |= unpack.arrays({name: (packed[name], self._sent, axes) for name, axes in leading})
+        part = RolloutPart(version=version, infos=infos, **values)
+        self._check_infos(part.infos, ended.size)
         if (fault := fault_of(part, self._action_space if policy.is_identity else None)) is not None:
             raise ProtocolError(fault)
-        ended = (part.terminations | part.truncations).reshape(-1)
-        ends, within = int(np.count_nonzero(ended)), part.episodes[part.episodes < ended.size]  # some go further
-        if np.any(part.episodes < 0) or np.any(np.diff(part.episodes) <= 0) or not np.all(ended[within]):
-            raise ProtocolError("episodes are counted that have not ended")
-        if part.episodes.size > 4 * ended.size or np.any(part.episodic_lengths < 1):
-            raise ProtocolError("episodes are counted that were none")
-        for name, leading in zip(OBSERVATIONS, (steps, (ends,), (num_envs,)), strict=True):
-            setattr(part, name, _checked(name, getattr(part, name), self._sent, leading))
-        self._unfold(part, ended.size + num_envs + ends)
+        if part.episodes.size:
+            within = part.episodes[part.episodes < ended.size]  # some go further
+            if part.episodes[0] < 0 or np.any(np.diff(part.episodes) <= 0) or not np.all(ended[within]):
+                raise ProtocolError("episodes are counted that have not ended")
+            if part.episodes.size > 4 * ended.size or np.any(part.episodic_lengths < 1):
+                raise ProtocolError("episodes are counted that were none")
+        self._unfold(part, unpack, frames, ended.size + num_envs + ends)
         return part
 
-    def _unfold(self, part: RolloutPart, stacks: int) -> None:
-        """Check the frames of a part, and put that many stacks of them where their indices are."""
-        if len(part.frames) != len(self._frames):
-            raise ProtocolError(f"frames are of {len(self._frames)} observations, got {len(part.frames)}")
-        all_frames, most = list(part.frames), stacks * (self._stack or 0)
-        for number, one in enumerate(self._frames):
-            frames = all_frames[number]
+    def _unfold(self, part: RolloutPart, unpack: Unpacker, found: Any, stacks: int) -> None:
+        """Open the frames of a part, and put that many stacks of them where their indices are."""
+        if not isinstance(found, tuple):
+            raise ProtocolError(f"frames must be in a tuple, got a {type(found).__name__}")
+        if len(found) != len(self._frames):
+            raise ProtocolError(f"frames are of {len(self._frames)} observations, got {len(found)}")
+        all_frames, most = list[np.ndarray](), stacks * (self._stack or 0)
+        for each, example in zip(found, self._frames, strict=True):
+            name, like = ("compressed frames", _BYTES) if self._are_compressed else ("frames", example)
+            frames = unpack.arrays({name: (each, like, (_length(each),))})[name]
             if self._are_compressed:
-                _check("compressed frames", frames, np.uint8, frames.shape[:1] or (0,))
                 try:
-                    frames = all_frames[number] = decompressed(frames, one, most)
+                    frames = decompressed(frames, example[0], most)
                 except ValueError as error:
                     raise ProtocolError(f"frames cannot be decompressed: {error}") from None
-            _check("frames", frames, one.dtype, frames.shape[:1] or (0,), one.shape)
             if len(frames) > most:
                 raise ProtocolError(f"{len(frames)} frames are too many for {stacks} stacks of {self._stack}")
+            all_frames.append(frames)
 
         def stacked(is_stack: bool, index: Any) -> Any:
             if not is_stack:
                 return index
             frames = next(remaining)
-            if index.size and not 0 <= index.min() <= index.max() < len(frames):
+            if index.size and index.view(np.uint32).max() >= len(frames):  # those below 0 are the largest
                 raise ProtocolError(f"observations are of {len(frames)} frames, and say that they are of others")
             return Frames(frames, index)
 
-        for name in OBSERVATIONS:
+        for name in OBSERVATIONS if all_frames else ():
             remaining = iter(all_frames)
             trees = map_tree(stacked, self._stacks, getattr(part, name))
             setattr(part, name, trees if name == "observations" else map_tree(np.asarray, trees))  # the others are few
@@ -226,13 +231,14 @@ def fault_of(part: RolloutPart, action_space: Space | None, given: Any = None) -
 
     ``given`` is what environments got instead of the actions, if they did. Without a space, neither is looked at.
     """
-    for name in ("logprobs", "params", "states", "extras"):
-        floats = [leaf for leaf in leaves(getattr(part, name)) if leaf is not None and leaf.dtype.kind == "f"]
-        if any(np.isnan(leaf).any() for leaf in floats):
-            return f"{name} hold NaN: has the policy diverged?"
-    for name in ("rewards", "actions", "episodic_returns"):
-        if not all(np.isfinite(leaf).all() for leaf in leaves(getattr(part, name))):
-            return f"{name} are not all finite"
+    for name in ("logprobs", "params", "states", "extras", "rewards", "actions", "episodic_returns"):
+        for leaf in leaves(getattr(part, name)):
+            if leaf is None or leaf.dtype.kind != "f" or np.isfinite(leaf).all():
+                continue
+            if name in ("rewards", "actions", "episodic_returns"):
+                return f"{name} are not all finite"
+            if np.isnan(leaf).any():
+                return f"{name} hold NaN: has the policy diverged?"
     if action_space is not None and _are_beyond(action_space, part.actions if given is None else given):
         return f"actions are not of {action_space}"
     return None
@@ -240,15 +246,16 @@ def fault_of(part: RolloutPart, action_space: Space | None, given: Any = None) -
 
 def _are_beyond(space: Space, actions: Any) -> bool:
     """Say whether actions are of the shape of a space of integers, and not in it."""
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        number = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        if not isinstance(actions, np.ndarray) or actions.shape[2:] != space.shape:
+            return False
+        return bool(((actions < space.start) | (actions >= space.start + number)).any())
     if isinstance(space, spaces.Dict) and isinstance(actions, dict) and actions.keys() == space.spaces.keys():
         return any(_are_beyond(space[key], actions[key]) for key in actions)
     if isinstance(space, spaces.Tuple) and isinstance(actions, tuple) and len(actions) == len(space.spaces):
         return any(map(_are_beyond, space.spaces, actions))
-    if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete) or not isinstance(actions, np.ndarray):
-        return False
-    number = space.n if isinstance(space, spaces.Discrete) else space.nvec
-    is_one = actions.shape[2:] == space.shape
-    return is_one and bool(np.any((actions < space.start) | (actions >= space.start + number)))
+    return False
 
 
 def _count_down(info: dict[Any, Any], known: dict[Any, Any], left: int) -> int:
@@ -274,20 +281,9 @@ def _check_observations(name: str, leaves: list[Any], example: list[Any], leadin
             raise ProtocolError(f"{name} must be {leading[0]} in a tuple, got a {type(leaf).__name__}")
 
 
-def _checked(name: str, tree: Any, example: Any, leading: tuple[int, ...]) -> Any:
-    """Return a tree with its keys in an example's order; raise ProtocolError if it has not its shapes and dtypes."""
-
-    def check(one: Any, leaf: Any) -> Any:
-        if one is not None:
-            _check(name, leaf, one.dtype, leading, one.shape[1:])
-        elif leaf is not None:
-            raise ProtocolError(f"{name} are of a policy that has none")
-        return leaf
-
-    try:
-        return map_tree(check, example, tree)
-    except ValueError:
-        raise ProtocolError(f"{name} are not of the policy's structure") from None
+def _length(packed: Any) -> int:
+    """Return how long an array says that it is."""
+    return packed.shape[0] if isinstance(packed, Array) and packed.shape else 0
 
 
 def _check(name: str, array: Any, dtype: Any, leading: tuple[int, ...], trailing: tuple[int, ...] = ()) -> None:

@@ -7,10 +7,12 @@ keys that are made to collide, a map would keep busy whoever decodes it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
 import struct
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -18,6 +20,7 @@ import numpy as np
 from gymnasium.spaces import GraphInstance
 
 from .errors import ProtocolError
+from .trees import map_tree
 
 MAX_FRAME = 2**18  # bytes; what is larger travels in several frames. A stranger's handshake may be as long
 SMALL = 2**16  # bytes; what is smaller shares a frame with others, as each frame costs several microseconds
@@ -171,10 +174,8 @@ class Unpacker:
         Raises:
             ProtocolError: ``tree`` is not what `pack` makes, or does not fit the buffers.
         """
-        try:
+        with _refusing():
             return self._value_of(tree)
-        except Exception as error:  # whatever a malformed tree makes NumPy raise
-            raise ProtocolError(f"malformed value in a message: {error}") from None
 
     def _value_of(self, tree: Packed) -> Any:
         match tree:
@@ -187,34 +188,92 @@ class Unpacker:
                 items = [self._value_of(item) for item in tree.items]
                 return items if type(tree) is List else GraphInstance(*items) if type(tree) is Graph else tuple(items)
             case Dict():
-                keys = [self._value_of(key) for key, _ in tree.items]
-                others = 0
-                for key in keys:
-                    others += type(key) not in (str, bytes)
-                    _check_key(key, others)
-                self._collisions += others**2
-                if self._collisions > MAX_COLLISIONS:
-                    raise ValueError("too many keys that are not text")
-                return {key: self._value_of(item) for key, (_, item) in zip(keys, tree.items, strict=True)}
+                return {key: self._value_of(item) for key, item in self._items_of(tree)}
             case Int():
                 return int(tree.digits, 16)
             case Generator():
                 return _generator(self._value_of(tree.state))
         return tree
 
-    def _array_of(self, array: Array) -> np.ndarray:
-        size = math.prod(array.shape) * np.dtype(array.dtype).itemsize
+    def _items_of(self, tree: Dict) -> list[tuple[Any, Packed]]:
+        items, others = [(self._value_of(key), item) for key, item in tree.items], 0
+        for key, _ in items:
+            others += type(key) not in (str, bytes)
+            _check_key(key, others)
+        self._collisions += others**2
+        if self._collisions > MAX_COLLISIONS:
+            raise ValueError("too many keys that are not text")
+        return items
+
+    def tree_of(self, tree: Packed) -> Any:
+        """Return the dicts and tuples that were packed, with all else in them as it is packed; see `__call__`."""
+        if type(tree) is Dict:
+            with _refusing():
+                return {key: self.tree_of(item) for key, item in self._items_of(tree)}
+        return tuple(map(self.tree_of, tree.items)) if type(tree) is Tuple else tree
+
+    def arrays(self, forms: dict[str, tuple[Packed, Any, tuple[int, ...]]]) -> dict[str, Any]:
+        """Return trees of arrays by name, as views. Each is packed, and must be like an example.
+
+        That is a tree of arrays, or of None, in whose order the keys come. Instead of its arrays' first axis there are
+        these leading ones.
+
+        Raises:
+            ProtocolError: one is of another structure, shape or dtype.
+        """
+        return {name: self._tree_like(name, *form) for name, form in forms.items()}
+
+    def _tree_like(self, name: str, packed: Packed, example: Any, leading: tuple[int, ...]) -> Any:
+        if isinstance(example, np.ndarray):  # as most are
+            return self._array_like(name, packed, example, leading)
+        try:
+            return map_tree(lambda one, leaf: self._array_like(name, leaf, one, leading), example, self.tree_of(packed))
+        except ValueError:
+            raise ProtocolError(f"{name} are not of the policy's structure") from None
+
+    def _array_like(
+        self, name: str, packed: Packed, example: np.ndarray | None, leading: tuple[int, ...]
+    ) -> np.ndarray | None:
+        if example is None and packed is None:
+            return None
+        if example is None:
+            raise ProtocolError(f"{name} are of a policy that has none")
+        if type(packed) is not Array:
+            raise ProtocolError(f"{name} must be an array, got a {type(packed).__name__}")
+        shape, dtype = [*leading, *example.shape[1:]], example.dtype
+        if packed.shape != shape or packed.dtype != dtype.str:
+            expected, found = f"{dtype.str} {tuple(shape)}", f"{packed.dtype} {tuple(packed.shape)}"
+            raise ProtocolError(f"{name} must be {expected}, got {found}")
+        return self._view(packed, dtype, shape)
+
+    def _view(self, array: Array, dtype: np.dtype, shape: list[int]) -> np.ndarray:
+        size = math.prod(shape) * dtype.itemsize
         self._bytes_left -= size
         if self._bytes_left < 0:
-            raise ValueError("its arrays are larger than the message")
-        if not size and array.shape and math.prod(array.shape):  # it would be as long as the sender likes
-            raise ValueError(f"dtype {array.dtype}, shape {array.shape}")
-        data = self._buffers[array.frame]
+            raise ProtocolError("malformed value in a message: its arrays are larger than the message")
+        data = self._buffers[array.frame] if array.frame < len(self._buffers) else b""
         if size > MAX_FRAME and len(data) == MAX_FRAME:
             data = bytearray().join(self._buffers[array.frame : array.frame - (-size // MAX_FRAME)])
         if array.offset + size > len(data):  # NumPy's own check overflows
-            raise ValueError("an array reaches beyond its frame")
-        return np.ndarray(array.shape, array.dtype, data, array.offset)
+            raise ProtocolError("malformed value in a message: an array reaches beyond its frame")
+        return np.ndarray(shape, dtype, data, array.offset)
+
+    def _array_of(self, array: Array) -> np.ndarray:
+        dtype = np.dtype(array.dtype)
+        if not dtype.itemsize and array.shape and math.prod(array.shape):  # it would be as long as the sender likes
+            raise ValueError(f"dtype {array.dtype}, shape {array.shape}")
+        return self._view(array, dtype, array.shape)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise ProtocolError for whatever a malformed tree makes Python or NumPy raise."""
+    try:
+        yield
+    except ProtocolError:
+        raise
+    except Exception as error:
+        raise ProtocolError(f"malformed value in a message: {error}") from None
 
 
 def _check_key(key: Any, others: int) -> None:

@@ -44,9 +44,11 @@ class Frames:
         return self.frames.index_select(0, index.reshape(-1)).view(*index.shape, *self.frames.shape[1:])
 
     def only(self, key: Any) -> Frames:
-        """Return the stacks at several places of arrays, with a copy of no more than their frames."""
+        """Return the stacks at several places of arrays, with a copy of their frames, or all if most are theirs."""
         index, is_used = self.index[key], np.zeros(len(self.frames), bool)
         is_used[index] = True
+        if 2 * np.count_nonzero(is_used) > len(is_used):
+            return Frames(self.frames, index)
         return Frames(self.frames[is_used], np.cumsum(is_used)[index] - 1)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -123,12 +123,12 @@ class Rollout:
         each = {name: [getattr(part, name) for part in parts] for name in RolloutPart.__struct_fields__}
         return cls(
             rows=rows,
-            starts=np.concatenate(each["starts"]),
             infos=_join_infos(each["infos"], parts[0].rewards.shape[0], sizes, infos),
+            starts=join(each["starts"]),
             states=None if parts[0].states is None else join(each["states"]),
             policy_versions=np.repeat(each["version"], sizes),
-            episodic_returns=np.concatenate(each["episodic_returns"])[counted],
-            episodic_lengths=np.concatenate(each["episodic_lengths"])[counted],
+            episodic_returns=join(each["episodic_returns"])[counted],
+            episodic_lengths=join(each["episodic_lengths"])[counted],
             next_observations=join(each["next_observations"], copy=True),  # the head keeps the views
             final_observations=map_tree(lambda leaf: leaf[ended], join(each["final_observations"])),
             **{

@@ -143,6 +143,8 @@ def take(space: Space, batch: Any, indices: Any) -> Any:
 
 def join(trees: Sequence[Any], axis: int = 0, copy: bool = False) -> Any:
     """Return trees of arrays along an axis, as one; see `join_arrays`."""
+    if isinstance(trees[0], np.ndarray):  # as most are
+        return join_arrays(trees, axis, copy)
     return map_tree(lambda *leaves: join_arrays(leaves, axis, copy), *trees)
 
 
@@ -157,8 +159,8 @@ def join_arrays(arrays: Sequence[Any], axis: int = 0, copy: bool = False) -> Any
     if len(arrays) > 1:
         return np.concatenate(arrays, axis)
     (array,) = arrays
-    large = array.nbytes >= 2**16 and array.flags.aligned and array.flags.writeable
-    return array if large and not copy else array.copy()
+    is_view = not copy and array.nbytes >= 2**16 and array.flags.aligned and array.flags.writeable
+    return array if is_view else array.copy()
 
 
 def merge_rows(space: Space, mask: np.ndarray, there: Any, elsewhere: Any) -> Any:

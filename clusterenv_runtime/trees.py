@@ -26,6 +26,8 @@ def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
 
 def leaves(tree: Any) -> list[Any]:
     """Return the leaves of a tree, in order."""
+    if not isinstance(tree, dict | tuple):
+        return [tree]
     found: list[Any] = []
     map_tree(found.append, tree)
     return found

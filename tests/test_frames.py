@@ -188,7 +188,10 @@ def test_stacks_are_an_array_that_gathers():
     assert_same(stacks[:, 1], whole[:, 1])
     few = flat.only(which)
     assert_same(np.asarray(few), flat[which])
-    assert len(few.frames) == 4 and not np.shares_memory(few.frames, frames)
+    assert few.frames is frames  # 4 of 6
+    few = flat.only(which[1:2])
+    assert_same(np.asarray(few), flat[which[1:2]])
+    assert len(few.frames) == 2 and not np.shares_memory(few.frames, frames)
     tensors = flat.to("cpu")
     assert torch.equal(tensors[torch.as_tensor(which)], torch.as_tensor(flat[which]))
     assert torch.equal(tensors[2:4], torch.as_tensor(whole.reshape(6, 2, 2)[2:4]))
@@ -229,7 +232,7 @@ SPACE = spaces.Box(0, 255, (4, 3), np.uint8)
         ({"observations": np.zeros((6, 2, 4), np.int64)}, "observations must be <i4 (6, 2, 4), got <i8 (6, 2, 4)"),
         ({"observations": np.zeros((6, 2, 4, 3), np.uint8)}, "observations must be <i4 (6, 2, 4), got "),
         ({"next_observations": np.zeros((2, 5), np.int32)}, "next_observations must be <i4 (2, 4), got <i4 (2, 5)"),
-        ({"frames": "many"}, "a part of a rollout is malformed"),
+        ({"frames": "many"}, "frames must be in a tuple, got a str"),
     ],
 )
 def test_frames_that_cannot_be_are_refused(fields, says):

@@ -115,6 +115,8 @@ class Transport:
         self.directory, self.key_file = self._temporary.name, None
         self._context, self._gate = zmq.Context(), None
         self._socket = self._context.socket(zmq.ROUTER)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
         self._socket.linger = 0
         self._socket.router_mandatory = True  # a message to a worker that has gone raises instead of vanishing
         self._socket.rcvhwm = UNREAD
@@ -153,9 +155,11 @@ class Transport:
         """
         closed = [out.identity for out in outbox if not self._send(out)]
         received, size = list[Received](), 0
-        if seconds is not None and self._socket.poll(0 if closed else seconds * 1000):
-            while len(received) < FLOOD and size < FLOOD_BYTES and self._receive(received):
-                size += sum(map(len, received[-1].frames))
+        milliseconds = -1 if seconds is None else 0 if closed else seconds * 1000
+        while milliseconds >= 0 and len(received) < FLOOD and size < FLOOD_BYTES and self._poller.poll(milliseconds):
+            received.append(self._receive())
+            size += sum(map(len, received[-1].frames))
+            milliseconds = 0
         return received, closed
 
     def _send(self, out: Outgoing) -> bool:
@@ -170,14 +174,12 @@ class Transport:
             return False
         return True
 
-    def _receive(self, received: list[Received]) -> bool:
-        """Add the next message, and say whether there was one."""
-        try:
-            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        received.append(Received(identity.bytes, [frame.buffer for frame in frames]))
-        return True
+    def _receive(self) -> Received:
+        """Return the next message, which is there."""
+        frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
+        while frames[-1].more:
+            frames.append(self._socket.recv(zmq.NOBLOCK, copy=False))
+        return Received(frames[0].bytes, [frame.buffer for frame in frames[1:]])
 
     def drop(self, identity: bytes, text: str) -> None:
         """Count a message that is not for us; say so once per peer, and of a hundred peers at most."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from gymnasium import Space
+from gymnasium.vector.utils import create_empty_array
 
 from ..answers import Published
 from ..errors import one_line
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ALL_KL_STATES = 8192  # of all workers together, unless that leaves each with fewer than 16
+ALL_KL_ELEMENTS = 2**22  # numbers in their observations: as convolutions are slow, that is 148 of Atari's
 HELD_BYTES = 2**30  # of all the different weights that workers hold
 MANY_CHANGES = 10  # of the policy's structure, in a row
 
@@ -40,8 +42,9 @@ class PolicyCopy:
     measured: int = 0  # the version whose divergence is known; 0 for none
     divergence: float = math.inf  # nats per action dimension, from the published version; inf until it has acted
     pulls: int = 0  # so far
-    # What it has seen lately under `behavior`, as `Policy.divergence` takes it, in parts, oldest first.
-    recent: list[tuple[Any, ...]] = field(default_factory=list)
+    # What it has seen lately under `behavior`: how many states, and these as `Policy.divergence` takes them, in parts,
+    # oldest first.
+    recent: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
     # The weights it holds, ``(weights,)`` float32, one tensor for all that hold the same; None if not known to the bit.
     weights: torch.Tensor | None = None
 
@@ -84,7 +87,9 @@ class PolicyStore:
         self._copies, self._space, self._action_space = copies, space, action_space
         self._rounds, self._needs_kl, self._sum_over_learners = rounds, needs_kl, sum_over_learners
         self.is_of_several_learners = sum_over_learners is not None
-        self._most = min(KL_STATES, max(ALL_KL_STATES // len(copies), 16))
+        elements = sum(getattr(leaf, "size", 1) for leaf in leaves(create_empty_array(space, 1)))
+        of_all = min(ALL_KL_STATES, ALL_KL_ELEMENTS // max(elements, 1))
+        self._most = min(KL_STATES, max(of_all // len(copies), 16))
         self.version, self.published = 0, Published()  # +1 at each publish, and what is known of it
         self.structure = b""  # cloudpickle of the policy without its weights
         self.bytes_sent = 0  # cumulative weight bytes, all workers
@@ -167,20 +172,22 @@ class PolicyStore:
         """Keep some of what a worker saw in its part of a rollout, and its policy's distribution parameters there."""
         if part.version < self.published.since:
             return  # another structure
-        # Copies: the user may write to what these are views of.
+        # No views of what the user gets, who may write to it: of `Frames`, that is a copy.
         recent = [self._sampled(part) if part.states is None else self._in_sequence(part)]
         if part.version == copy.behavior and part.states is None:  # the same policy: more of the same
             recent = [*copy.recent, *recent]
-            while sum(len(leaves(params)[0]) for _, params in recent[1:]) >= self._most:
+            while sum(number for number, _ in recent[1:]) >= self._most:
                 del recent[0]
         copy.behavior, copy.recent = part.version, recent
 
     def _joined(self, copy: PolicyCopy) -> tuple[Any, ...]:
         if len(copy.recent) > 1:  # joined only now, as of images each part is megabytes
-            copy.recent = [map_tree(lambda *each: np.concatenate(each)[-self._most :], *copy.recent)]
-        return map_tree(np.asarray, copy.recent[0])
+            numbers, parts = zip(*copy.recent, strict=True)
+            joined = map_tree(lambda *each: np.concatenate(each)[-self._most :], *parts)
+            copy.recent = [(min(sum(numbers), self._most), joined)]
+        return map_tree(np.asarray, copy.recent[0][1])
 
-    def _sampled(self, part: RolloutPart) -> tuple[Any, Any]:
+    def _sampled(self, part: RolloutPart) -> tuple[int, tuple[Any, Any]]:
         sent = measured_states(*part.rewards.shape, in_sequence=False)
         chosen = sampled_states(len(sent), self._most)
         size = part.rewards.size
@@ -189,9 +196,9 @@ class PolicyStore:
             leaf = leaf.reshape(size, *leaf.shape[2:])
             return leaf.only(sent[chosen]) if isinstance(leaf, Frames) else leaf[sent[chosen]]
 
-        return map_tree(kept, part.observations), map_tree(lambda leaf: leaf[chosen], part.params)
+        return len(chosen), (map_tree(kept, part.observations), map_tree(lambda leaf: leaf[chosen], part.params))
 
-    def _in_sequence(self, part: RolloutPart) -> tuple[Any, Any, np.ndarray, Any]:
+    def _in_sequence(self, part: RolloutPart) -> tuple[int, tuple[Any, Any, np.ndarray, Any]]:
         num_steps, num_envs = part.rewards.shape
         sent = sampled_rows(num_steps, num_envs)
         chosen = sampled_rows(num_steps, len(sent), self._most)
@@ -203,7 +210,7 @@ class PolicyStore:
             part.params,
         )
         seen = map_tree(lambda leaf: leaf[:, rows], part.observations)
-        return seen, params, starts, map_tree(lambda leaf: leaf[rows], part.states)
+        return starts.size, (seen, params, starts, map_tree(lambda leaf: leaf[rows], part.states))
 
     def requests(self, copies: Sequence[PolicyCopy], num_steps: int) -> list[Collect]:
         """Return what asks each of these workers to act on the published version, or on its own.
@@ -212,7 +219,7 @@ class PolicyStore:
         several learners that is of all workers of all, so each must call this as often.
         """
         known = [copy.divergence for copy in copies if copy.measured]
-        total, number = np.sum(known), len(known)
+        total, number = sum(known), len(known)
         if self._sum_over_learners is not None:
             total, number = self._sum_over_learners(np.array([total, number], np.float64))
         mean = float(total / number) if number else math.inf
