@@ -63,9 +63,11 @@ class ClusterOptions:
     num_workers: Positive = 2
     """the number of environment worker processes, each with a contiguous share of the environments"""
     launcher: LauncherName = "local"
-    """where workers run: `local` (here), `slurm` (in this job), `external` (you start them), or another package's"""
+    """where workers run: `local` (here), `slurm` (this job), `ray`, `external` (started by you), another package's"""
     worker_prefix: Annotated[str, RunsCode(bool)] = ""
     """goes before each worker's Python, as in `nice -n 19` or (with the launcher `slurm`) `apptainer exec image.sif`"""
+    worker_resources: str = ""
+    """what each worker takes, as in `CPU=2 GPU=0.5 simulator=1` (launcher `ray`); by default a CPU"""
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
     """when workers pull weights: by divergence (APS), every `sync_interval` versions, every version, or once"""
     kl_threshold: Nats = 0.01
@@ -111,6 +113,18 @@ class ClusterOptions:
         """Whether what workers pull is rounded."""
         return self.weights == "difference"
 
+    @property
+    def resources(self) -> dict[str, float]:
+        """What each worker takes, by name.
+
+        Raises:
+            ValueError: it is not of the form that `worker_resources` has.
+        """
+        pairs = [re.fullmatch(r"([^=]+)=(\d+(?:\.\d+)?)", word) for word in self.worker_resources.split()]
+        if None in pairs:
+            raise ValueError(f"of the form NAME=NUMBER, as in CPU=2, got {self.worker_resources!r}")
+        return {pair[1]: float(pair[2]) for pair in pairs}
+
     def make_launcher(self, log_dir: str | os.PathLike[str] | None, spell: Callable[[str], str] = str) -> Launcher:
         """Return the launcher of this name, whose workers may log to files in ``log_dir``.
 
@@ -133,6 +147,13 @@ class ClusterOptions:
             StartupError: the file does not hold them, or others can read it.
         """
         return None if self.key_file is None else read_key_file(self.key_file, HeadKeys)
+
+    def workers_key_file(self, launcher: Launcher, made: Any) -> Any:
+        """Return the file of the workers' keys that their commands name: the one that a head has ``made``, if any.
+
+        But you have your own copies of keys that you have made and of workers that you start; see `keys`.
+        """
+        return f"{self.key_file}.worker" if launcher.by_hand and self.key_file else made
 
     def check(self, launcher: Launcher, spell: Callable[[str], str] = str) -> str | None:
         """Check all options, and return where to listen: an address or interface for tcp, None for a socket file.
@@ -157,6 +178,12 @@ class ClusterOptions:
             raise ValueError(f"{needs}: pull every how many policy versions?")
         if program and not launcher.remote and shutil.which(program) is None:
             raise ValueError(f"{spell('worker_prefix')} begins with {program}, and there is no such program here")
+        try:
+            resources = self.resources
+        except ValueError as error:
+            raise ValueError(f"{spell('worker_resources')} must be {error}") from None
+        if resources and not launcher.takes_resources:
+            raise ValueError(f"{spell('worker_resources')} goes with {spell('launcher')} ray, not {launcher.name}")
         if self.standby_workers and not launcher.can_stand_by:
             raise ValueError(f"{spell('standby_workers')} goes with {spell('launcher')} local, not {launcher.name}")
         if self.bind_address and self.interface:

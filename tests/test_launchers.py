@@ -106,6 +106,8 @@ def test_a_percent_sign_in_a_log_is_none_to_srun():
         ("--launcher slurm", {**PLAIN, "PATH": os.path.dirname(sys.executable)}, "there is no srun here"),
         ("--launcher slurm", {**PLAIN, "SLURM_JOB_NODELIST": "x"}, "scontrol show hostnames x: slurm_load_node error"),
         ("--launcher external", {}, "--launcher external needs --bind-address or --interface"),
+        ("--worker-resources CPU=1", {}, "--worker-resources goes with --launcher ray, not local"),
+        ("--worker-resources CPU", {}, "--worker-resources must be of the form NAME=NUMBER, as in CPU=2, got 'CPU'"),
         ("--standby-workers 1 --launcher slurm", PLAIN, "--standby-workers goes with --launcher local, not slurm"),
         ("--worker-prefix 'nice", {}, "--worker-prefix 'nice: No closing quotation"),
         ("--worker-prefix nonesuch", {}, "--worker-prefix begins with nonesuch, and there is no such program here"),
@@ -202,8 +204,7 @@ def test_workers_started_by_hand_train_and_are_awaited_again(tmp_path):
     try:
         assert process.stdout.readline().startswith("run these")
         lines = [process.stdout.readline() for _ in range(2)]
-        key_file = Path(shlex.split(lines[0])[-5])
-        assert read_key_file(key_file) == read_key_file(tmp_path / "key.worker")
+        assert shlex.split(lines[0])[-6:-4] == ["--key-file", "key.worker"]
         for line in lines:
             start(line)
         assert process.stdout.readline().startswith("step")
@@ -216,7 +217,7 @@ def test_workers_started_by_hand_train_and_are_awaited_again(tmp_path):
         _, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 75 and "worker 1 (" in errors
         assert [worker.wait(PATIENCE) for worker in workers] == [0, -signal.SIGKILL, 0]
-        assert not key_file.exists() and not list((tmp_path / "runs" / "name" / "workers").iterdir())
+        assert not list((tmp_path / "runs" / "name" / "workers").iterdir())
     finally:
         for each in (process, *workers):
             each.kill()
@@ -278,17 +279,61 @@ def test_keys_made_ahead_are_the_heads_and_the_workers_alone(tmp_path):
     assert (again.returncode, again.stderr) == (1, "error: cannot write key: File exists\n")
 
 
+def manifest(name):
+    return list(yaml.safe_load_all((ROOT / "docs" / name).read_text()))
+
+
 def test_the_manifest_is_valid_and_its_parts_fit():
-    service, head_job, workers = documents = list(yaml.safe_load_all((ROOT / "docs" / "kubernetes.yaml").read_text()))
+    service, claim, head_job, workers = documents = manifest("kubernetes.yaml")
     for document in documents:
-        kubernetes_validate.validate(document, "1.28", strict=True)
-    number = workers["spec"]["completions"]
-    (container,) = head_job["spec"]["template"]["spec"]["containers"]
-    (worker,) = workers["spec"]["template"]["spec"]["containers"]
+        kubernetes_validate.validate(document, "1.34", strict=True)
+    number, pod = workers["spec"]["completions"], head_job["spec"]["template"]["spec"]
+    (container,), (worker,) = pod["containers"], workers["spec"]["template"]["spec"]["containers"]
     (port,) = (str(port["port"]) for port in service["spec"]["ports"])
-    assert container["command"][-2:] == ["--num-workers", str(number)] and workers["spec"]["parallelism"] == number
-    assert f"tcp://{service['metadata']['name']}:{port}" in worker["command"] and port in container["args"]
+    assert f"--num-workers={number}" in container["args"] and workers["spec"]["parallelism"] == number
+    assert f"--connect=tcp://{service['metadata']['name']}:{port}" in worker["args"]
+    assert f"--port={port}" in container["args"]
     assert service["spec"]["selector"] == {"job-name": head_job["metadata"]["name"]}
+    assert {"claimName": claim["metadata"]["name"]} in [each.get("persistentVolumeClaim") for each in pod["volumes"]]
+    assert worker["image"] == container["image"]
+
+
+def test_the_jobset_is_of_the_same_jobs():
+    *_, claim, head, workers = manifest("kubernetes.yaml")
+    other_claim, jobs = manifest("jobset.yaml")
+    assert other_claim == claim
+    spec, name = jobs["spec"], jobs["metadata"]["name"]
+    assert spec["network"]["enableDNSHostnames"] and spec["successPolicy"]["targetReplicatedJobs"] == ["head"]
+    for job, plain in zip(spec["replicatedJobs"], (head, workers), strict=True):
+        kubernetes_validate.validate({**plain, "spec": job["template"]["spec"]}, "1.34", strict=True)
+        for setting in ("activeDeadlineSeconds", "ttlSecondsAfterFinished"):  # of a JobSet as a whole
+            del plain["spec"][setting]
+        text = yaml.dump(plain["spec"]).replace("tcp://clusterenv-head:", f"tcp://{name}-head-0-0.{name}:")
+        assert yaml.dump(job["template"]["spec"]) == text
+
+
+def test_the_manifests_head_begins_a_run_or_goes_on(tmp_path):
+    (container,) = manifest("kubernetes.yaml")[2]["spec"]["template"]["spec"]["containers"]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
+
+    def start():
+        path = f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}"
+        command = [*container["command"], *container["args"]]
+        result = subprocess.run(command, cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True, check=True)
+        words = result.stdout.splitlines()
+        assert words[0] == "ppo_clusterenv.py" and words[1:-2] == container["args"][3:]
+        return words[-2:]
+
+    assert start() == ["--run-name", "run"]
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    assert start() == ["--run-name", "run"]  # and what is there without a checkpoint has been moved
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("without-checkpoint-")
+    (tmp_path / "runs" / "run").mkdir()
+    (tmp_path / "runs" / "run" / "checkpoint-128.pt").touch()
+    assert start() == ["--resume", "runs/run"]
 
 
 def test_another_package_may_add_a_launcher(tmp_path, monkeypatch, workers):
@@ -313,5 +358,5 @@ def test_another_package_may_add_a_launcher(tmp_path, monkeypatch, workers):
     result = run("ppo_clusterenv.py", tmp_path, *flags, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
     assert result.returncode == 0 and "env ADDED=yes" in result.stdout, result.stderr
     (tmp_path / "empty").mkdir()
-    says = "--launcher must be one of 'local', 'slurm', 'external', 'added', got 'nonesuch'"
+    says = "--launcher must be one of 'local', 'slurm', 'ray', 'external', 'added', got 'nonesuch'"
     check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path / "empty", [*TINY, "--launcher", "nonesuch"], says)

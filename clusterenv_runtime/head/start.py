@@ -116,9 +116,10 @@ def start_head(
     )
     opener = Opener(*spaces, blueprint.info_keys, blueprint.frame_stack, blueprint.compress_frames)
     pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, opener, clock)
-    flags = worker_flags(transport.address, transport.key_file, startup_timeout, worker_timeout)
+    key_file = options.workers_key_file(launcher, transport.key_file)
+    flags = worker_flags(transport.address, key_file, startup_timeout, worker_timeout)
+    launcher.resources, launcher.standby_workers = options.resources, options.standby_workers
     launcher.prepare(num_workers, flags, transport.directory)
-    launcher.standby_workers = options.standby_workers
     try:
         pool.start(min_workers)
     except BaseException:

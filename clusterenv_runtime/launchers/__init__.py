@@ -6,10 +6,11 @@ from importlib.metadata import EntryPoint, entry_points
 from .base import Exit, Launcher
 from .external import ExternalLauncher
 from .local import LocalLauncher
+from .ray import RayLauncher
 from .slurm import SlurmLauncher
 
-__all__ = ["Exit", "ExternalLauncher", "Launcher", "LocalLauncher", "launcher_names", "make_launcher"]
-OWN = {launcher.name: launcher for launcher in (LocalLauncher, SlurmLauncher, ExternalLauncher)}
+__all__ = ["Exit", "ExternalLauncher", "Launcher", "LocalLauncher", "RayLauncher", "launcher_names", "make_launcher"]
+OWN = {launcher.name: launcher for launcher in (LocalLauncher, SlurmLauncher, RayLauncher, ExternalLauncher)}
 
 
 def _added() -> dict[str, EntryPoint]:

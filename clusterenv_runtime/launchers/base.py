@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,11 @@ class Launcher:
 
     name = "of your own"
     remote = True  # whether workers may run on other machines, so that the head must listen over tcp
+    by_hand = False  # whether you start its workers, with your own copy of the keys that you have made
     can_stand_by = False  # whether it can start processes ahead of their need
     standby_workers = 0  # how many such processes it is to keep, if it can
+    takes_resources = False  # whether it can give each worker what `resources` says
+    resources: Mapping[str, float] = MappingProxyType({})  # as in {"CPU": 2}; what is not named is up to it
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         self.log_dir, self.prefix = None if log_dir is None else Path(log_dir), shlex.split(prefix)

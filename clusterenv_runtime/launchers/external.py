@@ -11,10 +11,11 @@ from .base import Launcher
 class ExternalLauncher(Launcher):
     """Prints the workers' commands and lets the head wait for as long as you need to run them.
 
-    The keys, if there are any, are in a file below ``log_dir``, which the commands name.
+    The commands name the file of the keys, if there are any: one below ``log_dir``, or of keys that you have made, the
+    workers' one, wherever you have taken that.
     """
 
-    name = "external"
+    name, by_hand = "external", True
 
     def command(self, index: int) -> list[str]:
         return [*self.prefix, "env", "OMP_NUM_THREADS=1", "python", *self.arguments(index)]

@@ -124,7 +124,7 @@ class Connection:
         with contextlib.suppress(zmq.ContextTerminated):
             while event != zmq.EVENT_DISCONNECTED:
                 # What is not connected yet is tried again and again: the network may be down for a moment.
-                if event is None and (self._parent_has_left() or time.monotonic() >= deadline):
+                if self._parent_has_left() or (event is None and time.monotonic() >= deadline):
                     break
                 if self._monitor.poll(1000):
                     event = zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]

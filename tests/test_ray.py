@@ -1,0 +1,155 @@
+"""Workers on a Ray cluster of two nodes, both of this machine: its processes are real, its network is not."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from clusterenv_runtime import ClusterEnv, StartupError, WorkerDiedError
+
+from .envs import CountingEnv
+from .patience import HOUR, PATIENCE, assert_ended, wait_until
+from .scripts import ROOT, environment
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -r benchmarks/peers/requirements-ray.txt")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+
+PATIENT = {"startup_timeout": PATIENCE, "worker_timeout": HOUR}
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """A cluster whose driver is this process, and its second node."""
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 5})
+    second = cluster.add_node(num_cpus=3, resources={"simulator": 3})
+    ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+    yield cluster, second
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def make_cartpole():
+    return gym.make("CartPole-v1")
+
+
+def worker_pids(envs):
+    return [worker.pid for worker in envs._pool.workers]
+
+
+def check_steps(envs, reference, steps=20):
+    for _ in range(steps):
+        actions = reference.action_space.sample()
+        for ours, theirs in zip(envs.step(actions)[:4], reference.step(actions)[:4], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_worker_is_an_actor_and_equals_its_environments_here(nodes):
+    reference = gym.vector.SyncVectorEnv([make_cartpole] * 4)
+    with ClusterEnv([make_cartpole] * 4, 2, launcher="ray", worker_resources="simulator=1", **PATIENT) as envs:
+        np.testing.assert_array_equal(envs.reset(seed=1)[0], reference.reset(seed=1)[0])
+        check_steps(envs, reference)
+        free, pids = ray.available_resources(), worker_pids(envs)
+        assert free["simulator"] == 1
+    assert_ended(pids)
+    wait_until(lambda: ray.available_resources().get("simulator") == 3)
+    assert ray.is_initialized()  # it is not for the launcher to end what it has not begun
+
+
+def test_a_killed_worker_is_replaced_and_told_of(nodes, caplog):
+    with ClusterEnv([CountingEnv] * 2, 2, launcher="ray", **PATIENT) as envs:
+        envs.reset(seed=1)
+        first = worker_pids(envs)
+        os.kill(first[1], signal.SIGKILL)
+        *_, infos = envs.step(np.zeros(2, np.int64))
+        assert infos["worker_lost"].tolist() == [False, True] and len(envs.restarts) == 1
+        assert "killed by SIGKILL" in envs.restarts[0]["reason"] and worker_pids(envs)[0] == first[0]
+
+
+def test_an_actor_that_dies_takes_its_worker_along(nodes):
+    with ClusterEnv([CountingEnv] * 2, 1, launcher="ray", **PATIENT) as envs:
+        envs.reset(seed=1)
+        (worker,) = worker_pids(envs)
+        with open(f"/proc/{worker}/stat") as file:
+            actor = int(file.read().rpartition(")")[2].split()[1])
+        os.kill(actor, signal.SIGKILL)
+        assert_ended([worker])
+        assert envs.step(np.zeros(2, np.int64))[4]["worker_lost"].all()
+
+
+def test_what_an_environment_raises_at_its_construction_arrives(nodes):
+    with pytest.raises((ValueError, WorkerDiedError), match="no environment"):
+        ClusterEnv([CountingEnv, broken], 2, launcher="ray", **PATIENT)
+
+
+def broken():
+    raise ValueError("no environment")
+
+
+def test_for_resources_that_are_not_there_it_waits_and_says_so(nodes, caplog, monkeypatch):
+    monkeypatch.setattr("clusterenv_runtime.head.supervisor.NOTICE_S", 0.0)
+    envs = []
+
+    def start():
+        envs.append(ClusterEnv([CountingEnv], 1, launcher="ray", worker_resources="CPU=0 telescope=1", **PATIENT))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    wait_until(lambda: "Ray has no place for it yet (CPU=0 telescope=1)" in caplog.text)
+    third = nodes[0].add_node(num_cpus=1, resources={"telescope": 1})
+    thread.join(PATIENCE)
+    envs[0].close()
+    nodes[0].remove_node(third)
+
+
+def test_a_node_that_is_lost_costs_no_rollout(nodes):
+    cluster, second = nodes
+    with ClusterEnv([CountingEnv] * 8, 4, launcher="ray", startup_timeout=PATIENCE, worker_timeout=PATIENCE) as envs:
+        envs.reset(seed=1)
+        cluster.remove_node(second, allow_graceful=False)
+        lost = 0
+        for _ in range(100):
+            *_, infos = envs.step(np.zeros(8, np.int64))
+            lost += infos.get("worker_lost", np.zeros(8)).sum()
+        # A process that is to replace one may be sent to the node that is gone; it has no episodes to lose.
+        assert lost == 2 * len({restart["worker"] for restart in envs.restarts}) > 0
+
+
+FLAGS = "--env-id CartPole-v1 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --eval-episodes 2 --launcher ray"
+
+
+def run(directory, *flags, **extra):
+    command = [sys.executable, str(ROOT / "ppo_clusterenv.py"), *shlex.split(FLAGS), *flags]
+    return subprocess.run(command, cwd=directory, env=environment(**extra), capture_output=True, text=True)
+
+
+def test_a_script_trains_on_ray(nodes, tmp_path):
+    flags = ["--total-timesteps", "128", "--startup-timeout", str(PATIENCE), "--worker-resources", "CPU=0.5"]
+    result = run(tmp_path, *flags, RAY_ADDRESS=nodes[0].address)
+    assert result.returncode == 0 and "mean return" in result.stdout, result.stderr
+
+
+def test_a_dry_run_begins_no_ray(tmp_path):
+    result = run(tmp_path, "--bind-address", "127.0.0.1", "--dry-run", RAY_ADDRESS="127.0.0.1:1")
+    flags = "--key-file KEYS/key --startup-timeout 60.0 --head-timeout 30.0"
+    commands = [
+        f"python -m clusterenv_runtime.worker --index {index} --connect tcp://127.0.0.1:PORT {flags}"
+        for index in (0, 1)
+    ]
+    assert result.stdout.splitlines() == commands, result.stderr
+
+
+def test_where_there_is_no_ray_one_line_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(StartupError, match=r"needs Ray: pip install 'clusterenv\[ray\]'"):
+        ClusterEnv([CountingEnv], 1, launcher="ray")
+
+
+def test_a_cluster_that_cannot_be_reached_is_one_line(tmp_path):
+    result = run(tmp_path, "--bind-address", "127.0.0.1", RAY_ADDRESS="127.0.0.1:1")
+    assert result.returncode == 1 and result.stderr.splitlines()[-1].startswith("error: cannot reach Ray: ")
