@@ -15,6 +15,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 
 from .blueprint import Blueprint, EnvFns
 from .collect import Collector
+from .head.pool import WorkerPool
 from .head.start import start_head
 from .options import parse_options, with_options
 from .rollout import Rollout
@@ -80,7 +81,8 @@ class ClusterEnv(VectorEnv):
         self._pool, self._store = self._head.pool, self._head.store
         self.num_workers, self.copy = len(self._pool.workers), copy
         self._stepper, self._collector = Stepper(self._head, blueprint, copy), Collector(self._head, blueprint)
-        self._finalizer = weakref.finalize(self, self._pool.close, timeout=2)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _close, self._pool, self._pid, 2)
         self.closed = False
 
     # Gymnasium's API.
@@ -150,7 +152,7 @@ class ClusterEnv(VectorEnv):
         if (state := self._stepper.state) != AsyncState.DEFAULT:
             gym.logger.warn(f"Calling `close` while waiting for a pending call to `{state.value}` to complete.")
         self._finalizer.detach()
-        self._pool.close(0 if terminate else 3 if timeout is None else timeout)
+        _close(self._pool, self._pid, 0 if terminate else 3 if timeout is None else timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -270,6 +272,8 @@ class ClusterEnv(VectorEnv):
     def _assert_is_running(self) -> None:
         if self.closed:
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+        if os.getpid() != self._pid:
+            raise ClosedEnvironmentError(f"This is process {self._pid}'s, of which this process is a fork: make one here.")
 
     def _assert_idle(self, method: str) -> None:
         self._assert_is_running()
@@ -277,3 +281,9 @@ class ClusterEnv(VectorEnv):
         if pending := state.value if state != AsyncState.DEFAULT else "send" if granted else None:
             text = f"Calling `{method}` while waiting for a pending call to `{pending}` to complete."
             raise AlreadyPendingCallError(text, str(pending))
+
+
+def _close(pool: WorkerPool, pid: int, timeout: float) -> None:
+    """End a pool's workers, but not if this process is a fork of theirs: its end is not theirs."""
+    if os.getpid() == pid:
+        pool.close(timeout)

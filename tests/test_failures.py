@@ -620,6 +620,41 @@ def test_no_worker_survives_its_forgotten_cluster():
     assert_ended(pids, 0)
 
 
+@pytest.mark.parametrize("in_the_child", ["pass", "envs.close()", "del envs", "raise ValueError('its own')"])
+def test_a_forked_child_that_ends_ends_nothing_of_its_parents(temporary_directory, in_the_child):
+    code = f"""
+import os, signal, sys
+from clusterenv_runtime import ClusterEnv
+from tests.envs import CountingEnv
+envs = ClusterEnv([CountingEnv] * 2, 2, worker_timeout=3600)
+pids = envs.call("pid")
+if not (child := os.fork()):
+    {in_the_child}
+    sys.exit()
+os.waitpid(child, 0)
+assert envs.call("pid") == pids
+os.kill(pids[1], signal.SIGKILL)  # a replacement must find the head's socket
+assert envs.call("pid")[0] == pids[0]
+envs.close()
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_forked_child_cannot_use_its_parents_workers():
+    with ClusterEnv([CountingEnv], 1, worker_timeout=HOUR) as envs:
+        if not (child := os.fork()):
+            try:
+                envs.reset()
+            except gym.error.ClosedEnvironmentError as error:
+                os._exit(0 if f"This is process {os.getppid()}'s" in str(error) else 2)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        envs.reset()
+
+
 # Closing.
 
 
