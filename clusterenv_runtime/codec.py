@@ -7,6 +7,7 @@ keys that are made to collide, a map would keep busy whoever decodes it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Annotated, Any
@@ -86,8 +87,9 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Pa
     """Turn ``value`` into a tree msgpack can carry, appending the data of its arrays to ``buffers``.
 
     Types survive exactly (tuple or list, ``np.float32`` or ``float``), except for
-    subclasses of containers, which arrive as their base. With ``dropped`` a dict entry that cannot be
-    packed is left out and its key noted there; otherwise it raises TypeError.
+    subclasses of containers, which arrive as their base. With ``dropped``, which is for infos, a dict entry that
+    cannot be packed is left out and its key noted there, and what is as good as plain data arrives as that, see
+    `_plain`; otherwise it raises TypeError.
     """
     kind = type(value)
     if value is None or kind in (bool, float):
@@ -127,12 +129,33 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Pa
                 del buffers[used:]
                 dropped.append(f"{_name_of(key)} ({type(item).__name__})")
         return Dict(items)
+    if dropped is not None and (plain := _plain(value)) is not None:
+        return pack(plain, buffers, dropped)
     if kind is np.random.Generator:
         return Generator(pack(value.bit_generator.state, buffers))
     raise TypeError(
         f"a {kind.__module__}.{kind.__qualname__} cannot be sent to the head, only arrays, numbers, strings, bytes, "
         "None and containers of these (nothing is unpickled there)"
     )
+
+
+def _plain(value: Any) -> Any:
+    """Return the number, text, dict or array that a value stands for; None if it is none of these.
+
+    That is of an `enum.IntEnum` and the like its number or text, of a dataclass a dict of its fields, and of what
+    NumPy takes for an array, such as tensors of torch and JAX, an array, or a scalar if it has no dimensions.
+    """
+    for base, convert in ((int, int.__int__), (float, float.__float__), (str, str.__str__)):
+        if isinstance(value, base):
+            return convert(value)
+    try:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        if hasattr(type(value), "__array__") and not isinstance(value, np.ndarray | np.generic):
+            return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)[()]
+    except Exception:  # whatever its own code raises: it stays where it is
+        pass
+    return None
 
 
 def _append(array: np.ndarray, buffers: list[Any]) -> tuple[int, int]:

@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up: whoever is below knows nothing of who is above. `name/` is all of a folder.
 LAYERS = [
     ["errors", "sync", "trees", "frames", "processes"],
-    ["codec", "security", "launchers/", "spaces", "policy", "differences"],
+    ["registry", "codec", "security", "launchers/", "spaces", "policy", "differences"],
     ["backends", "policies", "structure"],
     ["protocol", "rollout", "keys", "blueprint"],
     ["answers"],

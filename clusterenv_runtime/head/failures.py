@@ -19,11 +19,12 @@ def to_exception(errors: list[tuple[str, Error]]) -> Exception:
     All are logged as Gymnasium's AsyncVectorEnv does it, where a worker is one environment.
     """
     for _, error in errors:
-        if error.fatal and error.env is not None:
-            gym.logger.error(f"Received the following error from Worker-{error.env} - Shutting it down")
+        if (error.fatal or error.ends_episodes) and error.env is not None:
+            ending = " - Shutting it down" if error.fatal else ""
+            gym.logger.error(f"Received the following error from Worker-{error.env}{ending}")
             gym.logger.error("%s", printable(error.traceback, MAX_FRAME))
     worker, error = errors[-1]
-    if error.fatal and error.env is not None:
+    if (error.fatal or error.ends_episodes) and error.env is not None:
         gym.logger.error("Raising the last exception back to the main process.")
     which = "the policy or an environment" if error.env is None else f"environment {error.env}"
     text, trace = printable(error.message, MAX_FRAME), printable(error.traceback, MAX_FRAME)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..answers import Published
 from ..launchers import Exit
-from ..protocol import Message
+from ..protocol import Message, Reply
+from ..rollout import RolloutPart
 from .episodes import Episodes
 from .versions import PolicyCopy
 
@@ -38,6 +39,14 @@ class PendingRequest:
     published: Published  # when it was asked
 
 
+class Served(NamedTuple):
+    """An answer, and what it answers."""
+
+    request: PendingRequest
+    message: Reply | RolloutPart
+    is_last: bool  # whether the process that answered has been replaced since
+
+
 @dataclass
 class WorkerHandle:
     """A worker: its current process, what it was told, and what outlives its processes."""
@@ -55,6 +64,7 @@ class WorkerHandle:
     host: str = ""
     pid: int = 0
     building: int | None = None  # the seq of the request that builds its environments
+    built: int = 0  # environments of those, as far as it has said
     deadline: float = 0.0  # when the state must have changed
     heard: float = 0.0  # when its last message came, or else when it was started
     noticed: float = 0.0  # when the user was last told that it has not been started
@@ -65,6 +75,7 @@ class WorkerHandle:
     copy: PolicyCopy = field(default_factory=PolicyCopy)
     seeds: list[int | None] | None = None  # of its last reset; None before the first
     user_seeds: list[int | None] | None = None  # of the user's last reset of all environments
+    failed: bool = False  # whether one of its environments has raised since all were reset
     generator: bytes = b""  # the state of its policy's random numbers after its last answer
     collects: list[int] = field(default_factory=list)  # the seqs of what it was asked to act since its last answer
     pulled: tuple[int, int] = 0, 0  # the seq that its process has pulled for last, and what it said it held
