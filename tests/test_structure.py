@@ -29,6 +29,7 @@ LAYERS = [
     ["head/", "worker/"],
     ["stepping", "collect"],
     ["env"],
+    ["adapters/"],
     ["__init__"],
     ["script/"],
 ]
