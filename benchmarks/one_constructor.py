@@ -8,14 +8,12 @@ have logged, and fails unless these, but for the speed, and all weights are equa
 """
 
 import hashlib
-import runpy
 import sys
 import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import gymnasium as gym
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -28,6 +26,9 @@ SCRIPTS = {  # of CleanRL's: flags that make it short
     "c51.py": "--env-id CartPole-v1 --learning-starts 500 --total-timesteps 2000",
     "sac_continuous_action.py": "--env-id Hopper-v5 --learning-starts 300 --total-timesteps 800",
 }
+
+
+CONSTRUCTOR = "gym.vector.SyncVectorEnv("
 
 
 @dataclass
@@ -44,14 +45,17 @@ def run_script(num_workers, script):
     """Run a script in this process, with so many workers, or none; print a digest of all its networks."""
     from torch import nn
 
-    transform = gym.wrappers.TransformObservation  # which Gymnasium 1 wants the space for
-    gym.wrappers.TransformObservation = lambda env, function: transform(env, function, env.observation_space)
+    sys.path.insert(0, str(Path(script).parent.parent))  # where its cleanrl_utils are
+    text = Path(script).read_text()
+    text = text.replace("np.clip(obs, -10, 10))", "np.clip(obs, -10, 10), env.observation_space)")  # for Gymnasium 1
     if num_workers:
         from clusterenv_runtime import ClusterEnv
 
-        gym.vector.SyncVectorEnv = partial(ClusterEnv, num_workers=num_workers)
-    sys.path.insert(0, str(Path(script).parent.parent))  # where its cleanrl_utils are
-    variables = runpy.run_path(script, run_name="__main__")
+        assert text.count(CONSTRUCTOR) == 1, f"{script} has {text.count(CONSTRUCTOR)} {CONSTRUCTOR}"
+        text = text.replace(CONSTRUCTOR, "ClusterEnv(")
+        sys.modules["__main__"].ClusterEnv = partial(ClusterEnv, num_workers=num_workers)
+    variables = sys.modules["__main__"].__dict__
+    exec(compile(text, script, "exec"), variables)
     digest = hashlib.sha256()
     for _, network in sorted((name, each) for name, each in variables.items() if isinstance(each, nn.Module)):
         for weight in network.state_dict().values():

@@ -90,7 +90,7 @@ class ClusterOptions:
     worker_timeout: Seconds = 30.0
     """seconds of silence of a worker's process or link (not of a slow step) until it counts as dead"""
     startup_timeout: Seconds = 60.0
-    """seconds for a worker to start, and then to build its environments"""
+    """seconds for a worker to start, and then to build each of its environments"""
     bind_address: str | None = None
     """listen for workers on this IP address over tcp; by default on a socket that only you can open, and with the
     launcher `slurm` on the address that the workers' nodes reach"""

@@ -90,13 +90,13 @@ def off_policy(envs, continuous=False):
                 next_value = critic(after).max(1).values
             target = (reward + 0.99 * next_value * ~ended).float()
         value = critic(torch.cat([before, taken], 1))[:, 0] if continuous else critic(before)[range(16), taken]
-        losses = [F.mse_loss(value, target)]
+        optimizers[0].zero_grad()
+        F.mse_loss(value, target).backward()
+        optimizers[0].step()
         if continuous:
-            losses.append(-critic(torch.cat([before, actor(before).tanh()], 1)).mean())
-        for optimizer, loss in zip(optimizers, losses, strict=False):
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            optimizers[1].zero_grad()
+            (-critic(torch.cat([before, actor(before).tanh()], 1)).mean()).backward()
+            optimizers[1].step()
     return [*critic.parameters(), *actor.parameters()], episodes
 
 
@@ -189,3 +189,22 @@ def test_stable_baselines3_learns_the_same(algorithm, env_id):
         envs.close()
         learned.append({key: value.numpy() for key, value in model.policy.state_dict().items()})
     assert_same(learned[1], learned[0])
+
+
+# TorchRL.
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
+def test_torchrl_gets_the_same_steps(mode):
+    envs = pytest.importorskip("torchrl.envs")
+    collected = []
+    for constructor in (SyncVectorEnv, partial(ClusterEnv, num_workers=2, worker_timeout=HOUR)):
+        wrapped = envs.GymWrapper(constructor([partial(gym.make, "CartPole-v1")] * 3, autoreset_mode=mode))
+        torch.manual_seed(1)
+        wrapped.set_seed(1)
+        steps = wrapped.rollout(60, break_when_any_done=False)
+        wrapped.close()
+        assert steps["next", "done"].sum() > 3
+        names = "observation", "action", ("next", "reward"), ("next", "observation"), ("next", "terminated")
+        collected.append([steps[name].numpy() for name in names])
+    assert_same(collected[1], collected[0])

@@ -28,9 +28,13 @@ class Numbered(gym.Wrapper):
         super().__init__(env_fn())
         self.number = number
 
-    def call_of(self, numbers: Sequence[int], name: str, *args: Any, **kwargs: Any) -> Any:
+    def call_of(self, numbers: Sequence[int], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method if this is one of these environments, else return None."""
         return self.env.get_wrapper_attr(name)(*args, **kwargs) if self.number in numbers else None
+
+    def get_of(self, numbers: Sequence[int], name: str) -> Any:
+        """Return an attribute if this is one of these environments, else None."""
+        return self.env.get_wrapper_attr(name) if self.number in numbers else None
 
     def set_of(self, numbers: Sequence[int], name: str, value: Any) -> None:
         """Set an attribute if this is one of these environments."""
@@ -108,8 +112,9 @@ class ClusterVecEnv(VecEnv):
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
         """Return an attribute of these environments; it must be of what `ClusterEnv.call` returns."""
-        values = self.envs.get_attr(attr_name)
-        return [values[number] for number in self._numbers(indices)]
+        numbers = self._numbers(indices)
+        values = self.envs.call("get_of", numbers, attr_name)
+        return [values[number] for number in numbers]
 
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
         """Set an attribute of these environments."""
@@ -120,7 +125,7 @@ class ClusterVecEnv(VecEnv):
     ) -> list[Any]:
         """Call a method of these environments."""
         numbers = self._numbers(indices)
-        results = self.envs.call("call_of", numbers, method_name, *method_args, **method_kwargs)
+        results = self.envs.call("call_of", numbers, method_name, method_args, method_kwargs)
         return [results[number] for number in numbers]
 
     def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
