@@ -16,15 +16,15 @@ FOR_ITERATION = StopIteration, StopAsyncIteration  # raised anew they would end 
 def to_exception(errors: list[tuple[str, Error]]) -> Exception:
     """Return what to raise for errors of workers that are described by texts: the last, with its `EnvError` as cause.
 
-    All are logged as Gymnasium's AsyncVectorEnv does it, where a worker is one environment.
+    All are logged in the words of Gymnasium's AsyncVectorEnv, where a worker is one environment, and ends. Here it ends
+    only if its error is fatal; else a reset goes on.
     """
     for _, error in errors:
-        if (error.fatal or error.ends_episodes) and error.env is not None:
-            ending = " - Shutting it down" if error.fatal else ""
-            gym.logger.error(f"Received the following error from Worker-{error.env}{ending}")
+        if error.ends and error.env is not None:
+            gym.logger.error(f"Received the following error from Worker-{error.env} - Shutting it down")
             gym.logger.error("%s", printable(error.traceback, MAX_FRAME))
     worker, error = errors[-1]
-    if (error.fatal or error.ends_episodes) and error.env is not None:
+    if error.ends and error.env is not None:
         gym.logger.error("Raising the last exception back to the main process.")
     which = "the policy or an environment" if error.env is None else f"environment {error.env}"
     text, trace = printable(error.message, MAX_FRAME), printable(error.traceback, MAX_FRAME)
