@@ -14,7 +14,8 @@ import torch
 import zmq
 
 from clusterenv_runtime import Exit, Launcher, protocol
-from clusterenv_runtime.codec import List, pack
+from clusterenv_runtime.codec import pack
+from clusterenv_runtime.packed import List
 from clusterenv_runtime.security import read_key_file
 from clusterenv_runtime.worker.actor import Actor
 from clusterenv_runtime.worker.worker import build_environments

@@ -14,9 +14,10 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import create_empty_array
 
-from .codec import Array, Unpacker, check_torch
+from .codec import Unpacker, check_torch
 from .errors import ProtocolError
 from .frames import Frames, decompressed
+from .packed import Array
 from .protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
 from .rollout import OBSERVATIONS, RolloutPart, fault_of_info
 from .spaces import are_stacks, leaves_of, map_space

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from .registry import packed_registry
 from .spaces import are_stacks, observation_spaces
 from .trees import leaves
 
@@ -98,6 +100,10 @@ class Blueprint:
         shares = np.array_split(range(self.num_envs), num_workers)
         return [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
 
+    @functools.cached_property
+    def _registry(self) -> dict[str, bytes | str]:
+        return packed_registry()
+
     def setup(self, rows: slice) -> bytes:
         """Return a cloudpickle of the arguments of `worker.worker.build_environments` for these rows."""
         env_fns = self.env_fns if self.steps_together else self.env_fns[rows]
@@ -111,7 +117,6 @@ class Blueprint:
             "info_keys": self.info_keys,
             "frame_stack": self.frame_stack,
             "compress_frames": self.compress_frames,
-            # What the user registered here, a worker does not know.
-            "registry": {k: v for k, v in gym.registry.items() if not str(v.entry_point).startswith("gymnasium.")},
+            "registry": self._registry,
         }
         return cloudpickle.dumps(arguments)

@@ -1,99 +1,41 @@
 """Values to frames and back: what may travel to the head, where nothing is ever unpickled.
 
 `pack` and `Unpacker` carry arrays, numbers, strings, bytes, None and containers of these, and nothing else. Between
-them a value is a tree of the structs below, which msgspec checks when it decodes a header. There is no map in it: with
-keys that are made to collide, a map would keep busy whoever decodes it.
+them a value is a tree of the structs in `packed`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import re
 import struct
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 from gymnasium.spaces import GraphInstance
 
 from .errors import ProtocolError
+from .packed import DTYPE, MAX_DIMENSIONS, Array, Bytes, Dict, Generator, Graph, Int, List, Packed, Scalar, Tuple
 from .trees import map_tree
 
 MAX_FRAME = 2**18  # bytes; what is larger travels in several frames. A stranger's handshake may be as long
 SMALL = 2**16  # bytes; what is smaller shares a frame with others, as each frame costs several microseconds
 MAX_KEYS = 1000  # of a dict that are not text. A sender can make them collide: then n take as long as n * n
 MAX_COLLISIONS = 10 * MAX_KEYS**2  # in all of a message
-MAX_DIMENSIONS = 64  # of an array, as NumPy has it
 WORDS = 624  # of a Mersenne twister
-_DTYPE = r"[<>|][biufcSUmM]\d{1,9}(\[\w+\])?"  # plain data of a fixed size
-_Index = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
-
-
-class _Node(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=lambda name: name.lower()):
-    """Base of what a packed value is made of; on the wire a list that begins with the name."""
-
-
-class Array(_Node):
-    """Where the data of an array is, and what it means."""
-
-    frame: _Index
-    offset: _Index  # in bytes
-    dtype: Annotated[str, msgspec.Meta(pattern=f"^{_DTYPE}$")]  # of an object, NumPy would take the data for pointers
-    shape: Annotated[list[_Index], msgspec.Meta(max_length=MAX_DIMENSIONS)]
-
-
-class Scalar(Array):
-    """A scalar of NumPy."""
-
-
-class Bytes(Array):
-    """Bytes, as an array of them."""
-
-
-class List(_Node):
-    """A list."""
-
-    items: list[Packed]
-
-
-class Tuple(List):
-    """A tuple."""
-
-
-class Graph(List):
-    """A GraphInstance of Gymnasium."""
-
-
-class Dict(_Node):
-    """A dict, as pairs of key and value."""
-
-    items: list[tuple[Packed, Packed]]
-
-
-class Int(_Node):
-    """An integer of more than 64 bits."""
-
-    digits: Annotated[str, msgspec.Meta(pattern="^-?0x[0-9a-f]+$")]
-
-
-class Generator(_Node):
-    """A generator of NumPy."""
-
-    state: Packed
-
-
-Packed = None | bool | int | float | str | Array | Scalar | List | Tuple | Graph | Dict | Int | Bytes | Generator
 
 
 def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Packed:
     """Turn ``value`` into a tree msgpack can carry, appending the data of its arrays to ``buffers``.
 
     Types survive exactly (tuple or list, ``np.float32`` or ``float``), except for
-    subclasses of containers, which arrive as their base. With ``dropped`` a dict entry that cannot be
-    packed is left out and its key noted there; otherwise it raises TypeError.
+    subclasses of containers, which arrive as their base. With ``dropped``, which is for infos, a dict entry that
+    cannot be packed is left out and its key noted there, and what is as good as plain data arrives as that, see
+    `_plain`; otherwise it raises TypeError.
     """
     kind = type(value)
     if value is None or kind in (bool, float):
@@ -111,7 +53,7 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Pa
         return value if -(2**63) <= value < 2**63 else Int(hex(value))
     if (
         isinstance(value, np.ndarray | np.generic)
-        and re.fullmatch(_DTYPE, value.dtype.str)
+        and re.fullmatch(DTYPE, value.dtype.str)
         and (value.nbytes or not value.ndim or not value.size)
     ):
         place = _append(np.ascontiguousarray(value).reshape(-1), buffers)
@@ -133,12 +75,33 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Pa
                 del buffers[used:]
                 dropped.append(f"{_name_of(key)} ({type(item).__name__})")
         return Dict(items)
+    if dropped is not None and (plain := _plain(value)) is not None:
+        return pack(plain, buffers, dropped)
     if kind is np.random.Generator:
         return Generator(pack(value.bit_generator.state, buffers))
     raise TypeError(
         f"a {kind.__module__}.{kind.__qualname__} cannot be sent to the head, only arrays, numbers, strings, bytes, "
         "None and containers of these (nothing is unpickled there)"
     )
+
+
+def _plain(value: Any) -> Any:
+    """Return the number, text, dict or array that a value stands for; None if it is none of these.
+
+    That is of an `enum.IntEnum` and the like its number or text, of a dataclass a dict of its fields, and of what
+    NumPy takes for an array, such as tensors of torch and JAX, an array, or a scalar if it has no dimensions.
+    """
+    for base, convert in ((int, int.__int__), (float, float.__float__), (str, str.__str__)):
+        if isinstance(value, base):
+            return convert(value)
+    try:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        if hasattr(type(value), "__array__") and not isinstance(value, np.ndarray | np.generic):
+            return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)[()]
+    except Exception:  # whatever its own code raises: it stays where it is
+        pass
+    return None
 
 
 def _append(array: np.ndarray, buffers: list[Any]) -> tuple[int, int]:

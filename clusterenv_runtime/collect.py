@@ -10,8 +10,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeed
 
 from .blueprint import Blueprint
 from .head.episodes import Episodes
-from .head.handle import State, WorkerHandle
-from .head.pool import Served
+from .head.handle import Served, State, WorkerHandle
 from .head.start import Head
 from .protocol import Collect, Structure
 from .rollout import Rollout, RolloutPart
@@ -37,11 +36,17 @@ class Collector:
         self.granted: dict[int, int] = {}  # seq -> worker, of requests to act that are outstanding, oldest first
         self.overlapped: int | None = None  # the steps of the rollout that was requested ahead
 
+    def give_up_failed(self) -> None:
+        """Give up what is outstanding if an environment has raised, as the user knows by now."""
+        if not self._pool.has_failed and any(worker.failed for worker in self._pool.workers):
+            self._pool.forget(self.granted)
+            self.granted, self.overlapped = {}, None
+
     def assert_can_act(self, method: str, num_steps: int, was_reset: bool) -> None:
-        """Raise ValueError or ResetNeeded if a policy cannot act for so many steps."""
+        """Raise ValueError or ResetNeeded if a policy cannot act for so many steps, after a reset, and no error."""
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
-        if not was_reset:
+        if not was_reset or any(worker.failed for worker in self._pool.workers):
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`.")
         self._assert_arrays()
 
@@ -128,6 +133,7 @@ class Collector:
 
     def recv(self, worker: int | None) -> tuple[int, Rollout]:
         """Return the next answer to `send`, of this worker or of whichever is first; see `ClusterEnv.recv`."""
+        self.give_up_failed()
         seqs: Collection[int] = self.granted  # of all; or the oldest of one
         if worker is not None:
             seqs = [seq for seq, index in self.granted.items() if index == worker][:1]

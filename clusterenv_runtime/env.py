@@ -15,7 +15,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 
 from .blueprint import Blueprint, EnvFns
 from .collect import Collector
-from .head.start import start_head
+from .head.start import Head, start_head
 from .options import parse_options, with_options
 from .rollout import Rollout
 from .stepping import Stepper
@@ -24,8 +24,47 @@ if TYPE_CHECKING:
     from .policy import Policy
 
 
+class Counters(VectorEnv):
+    """What APS has done so far, and what has been lost."""
+
+    _head: Head
+
+    @property
+    def policy_version(self) -> int:
+        """The version last published; 0 before the first."""
+        return self._head.store.version
+
+    @property
+    def pulls(self) -> np.ndarray:
+        """Weight pulls so far, ``(num_workers,)`` int64."""
+        return np.array([worker.copy.pulls for worker in self._head.pool.workers], np.int64)
+
+    @property
+    def sync_bytes(self) -> int:
+        """Bytes of weights sent so far, to all workers."""
+        return self._head.store.bytes_sent
+
+    @property
+    def divergence(self) -> np.ndarray:
+        """Mean KL(policy a worker last acted on || published policy), ``(num_workers,)``; inf before it has acted.
+
+        In nats per action dimension, of which a discrete action has one.
+        """
+        return np.array([worker.copy.divergence for worker in self._head.pool.workers])
+
+    @property
+    def waiting_seconds(self) -> np.ndarray:
+        """Seconds each worker has spent so far without a request to work on, or without weights, ``(num_workers,)``."""
+        return np.array([worker.waited for worker in self._head.pool.workers])
+
+    @property
+    def restarts(self) -> list[dict[str, Any]]:
+        """One dict for each worker process that was replaced: worker, time (Unix), reason, its environments' seeds."""
+        return list(self._head.recovery.restarts)
+
+
 @with_options
-class ClusterEnv(VectorEnv):
+class ClusterEnv(Counters):
     """A vector environment on worker processes, and rollouts by workers that act on their own copy of the policy.
 
     As a `VectorEnv` it equals ``SyncVectorEnv(env_fns)`` step for step; row *i* is always ``env_fns[i]``. With
@@ -80,7 +119,7 @@ class ClusterEnv(VectorEnv):
         self._pool, self._store = self._head.pool, self._head.store
         self.num_workers, self.copy = len(self._pool.workers), copy
         self._stepper, self._collector = Stepper(self._head, blueprint, copy), Collector(self._head, blueprint)
-        self._finalizer = weakref.finalize(self, self._pool.close, timeout=2)
+        self._finalizer = weakref.finalize(self, self._head.close, timeout=2)
         self.closed = False
 
     # Gymnasium's API.
@@ -90,6 +129,7 @@ class ClusterEnv(VectorEnv):
         return self.reset_wait()
 
     def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
+        self._collector.give_up_failed()
         self._assert_idle("reset_async")
         self._stepper.reset(seed, options)
 
@@ -150,47 +190,13 @@ class ClusterEnv(VectorEnv):
         if (state := self._stepper.state) != AsyncState.DEFAULT:
             gym.logger.warn(f"Calling `close` while waiting for a pending call to `{state.value}` to complete.")
         self._finalizer.detach()
-        self._pool.close(0 if terminate else 3 if timeout is None else timeout)
+        self._head.close(0 if terminate else 3 if timeout is None else timeout)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # What APS has done so far, and what has been lost.
-    @property
-    def policy_version(self) -> int:
-        """The version last published; 0 before the first."""
-        return self._store.version
-
-    @property
-    def pulls(self) -> np.ndarray:
-        """Weight pulls so far, ``(num_workers,)`` int64."""
-        return np.array([worker.copy.pulls for worker in self._pool.workers], np.int64)
-
-    @property
-    def sync_bytes(self) -> int:
-        """Bytes of weights sent so far, to all workers."""
-        return self._store.bytes_sent
-
-    @property
-    def divergence(self) -> np.ndarray:
-        """Mean KL(policy a worker last acted on || published policy), ``(num_workers,)``; inf before it has acted.
-
-        In nats per action dimension, of which a discrete action has one.
-        """
-        return np.array([worker.copy.divergence for worker in self._pool.workers])
-
-    @property
-    def waiting_seconds(self) -> np.ndarray:
-        """Seconds each worker has spent so far without a request to work on, or without weights, ``(num_workers,)``."""
-        return np.array([worker.waited for worker in self._pool.workers])
-
-    @property
-    def restarts(self) -> list[dict[str, Any]]:
-        """One dict for each worker process that was replaced: worker, time (Unix), reason, its environments' seeds."""
-        return list(self._head.recovery.restarts)
 
     # Workers that act.
     def publish(self, policy: Policy) -> int:
@@ -267,6 +273,10 @@ class ClusterEnv(VectorEnv):
     def _assert_is_running(self) -> None:
         if self.closed:
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+        if os.getpid() != self._head.pid:
+            raise ClosedEnvironmentError(
+                f"This is process {self._head.pid}'s, of which this one is a fork: make one here."
+            )
 
     def _assert_idle(self, method: str) -> None:
         self._assert_is_running()

@@ -89,7 +89,7 @@ class ClusterOptions:
     worker_timeout: Seconds = 30.0
     """seconds of silence of a worker's process or link (not of a slow step) until it counts as dead"""
     startup_timeout: Seconds = 60.0
-    """seconds for a worker to start, and then to build its environments"""
+    """seconds for a worker to start, and then to build each of its environments"""
     bind_address: str | None = None
     """the IP address to listen on, over tcp; by default a socket file, and with `slurm` what the nodes reach"""
     interface: str | None = None

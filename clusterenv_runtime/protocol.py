@@ -17,11 +17,12 @@ from typing import Annotated, Any
 import msgspec
 import zmq
 
-from .codec import MAX_FRAME, Packed
+from .codec import MAX_FRAME
 from .errors import printable
+from .packed import Packed
 from .sync import SyncRule
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_DROPPED = 100
 MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `codec.MAX_FRAME`
 CURVE_BYTES = 33  # that CURVE adds to a frame
@@ -105,6 +106,10 @@ class Hello(Message):  # its text is printed, so it may move no cursor
     versions: dict[str, Annotated[str, msgspec.Meta(pattern=r"^[\w.!+-]{0,100}\Z")]]
 
 
+class Built(Message):
+    """Another environment is built, and others are to come: slow is not stuck."""
+
+
 class Reply(Message):  # the buffers of ``value`` and ``infos``
     value: Packed
     infos: Packed = None
@@ -131,13 +136,19 @@ class Error(Message):
     message: str
     traceback: str
     fatal: bool  # whether the worker ends
+    ends_episodes: bool = False  # whether it leaves what it is asked unanswered, but for a `Call`, until it resets all
+
+    @property
+    def ends(self) -> bool:
+        """Whether there will be no answer to what else was asked."""
+        return self.fatal or self.ends_episodes
 
     def __str__(self) -> str:
         return printable(self.message)
 
 
 Request = Setup | Reset | Step | CutOff | Call | SetAttr | Structure | Collect | Weights | Ping | Close
-Answer = Hello | Reply | Part | Pull | Error
+Answer = Hello | Built | Reply | Part | Pull | Error
 encode = msgspec.msgpack.Encoder().encode  # of (seq, message)
 decode_request = msgspec.msgpack.Decoder(tuple[int | None, Request]).decode
 decode_answer = msgspec.msgpack.Decoder(tuple[int | None, Answer]).decode

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from .codec import Packed, pack
+from .codec import pack
+from .packed import Packed
 from .spaces import join
 from .trees import map_tree
 

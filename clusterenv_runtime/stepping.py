@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 import gymnasium as gym
 import numpy as np
-from gymnasium.error import NoAsyncCallError
+from gymnasium.error import NoAsyncCallError, ResetNeeded
 from gymnasium.spaces import Box, MultiDiscrete
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState
@@ -46,6 +46,10 @@ class Stepper:
         self._observations: Any = None  # of all environments, the last ones
         self._lost_since: set[int] = set()  # workers whose process was replaced after it had answered the last call
         self._warned: set[str] = set()  # what the user was told of infos
+
+    def _assert_none_has_raised(self, method: str) -> None:
+        if any(worker.failed for worker in self._pool.workers):
+            raise ResetNeeded(f"Cannot call `{method}` before all environments are `reset`, as one has raised.")
 
     def _assert_one_by_one(self) -> None:
         if self._blueprint.steps_together:
@@ -122,6 +126,7 @@ class Stepper:
             self._assert_one_by_one()
             mask = options.pop("reset_mask")
             check_reset_mask(mask, num_envs)
+            self._assert_none_has_raised("reset` with a `reset_mask")
         seeds = seed
         if seed is None or isinstance(seed, int):
             seeds = [None if seed is None else seed + self._blueprint.first_row + i for i in range(num_envs)]
@@ -145,7 +150,7 @@ class Stepper:
         parts = []
         for worker, reply in zip(self._pool.workers, replies, strict=True):
             if self._mask is None:
-                worker.episodes = Episodes.begun(reply.value, worker.num_envs)
+                worker.episodes, worker.failed = Episodes.begun(reply.value, worker.num_envs), False
                 parts.append(reply.value)
             else:
                 parts.append(worker.episodes.saw_reset(self._space, reply.value, self._mask[worker.rows]))
@@ -155,6 +160,7 @@ class Stepper:
     def step(self, actions: Any) -> None:
         """Ask for a step of all environments."""
         self._assert_one_by_one()
+        self._assert_none_has_raised("step")
         space, num_envs = self._blueprint.action_space, self._blueprint.num_envs
         is_array = isinstance(actions, np.ndarray) and actions.ndim > 0
         if not (is_array and isinstance(space, Box | MultiDiscrete)):

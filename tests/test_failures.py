@@ -19,13 +19,14 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 import zmq
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError, LocalLauncher, StartupError, WorkerDiedError
 from clusterenv_runtime.codec import MAX_FRAME
 from clusterenv_runtime.protocol import PROTOCOL_VERSION, decode_answer
 
-from .envs import BlockingEnv, CountingEnv, CustomError, FailingEnv, LeavingEnv, MuteError, assert_same
+from .envs import BlockingEnv, CountingEnv, CustomError, FailingEnv, LeavingEnv, MuteError, RandomEnv, assert_same
 from .nets import linear
 from .patience import HOUR, PATIENCE, assert_ended, at_most, with_more_time
 
@@ -388,16 +389,113 @@ def test_text_that_cannot_be_sent_is_left_out_of_infos_and_else_an_error():
             envs.call("name")
 
 
-def test_after_an_exception_its_worker_is_gone(tmp_path):
-    env_fns = [CountingEnv, partial(FailingEnv, "step", ValueError("x"))]
-    with ClusterEnv(env_fns, 2, log_dir=str(tmp_path), worker_timeout=HOUR) as envs:
-        envs.reset()
-        with pytest.raises(ValueError, match="x") as caught:
-            envs.step([0, 0])
-        assert str(tmp_path / "worker-1.log") in str(caught.value.__cause__)
-        for method, arguments in (("step", [[0, 0]]), ("reset", []), ("call", ["pid"])):
-            with at_most(), pytest.raises(WorkerDiedError, match="worker 1 .*shut down after its error.* is gone"):
+class SlowlyBuilt(CountingEnv):
+    """Takes so many seconds to make."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        time.sleep(seconds)
+
+
+class OnceEnv(RandomEnv):
+    """Raises in its third step or reset, and then never again."""
+
+    def __init__(self, where):
+        super().__init__(gym.spaces.Box(-1, 1, (2,)), end=0.0 if where == "step" else 0.5)
+        self.where, self.counts = where, {"step": 0, "reset": 0}
+
+    def _count(self, place):
+        self.counts[place] += 1
+        if place == self.where and self.counts[place] == 3:
+            raise ValueError(f"in its {place}")
+
+    def reset(self, *, seed=None, options=None):
+        self._count("reset")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        self._count("step")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("mode", [gym.vector.AutoresetMode.NEXT_STEP, gym.vector.AutoresetMode.SAME_STEP])
+@pytest.mark.parametrize("where", ["step", "reset"])
+def test_after_an_exception_a_reset_goes_on_as_sync_vector_env_does(tmp_path, where, mode):
+    env_fns = [partial(OnceEnv, each) for each in ("nowhere", where, "nowhere", "nowhere")]
+    sync = gym.vector.SyncVectorEnv(env_fns, autoreset_mode=mode)
+    with ClusterEnv(env_fns, 2, autoreset_mode=mode, log_dir=str(tmp_path), worker_timeout=HOUR) as envs:
+        for each in (envs, sync):
+            each.reset(seed=1)
+            with pytest.raises(ValueError, match=f"in its {where}") as caught:
+                for _ in range(100):
+                    each.step([0] * 4)
+            if each is envs:
+                assert str(tmp_path / "worker-") in str(caught.value.__cause__)
+        for method, arguments in (("step", [[0] * 4]), ("rollout", [None, 2]), ("send", [2])):
+            with pytest.raises(gym.error.ResetNeeded):
                 getattr(envs, method)(*arguments)
+        with pytest.raises(gym.error.ResetNeeded):
+            envs.reset(options={"reset_mask": np.ones(4, bool)})
+        assert_same(*(each.reset(seed=2) for each in (envs, sync)))
+        for _ in range(20):
+            assert_same(*(each.step([0] * 4) for each in (envs, sync)))
+        assert not envs.restarts
+
+
+def test_after_an_exception_in_a_rollout_a_reset_goes_on():
+    with ClusterEnv([CountingEnv, partial(FailingEnv, "step", ValueError("x"))], 2, worker_timeout=HOUR) as envs:
+        policy = CategoricalPolicy(linear(1, 2))
+        pids = envs.call("pid")
+        for _ in range(2):
+            envs.reset(seed=1)
+            with pytest.raises(ValueError, match="^x$"):
+                envs.rollout(policy, 3)
+            with pytest.raises(gym.error.ResetNeeded):
+                envs.rollout(policy, 3)
+        envs.set_attr("where", "nowhere")
+        envs.reset(seed=1)
+        assert envs.rollout(policy, 3).rewards.tolist() == [[1, 1], [2, 2], [3, 3]]
+        assert envs.call("pid") == pids and not envs.restarts
+
+
+def test_after_an_exception_in_a_stream_what_was_sent_is_given_up():
+    with ClusterEnv([CountingEnv, partial(FailingEnv, "step", ValueError("x"))], 2, worker_timeout=HOUR) as envs:
+        envs.publish(CategoricalPolicy(linear(1, 2)))
+        envs.reset(seed=1)
+        with pytest.raises(ValueError, match="^x$"):
+            for _ in range(2):
+                envs.send(3)
+            while True:
+                envs.recv()
+        with pytest.raises(gym.error.NoAsyncCallError):
+            envs.recv()
+        envs.set_attr("where", "nowhere")
+        envs.reset(seed=1)
+        envs.send(3)
+        chunks = dict(envs.recv() for _ in range(2))
+        assert chunks.keys() == {0, 1} and all(chunk.rewards.ravel().tolist() == [1, 2, 3] for chunk in chunks.values())
+
+
+def test_an_error_of_the_policy_is_not_an_environments():
+    class Fewer(CategoricalPolicy):
+        """Gives too few actions, once it acts in environments whose second step is over."""
+
+        def to_env(self, actions):
+            return actions[:1] if self.late else actions
+
+        def act(self, params, noise):
+            self.late = bool((params[..., 0] > 10).any())
+            return super().act(params, noise)
+
+    net = torch.nn.Linear(1, 2, bias=False)
+    with torch.no_grad():
+        net.weight[:] = torch.tensor([[6.0], [0.0]])  # more than 10 where the count is 2
+    with ClusterEnv([CountingEnv] * 3, 1, worker_timeout=HOUR) as envs:
+        envs.reset(seed=1)
+        policy = Fewer(net)
+        with pytest.raises(ValueError, match="shorter|longer") as caught:
+            envs.rollout(policy, 5)
+        assert re.match("the policy or an environment on worker 0 ", str(caught.value.__cause__))
 
 
 def test_an_exception_after_a_timeout_is_not_lost(tmp_path):
@@ -467,12 +565,22 @@ def test_workers_that_end_at_once(instead_of_python):
 
 def test_workers_that_take_too_long_to_build(workers, pipe):
     def check(seconds):  # that the other one needs, too
-        text = rf"^worker 1 \(.*environments 1 to 1\) did not come up and build its environments within {seconds} s$"
+        text = rf"^worker 1 \(.*1 to 1\) did not come up and build the next of its environments within {seconds} s$"
         with at_most(), pytest.raises(StartupError, match=text):
             ClusterEnv([CountingEnv, partial(BlockingEnv, pipe.path, "constructor")], 2, startup_timeout=seconds)
         assert not workers()
 
     with_more_time(check, 4, 60)
+
+
+def test_constructors_that_take_long_are_given_time_one_after_the_other(workers):
+    def check(seconds):  # which four of them take longer than, and a busy machine's imports do not
+        start = time.monotonic()
+        with ClusterEnv([CountingEnv, *[partial(SlowlyBuilt, 0.4 * seconds)] * 4], 1, startup_timeout=seconds) as envs:
+            envs.reset()
+        assert time.monotonic() - start > 1.6 * seconds
+
+    with_more_time(check, 5, 30)
 
 
 def test_a_launcher_serves_one_cluster():
@@ -618,6 +726,41 @@ def test_no_worker_survives_its_forgotten_cluster():
     del envs
     gc.collect()
     assert_ended(pids, 0)
+
+
+@pytest.mark.parametrize("in_the_child", ["pass", "envs.close()", "del envs", "raise ValueError('its own')"])
+def test_a_forked_child_that_ends_ends_nothing_of_its_parents(temporary_directory, in_the_child):
+    code = f"""
+import os, signal, sys
+from clusterenv_runtime import ClusterEnv
+from tests.envs import CountingEnv
+envs = ClusterEnv([CountingEnv] * 2, 2, worker_timeout=3600)
+pids = envs.call("pid")
+if not (child := os.fork()):
+    {in_the_child}
+    sys.exit()
+os.waitpid(child, 0)
+assert envs.call("pid") == pids
+os.kill(pids[1], signal.SIGKILL)  # a replacement must find the head's socket
+assert envs.call("pid")[0] == pids[0]
+envs.close()
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_forked_child_cannot_use_its_parents_workers():
+    with ClusterEnv([CountingEnv], 1, worker_timeout=HOUR) as envs:
+        if not (child := os.fork()):
+            try:
+                envs.reset()
+            except gym.error.ClosedEnvironmentError as error:
+                os._exit(0 if f"This is process {os.getppid()}'s" in str(error) else 2)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        envs.reset()
 
 
 # Closing.

@@ -17,6 +17,7 @@ from clusterenv_runtime.head.transport import Received
 from clusterenv_runtime.head.versions import PolicyStore
 from clusterenv_runtime.protocol import (
     PROTOCOL_VERSION,
+    Built,
     Call,
     Collect,
     Error,
@@ -303,6 +304,33 @@ def test_with_fewer_workers_than_may_come_one_that_is_late_is_a_loss():
     (restart,) = simulation.recovery.restarts
     assert restart["worker"] == 1 and "did not come up" in restart["reason"]
     assert simulation.launcher.killed[0][0] == 1
+
+
+class Builds(Processes):
+    """They build their environments, one after the other, and only say so."""
+
+    def start_worker(self, index):
+        super().start_worker(index)
+        self.of[index].stopped = True
+
+
+@pytest.mark.parametrize("built", [1, 4, 100])
+def test_who_builds_one_environment_after_the_other_is_not_late(built):
+    simulation = Simulation(1, launcher=Builds, start=False)
+    simulation.workers[0].num_envs = 4
+    network, exchange, times = simulation.network, simulation.network.exchange, iter(range(1, built + 1))
+
+    def tells(outbox, seconds):
+        if network.now > 50 * told[0] and (number := next(times, None)):
+            told[0] = number + 1
+            network.deliver(simulation.launcher.of[0].identity, None, Built())
+        return exchange(outbox, seconds)
+
+    told, network.exchange = [1], tells
+    with pytest.raises(StartupError, match="did not come up and build the next of its environments within 60 s"):
+        simulation.pool.start(1)
+    last = 50 * min(built, 4)  # of more than it has, it is not believed
+    assert last + STARTUP_S < network.now < last + STARTUP_S + 2
 
 
 def test_a_process_that_cannot_be_killed_is_given_up_in_time():

@@ -257,7 +257,7 @@ class Queue(ExternalLauncher):
 def test_time_in_a_queue_is_told_and_does_not_count(monkeypatch, caplog):
     monkeypatch.setattr(supervisor, "NOTICE_S", 0.0)
     launcher = Queue()
-    with pytest.raises(StartupError, match="did not come up and build its environments within 0.01 s"):
+    with pytest.raises(StartupError, match="did not come up and build the next of its environments within 0.01 s"):
         ClusterEnv([CountingEnv], 1, launcher=launcher, bind_address="127.0.0.1", startup_timeout=0.01)
     assert launcher.waits <= 0
     assert [record.message for record in caplog.records] == [

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from clusterenv_runtime import ProtocolError
-from clusterenv_runtime.codec import MAX_FRAME, MAX_KEYS, SMALL, List, Unpacker, pack
+from clusterenv_runtime.codec import MAX_FRAME, MAX_KEYS, SMALL, Unpacker, pack
+from clusterenv_runtime.packed import List
 from clusterenv_runtime.protocol import Error, Hello, Pull, Reply, decode_answer, frames
 
 from .envs import assert_same
@@ -180,7 +181,15 @@ def test_what_is_too_long_belongs_into_arrays():
     frames(1, Reply(None), b"x" * MAX_FRAME)
 
 
-@pytest.mark.parametrize("value", UNSENDABLE, ids=lambda value: type(value).__name__)
+def test_an_entry_that_is_a_kind_of_number_is_that_number():
+    dropped = []
+    assert_same(over_the_wire({"a": IntLike(3), "b": [IntLike(2**70)]}, dropped=dropped), {"a": 3, "b": [2**70]})
+    assert not dropped
+
+
+@pytest.mark.parametrize(
+    "value", [each for each in UNSENDABLE if type(each) is not IntLike], ids=lambda value: type(value).__name__
+)
 def test_entries_that_cannot_be_sent_are_left_out_and_named(value):
     dropped = []
     array = np.arange(3)

@@ -20,8 +20,8 @@ PACKAGE = Path(clusterenv_runtime.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up: whoever is below knows nothing of who is above. `name/` is all of a folder.
 LAYERS = [
-    ["errors", "sync", "trees", "frames", "processes"],
-    ["codec", "security", "launchers/", "spaces", "policy", "differences"],
+    ["errors", "sync", "trees", "frames", "packed", "processes"],
+    ["registry", "codec", "security", "launchers/", "spaces", "policy", "differences"],
     ["backends", "policies", "structure"],
     ["protocol", "rollout", "keys", "blueprint"],
     ["answers"],
@@ -29,6 +29,7 @@ LAYERS = [
     ["head/", "worker/"],
     ["stepping", "collect"],
     ["env"],
+    ["adapters/"],
     ["__init__"],
     ["script/"],
 ]

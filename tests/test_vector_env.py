@@ -1,7 +1,12 @@
 """ClusterEnv as a VectorEnv: it must equal Gymnasium's SyncVectorEnv step for step, and refuse misuse as clearly."""
 
+import dataclasses
+import enum
 import multiprocessing
+import os
+import random
 import re
+import threading
 import warnings
 from copy import deepcopy
 from functools import partial
@@ -404,6 +409,67 @@ def test_what_cannot_be_sent_is_left_out_of_infos_with_one_warning_for_each_key(
         assert "Info secret (object) is left out" in texts[1]
 
 
+class Gear(enum.IntEnum):
+    FIRST = 1
+
+
+class Name(enum.StrEnum):
+    ANN = "Ann"
+
+
+@dataclasses.dataclass
+class Point:
+    x: float
+    gear: Gear
+    secret: object
+
+
+def tensors():
+    import torch
+
+    return {"tensor": torch.tensor(2.5, requires_grad=True), "tensors": torch.arange(3)}
+
+
+class PlainEnv(CountingEnv):
+    """Has in its infos what is as good as plain data."""
+
+    def step(self, action):
+        point = Point(0.5, Gear.FIRST, {1, 2})
+        return *super().step(action)[:-1], {"gear": Gear.FIRST, "name": Name.ANN, "point": point, **tensors()}
+
+
+def test_what_is_as_good_as_plain_data_arrives_in_infos_as_that():
+    with ClusterEnv([PlainEnv] * 2, 1) as envs:
+        envs.reset()
+        with pytest.warns(UserWarning, match=r"Info secret \(set\) is left out"):
+            infos = envs.step([0, 0])[-1]
+        assert infos["gear"].tolist() == [1, 1] and infos["gear"].dtype == np.int64
+        assert infos["name"].tolist() == ["Ann", "Ann"] and type(infos["name"][0]) is str
+        assert infos["point"]["x"].tolist() == [0.5, 0.5] and infos["point"]["gear"].tolist() == [1, 1]
+        assert infos["tensor"].tolist() == [2.5, 2.5] and infos["tensor"].dtype == np.float32
+        assert infos["tensors"].tolist() == [[0, 1, 2]] * 2
+        with pytest.raises(TypeError, match="Gear cannot be sent to the head"):  # which it would not be at the head
+            envs.call("echo", Gear.FIRST)
+
+
+class GlobalEnv(CountingEnv):
+    """Draws from random numbers that are not its own."""
+
+    def step(self, action):
+        return *super().step(action)[:-1], {"drawn": (random.random() + np.random.random())}
+
+
+def test_random_numbers_of_the_whole_process_are_seeded_with_the_environments():
+    def drawn(envs, seed):
+        envs.reset(seed=seed)
+        return [envs.step([0] * 3)[-1]["drawn"].tolist() for _ in range(2)]
+
+    with ClusterEnv([GlobalEnv] * 3, 2) as envs, ClusterEnv([GlobalEnv] * 3, 2) as others:
+        first = drawn(envs, 1)
+        assert len(np.unique(first)) == 6  # nor are those of two workers alike
+        assert drawn(envs, 1) == first == drawn(others, 1) != drawn(others, 2)
+
+
 @pytest.mark.parametrize("space", [Sets(), spaces.Dict(a=Sets(), b=spaces.Discrete(2)), spaces.Tuple([Sets()])])
 def test_observations_that_cannot_be_sent_are_a_type_error(space):
     with (
@@ -431,6 +497,58 @@ def test_an_environment_registered_over_one_of_gymnasiums_is_the_one_on_workers(
             ClusterEnv([lambda: gym.make("CartPole-v1")] * 2, 2) as envs,
         ):
             assert envs.reset(seed=1)[0].shape == (2, 2)
+
+
+class OnlyHere:
+    """What only this process can unpickle."""
+
+    def __reduce__(self):
+        return only_in, (os.getpid(),)
+
+
+def only_in(pid):
+    if os.getpid() != pid:
+        raise ModuleNotFoundError("No module named 'only_at_the_head'")
+    return OnlyHere()
+
+
+@pytest.mark.parametrize(
+    "argument, reason",
+    [
+        (threading.Lock(), "it cannot be pickled: TypeError: cannot pickle '_thread.lock' object"),
+        (OnlyHere(), "it cannot be unpickled: ModuleNotFoundError: No module named 'only_at_the_head'"),
+    ],
+    ids=["pickle", "unpickle"],
+)
+def test_an_environment_whose_arguments_cannot_travel_is_named_when_it_is_made(argument, reason):
+    env_id = "ClusterTest/Stuck-v0"
+    with registered(env_id, partial(CountingWith, argument)):
+        with ClusterEnv([CountingEnv] * 2, 2) as envs:
+            envs.reset()
+        text = f"{env_id} is registered at the head, but not here: {reason}"
+        with pytest.raises(gym.error.Error, match=f"^{re.escape(text)}$"):
+            ClusterEnv([lambda: gym.make(env_id)] * 2, 2)
+
+
+class CountingWith(CountingEnv):
+    """Takes an argument."""
+
+    def __init__(self, argument):
+        super().__init__()
+
+
+def test_what_workers_register_once_more_they_do_not_talk_about(tmp_path):
+    env_id = "ClusterTest/Counting-v0"
+
+    def make():  # as the import of a package such as ale_py does
+        gym.register(env_id, entry_point=CountingEnv)
+        return gym.make(env_id)
+
+    with registered(env_id, CountingEnv), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of this process, which has made one, too
+        with ClusterEnv([make] * 2, 1, log_dir=str(tmp_path)) as envs:
+            envs.reset()
+    assert "Overriding" not in (tmp_path / "worker-0.log").read_text()
 
 
 def test_an_environment_that_only_this_process_knows():

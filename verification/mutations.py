@@ -96,7 +96,7 @@ MUTATIONS = {
     ),
     "a worker says what it likes about its version": (
         "answers.py",
-        "if not policy.since <= part.version <= published.version:",
+        "if not policy.since <= version <= published.version:",
         "if False:",
     ),
     "what is no message is dropped, and its sender kept": (

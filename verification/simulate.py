@@ -24,6 +24,7 @@ from unittest import mock
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.error import NoAsyncCallError
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, Rollout, StartupError, WorkerDiedError
 from clusterenv_runtime.head.handle import State
@@ -33,89 +34,14 @@ from . import ledger
 from .ledger import Labelled, Ledger
 from .network import Network, Processes
 from .policy import Net, probed
-from .world import Process, World
+from .schedule import SILENCE_S, Schedule
 
-STARTUP_S, SILENCE_S = 5.0, 2.0
+STARTUP_S = 5.0
 CALLS = ["rollout"] * 4 + ["overlap", "send", "send", "recv", "recv", "step", "step", "reset", "publish", "structure"]
-RULES = [
-    {"sync_mode": "kl", "kl_threshold": 0.0},
-    {"sync_mode": "kl", "kl_threshold": 0.05, "max_policy_lag": 3},
-    {"sync_mode": "always"},
-    {"sync_mode": "interval", "sync_interval": 2},
-]
 
 
 class Wrong(AssertionError):
     """The runtime has broken a promise."""
-
-
-class Schedule(World):
-    """A world in which something goes wrong.
-
-    Args:
-        seed: of all that happens.
-    """
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed, SILENCE_S)
-        draw = self.random
-        self.lives: dict[int, str] = {}  # which process began which episode
-        # Which of the messages that arrive is followed by a misfortune.
-        self._faults = sorted(draw.sample(range(80), draw.choice((0, 1, 1, 2, 2, 3, 5))))
-        self._arrivals = 0
-        self.raises_at = draw.randrange(200) if draw.random() < 0.1 else None  # which step of an environment raises
-        self._steps = 0
-        self.slowness = draw.choice((0.0, 0.0, 0.1, 0.5))  # how often a step takes long
-        self.num_workers = draw.randint(1, 3)
-        self.num_envs = self.num_workers + draw.randint(0, 2)
-        self.options = {
-            **draw.choice(RULES),
-            "weights": draw.choice(("difference", "difference", "float32")),
-            "max_worker_restarts": draw.randint(0, 3),
-            "min_workers": draw.choice((None, None, 1)),
-        }
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def begin_episode(self) -> int:
-        """Return the number of a new episode."""
-        self.lives[len(self.lives) + 1] = self.running.name if self.running else "the head"
-        return len(self.lives)
-
-    def work(self, row: int) -> None:
-        """Take the time of a step of an environment, or raise."""
-        if self.running is None:
-            return
-        self._steps += 1
-        if self._steps == self.raises_at:
-            self.note(f"environment {row} raises")
-            raise ValueError("raised by an environment")
-        if self.random.random() < self.slowness:
-            self.running.sleep(self.random.choice((0.01, 0.3, 3.0)))
-
-    def message_arrives(self) -> None:
-        """Let something go wrong, if it is time."""
-        self._arrivals += 1
-        if self._faults and self._arrivals > self._faults[0]:
-            del self._faults[0]
-            process = self.random.choice([each for each in self.processes.values() if each.exit is None] or [None])
-            if process is not None:
-                self.after(self.random.choice((0.0, 0.001, 0.02)), functools.partial(self.strike, process))
-
-    def strike(self, process: Process) -> None:
-        """Do something to a process."""
-        draw, seconds = self.random, self.random.choice((0.1, 1.0, 3.0))
-        kind = draw.choice(("die", "die", "cut", "stop", "survive", "lie", "flood"))
-        if kind == "die":
-            process.die()
-        elif kind == "cut":
-            process.cut(seconds)
-        elif kind == "lie":
-            process.lies = True
-        elif kind == "flood":
-            process.flood(300)
-        else:
-            process.survives = kind == "survive"
-            process.stop(seconds)
 
 
 class User:
@@ -144,10 +70,14 @@ class User:
         draw = self.world.random
         self.call("reset")
         for _ in range(draw.randint(1, 4)):
+            while any(worker.failed for worker in self.envs._pool.workers):
+                self.call("reset")
             self.call(draw.choice([name for name in CALLS if self.may(name)]))
             self.world.pass_time(draw.choice((0.0, 0.0, 0.5, 5.0)))  # the user learns, and nobody is served
         while self.sent:
             self.call("recv")
+        while any(worker.failed for worker in self.envs._pool.workers):
+            self.call("reset")
         self.check_leftovers()
 
     def may(self, name: str) -> bool:
@@ -176,6 +106,12 @@ class User:
             if name in ("rollout", "overlap", "step", "reset"):
                 self.ledger.lose_track(self.everything)
                 self.ahead = self.envs._collector.overlapped
+        except ValueError as error:
+            if world.raises_at is None or "raised by an environment" not in str(error):
+                raise
+            world.note("the user is told that an environment has raised")
+            self.ledger.lose_track(self.everything)  # until the reset that now must come, and gives up what was sent
+            self.ahead, self.sent = None, 0
         finally:
             is_over = True
         self.envs._pool.interrupted = False
@@ -236,8 +172,11 @@ class User:
         while self.envs._collector.granted and self.ahead is None:
             try:
                 self.envs.recv()
-            except WorkerDiedError:
+            except (WorkerDiedError, NoAsyncCallError):  # the latter as what was sent has been given up
                 break
+            except ValueError as error:
+                if "raised by an environment" not in str(error):
+                    raise
 
     def check_leftovers(self) -> None:
         """Check that the head keeps nothing which nobody will ask for, and has always known what workers hold."""
@@ -285,10 +224,6 @@ def run(seed: int, trace: bool = False) -> list[str]:
         world.note(f"the run ends: {error}")
         if user is not None:
             user.takes_what_is_left()
-    except ValueError as error:
-        if world.raises_at is None or "raised by an environment" not in str(error):
-            raise
-        world.note("the run ends: an environment has raised")
     finally:
         if envs is not None:
             envs.close()

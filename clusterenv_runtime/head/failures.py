@@ -16,14 +16,15 @@ FOR_ITERATION = StopIteration, StopAsyncIteration  # raised anew they would end 
 def to_exception(errors: list[tuple[str, Error]]) -> Exception:
     """Return what to raise for errors of workers that are described by texts: the last, with its `EnvError` as cause.
 
-    All are logged as Gymnasium's AsyncVectorEnv does it, where a worker is one environment.
+    All are logged in the words of Gymnasium's AsyncVectorEnv, where a worker is one environment, and ends. Here it ends
+    only if its error is fatal; else a reset goes on.
     """
     for _, error in errors:
-        if error.fatal and error.env is not None:
+        if error.ends and error.env is not None:
             gym.logger.error(f"Received the following error from Worker-{error.env} - Shutting it down")
             gym.logger.error("%s", _lines(error.traceback))
     worker, error = errors[-1]
-    if error.fatal and error.env is not None:
+    if error.ends and error.env is not None:
         gym.logger.error("Raising the last exception back to the main process.")
     which = "the policy or an environment" if error.env is None else f"environment {error.env}"
     text = f"{printable(error.kind)}: {_lines(error.message)}\n\n{_lines(error.traceback)}"

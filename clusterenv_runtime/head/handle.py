@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..answers import Published
 from ..launchers import Exit
-from ..protocol import Call, Collect, Error, Message, Pull, SetAttr
+from ..protocol import Call, Collect, Error, Message, Pull, Reply, SetAttr
+from ..rollout import RolloutPart
 from .episodes import Episodes
 from .versions import PolicyCopy
 
@@ -38,6 +39,14 @@ class PendingRequest:
     published: Published  # when it was asked
 
 
+class Served(NamedTuple):
+    """An answer, and what it answers."""
+
+    request: PendingRequest
+    message: Reply | RolloutPart
+    is_last: bool  # whether the process that answered has been replaced since
+
+
 @dataclass
 class WorkerHandle:
     """A worker: its current process, what it was told, and what outlives its processes."""
@@ -55,6 +64,7 @@ class WorkerHandle:
     host: str = ""
     pid: int = 0
     building: int | None = None  # the seq of the request that builds its environments
+    built: int = 0  # environments of those, as far as it has said
     deadline: float = 0.0  # when the state must have changed
     heard: float = 0.0  # when its last message came, or else when it was started
     noticed: float = 0.0  # when the user was last told that it has not been started
@@ -65,6 +75,7 @@ class WorkerHandle:
     copy: PolicyCopy = field(default_factory=PolicyCopy)
     seeds: list[int | None] | None = None  # of its last reset; None before the first
     user_seeds: list[int | None] | None = None  # of the user's last reset of all environments
+    failed: bool = False  # whether one of its environments has raised since all were reset
     generator: bytes = b""  # the state of its policy's random numbers after its last answer
     asked: dict[int, Message] = field(default_factory=dict)  # what its process was sent and has not answered, by seq
     pulled: tuple[int, int] = 0, 0  # the seq that its process has pulled for last, and what it said it held
@@ -98,7 +109,7 @@ class WorkerHandle:
                 return "" if may and 0 <= held < version else "it pulled for what it was not asked"
             case Error(env) if env is not None and env not in self.numbers:
                 return f"it said that environment {env} raised, which is none of its own"
-            case Error(fatal=False) if not isinstance(self.asked[seq], Call | SetAttr):
+            case Error() if not (message.ends or isinstance(self.asked[seq], Call | SetAttr)):
                 return "it said that an error of its environments ends nothing"
         return ""
 

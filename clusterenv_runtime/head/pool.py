@@ -7,30 +7,22 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import protocol
 from ..answers import Opener, Published
 from ..errors import DeadlineError, Interrupted, StartupError, WorkerDiedError, printable
 from ..launchers import Exit, Launcher
-from ..protocol import Close, Error, Hello, Message, Part, Ping, Pull, Reply, Weights
+from ..protocol import Built, Close, Error, Hello, Message, Part, Ping, Pull, Reply, Weights
 from ..rollout import RolloutPart
 from .failures import to_exception
-from .handle import CONNECTED, PendingRequest, State, WorkerHandle
+from .handle import CONNECTED, PendingRequest, Served, State, WorkerHandle
 from .recovery import Recovery
 from .supervisor import Supervisor
 from .transport import Malformed, Outgoing, Received, Transport
 from .versions import PolicyStore
 
 PING_S = 1.0  # how often the head tries whether workers can be reached
-
-
-class Served(NamedTuple):
-    """An answer, and what it answers."""
-
-    request: PendingRequest
-    message: Reply | RolloutPart
-    is_last: bool  # whether the process that answered has been replaced since
 
 
 class Requests:
@@ -109,12 +101,11 @@ class WorkerPool:
     ) -> None:  # fmt: skip
         self.workers, self.transport, self._open = workers, transport, opener
         self._launcher, self._supervisor, self._recovery, self._store = launcher, supervisor, recovery, store
-        self._clock, self._requests = clock, Requests()
+        self._clock, self._requests, self._next_ping, self._closed = clock, Requests(), 0.0, False
         self._by_identity: dict[bytes, WorkerHandle] = {}
         self._former: set[bytes] = set()  # identities of the lost: what still comes from them is of no use
         self._errors: list[tuple[str, Error]] = []  # that are to be raised, and whose they are
         self._outbox, self._inbox = list[Outgoing](), deque[Received]()  # to be sent; not yet handled to the end
-        self._next_ping, self._closed = 0.0, False
         self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
 
     def start(self, min_workers: int) -> None:
@@ -271,16 +262,17 @@ class WorkerPool:
                 if worker.state in CONNECTED:
                     weights, buffers = self._store.pull(worker.copy, message.version)
                     self._post(worker, seq, weights, *buffers)
-            case Error() if request is not None or message.fatal:
+            case Error() if request is not None or message.ends:
                 self._errors.append((self._supervisor.describe(worker), message))
                 self._requests.forget([seq])
-                if message.fatal:  # even if it answers a request given up since: there will be no other answer
+                if message.ends:  # even if it answers a request given up since: there will be no other answer
+                    worker.failed = not message.fatal
+                    self._requests.forget_worker(worker.index)
+                if message.fatal:
                     self._former.add(worker.identity)
                     self._supervisor.end(worker, "shut down after its error")
-                    self._requests.forget_worker(worker.index)
             case Error():
-                whose = f"{self._supervisor.describe(worker)}, for which nobody waits"
-                self.transport.drop(worker.identity, f"an error of {whose}: {message}")
+                self.transport.drop(worker.identity, f"an error of worker {worker.index}, not waited for: {message}")
             case Reply() | Part() if request is not None:  # else given up
                 policies = request.published, self._store.published
                 try:
@@ -295,6 +287,8 @@ class WorkerPool:
                     worker.losses = 0
             case Reply() if seq == worker.building and worker.state == State.BUILDING:
                 self._supervisor.is_ready(worker)
+            case Built() if worker.state == State.BUILDING:
+                self._supervisor.builds(worker)
 
     def _refuse(self, worker: WorkerHandle, text: str) -> None:
         self._former.add(worker.identity)  # nor is what it says after that to be believed

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -56,6 +57,12 @@ class Head:
     store: PolicyStore
     rule: SyncRule
     is_partial: bool  # whether it began with fewer workers than there may be
+    pid: int = field(default_factory=os.getpid)
+
+    def close(self, timeout: float) -> None:
+        """End the workers, see `WorkerPool.close`; in a forked child nothing is done, as they are its parent's."""
+        if os.getpid() == self.pid:
+            self.pool.close(timeout)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters and the state of each worker's random numbers; see `ClusterEnv.state_dict`."""

@@ -27,7 +27,7 @@ class Supervisor:
     Args:
         workers: all of them. Only this changes their states.
         launcher: starts, kills and knows the processes.
-        startup_timeout: seconds for a process to start, and then to build its environments.
+        startup_timeout: seconds for a process to start, and then to build each of its environments.
         worker_timeout: seconds of silence after which a link is cut, for the texts.
         max_restarts: that many of one worker's processes in a row may be replaced without an answer of them.
         clock: the time in seconds.
@@ -70,8 +70,14 @@ class Supervisor:
     def said_hello(self, worker: WorkerHandle, identity: bytes, host: str, pid: int) -> None:
         """Note that a worker's process is there, and is told what to build."""
         worker.state, worker.identity, worker.host, worker.pid = State.BUILDING, identity, host, pid
-        worker.heard = self._clock()
+        worker.heard, worker.built = self._clock(), 0
         worker.deadline = worker.heard + self._startup_timeout
+
+    def builds(self, worker: WorkerHandle) -> None:
+        """Note that a worker has built one of its environments; it says so at most once of each."""
+        worker.built += 1
+        if worker.built <= worker.num_envs:
+            worker.deadline = self._clock() + self._startup_timeout
 
     def is_ready(self, worker: WorkerHandle) -> None:
         """Note that a worker has built its environments."""
@@ -132,7 +138,7 @@ class Supervisor:
         return True
 
     def _handle_late(self, late: list[WorkerHandle]) -> None:
-        text = f"did not come up and build its environments within {self._startup_timeout:g} s"
+        text = f"did not come up and build the next of its environments within {self._startup_timeout:g} s"
         if self.all_must_start:
             raise StartupError(f"{', '.join(map(self.describe, late))} {text}")
         for worker in late:

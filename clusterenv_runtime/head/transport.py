@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import resource
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +43,12 @@ def raise_file_limit() -> None:
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def remove_own(directory: str, pid: int) -> None:
+    """Remove a directory of this process's, and not one of the process that it was forked from."""
+    if os.getpid() == pid:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @dataclass
@@ -111,8 +120,8 @@ class Transport:
         if parent is not None:
             parent.mkdir(parents=True, exist_ok=True)
         # 0700: nobody else can dial in
-        self._temporary = tempfile.TemporaryDirectory(prefix="clusterenv-", dir=parent)
-        self.directory, self.key_file = self._temporary.name, None
+        self.directory, self.key_file = tempfile.mkdtemp(prefix="clusterenv-", dir=parent), None
+        self._remove = weakref.finalize(self, remove_own, self.directory, os.getpid())
         self._context, self._gate = zmq.Context(), None
         self._socket = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
@@ -195,4 +204,4 @@ class Transport:
             self._gate.close()
         with contextlib.suppress(zmq.ZMQError):
             self._context.term()
-        self._temporary.cleanup()
+        self._remove()

@@ -37,6 +37,7 @@ class _Envs(list[gym.Env]):
     def __iter__(self) -> Iterator[gym.Env]:
         for self.current, env in enumerate(super().__iter__()):
             yield env
+        self.current = None
 
     def __getitem__(self, index: SupportsIndex) -> gym.Env:
         self.current = index
@@ -57,6 +58,8 @@ class _Envs(list[gym.Env]):
 class EnvsOneByOne(SyncVectorEnv):
     """Gymnasium's SyncVectorEnv, with infos kept per environment for the head to merge.
 
+    ``built`` is called after each environment is.
+
     Raises:
         EnvRaised: from what an environment raises, here and in the methods that step it.
         RuntimeError: the environments are not of the head's spaces.
@@ -72,6 +75,7 @@ class EnvsOneByOne(SyncVectorEnv):
         info_keys: tuple[str, ...] = (),
         frame_stack: int | None = None,
         compress_frames: bool = False,
+        built: Callable[[], None] = lambda: None,
         **_: Any,
     ) -> None:
         self._info_keys, self._compress_frames = info_keys, compress_frames
@@ -81,7 +85,10 @@ class EnvsOneByOne(SyncVectorEnv):
         mode = observation_mode if observation_mode == "same" else (gym.spaces.Discrete(1), single_observation_space)
         numbered = _Envs(env_fns)
         with numbered.named():
-            envs = _Envs([env_fn() for env_fn in numbered])
+            envs = _Envs()
+            for env_fn in numbered:
+                envs.append(env_fn())
+                built()
         super().__init__([lambda env=env: env for env in envs], observation_mode=mode, autoreset_mode=autoreset_mode)
         self.envs = envs
         for name, expected in (("observation", single_observation_space), ("action", single_action_space)):
@@ -172,7 +179,7 @@ class EnvsOneByOne(SyncVectorEnv):
                 actions = actor.act(now, starts)
                 if isinstance(actions, dict | tuple):
                     actions = iterate(self._batched_actions, actions)
-                for i, (env, action) in enumerate(zip(envs, actions, strict=True)):
+                for i, (env, action) in enumerate(list(zip(envs, actions, strict=True))):
                     self.envs.current = i
                     self._env_obs[i], reward, terminated, truncated, info = env.step(action)
                     transitions.rewards[step, i] = reward

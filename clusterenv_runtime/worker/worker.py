@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import random
 import sys
 import traceback
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import gymnasium as gym
+import numpy as np
 
 from .. import protocol
 from ..answers import fault_of
 from ..codec import pack
+from ..registry import load_registry
 from ..sync import SyncRule
 from .connection import Connection, End
 from .one_by_one import EnvRaised, EnvsOneByOne
@@ -26,9 +29,9 @@ if TYPE_CHECKING:
 MAX_TEXT_BYTES = 2**16  # of each of an error's three texts, which must fit in a frame, `codec.MAX_FRAME`
 
 
-def build_environments(registry: dict[str, Any], **arguments: Any) -> EnvsOneByOne | EnvsTogether:
+def build_environments(registry: dict[str, bytes | str], **arguments: Any) -> EnvsOneByOne | EnvsTogether:
     """Build a worker's rows as a `blueprint.Blueprint` says, with what the user has registered at the head."""
-    gym.registry.update(registry)
+    load_registry(registry)
     return (EnvsTogether if callable(arguments["env_fns"]) else EnvsOneByOne)(**arguments)
 
 
@@ -42,6 +45,7 @@ class Worker:
         self._envs: EnvsOneByOne | EnvsTogether | None = None
         self._first_row, self._rule = 0, SyncRule()
         self._actor: Actor | None = None
+        self._failed = False  # whether an environment has raised since all were reset
         self._seed: list[int] | None = None  # of the policy's noise; None before the first reset with seeds
 
     def run(self) -> None:
@@ -56,6 +60,10 @@ class Worker:
             self._envs.close()
 
     def _answer(self, seq: int | None, request: protocol.Request, buffers: list[Any]) -> None:
+        if isinstance(request, protocol.Reset) and not request.partial:
+            self._failed = False
+        if self._failed and isinstance(request, protocol.Reset | protocol.Step | protocol.CutOff | protocol.Collect):
+            return  # it was asked before the head knew, and has been given up
         out, dropped = list[Any](), list[str]()  # the answer's buffers, and infos that cannot be sent
         try:
             if isinstance(request, protocol.Collect):
@@ -69,13 +77,17 @@ class Worker:
         except End:
             raise
         except BaseException as error:
-            # An environment that raised while it was built, reset or stepped is in no state to go on.
-            fatal = not isinstance(request, protocol.Call | protocol.SetAttr)
-            self._connection.send(seq, self._describe(error, fatal))
+            # Environments that were not built cannot go on, nor can a policy that was not loaded. Those that were reset
+            # or stepped can, once they are reset.
+            fatal = isinstance(request, protocol.Setup | protocol.Structure)
+            ends_episodes = not fatal and not isinstance(request, protocol.Call | protocol.SetAttr)
+            if ends_episodes:
+                self._failed, self._envs.infos = True, []
+            self._connection.send(seq, self._describe(error, fatal, ends_episodes))
             if fatal:
                 raise End from error
 
-    def _describe(self, error: BaseException, fatal: bool) -> protocol.Error:
+    def _describe(self, error: BaseException, fatal: bool, ends_episodes: bool) -> protocol.Error:
         env = None
         if isinstance(error, EnvRaised):
             env, error = self._first_row + error.env, error.__cause__
@@ -85,6 +97,7 @@ class Worker:
             message=_text(lambda: error.args[0] if len(error.args) == 1 else error),
             traceback=_text(lambda: "".join(traceback.format_exception(error))),
             fatal=fatal,
+            ends_episodes=ends_episodes,
         )
 
     def _handle(self, request: protocol.Request, buffers: list[Any]) -> Any:
@@ -92,7 +105,8 @@ class Worker:
             case protocol.Setup():
                 sys.path.extend(path for path in request.sys_path if path not in sys.path)
                 self._first_row, self._rule = request.first_row, request.rule
-                self._envs = build_environments(**pickle.loads(buffers[0]))
+                built = partial(self._connection.send, None, protocol.Built())
+                self._envs = build_environments(built=built, **pickle.loads(buffers[0]))
             case protocol.Reset():
                 return self._reset(*pickle.loads(buffers[0]))
             case protocol.Step():
@@ -113,12 +127,13 @@ class Worker:
     def _reset(self, seeds: list[int | None], options: dict[str, Any] | None, mask: Any) -> Any:
         if mask is not None:
             options = {**options, "reset_mask": mask}
-        observations, _ = self._envs.reset(seed=seeds, options=options)
-        self._connection.waited = 0.0  # from here on the head may have work
         if seeds[0] is not None:
             self._seed = [seeds[0], self._first_row]
+            _seed_globals(self._seed)
             if self._actor is not None:
                 self._actor.seed(self._seed)
+        observations, _ = self._envs.reset(seed=seeds, options=options)
+        self._connection.waited = 0.0  # from here on the head may have work
         return observations
 
     def _load_structure(self, structure: Any) -> None:
@@ -157,6 +172,13 @@ class Worker:
         self._actor.load_weights(message, buffers)
         if not self._actor.version:  # they did not fit what is held: all of them, then
             self._pull(seq)
+
+
+def _seed_globals(seed: list[int]) -> None:
+    """Seed the random numbers that environments may draw beside their own; no policy draws them."""
+    first, second = np.random.SeedSequence(seed, spawn_key=(0,)).generate_state(2)
+    random.seed(int(first))
+    np.random.seed(second)
 
 
 def _text(make: Callable[[], Any]) -> str:
