@@ -97,7 +97,8 @@ if [[ -n ${learners_per_node:-} ]]; then
         others=$!
     fi
     run "${torchrun[@]}" 0 "$script" "${options[@]}" "$@"
-    if [[ -n $told && $status == 1 ]]; then status=75; fi  # torchrun's own
+    # Torchrun's own. It may also stand for what could not be saved, on a full disk; the job's next start says that.
+    if [[ -n $told && $status == 1 ]]; then status=75; fi
     if ((nodes > 1)); then
         kill "$others" 2>/dev/null || true
         wait "$others" || true
