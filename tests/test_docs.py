@@ -37,8 +37,8 @@ from .test_policies import PROGRAMS
 PAGES = [page for page in site.pages() if "results" not in page.parts]  # the others are tables that commands have made
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 BLOCKS = [(page, match[2], match[3]) for page in PAGES for match in BLOCK.finditer(page.read_text())]
-KINDS = {"python": 12, "diff": 2, "toml": 1, "sh": 21, "text": 8}  # a block more or less is one that is tested, or not
-CALLS, SKIPPED = 149, 17  # of programs by all pages' commands, and those of them that are not ours to check
+KINDS = {"python": 14, "diff": 3, "toml": 1, "sh": 22, "text": 8}  # a block more or less is one that is tested, or not
+CALLS, SKIPPED = 152, 17  # of programs by all pages' commands, and those of them that are not ours to check
 OF_OTHERS = "git", "kubectl", "podman", "ray", "scp", "squeue", "ssh", "tail", "wandb"
 PROGRAMS_IN_TEXT = "make", "pip", "python", "sbatch", "source", "torchrun", "uv", *OF_OTHERS
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(PROGRAMS_IN_TEXT)})\s[^`]+")
@@ -110,11 +110,22 @@ def test_the_page_of_scripts_has_a_script(tmp_path):
     assert summary["global_step"] == 640 and summary["pulls_per_worker"] > 1
 
 
+OF_OTHER_LIBRARIES = [code for page, kind, code in BLOCKS if page.stem == "any_learner" and kind == "python"]
+
+
+@pytest.mark.parametrize("code", OF_OTHER_LIBRARIES)
+def test_a_program_for_another_library_runs(code):
+    library = re.search(r"^from (stable_baselines3|torchrl)", code, re.MULTILINE)[1]
+    pytest.importorskip(library, reason=f"{library} is not installed: pip install {library}")
+    exec(compile(code.replace("10_000", "256"), "program", "exec"), {})
+
+
 def test_all_programs_of_the_pages_are_run_by_one_test():
     elsewhere = [*PROGRAMS.values(), *(code for page, _, code in BLOCKS if "torch.load" in code)]  # policies, training
     python = [code for _, kind, code in BLOCKS if kind == "python"]
     assert len(elsewhere) == len(PROGRAMS) + 1
     alone = [code for page, _, code in BLOCKS if page.stem == "script"]
+    alone += OF_OTHER_LIBRARIES
     assert set(python) == {*PROGRAMS.values(), *elsewhere, *alone, *(FRAGMENTS.keys() & set(python))}
 
 
@@ -288,7 +299,7 @@ def check(tmp_path, monkeypatch):
                 assert (ROOT / flag).exists()
             else:
                 known = {Requirement(line).name for lines in EXTRAS.values() for line in lines}
-                assert flag in {"--find-links", "DIRECTORY", "-r", "py-spy"} | known
+                assert flag in {"--find-links", "DIRECTORY", "-r", "py-spy", "stable-baselines3"} | known
 
     def sbatch(flags):
         at = next(number for number, flag in enumerate(flags) if not flag.startswith("--"))
