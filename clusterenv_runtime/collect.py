@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,11 +37,21 @@ class Collector:
         self.granted: dict[int, int] = {}  # seq -> worker, of requests to act that are outstanding, oldest first
         self.overlapped: int | None = None  # the steps of the rollout that was requested ahead
 
-    def give_up_failed(self) -> None:
-        """Give up what is outstanding if an environment has raised, as the user knows by now."""
-        if not self._pool.has_failed and any(worker.failed for worker in self._pool.workers):
-            self._pool.forget(self.granted)
-            self.granted, self.overlapped = {}, None
+    @contextlib.contextmanager
+    def _gives_up_after_error(self) -> Iterator[None]:
+        """Give up all that is outstanding if an environment raises meanwhile; what else is raised leaves it."""
+        try:
+            yield
+        except BaseException:
+            if self._has_raised:
+                self._pool.forget(self.granted)
+                self.granted = {}
+            raise
+
+    @property
+    def _has_raised(self) -> bool:
+        """Whether an environment has raised since all were reset, and the user knows."""
+        return not self._pool.has_failed and any(worker.failed for worker in self._pool.workers)
 
     def assert_can_act(self, method: str, num_steps: int, was_reset: bool) -> None:
         """Raise ValueError or ResetNeeded if a policy cannot act for so many steps, after a reset, and no error."""
@@ -115,7 +126,8 @@ class Collector:
             return worker.state == State.READY and worker.copy.held != self._store.version
 
         # Answered now, so that they need not wait until you have learned, and get these weights and no later ones.
-        self._pool.wait_until(lambda: self._pool.has_failed or not any(map(lacks_weights, pulling)), self.granted)
+        with self._gives_up_after_error():
+            self._pool.wait_until(lambda: self._pool.has_failed or not any(map(lacks_weights, pulling)), self.granted)
 
     def _grant(
         self, num_steps: int, workers: Sequence[WorkerHandle], policy: Policy | None = None
@@ -133,13 +145,15 @@ class Collector:
 
     def recv(self, worker: int | None) -> tuple[int, Rollout]:
         """Return the next answer to `send`, of this worker or of whichever is first; see `ClusterEnv.recv`."""
-        self.give_up_failed()
+        if self._has_raised:
+            raise ResetNeeded("Cannot call `recv` before all environments are `reset`, as one has raised.")
         seqs: Collection[int] = self.granted  # of all; or the oldest of one
         if worker is not None:
             seqs = [seq for seq, index in self.granted.items() if index == worker][:1]
         if not seqs or self.overlapped is not None:
             raise NoAsyncCallError("Calling `recv` without any prior call to `send`.", "recv")
-        served = self._pool.first(seqs)
+        with self._gives_up_after_error():
+            served = self._pool.first(seqs)
         index = self.granted.pop(served.request.seq)
         part, rows = self._open(served), self._pool.workers[index].rows
         return index, Rollout.join([part], np.arange(rows.start, rows.stop), self._infos)

@@ -129,7 +129,6 @@ class ClusterEnv(Counters):
         return self.reset_wait()
 
     def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
-        self._collector.give_up_failed()
         self._assert_idle("reset_async")
         self._stepper.reset(seed, options)
 

@@ -467,7 +467,7 @@ def test_after_an_exception_in_a_stream_what_was_sent_is_given_up():
                 envs.send(3)
             while True:
                 envs.recv()
-        with pytest.raises(gym.error.NoAsyncCallError):
+        with pytest.raises(gym.error.ResetNeeded):
             envs.recv()
         envs.set_attr("where", "nowhere")
         envs.reset(seed=1)

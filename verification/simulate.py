@@ -24,7 +24,7 @@ from unittest import mock
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.error import NoAsyncCallError
+from gymnasium.error import ResetNeeded
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, Rollout, StartupError, WorkerDiedError
 from clusterenv_runtime.head.handle import State
@@ -172,7 +172,7 @@ class User:
         while self.envs._collector.granted and self.ahead is None:
             try:
                 self.envs.recv()
-            except (WorkerDiedError, NoAsyncCallError):  # the latter as what was sent has been given up
+            except (WorkerDiedError, ResetNeeded):  # the latter as an environment has raised, too
                 break
             except ValueError as error:
                 if "raised by an environment" not in str(error):
