@@ -6,11 +6,9 @@ with ``TEST_SECONDS=9000``, as that may take longer than a test may.
 
 import errno
 import fcntl
-import functools
 import importlib
 import json
 import math
-import operator
 import os
 import pickle
 import random
@@ -41,13 +39,11 @@ from clusterenv_runtime.errors import RunLockedError
 from clusterenv_runtime.script import Run, arguments, logs, parse
 from clusterenv_runtime.script.checkpoint import (
     load_checkpoint,
-    load_part,
     rng_state,
     save_checkpoint,
     save_model,
     set_rng_state,
 )
-from clusterenv_runtime.script.curve import LearningCurve
 from clusterenv_runtime.script.lock import lock
 from clusterenv_runtime.script.signals import TOLD, Signals
 
@@ -719,91 +715,6 @@ def test_a_value_that_cannot_be_is_one_line(run_x, monkeypatch, path, value, say
     changed(state, path, value)
     save_checkpoint("runs/x", state, 6)
     assert says in refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
-
-
-def an_optimizer(steps=0):
-    """An optimizer as the scripts have it, one of whose parameters never gets a gradient."""
-    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 2), (2,), (5,))]
-    optimizer = torch.optim.Adam(parameters, lr=0.1, eps=1e-5, fused=True)
-    for _ in range(steps):
-        for parameter in parameters[:2]:
-            parameter.grad = parameter.detach() ** 2
-        optimizer.step()
-    return optimizer, parameters
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-def test_an_optimizer_goes_on_as_it_was(tmp_path, steps):
-    optimizer, parameters = an_optimizer(steps)
-    save_checkpoint(tmp_path, {"state": optimizer.state_dict()}, 1)
-    other, others = an_optimizer()
-    load_part(other, load_checkpoint(tmp_path)["state"])
-    with torch.no_grad():
-        for parameter, of_other in zip(parameters, others, strict=True):
-            of_other.copy_(parameter)
-            of_other.grad = parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    other.step()
-    assert all(torch.equal(*each) for each in zip(parameters, others, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("state.0.exp_avg", torch.zeros(1)),
-        ("state.0.exp_avg", torch.zeros(1).expand(3, 2)),
-        ("state.1.exp_avg_sq", torch.zeros(2, dtype=torch.float64)),
-        ("state.1.step", torch.zeros(2)),
-        ("state.1.step", 3),
-        ("state.7", {}),
-        ("state.0", {}),
-        ("state", []),
-        ("param_groups.0.betas", 5),
-        ("param_groups.0.betas", (0.9, "x")),
-        ("param_groups.0.eps", None),
-        ("param_groups.0.lr", "x"),
-        ("param_groups.0.params", [0, 1]),
-        ("param_groups", []),
-    ],
-    ids=str,
-)
-def test_a_state_that_is_no_optimizers_is_refused(path, value):
-    state = an_optimizer(3)[0].state_dict()
-    *way, last = [int(key) if key.isdigit() else key for key in path.split(".")]
-    functools.reduce(operator.getitem, way, state)[last] = value
-    with pytest.raises((ValueError, TypeError, AttributeError)):
-        load_part(an_optimizer()[0], state)
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("numpy", lambda state: [state[0], state[1], 2 * 10**9, *state[3:]]),
-        ("numpy", lambda state: [state[0], state[1], -1, *state[3:]]),
-        ("numpy", lambda state: [state[0], [0] * 624, *state[2:]]),
-        ("numpy", lambda state: [state[0], state[1][:5], *state[2:]]),
-        ("python", lambda state: (*state[:1], state[1][:5], *state[2:])),
-        ("torch", lambda state: state[:100]),
-        ("torch", lambda state: torch.cat([state[:16], torch.full((8,), 255, dtype=torch.uint8), state[24:]])),
-        ("torch", lambda state: torch.cat([state[:8], torch.full((8,), 2, dtype=torch.uint8), state[16:]])),
-    ],
-)
-def test_random_numbers_do_not_go_on_from_a_state_that_is_none(name, change):
-    before = rng_state()
-    try:
-        with pytest.raises((ValueError, TypeError)):
-            set_rng_state({**before, name: change(before[name])})
-    finally:
-        set_rng_state(before)
-
-
-@pytest.mark.parametrize(
-    "state", [{"recent": ["x"]}, {"returns": 5}, {"lengths": [0.5]}, {"points": [(1, 2)]}], ids=str
-)
-def test_a_curve_of_something_else_is_refused(state):
-    curve = LearningCurve()
-    with pytest.raises(ValueError):
-        LearningCurve().load_state_dict({**curve.state_dict(), **state})
 
 
 def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypatch, caplog):

@@ -92,8 +92,9 @@ class ClusterVecEnv(VecEnv):
         dones, infos = terminations | truncations, [{} for _ in range(self.num_envs)]
         for number, info in found:
             if "final_obs" in info:
-                final, lost = info.pop("final_obs"), info  # `lost` says so of a worker
-                infos[number] = {**lost.pop("final_info"), **lost, "terminal_observation": final}
+                final = info.pop("final_obs")
+                # What is left after this is said of a worker that was lost.
+                infos[number] = {**info.pop("final_info"), **info, "terminal_observation": final}
             elif dones[number]:
                 self.reset_infos[number] = info
             else:

@@ -44,10 +44,8 @@ class LearningCurve:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.points = msgspec.convert(state["points"], list[tuple[int, float, float, int]])
-        self._returns, self._lengths = (
-            msgspec.convert(state["returns"], list[float]),
-            msgspec.convert(state["lengths"], list[int]),
-        )
+        self._returns = msgspec.convert(state["returns"], list[float])
+        self._lengths = msgspec.convert(state["lengths"], list[int])
         self._recent_returns.extend(msgspec.convert(state["recent"], list[float]))
 
     def plot(self, title: str, file: BinaryIO) -> None:
