@@ -3,9 +3,11 @@
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 
 import gymnasium as gym
 import numpy as np
@@ -109,11 +111,15 @@ def test_for_resources_that_are_not_there_it_waits_and_says_so(nodes, caplog, mo
 
 def test_a_node_that_is_lost_costs_no_rollout(nodes):
     cluster, second = nodes
+    taken = ray.util.placement_group([{"CPU": 2, "node:__internal_head__": 0.01}])
+    ray.get(taken.ready())  # so that one of four workers is on the second node
     with ClusterEnv([CountingEnv] * 8, 4, launcher="ray", startup_timeout=PATIENCE, worker_timeout=PATIENCE) as envs:
         envs.reset(seed=1)
+        ray.util.remove_placement_group(taken)
         cluster.remove_node(second, allow_graceful=False)
-        lost = 0
-        for _ in range(100):
+        lost, until, more = 0, time.monotonic() + PATIENCE, 100
+        while more and time.monotonic() < until:
+            more -= bool(envs.restarts)  # Ray takes its time to miss a node
             *_, infos = envs.step(np.zeros(8, np.int64))
             lost += infos.get("worker_lost", np.zeros(8)).sum()
         # A process that is to replace one may be sent to the node that is gone; it has no episodes to lose.
@@ -135,7 +141,9 @@ def test_a_script_trains_on_ray(nodes, tmp_path):
 
 
 def test_a_dry_run_begins_no_ray(tmp_path):
-    result = run(tmp_path, "--bind-address", "127.0.0.1", "--dry-run", RAY_ADDRESS="127.0.0.1:1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # a Ray here would wait for an answer
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        result = run(tmp_path, "--bind-address", "127.0.0.1", "--dry-run", RAY_ADDRESS=address)
     flags = "--key-file KEYS/key --startup-timeout 60.0 --head-timeout 30.0"
     commands = [
         f"python -m clusterenv_runtime.worker --index {index} --connect tcp://127.0.0.1:PORT {flags}"
@@ -152,4 +160,5 @@ def test_where_there_is_no_ray_one_line_says_so(monkeypatch, tmp_path):
 
 def test_a_cluster_that_cannot_be_reached_is_one_line(tmp_path):
     result = run(tmp_path, "--bind-address", "127.0.0.1", RAY_ADDRESS="127.0.0.1:1")
-    assert result.returncode == 1 and result.stderr.splitlines()[-1].startswith("error: cannot reach Ray: ")
+    line = "error: cannot reach Ray at RAY_ADDRESS=127.0.0.1:1: Connection refused"
+    assert result.returncode == 1 and result.stderr.splitlines() == [line]

@@ -68,7 +68,7 @@ def actions(envs):
 def test_a_wait_for_a_long_step_is_interrupted_at_once(tmp_path, monkeypatch, method):
     os.mkfifo(tmp_path / "pipe")
     policy = CategoricalPolicy(linear(1, 2))
-    poll, polls, later = zmq.Socket.poll, [], []  # milliseconds of each; how many had begun when it was interrupted
+    poll, polls, later = zmq.Poller.poll, [], []  # milliseconds of each; how many had begun when it was interrupted
 
     def noting(self, timeout=None, *args):
         polls.append(timeout)
@@ -83,7 +83,7 @@ def test_a_wait_for_a_long_step_is_interrupted_at_once(tmp_path, monkeypatch, me
     env_fns = [partial(BlockingEnv, str(tmp_path / "pipe")), CountingEnv]
     with ClusterEnv(env_fns, 2, worker_timeout=HOUR) as envs:
         envs.reset()
-        monkeypatch.setattr(zmq.Socket, "poll", noting)
+        monkeypatch.setattr(zmq.Poller, "poll", noting)
         thread = threading.Thread(target=interrupt)
         thread.start()
         with at_most(), pytest.raises(Interrupted):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 3.0  # for a node to end a worker, before Ray takes the actor away
 POLL_S = 0.1
+CONNECT_S = 5.0
+
+
+def check_address(address: str) -> None:
+    """Raise if nothing listens there: Ray itself would try for many minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), CONNECT_S).close()
+        except OSError as error:
+            raise StartupError(f"cannot reach Ray at RAY_ADDRESS={address}: {error.strerror or error}") from None
 
 
 class Agent:
@@ -57,7 +69,7 @@ class RayLauncher(Launcher):
     `resources` are an actor's, a CPU by default. What the workers print goes to this process's output, as Ray has it.
 
     Raises:
-        StartupError: Ray is not installed.
+        StartupError: Ray is not installed, or nothing listens at RAY_ADDRESS.
     """
 
     name, takes_resources = "ray", True
@@ -67,6 +79,7 @@ class RayLauncher(Launcher):
         super().__init__(log_dir, prefix)
         if importlib.util.find_spec("ray") is None:
             raise StartupError("the launcher ray needs Ray: pip install 'clusterenv[ray]'")
+        check_address(os.environ.get("RAY_ADDRESS", ""))
         self._prefix, self._has_begun_ray = prefix, False
         self._keys: WorkerKeys | None = None
         self._actors: dict[int, Any] = {}
@@ -100,16 +113,21 @@ class RayLauncher(Launcher):
     def start_worker(self, index: int) -> None:
         import ray
 
-        resources = dict(self.resources)
-        options = {"num_cpus": resources.pop("CPU", 1), "num_gpus": resources.pop("GPU", 0), "resources": resources}
+        resources = self._needs
+        options = {"num_cpus": resources.pop("CPU"), "num_gpus": resources.pop("GPU", 0), "resources": resources}
         if "memory" in resources:
             options["memory"] = resources.pop("memory")
         actor = ray.remote(Agent).options(max_concurrency=3, **options)  # for `kill` while it is in `run`
         self._actors[index] = actor = actor.remote(index, self.flags, self._keys, self._prefix)
         self._begun[index], self._runs[index] = actor.begun.remote(), actor.run.remote()
 
+    @property
+    def _needs(self) -> dict[str, float]:
+        """What the actor of a worker takes."""
+        return {"CPU": 1, **self.resources}
+
     def pending(self, index: int) -> str | None:
-        needs = " ".join(f"{name}={number:g}" for name, number in {"CPU": 1, **self.resources}.items())
+        needs = " ".join(f"{name}={number:g}" for name, number in self._needs.items())
         return None if _is_done(self._begun[index]) else f"Ray has no place for it yet ({needs})"
 
     def exit(self, index: int) -> Exit | None:
