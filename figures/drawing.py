@@ -2,12 +2,14 @@
 
 import matplotlib
 import numpy as np
+from adjustText import adjust_text
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
 from sweeps.estimates import interval, iqm
 
-BLACK, BLUE, ORANGE, GREEN, PURPLE = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # of Okabe and Ito's colors
+# Of Okabe and Ito's colors.
+BLACK, BLUE, ORANGE, GREEN, PURPLE, SKY = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 
 
@@ -28,7 +30,7 @@ def draw(axes, task, setting, name, color, seeds=None, **style):
 def draw_all(axes, task, settings, name):
     """Draw a curve for each threshold, colored by its order among all of the task, and the one of always."""
     thresholds = sorted({setting.value for setting in task.runs if setting.mode == "kl"})
-    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(thresholds)))
+    colors = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(thresholds)))
     for setting in settings:
         draw(axes, task, setting, name, colors[thresholds.index(setting.value)])
     for setting in task.always():
@@ -48,9 +50,23 @@ def subplots(rows, columns, width, height, **options):
 
 
 def logarithmic(axis):
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def spread(figure, *groups):
+    """Move the texts of each group beside what they are at, so that they cover neither each other nor a point."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # what is drawn now stays where it is
+    for texts in groups:
+        axes = texts[0].axes
+        marks = np.concatenate([line.get_xydata() for line in axes.lines])
+        arrow = {"arrowstyle": "-", "linewidth": 0.5}
+        adjust_text(
+            texts, *marks.T, ax=axes, expand=(1.3, 1.7), force_static=(0.3, 0.5), iter_lim=1000, arrowprops=arrow
+        )
 
 
 def finish(figure, task, title, caption, xlabel=None, legend=None):

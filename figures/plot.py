@@ -26,12 +26,14 @@ from .drawing import (
     GREEN,
     ORANGE,
     PURPLE,
+    SKY,
     draw,
     draw_all,
     finish,
     logarithmic,
     number_of,
     points,
+    spread,
     subplots,
 )
 from .tasks import ALWAYS, PLAIN, load
@@ -120,22 +122,21 @@ def frontier(task):
     fixed = task.settings("interval")
     if not fixed:
         return None
-    families = [(fixed, ORANGE, "s", "fixed interval", (3, -11, "left"))]
-    styles = itertools.cycle(
-        [(BLUE, "o", (-2, 6, "right")), (GREEN, "^", (0, 22, "center")), (PURPLE, "D", (0, 8, "center"))]
-    )
-    for variant, (color, marker, where) in zip(task.variants(), styles, strict=False):
+    families = [(fixed, ORANGE, "s", "fixed interval")]
+    styles = itertools.cycle([(BLUE, "o"), (GREEN, "^"), (PURPLE, "D"), (SKY, "v")])
+    for variant, (color, marker) in zip(task.variants(), styles, strict=False):
         reached = [key for key in task.settings("kl", variant) if task.column(key, "pulls_per_worker").max() > 1]
         if reached:
-            families.append((reached, color, marker, "by divergence" + variant.replace(", ", ",\n"), where))
+            families.append((reached, color, marker, "by divergence" + variant.replace(", ", ",\n")))
     settings = sum((family[0] for family in families), [])
     colors = {str(key): family[1] for family in families for key in family[0]}
     rows = [row for row in claims(task) if row["matched"] and not row["held_out"] and row["seeds"] >= ENOUGH]
     shape = {"columns": 2, "width": 9, "width_ratios": [3, 2]} if rows else {"columns": 1, "width": 6.5}
     figure, grid = subplots(2, height=8.5, **shape, sharex="col")
     names = ("return", RETURN), ("training", "mean return of all of training")
+    numbers = []
     for (left, *right), (name, label) in zip(grid, names, strict=True):
-        frontier_of(left, task, families, COLUMNS[name])
+        numbers.append(frontier_of(left, task, families, COLUMNS[name]))
         left.set_ylabel(label)
         for axes in right:
             differences(axes, rows, name, colors)
@@ -147,20 +148,24 @@ def frontier(task):
     for axes in grid[1, 1:]:
         axes.set_xlabel("paired difference, divergence minus interval\n(in brackets their pulls)")
     caption = task.caption(settings, "\nBeside points their threshold or interval (orange 1: always)")
-    return finish(figure, task, "divergence or a fixed interval?", caption, legend=grid[0, 0])
+    finish(figure, task, "divergence or a fixed interval?", caption, legend=grid[0, 0])
+    spread(figure, *numbers)
+    return figure
 
 
 def frontier_of(axes, task, families, column):
-    """Draw a column against bytes, for families (settings, color, marker, name, where to write each one's number)."""
+    """Draw a column against bytes, for families (settings, color, marker, name), and return each point's number."""
     axes.set_xscale("log")
-    for family, color, marker, name, (right_by, up_by, side) in families:
+    numbers = []
+    for family, color, marker, name in families:
         sent = [task.column(setting, "sync_bytes").mean() for setting in family]
         points(axes, sent, task, family, column, color, marker=marker, label=name)
         for setting, x in zip(family, sent, strict=True):
-            spot, text = (x, iqm(task.column(setting, column))), {"color": color, "fontsize": 7, "ha": side}
-            text["path_effects"] = [withStroke(linewidth=2, foreground="white")]
-            axes.annotate(f"{setting.value:g}", spot, (right_by, up_by), textcoords="offset points", **text)
+            number = axes.text(x, iqm(task.column(setting, column)), f"{setting.value:g}", color=color, fontsize=7)
+            number.set_path_effects([withStroke(linewidth=2, foreground="white")])
+            numbers.append(number)
     axes.margins(y=0.2)
+    return numbers
 
 
 def differences(axes, rows, name, colors):

@@ -145,7 +145,9 @@ def plot(rates, systems, env_ids, path):
         axes.margins(x=0.2)
         axes.spines[["top", "right"]].set_visible(False)
     axes.invert_yaxis()  # all share it
-    figure.supxlabel("environment steps per second, training included", fontsize="medium")
+    figure.supxlabel(
+        "environment steps per second, training included: median, slowest and fastest round", fontsize="medium"
+    )
     figure.savefig(path, dpi=150)
 
 
