@@ -51,13 +51,13 @@ class Collector:
     @property
     def _has_raised(self) -> bool:
         """Whether an environment has raised since all were reset, and the user knows."""
-        return not self._pool.has_failed and any(worker.failed for worker in self._pool.workers)
+        return bool(self._pool.failed) and not self._pool.has_failed
 
     def assert_can_act(self, method: str, num_steps: int, was_reset: bool) -> None:
         """Raise ValueError or ResetNeeded if a policy cannot act for so many steps, after a reset, and no error."""
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
-        if not was_reset or any(worker.failed for worker in self._pool.workers):
+        if not was_reset or self._pool.failed:
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`.")
         self._assert_arrays()
 

@@ -48,7 +48,7 @@ class Stepper:
         self._warned: set[str] = set()  # what the user was told of infos
 
     def _assert_none_has_raised(self, method: str) -> None:
-        if any(worker.failed for worker in self._pool.workers):
+        if self._pool.failed:
             raise ResetNeeded(f"Cannot call `{method}` before all environments are `reset`, as one has raised.")
 
     def _assert_one_by_one(self) -> None:
@@ -150,7 +150,8 @@ class Stepper:
         parts = []
         for worker, reply in zip(self._pool.workers, replies, strict=True):
             if self._mask is None:
-                worker.episodes, worker.failed = Episodes.begun(reply.value, worker.num_envs), False
+                worker.episodes = Episodes.begun(reply.value, worker.num_envs)
+                self._pool.failed.discard(worker.index)
                 parts.append(reply.value)
             else:
                 parts.append(worker.episodes.saw_reset(self._space, reply.value, self._mask[worker.rows]))

@@ -59,6 +59,16 @@ if [[ -z ${SLURM_NTASKS_HET_GROUP_1:-}${learners_per_node:-} ]] && ((${cpus:-0} 
     echo "warning: $workers workers, though the job's $cpus CPUs are enough for more: --ntasks sets how many" >&2
 fi
 
+# How to go on by hand, which the script says when it is interrupted.
+file=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
+size=(--ntasks="$tasks")
+if [[ -n ${learners_per_node:-} ]]; then
+    size=(--nodes="$nodes" --cpus-per-task="$each")
+elif [[ -n ${SLURM_NTASKS_HET_GROUP_1:-} ]]; then
+    size=()
+fi
+export CLUSTERENV_RESUME="${SCRIPT:+SCRIPT=$SCRIPT }sbatch ${size[*]} ${file#"$PWD/"}"
+
 # One job at a time: another's workers need the keys that are removed here.
 lock=runs/$name/job
 mkdir -p "runs/$name"
@@ -81,6 +91,8 @@ if has_checkpoint; then
     begin=(--resume "runs/$name")
 fi
 options=(--num-workers "$workers" "${begin[@]}")
+places=${SLURM_JOB_NODELIST:-}${SLURM_JOB_NODELIST_HET_GROUP_1:+ and $SLURM_JOB_NODELIST_HET_GROUP_1}
+echo "job $job on $places: $workers workers, run directory runs/$name"
 # shellcheck disable=SC2154  # of the file that sources this one
 python=("${launch[@]}" python)
 if [[ -n ${learners_per_node:-} ]]; then

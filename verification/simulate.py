@@ -70,13 +70,13 @@ class User:
         draw = self.world.random
         self.call("reset")
         for _ in range(draw.randint(1, 4)):
-            while any(worker.failed for worker in self.envs._pool.workers):
+            while self.envs._pool.failed:
                 self.call("reset")
             self.call(draw.choice([name for name in CALLS if self.may(name)]))
             self.world.pass_time(draw.choice((0.0, 0.0, 0.5, 5.0)))  # the user learns, and nobody is served
         while self.sent:
             self.call("recv")
-        while any(worker.failed for worker in self.envs._pool.workers):
+        while self.envs._pool.failed:
             self.call("reset")
         self.check_leftovers()
 

@@ -75,7 +75,6 @@ class WorkerHandle:
     copy: PolicyCopy = field(default_factory=PolicyCopy)
     seeds: list[int | None] | None = None  # of its last reset; None before the first
     user_seeds: list[int | None] | None = None  # of the user's last reset of all environments
-    failed: bool = False  # whether one of its environments has raised since all were reset
     generator: bytes = b""  # the state of its policy's random numbers after its last answer
     asked: dict[int, Message] = field(default_factory=dict)  # what its process was sent and has not answered, by seq
     pulled: tuple[int, int] = 0, 0  # the seq that its process has pulled for last, and what it said it held

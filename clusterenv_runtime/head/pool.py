@@ -106,6 +106,7 @@ class WorkerPool:
         self._former: set[bytes] = set()  # identities of the lost: what still comes from them is of no use
         self._errors: list[tuple[str, Error]] = []  # that are to be raised, and whose they are
         self._outbox, self._inbox = list[Outgoing](), deque[Received]()  # to be sent; not yet handled to the end
+        self.failed = set[int]()  # workers of which an environment has raised, and that have not been reset since
         self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
 
     def start(self, min_workers: int) -> None:
@@ -266,7 +267,7 @@ class WorkerPool:
                 self._errors.append((self._supervisor.describe(worker), message))
                 self._requests.forget([seq])
                 if message.ends:  # even if it answers a request given up since: there will be no other answer
-                    worker.failed = not message.fatal
+                    (self.failed.discard if message.fatal else self.failed.add)(worker.index)
                     self._requests.forget_worker(worker.index)
                 if message.fatal:
                     self._former.add(worker.identity)

@@ -195,11 +195,12 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
 def resume_command(args: ScriptArgs, directory: str, command: list[str]) -> str:
     """Return the command that goes on with the run in ``directory``, with the flags that are not taken from there.
 
-    ``command`` is what runs scripts.
+    ``command`` is what runs scripts. In a job CLUSTERENV_RESUME is what submits it, which gives the workers' prefix.
     """
-    usual = vars(type(args)())
-    flags = [f"{spell(name)}={value}" for name, value in that_run_code(args).items() if value != usual[name]]
-    return shlex.join([*command, sys.argv[0], *flags, "--resume", directory])
+    usual, submit = vars(type(args)()), shlex.split(os.environ.get("CLUSTERENV_RESUME", ""))
+    given = {name: value for name, value in that_run_code(args).items() if not (submit and name == "worker_prefix")}
+    flags = [f"{spell(name)}={value}" for name, value in given.items() if value != usual[name]]
+    return shlex.join([*(submit or [*command, sys.argv[0]]), *flags, "--resume", directory])
 
 
 def check_for_learners(args: ScriptArgs, number: int) -> None:

@@ -113,15 +113,16 @@ class Slurm:
 
     def processes(self, node: str | None = None) -> set[int]:
         """Find every process of this cluster, or of one node: daemons, steps, tasks, and what these started."""
-        marks, parents, found = {f"SLURM_CONF={self.env['SLURM_CONF']}".encode()}, {}, set()
-        node_marks = {f"LAB_NODE={node}".encode(), f"SLURMD_NODENAME={node}".encode()}
+        mark, parents, found = f"SLURM_CONF={self.env['SLURM_CONF']}".encode(), {}, set()
+        names = b"LAB_NODE", b"SLURMD_NODENAME"  # which a shell that only talks to the cluster does not have
         for directory in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it ended meanwhile, or is someone else's
                 state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
                 environ = set((directory / "environ").read_bytes().split(b"\0"))
                 if state != "Z":
                     parents[int(directory.name)] = int(parent)
-                    if marks <= environ and (node is None or node_marks & environ):
+                    at = {word.partition(b"=")[2] for word in environ if word.partition(b"=")[0] in names}
+                    if mark in environ and (at if node is None else node.encode() in at):
                         found.add(int(directory.name))
         while new := {pid for pid, parent in parents.items() if parent in found} - found:
             found |= new
@@ -148,7 +149,7 @@ class Slurm:
         with open(self.directory / "daemons.log", "ab") as log:
             self.daemons[name] = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *command],  # a killed pytest leaves no daemon behind
-                cwd="/", env={**self.env, **env}, start_new_session=True, stdin=subprocess.DEVNULL,
+                cwd="/", env={**self.env, "LAB_NODE": "", **env}, start_new_session=True, stdin=subprocess.DEVNULL,
                 stdout=log, stderr=log,
             )  # fmt: skip
 
