@@ -37,10 +37,10 @@ if [[ -n $resume ]]; then
 fi
 
 # A task for each worker, and one for the head, which in a heterogeneous job is a part of its own.
-tasks=${SLURM_NTASKS:-1} nodes=${SLURM_JOB_NUM_NODES:-1}
+tasks=${SLURM_NTASKS:-1} nodes=${SLURM_JOB_NUM_NODES:-1} size=''
 if [[ -n ${learners_per_node:-} ]]; then
     each=${SLURM_CPUS_PER_TASK:-1}
-    workers=$((nodes * (each - learners_per_node)))
+    workers=$((nodes * (each - learners_per_node))) size="--nodes=$nodes --cpus-per-task=$each "
     if ((tasks != nodes || each < 2 * learners_per_node || each % learners_per_node)); then
         echo "error: a task on each node, with cores for $learners_per_node learners and as many workers each:" \
             "sbatch --ntasks-per-node=1 --cpus-per-task=$((3 * learners_per_node)), for example" >&2
@@ -48,6 +48,7 @@ if [[ -n ${learners_per_node:-} ]]; then
     fi
 else
     workers=${SLURM_NTASKS_HET_GROUP_1:-$((tasks - 1))}
+    if [[ -z ${SLURM_NTASKS_HET_GROUP_1:-} ]]; then size="--ntasks=$tasks "; fi
 fi
 if ((workers < 1)); then
     echo "error: the first task is the head's, and each other a worker's: sbatch --ntasks=2 or more" >&2
@@ -61,13 +62,7 @@ fi
 
 # How to go on by hand, which the script says when it is interrupted.
 file=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
-size=(--ntasks="$tasks")
-if [[ -n ${learners_per_node:-} ]]; then
-    size=(--nodes="$nodes" --cpus-per-task="$each")
-elif [[ -n ${SLURM_NTASKS_HET_GROUP_1:-} ]]; then
-    size=()
-fi
-export CLUSTERENV_RESUME="${SCRIPT:+SCRIPT=$SCRIPT }sbatch ${size[*]} ${file#"$PWD/"}"
+export CLUSTERENV_RESUME="${SCRIPT:+SCRIPT=$SCRIPT }sbatch $size${file#"$PWD/"}"
 
 # One job at a time: another's workers need the keys that are removed here.
 lock=runs/$name/job

@@ -103,10 +103,9 @@ class WorkerPool:
         self._launcher, self._supervisor, self._recovery, self._store = launcher, supervisor, recovery, store
         self._clock, self._requests, self._next_ping, self._closed = clock, Requests(), 0.0, False
         self._by_identity: dict[bytes, WorkerHandle] = {}
-        self._former: set[bytes] = set()  # identities of the lost: what still comes from them is of no use
+        self._former, self.failed = set[bytes](), set[int]()  # lost processes' identities; who raised, until a reset
         self._errors: list[tuple[str, Error]] = []  # that are to be raised, and whose they are
         self._outbox, self._inbox = list[Outgoing](), deque[Received]()  # to be sent; not yet handled to the end
-        self.failed = set[int]()  # workers of which an environment has raised, and that have not been reset since
         self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
 
     def start(self, min_workers: int) -> None:
@@ -267,10 +266,11 @@ class WorkerPool:
                 self._errors.append((self._supervisor.describe(worker), message))
                 self._requests.forget([seq])
                 if message.ends:  # even if it answers a request given up since: there will be no other answer
-                    (self.failed.discard if message.fatal else self.failed.add)(worker.index)
+                    self.failed.add(worker.index)
                     self._requests.forget_worker(worker.index)
                 if message.fatal:
                     self._former.add(worker.identity)
+                    self.failed.discard(worker.index)  # there is nothing to reset any more
                     self._supervisor.end(worker, "shut down after its error")
             case Error():
                 self.transport.drop(worker.identity, f"an error of worker {worker.index}, not waited for: {message}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 3.0  # for a node to end a worker, before Ray takes the actor away
 POLL_S = 0.1
-CONNECT_S = 5.0
+CONNECT_S = 5.0  # in which what listens at RAY_ADDRESS must answer
 
 
 def check_address(address: str) -> None:

@@ -195,12 +195,13 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
 def resume_command(args: ScriptArgs, directory: str, command: list[str]) -> str:
     """Return the command that goes on with the run in ``directory``, with the flags that are not taken from there.
 
-    ``command`` is what runs scripts. In a job CLUSTERENV_RESUME is what submits it, which gives the workers' prefix.
+    ``command`` is what runs scripts, unless CLUSTERENV_RESUME says how to submit this job.
     """
-    usual, submit = vars(type(args)()), shlex.split(os.environ.get("CLUSTERENV_RESUME", ""))
-    given = {name: value for name, value in that_run_code(args).items() if not (submit and name == "worker_prefix")}
-    flags = [f"{spell(name)}={value}" for name, value in given.items() if value != usual[name]]
-    return shlex.join([*(submit or [*command, sys.argv[0]]), *flags, "--resume", directory])
+    usual, start = vars(type(args)()), [*command, sys.argv[0]]
+    if submit := os.environ.get("CLUSTERENV_RESUME"):
+        usual["worker_prefix"], start = args.worker_prefix, shlex.split(submit)  # the job gives the prefix by itself
+    flags = [f"{spell(name)}={value}" for name, value in that_run_code(args).items() if value != usual[name]]
+    return shlex.join([*start, *flags, "--resume", directory])
 
 
 def check_for_learners(args: ScriptArgs, number: int) -> None:

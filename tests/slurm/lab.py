@@ -113,16 +113,16 @@ class Slurm:
 
     def processes(self, node: str | None = None) -> set[int]:
         """Find every process of this cluster, or of one node: daemons, steps, tasks, and what these started."""
-        mark, parents, found = f"SLURM_CONF={self.env['SLURM_CONF']}".encode(), {}, set()
+        conf, parents, found = self.env["SLURM_CONF"].encode(), {}, set()
         names = b"LAB_NODE", b"SLURMD_NODENAME"  # which a shell that only talks to the cluster does not have
         for directory in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it ended meanwhile, or is someone else's
                 state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
-                environ = set((directory / "environ").read_bytes().split(b"\0"))
+                environ = dict(word.partition(b"=")[::2] for word in (directory / "environ").read_bytes().split(b"\0"))
                 if state != "Z":
                     parents[int(directory.name)] = int(parent)
-                    at = {word.partition(b"=")[2] for word in environ if word.partition(b"=")[0] in names}
-                    if mark in environ and (at if node is None else node.encode() in at):
+                    at = [environ[name] for name in names if name in environ]
+                    if environ.get(b"SLURM_CONF") == conf and (at if node is None else node.encode() in at):
                         found.add(int(directory.name))
         while new := {pid for pid, parent in parents.items() if parent in found} - found:
             found |= new
