@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -113,7 +114,8 @@ def test_a_node_that_is_lost_costs_no_rollout(nodes):
     cluster, second = nodes
     taken = ray.util.placement_group([{"CPU": 2, "node:__internal_head__": 0.01}])
     ray.get(taken.ready())  # so that one of four workers is on the second node
-    with ClusterEnv([CountingEnv] * 8, 4, launcher="ray", startup_timeout=PATIENCE, worker_timeout=PATIENCE) as envs:
+    endless = partial(CountingEnv, length=10**9)  # an episode that had just ended would not be lost
+    with ClusterEnv([endless] * 8, 4, launcher="ray", startup_timeout=PATIENCE, worker_timeout=PATIENCE) as envs:
         envs.reset(seed=1)
         ray.util.remove_placement_group(taken)
         cluster.remove_node(second, allow_graceful=False)
