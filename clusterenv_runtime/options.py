@@ -67,7 +67,7 @@ class ClusterOptions:
     worker_prefix: Annotated[str, RunsCode(bool)] = ""
     """goes before each worker's Python, as in `nice -n 19` or (with the launcher `slurm`) `apptainer exec image.sif`"""
     worker_resources: str = ""
-    """what each worker takes, as in `CPU=2 GPU=0.5 simulator=1` (launcher `ray`); by default a CPU"""
+    """what each worker has for itself: `CPU=4` (launcher `slurm`), `CPU=2 GPU=0.5 simulator=1` (launcher `ray`)"""
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
     """when workers pull weights: by divergence (APS), every `sync_interval` versions, every version, or once"""
     kl_threshold: Nats = 0.01
@@ -122,7 +122,7 @@ class ClusterOptions:
         """
         pairs = [re.fullmatch(r"([^=]+)=(\d+(?:\.\d+)?)", word) for word in self.worker_resources.split()]
         if None in pairs:
-            raise ValueError(f"of the form NAME=NUMBER, as in CPU=2, got {self.worker_resources!r}")
+            raise ValueError(f"must be of the form NAME=NUMBER, as in CPU=2, got {self.worker_resources!r}")
         return {pair[1]: float(pair[2]) for pair in pairs}
 
     def make_launcher(self, log_dir: str | os.PathLike[str] | None, spell: Callable[[str], str] = str) -> Launcher:
@@ -169,6 +169,10 @@ class ClusterOptions:
         program = "".join(launcher.prefix[:1])
         interfaces = [name for _, name in socket.if_nameindex()]
         either = f"{spell('bind_address')} or {spell('interface')}"
+        try:
+            launcher.take(self.resources)
+        except ValueError as error:
+            raise ValueError(f"{spell('worker_resources')} {error}") from None
         address = self.bind_address or self.interface or launcher.address(self.num_workers)
         if self.min_workers is not None and self.min_workers > self.num_workers:
             most = f"{spell('num_workers')}, {self.num_workers}"
@@ -178,12 +182,6 @@ class ClusterOptions:
             raise ValueError(f"{needs}: pull every how many policy versions?")
         if program and not launcher.remote and shutil.which(program) is None:
             raise ValueError(f"{spell('worker_prefix')} begins with {program}, and there is no such program here")
-        try:
-            resources = self.resources
-        except ValueError as error:
-            raise ValueError(f"{spell('worker_resources')} must be {error}") from None
-        if resources and not launcher.takes_resources:
-            raise ValueError(f"{spell('worker_resources')} goes with {spell('launcher')} ray, not {launcher.name}")
         if self.standby_workers and not launcher.can_stand_by:
             raise ValueError(f"{spell('standby_workers')} goes with {spell('launcher')} local, not {launcher.name}")
         if self.bind_address and self.interface:

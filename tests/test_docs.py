@@ -37,8 +37,8 @@ from .test_policies import PROGRAMS
 PAGES = [page for page in site.pages() if "results" not in page.parts]  # the others are tables that commands have made
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 BLOCKS = [(page, match[2], match[3]) for page in PAGES for match in BLOCK.finditer(page.read_text())]
-KINDS = {"python": 14, "diff": 3, "toml": 1, "sh": 22, "text": 8}  # a block more or less is one that is tested, or not
-CALLS, SKIPPED = 153, 17  # of programs by all pages' commands, and those of them that are not ours to check
+KINDS = {"python": 15, "diff": 3, "toml": 1, "sh": 23, "text": 8}  # a block more or less is one that is tested, or not
+CALLS, SKIPPED = 154, 17  # of programs by all pages' commands, and those of them that are not ours to check
 OF_OTHERS = "git", "kubectl", "podman", "ray", "scp", "squeue", "ssh", "tail", "wandb"
 PROGRAMS_IN_TEXT = "make", "pip", "python", "sbatch", "source", "torchrun", "uv", *OF_OTHERS
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(PROGRAMS_IN_TEXT)})\s[^`]+")
@@ -124,7 +124,7 @@ def test_all_programs_of_the_pages_are_run_by_one_test():
     elsewhere = [*PROGRAMS.values(), *(code for page, _, code in BLOCKS if "torch.load" in code)]  # policies, training
     python = [code for _, kind, code in BLOCKS if kind == "python"]
     assert len(elsewhere) == len(PROGRAMS) + 1
-    alone = [code for page, _, code in BLOCKS if page.stem == "script"]
+    alone = [code for page, kind, code in BLOCKS if kind == "python" and page.stem in ("script", "mpi")]
     alone += OF_OTHER_LIBRARIES
     assert set(python) == {*PROGRAMS.values(), *elsewhere, *alone, *(FRAGMENTS.keys() & set(python))}
 

@@ -61,6 +61,7 @@ def path(tmp_path):
     [
         ("local", "--num-workers 2 --worker-prefix='nice -n 19'", {}),
         ("slurm", "--launcher slurm --num-workers 4 --port 5555", PLAIN),
+        ("slurm_cores", "--launcher slurm --num-workers 2 --worker-resources CPU=2", PLAIN),
         ("hetjob", "--launcher slurm --num-workers 3 --worker-prefix='apptainer exec image.sif'", HET),
         ("external", "--launcher external --num-workers 2 --interface lo", {}),
     ],
@@ -93,6 +94,7 @@ def test_a_steps_environment_has_no_mark_and_nothing_that_makes_srun_divide_the_
 def test_workers_go_to_where_cores_are_left():
     assert Allocation({"a": 1, "b": 3, "c": 2}, 1, "a", False).places(7) == ["b", "c", "b", "a", "c", "b", "a"]
     assert Allocation({"a": 0, "b": 4}, 2, "a", False).places(3) == ["b", "b", "a"]
+    assert Allocation({"a": 2, "b": 4}, 1, "a", False).places(3, own_cores=2) == ["b", "a", "b"]
 
 
 def test_a_percent_sign_in_a_log_is_none_to_srun():
@@ -106,7 +108,10 @@ def test_a_percent_sign_in_a_log_is_none_to_srun():
         ("--launcher slurm", {**PLAIN, "PATH": os.path.dirname(sys.executable)}, "there is no srun here"),
         ("--launcher slurm", {**PLAIN, "SLURM_JOB_NODELIST": "x"}, "scontrol show hostnames x: slurm_load_node error"),
         ("--launcher external", {}, "--launcher external needs --bind-address or --interface"),
-        ("--worker-resources CPU=1", {}, "--worker-resources goes with --launcher ray, not local"),
+        ("--worker-resources CPU=1", {}, "--worker-resources goes with the launchers ray and slurm, not local"),
+        ("--launcher slurm --worker-resources GPU=1", PLAIN, "--worker-resources must be CPU=NUMBER with the"),
+        ("--launcher slurm --worker-resources CPU=0.5", PLAIN, "whole cores for each worker, got CPU=0.5"),
+        ("--launcher slurm --worker-resources CPU=3", PLAIN, "no node of this job has 3 cores left for worker 1"),
         ("--worker-resources CPU", {}, "--worker-resources must be of the form NAME=NUMBER, as in CPU=2, got 'CPU'"),
         ("--standby-workers 1 --launcher slurm", PLAIN, "--standby-workers goes with --launcher local, not slurm"),
         ("--worker-prefix 'nice", {}, "--worker-prefix 'nice: No closing quotation"),

@@ -70,8 +70,8 @@ class User:
         draw = self.world.random
         self.call("reset")
         for _ in range(draw.randint(1, 4)):
-            while self.envs._pool.failed:
-                self.call("reset")
+            while self.envs._pool.failed:  # if an interrupt came before the user was told, what was sent is to come
+                self.call("recv" if self.sent else "reset")
             self.call(draw.choice([name for name in CALLS if self.may(name)]))
             self.world.pass_time(draw.choice((0.0, 0.0, 0.5, 5.0)))  # the user learns, and nobody is served
         while self.sent:

@@ -35,8 +35,7 @@ class Launcher:
     by_hand = False  # whether you start its workers, with your own copy of the keys that you have made
     can_stand_by = False  # whether it can start processes ahead of their need
     standby_workers = 0  # how many such processes it is to keep, if it can
-    takes_resources = False  # whether it can give each worker what `resources` says
-    resources: Mapping[str, float] = MappingProxyType({})  # as in {"CPU": 2}; what is not named is up to it
+    resources: Mapping[str, float] = MappingProxyType({})  # of each worker, see `take`
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         self.log_dir, self.prefix = None if log_dir is None else Path(log_dir), shlex.split(prefix)
@@ -59,6 +58,15 @@ class Launcher:
             StartupError: the text says why there is none.
         """
         return None
+
+    def take(self, resources: Mapping[str, float]) -> None:
+        """Note what each worker is to have, as in {"CPU": 2}; what is not named is up to the launcher.
+
+        Raises:
+            ValueError: it cannot see to that; the text goes on after the option's name.
+        """
+        if resources:
+            raise ValueError(f"goes with the launchers ray and slurm, not {self.name}")
 
     def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
         """Note how many workers there will be, their flags, and the head's private directory."""

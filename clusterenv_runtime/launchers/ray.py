@@ -9,6 +9,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StartupError, one_line
@@ -72,7 +73,7 @@ class RayLauncher(Launcher):
         StartupError: Ray is not installed, or nothing listens at RAY_ADDRESS.
     """
 
-    name, takes_resources = "ray", True
+    name = "ray"
     directory = None  # keys travel in Ray's own messages
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
@@ -86,6 +87,9 @@ class RayLauncher(Launcher):
         self._begun: dict[int, ray.ObjectRef] = {}
         self._runs: dict[int, ray.ObjectRef] = {}
         self._patience: dict[int, float] = {}  # until when a killed one may end by itself, by `time.monotonic`
+
+    def take(self, resources: Mapping[str, float]) -> None:
+        self.resources = resources
 
     def address(self, num_workers: int) -> str:
         from ray.util import get_node_ip_address

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO
 
@@ -21,6 +22,8 @@ from .base import Exit, Launcher
 from .local import LocalLauncher, kill_group
 
 logger = logging.getLogger(__name__)
+# Before a command: MPI that an environment starts would find the job by these, and go to all of its nodes.
+WITHOUT_SLURM = ["bash", "-c", 'unset "${!SLURM_@}" "${!PMI@}"; exec "$@"', "worker"]
 
 
 @dataclass
@@ -35,14 +38,26 @@ class Allocation:
     head: str | None  # the head's node, None if that is none of the job's
     het: bool
 
-    def places(self, num_workers: int) -> list[str]:
-        """Return a node for each worker: the one with the most cores left; of several, the one with fewer workers."""
+    def places(self, num_workers: int, own_cores: int = 0) -> list[str]:
+        """Return a node for each worker: the one with the most cores left; of several, the one with fewer workers.
+
+        Raises:
+            StartupError: workers are to have cores of their own, and there are too few for that.
+        """
         free, places = dict(self.free), []
-        for _ in range(num_workers):
+        for index in range(num_workers):
             node = max(free, key=lambda node: (free[node], -places.count(node)))
-            free[node] -= self.cores
+            if free[node] < own_cores:
+                raise StartupError(
+                    f"no node of this job has {own_cores} cores left for worker {index}; "
+                    f"besides the head's there are {self}: sbatch --cpus-per-task={own_cores}"
+                )
+            free[node] -= own_cores or self.cores
             places.append(node)
         return places
+
+    def __str__(self) -> str:
+        return ", ".join(f"{node} {cores}" for node, cores in self.free.items())
 
 
 def read_allocation() -> Allocation:
@@ -70,19 +85,24 @@ def read_allocation() -> Allocation:
     return Allocation(free, cores, head, het)
 
 
-def srun_command(index: int, node: str, het: bool, log: str | None, worker: list[str]) -> list[str]:
-    """Return the command that runs a worker as a step of its own on a node."""
+def srun_command(index: int, node: str, het: bool, log: str | None, worker: list[str], own_cores: int = 0) -> list[str]:
+    """Return the command that runs a worker as a step on a node, with cores of its own or with those of all steps."""
+    if own_cores:
+        # Memory and GPUs are the job's all the same: a step that claimed them would wait for the others to end.
+        cores = ["--exact", f"--cpus-per-task={own_cores}", "--mem=0", "--gres=none"]
+        worker = [*WITHOUT_SLURM, *worker]
+    else:
+        # All of the job's cores on that node, beside the other steps. With cores of its own a step waits for as long as
+        # others hold the job's memory or GPU, and so does a replacement while the lost one is cleaned up. Workers
+        # compute on one thread each, which the kernel spreads over the cores; bound, all would get the first.
+        cores = ["--overlap", "--cpu-bind=none"]
     return [
         "srun",
         *["--het-group=1"] * het,
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={node}",
-        # All of the job's cores on that node, beside the other steps. With cores of its own (--exact) a step waits for
-        # as long as others hold the job's memory or GPU, and so does a replacement while the lost one is cleaned up.
-        # Workers compute on one thread each, which the kernel spreads over the cores; bound, all would get the first.
-        "--overlap",
-        "--cpu-bind=none",
+        *cores,
         f"--job-name=worker-{index}",  # as `squeue --steps` shows it
         "--export=ALL",  # also if the job itself was submitted with --export=NONE
         # Written by srun, at the head: also on a site where workers share no directory with it.
@@ -96,7 +116,9 @@ class SlurmLauncher(LocalLauncher):
     """Workers as steps of the job that this process runs in. With ``log_dir`` they log to ``log_dir/worker-I.log``.
 
     ``log_dir`` must be on a file system that the workers' nodes share: the keys are there, too. ``prefix`` may be a
-    container's, as in "apptainer exec image.sif".
+    container's, as in "apptainer exec image.sif". With the resource CPU each worker has so many cores that no other
+    step may use, on one node, and its environments do not see that they are in a job: what they start, such as MPI's
+    processes, runs on these cores, and ends with the worker.
 
     Raises:
         StartupError: this is no Slurm job.
@@ -112,13 +134,25 @@ class SlurmLauncher(LocalLauncher):
         self._words: dict[int, IO[bytes]] = {}  # what each srun has said
         self._patience: dict[int, float] = {}  # until when a killed srun may end by itself, by `time.monotonic`
 
+    @property
+    def _own_cores(self) -> int:
+        """How many cores are a worker's alone; 0 if it shares the job's."""
+        return int(self.resources.get("CPU", 0))
+
+    def take(self, resources: Mapping[str, float]) -> None:
+        cores = resources.get("CPU", 1)
+        if set(resources) - {"CPU"} or cores < 1 or cores % 1:
+            got = " ".join(f"{name}={number:g}" for name, number in resources.items())
+            raise ValueError(f"must be CPU=NUMBER with the launcher slurm, whole cores for each worker, got {got}")
+        self.resources = resources
+
     def address(self, num_workers: int) -> str:
         """Return this machine's address on its way to the workers' nodes.
 
         Raises:
             StartupError: there is none.
         """
-        places = set(self._allocation.places(num_workers)) - {self._allocation.head}
+        places = set(self._allocation.places(num_workers, self._own_cores)) - {self._allocation.head}
         if not places:
             return "127.0.0.1"
         node = sorted(places)[0]
@@ -135,21 +169,23 @@ class SlurmLauncher(LocalLauncher):
 
     def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
         super(LocalLauncher, self).prepare(num_workers, flags, directory)
-        self._places = self._allocation.places(num_workers)
+        self._places = self._allocation.places(num_workers, self._own_cores)
         if sum(self._allocation.free.values()) < num_workers:
-            free = ", ".join(f"{node} {cores}" for node, cores in self._allocation.free.items())
-            logger.warning("%d workers share fewer cores: besides the head's, %s", num_workers, free)
+            logger.warning("%d workers share fewer cores: besides the head's, %s", num_workers, self._allocation)
 
     def command(self, index: int) -> list[str]:
         # With a prefix, that is a container's: the path of this one means nothing there.
         worker = [*self.prefix, "python" if self.prefix else sys.executable, *self.arguments(index)]
-        return srun_command(index, self._places[index], self._allocation.het, self.log(index), worker)
+        place = index, self._places[index], self._allocation.het
+        return srun_command(*place, self.log(index), worker, self._own_cores)
 
     def environment(self, mark: str) -> dict[str, str]:
         # What the job asked for by task is not for these steps: with it srun gives each cores of its own, see above.
         # Nor is the mark: beside the head, a worker that ends what carries it would kill its own srun, which is to say
         # why it ended. What a step has started, Slurm ends.
-        unset = re.compile(f"{VARIABLE}|(SLURM|SRUN)_(CPUS_PER_TASK|TRES_PER_TASK|NTASKS.*|NPROCS)(_HET_GROUP_.)?")
+        # The GPUs that it asked for contradict --gres=none.
+        names = "CPUS_PER_TASK|TRES_PER_TASK|NTASKS.*|NPROCS" + "|GPUS|GPUS_PER_.*" * bool(self._own_cores)
+        unset = re.compile(f"{VARIABLE}|(SLURM|SRUN)_({names})(_HET_GROUP_.)?")
         return {name: value for name, value in super().environment(mark).items() if not unset.fullmatch(name)}
 
     def start_worker(self, index: int) -> None:

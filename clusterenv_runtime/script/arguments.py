@@ -21,7 +21,7 @@ import torch
 import tyro
 
 from ..errors import CheckpointError, LearnerLostError, RunLockedError, StartupError
-from ..options import ClusterOptions, Name, Positive, PositiveNumber, Range, RunsCode, that_run_code
+from ..options import ClusterOptions, Name, NotNegative, Positive, PositiveNumber, Range, RunsCode, that_run_code
 from .checkpoint import check_run, has_checkpoint, load_checkpoint
 from .learners import Learners
 from .lock import lock
@@ -118,8 +118,8 @@ class ScriptArgs(ClusterOptions):
     """whether to record videos of environment 0 (check out the `videos` folder)"""
     save_model: bool = True
     """whether to save the model into the `runs/{run_name}` folder"""
-    eval_episodes: Positive = 20
-    """the number of episodes of the final evaluation"""
+    eval_episodes: NotNegative = 20
+    """the number of episodes of the final evaluation, in environments of this process; 0 for none"""
     max_seconds: PositiveNumber | None = None
     """stop cleanly after so many seconds of training"""
 

@@ -101,7 +101,9 @@ def _parts(env: gym.Env) -> Counter[str]:
 
 @torch.no_grad()
 def evaluate(args: Any, make_env: Callable[..., EnvFn], act: Callable[[Any], np.ndarray]) -> np.ndarray:
-    """Let ``act`` play one episode in each of `eval_episodes` new environments; return the returns."""
+    """Let ``act`` play one episode in each of `eval_episodes` new environments, of this process; return the returns."""
+    if not args.eval_episodes:
+        return np.empty(0)
     envs = make_here(args, [make_env(args.env_id, 1, False, "", **args.make_kwargs) for _ in range(args.eval_episodes)])
     obs, _ = envs.reset(seed=args.seed + 100_000)
     returns, running, steps = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool), 0

@@ -274,13 +274,14 @@ class Run:
 
         If one of these files or the last checkpoint cannot be written, exit with one line.
         """
-        self.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
         args, summary = self.args, _summary(self, eval_returns, more)
         if self._wandb:
             self._wandb.summary.update(summary)
-        pulls, mean_return = summary["pulls_per_worker"], self.curve.mean_return
+        if len(eval_returns):
+            self.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
+        pulls, means = summary["pulls_per_worker"], _means(self.curve.mean_return, eval_returns)
         say(f"{self.global_step:,} steps in {self._trained_seconds:.0f} s; {pulls:g} pulls a worker")
-        say(f"mean return {mean_return:.1f}, in the evaluation {np.mean(eval_returns):.1f}; see {self.directory}")
+        say(f"{means}; see {self.directory}")
         try:
             with replaced(f"{self.directory}/learning_curve.png") as file:
                 self.curve.plot(f"{args.exp_name} on {args.env_id}, seed {args.seed}", file)
@@ -295,6 +296,11 @@ class Run:
 def _status(mean_return: float, kl: float) -> str:
     mean = f"{mean_return:.1f}" if np.isfinite(mean_return) else "of no episode yet"
     return f"return {mean} KL {kl:.3f} nats" if np.isfinite(kl) else f"return {mean} KL not measured yet"
+
+
+def _means(mean_return: float, eval_returns: np.ndarray) -> str:
+    evaluation = f", in the evaluation {eval_returns.mean():.1f}" if len(eval_returns) else ""
+    return f"mean return {mean_return:.1f}{evaluation}"
 
 
 def _by_clock(run: Run) -> tuple[bool, bool]:
@@ -312,11 +318,12 @@ def _check_alike(fingerprints: list[np.ndarray], step: int) -> None:
 
 def _summary(run: Run, eval_returns: np.ndarray, more: dict[str, Any]) -> dict[str, Any]:
     seconds, mean_return, workers = run._trained_seconds, run.curve.mean_return, run._workers.known()
+    evaluation = [float(eval_returns.mean()), float(eval_returns.std())] if len(eval_returns) else [None, None]
     return {
         "global_step": run.global_step, "wall_seconds": seconds, "sps": run.global_step / seconds, **more,
         "pulls_per_worker": float(np.mean(workers["pulls"])), "sync_bytes": workers["sync_bytes"],
         "mean_return_100": None if np.isnan(mean_return) else mean_return,
-        "eval_return_mean": float(np.mean(eval_returns)), "eval_return_std": float(np.std(eval_returns)),
+        "eval_return_mean": evaluation[0], "eval_return_std": evaluation[1],
         "kl_threshold": run.args.kl_threshold, "seed": run.args.seed, "env_id": run.args.env_id,
         "worker_restarts": workers["restarts"], "args": vars(run.args),
     }  # fmt: skip

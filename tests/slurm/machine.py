@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 
 from ..patience import PATIENCE
 
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "setpriv", "nsenter")
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2", "openmpi-bin")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "setpriv", "nsenter", "mpirun")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
