@@ -16,7 +16,7 @@ from .test_sweep_array import ROOT
 def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
     for name in ("slurm", "sweeps", "clusterenv_runtime", "ppo_clusterenv.py"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "few").mkdir(parents=True)
     for path in (ROOT / "figures").glob("*.py"):
         shutil.copy(path, tmp_path / "figures")
     command = ["${interpreter}", "${program}", *TINY, "--total-timesteps", "128", "${args}"]
@@ -41,6 +41,12 @@ def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
         (mode, seed, "128") for mode in ("interval", "kl") for seed in "12"
     ]
     assert (tmp_path / "figures" / "ppo_cartpole_v1_frontier.png").exists()
+    shutil.copy(tmp_path / "figures" / "kl.yaml", tmp_path / "figures" / "few")
+    few = slurm.submit(*options, "slurm/figures.sbatch", "figures/few/", cwd=tmp_path, env=env)
+    slurm.wait(few)
+    slurm.wait(re.search(r"job (\d+) draws the figures, in runs/few", (tmp_path / f"log-{few}").read_text())[1])
+    assert len((tmp_path / "runs" / "few" / "results" / "runs.csv").read_text().splitlines()) == 3
+    assert (tmp_path / "runs" / "few" / "ppo_cartpole_v1_learning_curves.png").exists()
     again = slurm.submit(*options, "slurm/figures.sbatch", "--results", cwd=tmp_path, env=env)
     slurm.wait(again)
     assert "4 of 4 runs in figures/results" in (tmp_path / f"log-{again}").read_text()
