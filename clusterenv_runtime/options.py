@@ -67,7 +67,7 @@ class ClusterOptions:
     worker_prefix: Annotated[str, RunsCode(bool)] = ""
     """goes before each worker's Python, as in `nice -n 19` or (with the launcher `slurm`) `apptainer exec image.sif`"""
     worker_resources: str = ""
-    """what each worker has for itself: `CPU=4` (launcher `slurm`), `CPU=2 GPU=0.5 simulator=1` (launcher `ray`)"""
+    """each worker's resources: `CPU=4`, for itself (launcher `slurm`); `CPU=2 GPU=0.5`, by default `CPU=1` (`ray`)"""
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
     """when workers pull weights: by divergence (APS), every `sync_interval` versions, every version, or once"""
     kl_threshold: Nats = 0.01
@@ -118,12 +118,15 @@ class ClusterOptions:
         """What each worker takes, by name.
 
         Raises:
-            ValueError: it is not of the form that `worker_resources` has.
+            ValueError: `worker_resources` is not of its form; the text goes on after its name.
         """
         pairs = [re.fullmatch(r"([^=]+)=(\d+(?:\.\d+)?)", word) for word in self.worker_resources.split()]
         if None in pairs:
             raise ValueError(f"must be of the form NAME=NUMBER, as in CPU=2, got {self.worker_resources!r}")
-        return {pair[1]: float(pair[2]) for pair in pairs}
+        resources = {pair[1]: float(pair[2]) for pair in pairs}
+        if len(resources) < len(pairs):
+            raise ValueError(f"must name each resource once, got {self.worker_resources!r}")
+        return resources
 
     def make_launcher(self, log_dir: str | os.PathLike[str] | None, spell: Callable[[str], str] = str) -> Launcher:
         """Return the launcher of this name, whose workers may log to files in ``log_dir``.
@@ -170,7 +173,7 @@ class ClusterOptions:
         interfaces = [name for _, name in socket.if_nameindex()]
         either = f"{spell('bind_address')} or {spell('interface')}"
         try:
-            launcher.take(self.resources)
+            launcher.check_resources(self.resources, self.num_workers)
         except ValueError as error:
             raise ValueError(f"{spell('worker_resources')} {error}") from None
         address = self.bind_address or self.interface or launcher.address(self.num_workers)

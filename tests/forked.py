@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 
 PRELOADED = ["gymnasium", "matplotlib.figure", "rich.progress", "torch.utils.tensorboard", "tyro", "zmq"]
+PRELOADED += ["torch._dynamo"]  # which the first optimizer imports
 
 
 @functools.cache

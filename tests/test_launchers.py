@@ -19,6 +19,7 @@ from clusterenv_runtime.errors import StartupError
 from clusterenv_runtime.head import supervisor
 from clusterenv_runtime.launchers import ExternalLauncher, LocalLauncher
 from clusterenv_runtime.launchers.slurm import Allocation, SlurmLauncher, srun_command
+from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file
 
 from .envs import CountingEnv
@@ -87,8 +88,29 @@ def test_a_steps_environment_has_no_mark_and_nothing_that_makes_srun_divide_the_
         monkeypatch.setenv(name, value)
     for name in ("SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NPROCS"):
         monkeypatch.setenv(name, "1")
-    kept = {name for name in SlurmLauncher().environment("a mark") if name.startswith(("SLURM", "SRUN", "CLUSTERENV"))}
-    assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"}
+    for name in ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPU_BIND_TYPE"):
+        monkeypatch.setenv(name, "1")
+    launcher, names = SlurmLauncher(), ("SLURM", "SRUN", "CLUSTERENV")
+    kept = {name for name in launcher.environment("a mark") if name.startswith(names)}
+    shared = {"SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPU_BIND_TYPE"}
+    assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"} | shared
+    launcher.resources = {"CPU": 2}
+    kept = {name for name in launcher.environment("a mark") if name.startswith(names)}
+    assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"}  # what contradicts the flags of a step with cores of its own
+
+
+@pytest.mark.parametrize(("cores", "place"), [(0, "n3"), (1, "n3"), (2, "n1"), (3, "n2")])
+def test_a_replacement_goes_to_another_node_if_that_has_cores_left(monkeypatch, path, cores, place):
+    for name, value in {"PATH": path, **PLAIN}.items():
+        monkeypatch.setenv(name, value)
+    launcher = SlurmLauncher()
+    launcher.resources, launcher._places = {"CPU": cores}, ["n3", "n2"]  # besides the head's there are n1 2, n2 4, n3 2
+    assert launcher._next_place(1) == place
+
+
+def test_a_resource_is_named_once():
+    with pytest.raises(ValueError, match="must name each resource once, got 'CPU=1 CPU=2'"):
+        _ = ClusterOptions(worker_resources="CPU=1 CPU=2").resources
 
 
 def test_workers_go_to_where_cores_are_left():
@@ -108,10 +130,12 @@ def test_a_percent_sign_in_a_log_is_none_to_srun():
         ("--launcher slurm", {**PLAIN, "PATH": os.path.dirname(sys.executable)}, "there is no srun here"),
         ("--launcher slurm", {**PLAIN, "SLURM_JOB_NODELIST": "x"}, "scontrol show hostnames x: slurm_load_node error"),
         ("--launcher external", {}, "--launcher external needs --bind-address or --interface"),
-        ("--worker-resources CPU=1", {}, "--worker-resources goes with the launchers ray and slurm, not local"),
+        ("--worker-resources CPU=1", {}, "--worker-resources goes with a launcher that gives workers"),
         ("--launcher slurm --worker-resources GPU=1", PLAIN, "--worker-resources must be CPU=NUMBER with the"),
         ("--launcher slurm --worker-resources CPU=0.5", PLAIN, "whole cores for each worker, got CPU=0.5"),
-        ("--launcher slurm --worker-resources CPU=3", PLAIN, "no node of this job has 3 cores left for worker 1"),
+        ("--launcher slurm --worker-resources CPU=3", PLAIN, "no node has 3 cores left for worker 1; besides"),
+        ("--launcher slurm --interface lo --worker-resources CPU=3", PLAIN, "no node has 3 cores left for worker 1"),
+        ("--launcher slurm --worker-resources CPU=5", HET, "submit the second part of it with --cpus-per-task=5"),
         ("--worker-resources CPU", {}, "--worker-resources must be of the form NAME=NUMBER, as in CPU=2, got 'CPU'"),
         ("--standby-workers 1 --launcher slurm", PLAIN, "--standby-workers goes with --launcher local, not slurm"),
         ("--worker-prefix 'nice", {}, "--worker-prefix 'nice: No closing quotation"),

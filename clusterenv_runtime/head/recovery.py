@@ -68,7 +68,7 @@ class Recovery:
                 worker.seeds = self._fresh_seeds(worker)
         self.restarts.append({"worker": worker.index, "time": time.time(), "reason": text, "seeds": worker.seeds})
         number = sum(restart["worker"] == worker.index for restart in self.restarts)
-        logger.warning("%s; another is started (its %d.), with seeds %s", text, number, worker.seeds)
+        logger.warning("%s; another is started, replacement %d of this worker, with new seeds", text, number)
 
     def _fresh_seeds(self, worker: WorkerHandle) -> list[int | None]:
         given = worker.user_seeds

@@ -125,9 +125,9 @@ def start_head(
     pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, opener, clock)
     key_file = options.workers_key_file(launcher, transport.key_file)
     flags = worker_flags(transport.address, key_file, startup_timeout, worker_timeout)
-    launcher.standby_workers = options.standby_workers
-    launcher.prepare(num_workers, flags, transport.directory)
+    launcher.resources, launcher.standby_workers = options.resources, options.standby_workers
     try:
+        launcher.prepare(num_workers, flags, transport.directory)
         pool.start(min_workers)
     except BaseException:
         pool.close(timeout=0)

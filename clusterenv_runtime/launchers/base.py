@@ -35,7 +35,7 @@ class Launcher:
     by_hand = False  # whether you start its workers, with your own copy of the keys that you have made
     can_stand_by = False  # whether it can start processes ahead of their need
     standby_workers = 0  # how many such processes it is to keep, if it can
-    resources: Mapping[str, float] = MappingProxyType({})  # of each worker, see `take`
+    resources: Mapping[str, float] = MappingProxyType({})  # of each worker, as in {"CPU": 2}; the rest is up to it
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         self.log_dir, self.prefix = None if log_dir is None else Path(log_dir), shlex.split(prefix)
@@ -59,14 +59,15 @@ class Launcher:
         """
         return None
 
-    def take(self, resources: Mapping[str, float]) -> None:
-        """Note what each worker is to have, as in {"CPU": 2}; what is not named is up to the launcher.
+    def check_resources(self, resources: Mapping[str, float], num_workers: int) -> None:
+        """Check that each worker can have these, before they become `resources`.
 
         Raises:
-            ValueError: it cannot see to that; the text goes on after the option's name.
+            ValueError: this launcher does not know them; the text goes on after the option's name.
+            StartupError: there are too few of them.
         """
         if resources:
-            raise ValueError(f"goes with the launchers ray and slurm, not {self.name}")
+            raise ValueError(f"goes with a launcher that gives workers resources (ray, slurm), not {self.name}")
 
     def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
         """Note how many workers there will be, their flags, and the head's private directory."""

@@ -88,8 +88,8 @@ class RayLauncher(Launcher):
         self._runs: dict[int, ray.ObjectRef] = {}
         self._patience: dict[int, float] = {}  # until when a killed one may end by itself, by `time.monotonic`
 
-    def take(self, resources: Mapping[str, float]) -> None:
-        self.resources = resources
+    def check_resources(self, resources: Mapping[str, float], num_workers: int) -> None:
+        pass  # what is not there may come, as a node of an autoscaler
 
     def address(self, num_workers: int) -> str:
         from ray.util import get_node_ip_address

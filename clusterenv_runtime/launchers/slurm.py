@@ -22,6 +22,8 @@ from .base import Exit, Launcher
 from .local import LocalLauncher, kill_group
 
 logger = logging.getLogger(__name__)
+BY_TASK = "CPUS_PER_TASK|TRES_PER_TASK|NTASKS.*|NPROCS"  # variables by which a step is divided
+OF_EXACT = "GPUS|(GPUS|CPUS|MEM)_PER_.*|MEM_BIND.*|CPU_BIND.*|GRES"  # and those that a step's own flags contradict
 # Before a command: MPI that an environment starts would find the job by these, and go to all of its nodes.
 WITHOUT_SLURM = ["bash", "-c", 'unset "${!SLURM_@}" "${!PMI@}"; exec "$@"', "worker"]
 
@@ -48,9 +50,10 @@ class Allocation:
         for index in range(num_workers):
             node = max(free, key=lambda node: (free[node], -places.count(node)))
             if free[node] < own_cores:
+                part = "the second part of " * self.het
                 raise StartupError(
-                    f"no node of this job has {own_cores} cores left for worker {index}; "
-                    f"besides the head's there are {self}: sbatch --cpus-per-task={own_cores}"
+                    f"no node has {own_cores} cores left for worker {index}; besides the head's this job has {self}: "
+                    f"submit {part}it with --cpus-per-task={own_cores}"
                 )
             free[node] -= own_cores or self.cores
             places.append(node)
@@ -88,8 +91,8 @@ def read_allocation() -> Allocation:
 def srun_command(index: int, node: str, het: bool, log: str | None, worker: list[str], own_cores: int = 0) -> list[str]:
     """Return the command that runs a worker as a step on a node, with cores of its own or with those of all steps."""
     if own_cores:
-        # Memory and GPUs are the job's all the same: a step that claimed them would wait for the others to end.
-        cores = ["--exact", f"--cpus-per-task={own_cores}", "--mem=0", "--gres=none"]
+        # All of the job's memory, and none of its GPUs: a step that claimed these would wait for the others to end.
+        cores = ["--exact", f"--cpus-per-task={own_cores}", "--cpu-bind=cores", "--mem=0", "--gres=none"]
         worker = [*WITHOUT_SLURM, *worker]
     else:
         # All of the job's cores on that node, beside the other steps. With cores of its own a step waits for as long as
@@ -139,12 +142,12 @@ class SlurmLauncher(LocalLauncher):
         """How many cores are a worker's alone; 0 if it shares the job's."""
         return int(self.resources.get("CPU", 0))
 
-    def take(self, resources: Mapping[str, float]) -> None:
+    def check_resources(self, resources: Mapping[str, float], num_workers: int) -> None:
         cores = resources.get("CPU", 1)
         if set(resources) - {"CPU"} or cores < 1 or cores % 1:
             got = " ".join(f"{name}={number:g}" for name, number in resources.items())
             raise ValueError(f"must be CPU=NUMBER with the launcher slurm, whole cores for each worker, got {got}")
-        self.resources = resources
+        self._allocation.places(num_workers, int(resources.get("CPU", 0)))
 
     def address(self, num_workers: int) -> str:
         """Return this machine's address on its way to the workers' nodes.
@@ -152,7 +155,7 @@ class SlurmLauncher(LocalLauncher):
         Raises:
             StartupError: there is none.
         """
-        places = set(self._allocation.places(num_workers, self._own_cores)) - {self._allocation.head}
+        places = set(self._allocation.places(num_workers)) - {self._allocation.head}
         if not places:
             return "127.0.0.1"
         node = sorted(places)[0]
@@ -183,8 +186,7 @@ class SlurmLauncher(LocalLauncher):
         # What the job asked for by task is not for these steps: with it srun gives each cores of its own, see above.
         # Nor is the mark: beside the head, a worker that ends what carries it would kill its own srun, which is to say
         # why it ended. What a step has started, Slurm ends.
-        # The GPUs that it asked for contradict --gres=none.
-        names = "CPUS_PER_TASK|TRES_PER_TASK|NTASKS.*|NPROCS" + "|GPUS|GPUS_PER_.*" * bool(self._own_cores)
+        names = BY_TASK if not self._own_cores else f"{BY_TASK}|{OF_EXACT}"
         unset = re.compile(f"{VARIABLE}|(SLURM|SRUN)_({names})(_HET_GROUP_.)?")
         return {name: value for name, value in super().environment(mark).items() if not unset.fullmatch(name)}
 
@@ -192,11 +194,19 @@ class SlurmLauncher(LocalLauncher):
         if index in self._processes:
             alone = set(self._places) == {self._allocation.head}  # listening for nobody else
             if "task 0: " not in self._said(index) and not alone:  # not the worker ended: its node may be down
-                nodes = list(self._allocation.free)
-                self._places[index] = nodes[(nodes.index(self._places[index]) + 1) % len(nodes)]
+                self._places[index] = self._next_place(index)
             self._words[index].close()
         self._words[index] = tempfile.TemporaryFile()  # noqa: SIM115
         super().start_worker(index)
+
+    def _next_place(self, index: int) -> str:
+        """Return the next node that has a place for a worker, or the one where it was."""
+        nodes, here = list(self._allocation.free), self._places[index]
+        at = nodes.index(here)
+        for node in [*nodes[at + 1 :], *nodes[:at]]:
+            if self._allocation.free[node] - self._own_cores * self._places.count(node) >= self._own_cores:
+                return node
+        return here
 
     def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes]]:
         return contextlib.nullcontext(self._words[index])  # srun's; the worker's own goes to its log, see srun_command

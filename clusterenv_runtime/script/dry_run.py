@@ -26,6 +26,7 @@ def worker_commands(args: ScriptArgs, log_dir: str) -> list[str]:
     key_file = f"{keys}/key" if address and args.security == "curve" else None
     address = listening_address(address, args.port or "PORT", keys)
     key_file = args.workers_key_file(launcher, key_file)
+    launcher.resources = args.resources
     launcher.prepare(args.num_workers, worker_flags(address, key_file, args.startup_timeout, args.worker_timeout), keys)
     variables = [f"{name}={value}" for name, value in launcher.variables().items()]
     before = ["env", *variables] if variables else []
