@@ -1,6 +1,7 @@
 """The script itself, run as a user runs it, with tiny numbers."""
 
 import os
+import re
 import shutil
 from functools import partial
 
@@ -118,9 +119,10 @@ def test_decoupled_objective_is_plain_ppo_at_lag_0(always, tmp_path):
 
 
 def test_overlap_acts_one_update_behind(tmp_path):
-    folder, summary = train(tmp_path, "--sync-mode", "always", "--overlap")
+    folder, summary = train(tmp_path, "--sync-mode", "always", "--overlap", "--eval-episodes", "0")
     assert scalars(folder, "sync/policy_lag") == [0, 1, 1, 1, 1]
-    assert summary["updates"] == 5 and summary["pulls_per_worker"] == 4
+    assert summary["updates"] == 5 and summary["pulls_per_worker"] == 4 and summary["eval_return_mean"] is None
+    assert "eval/return_mean" not in scripts.events_of(folder).Tags()["scalars"]
 
 
 def test_spellings_of_booleans_and_flags(other):
@@ -184,6 +186,14 @@ def test_env_that_cannot_be_built_shows_its_own_traceback_once(tmp_path):
     assert result.stderr.count("Traceback") == 1
     assert "LookupError: the simulator is not installed" in result.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_workers_that_do_not_start_are_one_line(tmp_path):
+    result = run(tmp_path, "--startup-timeout", "0.01", PYTHONPATH=ROOT)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1, result.stderr
+    assert re.match(
+        "error: worker 0 .* did not come up and build the next of its environments within 0.01 s", result.stderr
+    )
 
 
 def test_ctrl_c_is_clean_and_does_not_wait_for_the_end(tmp_path):

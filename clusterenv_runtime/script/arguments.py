@@ -14,6 +14,7 @@ import time
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -72,6 +73,14 @@ def check(fine: Any, message: Any) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(60)  # if the first learner has found the same, torchrun ends this one meanwhile
         sys.exit(f"error: {message}")
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Be the interpreter's last words of an error: a line where the user can do something about it."""
+    if issubclass(kind, StartupError):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def spell(name: str) -> str:
@@ -145,6 +154,7 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
     Mistakes end the process with one line. So do flags of the run that can run someone's code (`RunsCode`), unless the
     command line has them, too: whoever made the checkpoint chose them.
     """
+    sys.excepthook = _report
     # W&B agents write booleans as --flag=True; tyro's spelling is --flag and --no-flag
     hints = typing.get_type_hints(script_args)
     booleans = "|".join(name.replace("_", "[-_]") for name, hint in hints.items() if hint is bool)
