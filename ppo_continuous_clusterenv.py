@@ -67,7 +67,7 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
 
     # Distribution specific arguments
     decoupled: bool = True
-    """clip to the policy at the start of the update, not to the one that acted; else KL stays below clip_coef^2 / 2"""
+    """clip against the policy at the update's start; against the one that acted, KL stays below clip_coef^2 / 2"""
     clip_rho: PositiveNumber = 2.0
     """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
     overlap: bool = False

@@ -73,23 +73,23 @@ class ClusterOptions:
     kl_threshold: Nats = 0.01
     """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats per action dimension"""
     sync_interval: Positive | None = None
-    """with the mode `interval`: pull every so many versions"""
+    """with the mode `interval`: a worker pulls after so many versions"""
     max_policy_lag: NotNegative | None = None
-    """pull anyway, whatever the mode, when more than this many versions behind at the time of the request"""
+    """a worker that is more than this many versions behind when it is asked to act pulls in any mode"""
     weights: Literal["difference", "float32"] = "difference"
     """what a worker pulls: the `difference` from what it holds, about a bit a weight; or all weights, in `float32`"""
     on_worker_loss: Literal["restart", "raise"] = "restart"
     """what happens when a worker dies or falls silent: another takes its place, or the run ends with an error"""
     max_worker_restarts: NotNegative = 3
-    """the run ends when so many replacements of one worker in a row have died without an answer"""
+    """how many replacements of one worker in a row may die without an answer, before the run ends"""
     standby_workers: NotNegative = 0
     """how many processes stand by to take the place of workers that die, all imports done (launcher `local`)"""
     min_workers: Positive | None = None
-    """begin when so many workers are up, the others join when they come; by default when all are"""
+    """how many workers must be up to begin, by default all; the others join when they come"""
     worker_timeout: Seconds = 30.0
-    """seconds of silence of a worker's process or link (not of a slow step) until it counts as dead"""
+    """a worker whose process or link is silent for so many seconds counts as dead; a slow step is not silent"""
     startup_timeout: Seconds = 60.0
-    """seconds for a worker to start, and then to build each of its environments"""
+    """how many seconds a worker may take to start, and then to build each of its environments"""
     bind_address: str | None = None
     """the IP address to listen on, over tcp; by default a socket file, and with `slurm` what the nodes reach"""
     interface: str | None = None
