@@ -169,7 +169,7 @@ class User:
 
     def takes_what_is_left(self) -> None:
         """Receive what was sent, after a worker was given up: there are answers or errors, and no hanging."""
-        while self.envs._collector.granted and self.ahead is None:
+        while self.envs._collector.granted and self.envs._collector.overlapped is None:
             try:
                 self.envs.recv()
             except (WorkerDiedError, ResetNeeded):  # the latter as an environment has raised, too
