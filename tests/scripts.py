@@ -83,12 +83,27 @@ def scalars(folder, tag):
     return [event.value for event in events_of(folder).Scalars(tag)]
 
 
+def children_of(pid):
+    """Pids of the processes that a process has started."""
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
 def workers_of(pid):
     """Pids of the worker processes that a head has started."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [
-        int(child) for child in children if b"clusterenv_runtime.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+        child
+        for child in children_of(pid)
+        if b"clusterenv_runtime.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
+
+
+def ranks_of(pid, variable):
+    """Pids of the processes that torchrun or mpirun has started, by the rank that a variable tells each."""
+    ranks, begins = {}, f"{variable}=".encode()
+    for child in children_of(pid):
+        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        ranks |= {int(each[len(begins) :]): child for each in variables if each.startswith(begins)}
+    return ranks
 
 
 def alive(pid):

@@ -29,6 +29,7 @@ from clusterenv_runtime.protocol import PROTOCOL_VERSION, decode_answer
 from .envs import BlockingEnv, CountingEnv, CustomError, FailingEnv, LeavingEnv, MuteError, RandomEnv, assert_same
 from .nets import linear
 from .patience import HOUR, PATIENCE, assert_ended, at_most, with_more_time
+from .scripts import children_of
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium's logger announces each error
@@ -210,8 +211,8 @@ def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
         try:
             assert head.poll(PATIENCE * 1000)  # it has said hello
             assert decode_answer(head.recv_multipart()[1])[1].pid == 1
-            (worker,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(worker), signal.SIGTERM)
+            (worker,) = children_of(process.pid)
+            os.kill(worker, signal.SIGTERM)
             assert process.wait(PATIENCE) == 128 + signal.SIGTERM
         finally:
             process.kill()

@@ -35,7 +35,7 @@ from clusterenv_runtime.script.workers import AllWorkers
 from .envs import CountingEnv, assert_same
 from .nets import linear
 from .patience import PATIENCE, wait_until
-from .scripts import ROOT, alive, environment, events_of, lasting, train, workers_of
+from .scripts import ROOT, alive, environment, events_of, lasting, ranks_of, train, workers_of
 
 TINY = "--total-timesteps", "1024", "--weights", "float32", "--eval-episodes", "2"
 SCRIPTS = {
@@ -430,11 +430,7 @@ class Together:
         return max(steps, default=-1)
 
     def find_learners(self):
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        ranks = {}
-        for child in map(int, children):
-            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            ranks |= {int(each[5:]): child for each in variables if each.startswith(b"RANK=")}
+        ranks = ranks_of(self.process.pid, "RANK")
         return [ranks[rank] for rank in sorted(ranks)]
 
     def finish(self):

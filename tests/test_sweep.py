@@ -20,7 +20,7 @@ from sweeps import configurations
 from sweeps.distributions import DISTRIBUTIONS
 
 from .patience import PATIENCE
-from .scripts import ROOT, alive, environment
+from .scripts import ROOT, alive, children_of, environment
 
 # A program whose return is ten times x. It fails at x = 13, and at x = 99 it waits for a file `go`, but not for ever.
 PROGRAM = """
@@ -307,7 +307,7 @@ def start_and_await_99(path):
     )  # fmt: skip
     while not any("x is 99" in log.read_text() for log in Path("runs").glob("sweep/*/*/log.txt")):
         time.sleep(0.01)
-    (run,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    (run,) = children_of(process.pid)
     return process, run
 
 

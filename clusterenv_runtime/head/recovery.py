@@ -62,17 +62,16 @@ class Recovery:
     def lost(self, worker: WorkerHandle, text: str, unanswered: list[PendingRequest]) -> None:
         """Note that a worker's process has died, and will be replaced."""
         worker.copy.forget()
+        number = sum(restart["worker"] == worker.index for restart in self.restarts) + 1
         if worker.seeds is not None:
             worker.episodes.lost()
             if not any(_resets_all(request.message) for request in unanswered):  # else the seeds of the user
-                worker.seeds = self._fresh_seeds(worker)
+                worker.seeds = self._fresh_seeds(worker, number)
         self.restarts.append({"worker": worker.index, "time": time.time(), "reason": text, "seeds": worker.seeds})
-        number = sum(restart["worker"] == worker.index for restart in self.restarts)
-        logger.warning("%s; another is started, replacement %d of this worker, with new seeds", text, number)
+        logger.warning("%s; another is started, replacement %d of this worker", text, number)
 
-    def _fresh_seeds(self, worker: WorkerHandle) -> list[int | None]:
+    def _fresh_seeds(self, worker: WorkerHandle, number: int) -> list[int | None]:
         given = worker.user_seeds
-        number = sum(restart["worker"] == worker.index for restart in self.restarts) + 1
         entropy = [*(seed for seed in given if seed is not None), worker.first_row, number]
         fresh = np.random.SeedSequence(entropy).generate_state(len(given)).tolist()
         return [None if old is None else new for old, new in zip(given, fresh, strict=True)]

@@ -50,10 +50,10 @@ class Allocation:
         for index in range(num_workers):
             node = max(free, key=lambda node: (free[node], -places.count(node)))
             if free[node] < own_cores:
-                part = "the second part of " * self.het
+                job = "the second part of it" if self.het else "it"
                 raise StartupError(
                     f"no node has {own_cores} cores left for worker {index}; besides the head's this job has {self}: "
-                    f"submit {part}it with --cpus-per-task={own_cores}"
+                    f"submit {job} with --cpus-per-task={own_cores}"
                 )
             free[node] -= own_cores or self.cores
             places.append(node)
@@ -140,14 +140,14 @@ class SlurmLauncher(LocalLauncher):
     @property
     def _own_cores(self) -> int:
         """How many cores are a worker's alone; 0 if it shares the job's."""
-        return int(self.resources.get("CPU", 0))
+        return _own_cores_of(self.resources)
 
     def check_resources(self, resources: Mapping[str, float], num_workers: int) -> None:
         cores = resources.get("CPU", 1)
         if set(resources) - {"CPU"} or cores < 1 or cores % 1:
             got = " ".join(f"{name}={number:g}" for name, number in resources.items())
             raise ValueError(f"must be CPU=NUMBER with the launcher slurm, whole cores for each worker, got {got}")
-        self._allocation.places(num_workers, int(resources.get("CPU", 0)))
+        self._allocation.places(num_workers, _own_cores_of(resources))
 
     def address(self, num_workers: int) -> str:
         """Return this machine's address on its way to the workers' nodes.
@@ -240,6 +240,10 @@ class SlurmLauncher(LocalLauncher):
 
     def _said(self, index: int) -> str:
         return os.pread(self._words[index].fileno(), 2**16, 0).decode(errors="replace")
+
+
+def _own_cores_of(resources: Mapping[str, float]) -> int:
+    return int(resources.get("CPU", 0))
 
 
 def _scontrol(*arguments: str) -> str:

@@ -274,11 +274,11 @@ class Run:
 
         If one of these files or the last checkpoint cannot be written, exit with one line.
         """
+        if len(eval_returns):
+            self.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
         args, summary = self.args, _summary(self, eval_returns, more)
         if self._wandb:
             self._wandb.summary.update(summary)
-        if len(eval_returns):
-            self.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
         pulls, means = summary["pulls_per_worker"], _means(self.curve.mean_return, eval_returns)
         say(f"{self.global_step:,} steps in {self._trained_seconds:.0f} s; {pulls:g} pulls a worker")
         say(f"{means}; see {self.directory}")

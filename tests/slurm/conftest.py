@@ -7,9 +7,14 @@ import pytest
 from . import lab
 
 
+def do_without(what):
+    """Skip a test for what is missing, or fail if nothing may be."""
+    (pytest.fail if os.environ.get("REQUIRE_SLURM") == "1" else pytest.skip)(what)
+
+
 def cluster(networked):
     if reason := lab.obstacle(networked):
-        (pytest.fail if os.environ.get("REQUIRE_SLURM") == "1" else pytest.skip)(f"no Slurm cluster: {reason}")
+        do_without(f"no Slurm cluster: {reason}")
     with lab.start(networked=networked) as slurm:
         yield slurm
 

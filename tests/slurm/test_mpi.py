@@ -5,13 +5,13 @@ import re
 import shutil
 import signal
 import sys
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from ..patience import assert_ended
+from ..scripts import children_of, ranks_of
 from ..test_docs import BLOCKS
+from .conftest import do_without
 from .test_launcher import Job, checkpoints
 
 # The documentation's environment, whose observation is made by all ranks.
@@ -54,7 +54,7 @@ for line in sys.stdin if rank.value == 0 else iter(passed_on, None):
 @pytest.fixture
 def job(slurm, tmp_path, monkeypatch):
     if not shutil.which("mpirun"):
-        (pytest.fail if os.environ.get("REQUIRE_SLURM") == "1" else pytest.skip)("no mpirun of Open MPI here")
+        do_without("no mpirun of Open MPI here: python3 -m tests.slurm.lab install")
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"):
         monkeypatch.setitem(slurm.env, name, "1")  # the cores are declared, not there
     (tmp_path / "my_env.py").write_text(ENV)
@@ -63,35 +63,16 @@ def job(slurm, tmp_path, monkeypatch):
     (tmp_path / "solver").chmod(0o755)
     flags = "--env-id my_env:Simulation-v0 --worker-resources CPU=4 --envs-per-worker 1 --eval-episodes 0"
     # Memory and a GPU of the job's, for which no step is to wait.
-    job = Job(
-        slurm,
-        tmp_path,
-        "ppo",
-        "--cpus-per-task=4",
-        "--mem=1000",
-        "--gpus-per-node=1",
-        flags=f"{flags} --total-timesteps 2048",
-    )
+    options = "--cpus-per-task=4", "--mem=1000", "--gpus-per-node=1"
+    job = Job(slurm, tmp_path, "ppo", *options, flags=f"{flags} --total-timesteps 2048")
     yield job
     slurm.run("scancel", job.id, check=False)
 
 
 def ranks(worker):
-    """The pids of the ranks below a worker, by rank."""
-    parents, found = {}, {}
-    for directory in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            stat = (directory / "stat").read_text().rpartition(")")[2].split()
-            parents[int(directory.name)] = int(stat[1])
-    for pid in parents:
-        above = pid
-        while above not in (0, 1, worker):
-            above = parents.get(above, 0)
-        with suppress(OSError):
-            rank = re.search(rb"\0OMPI_COMM_WORLD_RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
-            if above == worker and rank:
-                found[int(rank[1])] = pid
-    return found
+    """The pids of the ranks that a worker's environment has started, by rank."""
+    (mpirun,) = children_of(worker)
+    return ranks_of(mpirun, "OMPI_COMM_WORLD_RANK")
 
 
 def test_four_ranks_have_cores_of_their_own_and_are_replaced_together(job):
