@@ -44,12 +44,14 @@ TESTS = {
     "head/episodes.py": ["test_head.py", "test_vector_env.py", SCHEDULES],
     "head/failures.py": ["test_head.py", "test_failures.py"],
     "head/handle.py": ["test_head.py", SCHEDULES, "test_failures.py"],
-    "head/pool.py": ["test_head.py", SCHEDULES, "test_strangers.py", "test_streaming.py", "test_failures.py"],
+    "head/pool.py": [
+        "test_head.py", "test_pool.py", SCHEDULES, "test_strangers.py", "test_streaming.py", "test_failures.py",
+    ],
     "head/recovery.py": ["test_head.py", SCHEDULES, "test_recovery.py", "test_resume.py"],
     "head/supervisor.py": ["test_head.py", "test_failures.py", "test_launchers.py"],
     "head/transport.py": ["test_strangers.py", "test_security.py", "test_launchers.py"],
     "script/checkpoint.py": ["test_forged_states.py", "test_resume.py"],
-}
+}  # fmt: skip
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,

@@ -1,0 +1,165 @@
+"""Workers without processes, sockets or a wall clock, for tests of the head."""
+
+import itertools
+
+from gymnasium import spaces
+
+from clusterenv_runtime import Exit, Launcher
+from clusterenv_runtime.head.episodes import Episodes
+from clusterenv_runtime.head.handle import WorkerHandle
+from clusterenv_runtime.head.pool import WorkerPool
+from clusterenv_runtime.head.recovery import Recovery
+from clusterenv_runtime.head.supervisor import Supervisor
+from clusterenv_runtime.head.transport import Received
+from clusterenv_runtime.head.versions import PolicyStore
+from clusterenv_runtime.protocol import (
+    PROTOCOL_VERSION,
+    Call,
+    Close,
+    Hello,
+    Reply,
+    Setup,
+    decode_request,
+    encode,
+    shared_versions,
+)
+from clusterenv_runtime.sync import SyncRule
+
+SPACE, ACTIONS = spaces.Box(-1, 1, (1,)), spaces.Discrete(2)
+STARTUP_S, SILENCE_S = 60.0, 30.0
+SIGKILL = Exit("killed by SIGKILL", by_signal=True)
+
+
+class Network:
+    """A transport on a clock of its own. What is sent to a worker goes to its `Process`, which may answer."""
+
+    address, key_file, directory, dropped = "ipc://nowhere", None, "nowhere", 0
+
+    def __init__(self):
+        self.now, self.inbox, self.processes, self.closed = 0.0, [], {}, False
+        self.sent = []
+
+    def clock(self):
+        return self.now
+
+    def exchange(self, outbox, seconds):
+        self.sent += outbox
+        closed = [out.identity for out in outbox if not self.processes[out.identity].hear(out.seq, out.message)]
+        if seconds is None:
+            return [], closed
+        self.now += 1e-3 if self.inbox or closed else max(seconds, 1e-3)  # also a busy head grows older
+        received, self.inbox = self.inbox, []
+        return received, closed
+
+    def deliver(self, identity, seq, message):
+        self.inbox.append(Received(identity, [encode((seq, message))]))
+
+    def drop(self, identity, text):
+        self.dropped += 1
+
+    def close(self):
+        self.closed = True
+
+
+class Process:
+    """A worker's process: it says hello, and answers at once, unless it is ``stopped`` or ``cut_off``.
+
+    What it answers is its index, unless that is changed. It ends when it is told to close if it ``leaves``.
+    """
+
+    numbers = itertools.count()
+
+    def __init__(self, network, index):
+        self.network, self.index, self.identity = network, index, b"%d" % next(self.numbers)
+        self.stopped, self.cut_off, self.leaves, self.exit = False, False, False, None
+        self.answer, self.heard = Reply(index), []
+        network.processes[self.identity] = self
+
+    def greet(self, protocol=PROTOCOL_VERSION):
+        hello = Hello(protocol, self.index, "host", 1000 + self.index, shared_versions())
+        self.network.deliver(self.identity, None, hello)
+
+    def hear(self, seq, request):
+        """Take a message as a worker decodes it, and say whether the link is open."""
+        if self.cut_off:
+            return False
+        seq, request = decode_request(encode((seq, request)))
+        self.heard.append(request)
+        if not self.stopped and isinstance(request, Setup | Call):
+            self.network.deliver(self.identity, seq, self.answer)
+        if self.leaves and isinstance(request, Close):
+            self.die(Exit("exit code 0"))
+        return True
+
+    def die(self, exit=SIGKILL):
+        self.exit, self.cut_off = exit, True
+
+
+class Processes(Launcher):
+    """A launcher of such processes, which greet as soon as they are started."""
+
+    name, greets = "simulated", True
+
+    def __init__(self, network):
+        super().__init__()
+        self.network, self.of, self.started_at, self.killed = network, {}, {}, []
+
+    def start_worker(self, index):
+        self.of[index] = Process(self.network, index)
+        self.started_at.setdefault(index, []).append(self.network.now)
+        if self.greets:
+            self.of[index].greet()
+
+    def exit(self, index):
+        return self.of[index].exit
+
+    def kill(self, index):
+        self.killed.append((index, self.network.now))
+        self.of[index].die()
+
+    def has_ended(self, index):
+        return self.of[index].exit is not None
+
+
+def opens(asked, answer, *_):
+    """Take any answer for what was asked for."""
+    return answer
+
+
+class Simulation:
+    """A pool of ``number`` workers with one environment each, on a `Network`."""
+
+    def __init__(self, number, max_restarts=3, launcher=Processes, start=True):
+        self.network = Network()
+        self.launcher = launcher(self.network)
+        self.workers = [
+            WorkerHandle(index, slice(index, index + 1), b"setup", Episodes.begun(None, 1)) for index in range(number)
+        ]
+        store = PolicyStore([worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True)
+        self.recovery = Recovery(SyncRule(), store)
+        self.supervisor = Supervisor(
+            self.workers, self.launcher, STARTUP_S, SILENCE_S, max_restarts, self.network.clock
+        )
+        clock = self.network.clock
+        self.pool = WorkerPool(
+            self.workers, self.network, self.launcher, self.supervisor, self.recovery, store, opens, clock
+        )
+        self.launcher.prepare(number, [], "nowhere")
+        if start:
+            self.pool.start(number)
+
+    def call(self, *indices, timeout=None):
+        """Ask these workers, or all, and return what they answer."""
+        asked = [self.workers[index] for index in indices] if indices else self.workers
+        seqs = [self.pool.ask(worker, Call("name")) for worker in asked]
+        return [served.message.value for served in self.pool.gather(seqs, timeout)]
+
+    def wait(self, seconds):
+        """Serve the workers for so long, whoever is awaited."""
+        end = self.network.now + seconds
+        self.pool.wait_until(lambda: self.network.now >= end, self.never())
+
+    def never(self):
+        """A request that is not answered."""
+        self.launcher.of[0].stopped = True
+        return [self.pool.ask(self.workers[0], Call("name"))]
