@@ -1,5 +1,7 @@
 """The head without processes, sockets or a wall clock: who is lost when, who is served meanwhile, and what is said."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -60,6 +62,17 @@ def test_an_idle_worker_is_replaced_while_another_is_awaited():
     assert restart["worker"] == 1 and "died: killed by SIGKILL" in restart["reason"]
     assert simulation.workers[1].state == State.READY
     assert simulation.call(1) == [1]
+
+
+def test_who_is_cut_off_is_said_to_have_answered_last_when_it_did():
+    simulation = Simulation(2)
+    for _ in range(5):
+        simulation.network.now += 100
+        simulation.call()
+    simulation.launcher.of[1].cut_off = True
+    simulation.wait(10)
+    (restart,) = simulation.recovery.restarts
+    assert re.search(r"\(its last answer came [123] s ago\)", restart["reason"])
 
 
 def test_what_a_lost_worker_had_not_answered_is_asked_again_and_what_it_had_is_not():

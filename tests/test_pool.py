@@ -6,7 +6,7 @@ from clusterenv_runtime import Exit, Interrupted, WorkerDiedError
 from clusterenv_runtime.head.handle import State
 from clusterenv_runtime.head.pool import PING_S
 from clusterenv_runtime.head.supervisor import LOOK_S
-from clusterenv_runtime.protocol import Call, Close, Error, Ping, Reply
+from clusterenv_runtime.protocol import Call, Close, Collect, Error, Part, Ping, Pull, Reply, SetAttr, Weights
 
 from .simulated import Processes, Simulation
 
@@ -100,8 +100,9 @@ def test_a_hello_of_nobody_who_is_awaited_is_dropped():
     stranger.greet()
     stranger = type(first)(simulation.network, 2)
     stranger.greet()
+    simulation.network.deliver(b"another", 1, Reply(None))
     assert simulation.call() == [0, 1]
-    assert worker.identity == first.identity and simulation.network.dropped == 2
+    assert worker.identity == first.identity and simulation.network.dropped == 3
     assert not stranger.heard
 
 
@@ -110,6 +111,130 @@ def test_workers_are_pinged_once_in_a_while():
     before, seconds = len(sent(simulation, Ping)), 20
     simulation.wait(seconds)
     assert seconds / (PING_S + LOOK_S) - 1 <= len(sent(simulation, Ping)) - before <= seconds / PING_S + 1
+
+
+def test_who_waits_sleeps_meanwhile(monkeypatch):
+    simulation, exchanges = Simulation(1), []
+    exchange = simulation.network.exchange
+    monkeypatch.setattr(
+        simulation.network, "exchange", lambda *arguments: exchanges.append(arguments) or exchange(*arguments)
+    )
+    simulation.wait(10)
+    assert len(exchanges) < 10 / LOOK_S + 5
+    before = simulation.network.now
+    simulation.pool.wait_until(lambda: True, simulation.never())  # done already
+    assert simulation.network.now - before < 0.01
+
+
+def test_the_first_answer_is_returned_while_others_are_awaited():
+    simulation = Simulation(2)
+    seqs = [*simulation.never(), simulation.pool.ask(simulation.workers[1], Call("name"))]
+    assert simulation.pool.first(seqs).message == Reply(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR")
+def test_the_first_error_is_raised_while_others_are_awaited():
+    simulation = Simulation(2)
+    simulation.launcher.of[1].answer = Error(1, "builtins.ValueError", "on purpose", "", fatal=False)
+    seqs = [*simulation.never(), simulation.pool.ask(simulation.workers[1], Call("name"))]
+    with pytest.raises(ValueError, match="on purpose"):
+        simulation.pool.first(seqs)
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR")
+def test_an_error_of_a_call_ends_its_request_alone():
+    simulation = Simulation(1)
+    (process,) = simulation.launcher.of.values()
+    process.answer, error = Error(0, "builtins.ValueError", "on purpose", "", fatal=False), process.answer
+    with pytest.raises(ValueError, match="on purpose"):
+        simulation.call()
+    process.answer = error
+    assert simulation.call() == [0] and not simulation.pool.failed
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR")
+def test_of_what_was_given_up_only_an_error_that_ends_something_is_raised():
+    simulation = Simulation(1)
+    (process,), (worker,) = simulation.launcher.of.values(), simulation.workers
+    seqs = simulation.never() + simulation.never()
+    simulation.pool.forget(seqs)
+    error = Error(0, "builtins.ValueError", "on purpose", "", fatal=False)
+    simulation.network.deliver(process.identity, seqs[0], error)
+    simulation.pool.wait_until(lambda: simulation.network.dropped, simulation.never())
+    error = Error(0, "builtins.ValueError", "on purpose", "", fatal=False, ends_episodes=True)
+    simulation.network.deliver(process.identity, seqs[1], error)
+    with pytest.raises(ValueError, match="on purpose"):
+        simulation.pool.wait_until(lambda: False, simulation.never())
+    assert simulation.pool.failed == {0} and worker.state == State.READY
+
+
+@pytest.mark.parametrize(("answers", "is_given_up"), [(2, True), (3, False)])
+def test_a_worker_that_dies_after_its_first_answers_each_time_is_given_up(answers, is_given_up):
+    """These are the cut-off and the reset after a loss: no step has been made."""
+    simulation = Simulation(1, max_restarts=2)
+
+    def answers_and_dies():
+        for _ in range(answers):
+            simulation.call()
+        simulation.launcher.of[0].die()
+
+    for _ in range(2):
+        answers_and_dies()
+    simulation.call()
+    simulation.launcher.of[0].die()
+    if is_given_up:
+        with pytest.raises(WorkerDiedError, match="and so did 2 before it"):
+            simulation.call()
+    else:
+        assert simulation.call() == [0]
+
+
+def test_a_part_shows_that_a_worker_can_step():
+    simulation = Simulation(1, max_restarts=1)
+    (worker,) = simulation.workers
+    for _ in range(5):
+        simulation.launcher.of[0].die()
+        seq = simulation.pool.ask(worker, Collect(1, 1, 0, 0.0, []))
+        simulation.pool.wait_until(lambda: worker.state == State.READY and seq in worker.asked, [seq])
+        simulation.network.deliver(worker.identity, seq, Part({}, b"state", 2.0))
+        simulation.pool.gather([seq])
+    assert worker.generator == b"state" and worker.waited == 10
+
+
+def test_only_the_answer_to_its_setup_makes_a_worker_ready():
+    simulation = Simulation(1)
+    simulation.recovery.attributes["name"] = ["value"]
+    (worker,), seqs = simulation.workers, simulation.never()
+    simulation.launcher.of[0].die()
+    start_worker = simulation.launcher.start_worker
+
+    def starts_one_that_waits(index):
+        start_worker(index)
+        simulation.launcher.of[index].stopped = True
+
+    simulation.launcher.start_worker = starts_one_that_waits
+    simulation.pool.wait_until(lambda: any(isinstance(asked, SetAttr) for asked in worker.asked.values()), seqs)
+    (set_attr,) = [seq for seq, asked in worker.asked.items() if isinstance(asked, SetAttr)]
+    simulation.network.deliver(worker.identity, set_attr, Reply(None))
+    simulation.wait(1)
+    assert worker.state == State.BUILDING
+    simulation.network.deliver(worker.identity, worker.building, Reply(None))
+    simulation.wait(1)
+    assert worker.state == State.READY
+
+
+def test_a_worker_that_held_something_may_pull_twice(monkeypatch):
+    simulation = Simulation(1)
+    (worker,), store = simulation.workers, simulation.pool._store
+    store.version = 9
+    monkeypatch.setattr(store, "pull", lambda copy, held: (Weights(9, 0, held), ()))
+    seq = simulation.pool.ask(worker, Collect(1, 9, 0, 0.0, []))
+    for held in (3, 0):
+        simulation.network.deliver(worker.identity, seq, Pull(held))
+        simulation.wait(1)
+    pulled = [(out.seq, out.message.checksum) for out in simulation.network.sent if isinstance(out.message, Weights)]
+    assert pulled == [(seq, 3), (seq, 0)]
+    assert not simulation.recovery.restarts
 
 
 @pytest.mark.parametrize(("timeout", "leave"), [(0, False), (3, False), (3, True)])
@@ -121,6 +246,8 @@ def test_closing_tells_all_workers_and_leaves_the_rest_of_the_time_to_the_launch
     simulation.pool.close(timeout)
     assert set(sent(simulation, Close)) == {worker.identity for worker in simulation.workers}
     assert given == [pytest.approx(timeout if leave else 0, abs=0.1)]
+    simulation.pool.close(timeout)  # for the second time, as a finalizer does
+    assert len(given) == 1
 
 
 def test_a_worker_that_is_given_up_is_named():
