@@ -15,6 +15,7 @@ from . import forked
 from .patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
+TIMES = int(os.environ.get("RESUME_TIMES", 1))  # how often something is killed at a random moment
 
 
 # CartPole whose runs last, however fast the machine: after the first STEPS of an environment each takes a while, until

@@ -195,7 +195,7 @@ def test_a_part_shows_that_a_worker_can_step():
     for _ in range(5):
         simulation.launcher.of[0].die()
         seq = simulation.pool.ask(worker, Collect(1, 1, 0, 0.0, []))
-        simulation.pool.wait_until(lambda: worker.state == State.READY and seq in worker.asked, [seq])
+        simulation.pool.wait_until(lambda seq=seq: worker.state == State.READY and seq in worker.asked, [seq])
         simulation.network.deliver(worker.identity, seq, Part({}, b"state", 2.0))
         simulation.pool.gather([seq])
     assert worker.generator == b"state" and worker.waited == 10

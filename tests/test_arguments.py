@@ -1,0 +1,194 @@
+"""Flags of a run that goes on, and of the runtime: what is taken, and what is refused in one line."""
+
+import importlib
+import math
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import dqn_clusterenv
+import ppo_clusterenv
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime.script import arguments, parse
+from clusterenv_runtime.script.checkpoint import save_checkpoint
+
+from . import scripts
+from .envs import CountingEnv
+from .nets import linear
+from .test_checkpoint import saved_in
+
+
+def refusal(monkeypatch, args, *flags):
+    monkeypatch.setattr(sys, "argv", ["script.py", *flags])
+    with pytest.raises(SystemExit) as exit:
+        parse(args, fixed=["env_id"])
+    assert exit.value.code.startswith("error: ") and "\n" not in exit.value.code
+    return exit.value.code
+
+
+def whole(args, step):
+    """What a checkpoint of a run holds at least."""
+    return {"args": args, "parts": {}, "rng": {}, "global_step": step, "seconds": 0.5, "wandb_id": None}
+
+
+@pytest.fixture
+def run_x(tmp_path, monkeypatch):
+    """A working directory with a run, runs/x, whose flags are not the default ones."""
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("runs/x")
+    args = vars(ppo_clusterenv.Args(num_workers=3, learning_rate=0.5, anneal_lr=False, max_policy_lag=7))
+    save_checkpoint("runs/x", whole(args, 5), 5)
+
+
+def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x, monkeypatch):
+    flags = ["--resume", "runs/x", "--learning_rate", "0.25", "--anneal-lr=True", "--no-cuda", "--total-timesteps=9"]
+    monkeypatch.setattr(sys, "argv", ["script.py", *flags])
+    args, saved = parse(ppo_clusterenv.Args, fixed=["env_id"])
+    changed = {"num_workers": 3, "max_policy_lag": 7, "learning_rate": 0.25, "total_timesteps": 9, "cuda": False}
+    assert vars(args) == vars(ppo_clusterenv.Args(**changed, resume="runs/x"))
+    assert saved["global_step"] == 5 and args.resumed_name == "x"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--resume runs/y", "there is no run runs/y"),
+        ("--resume runs/empty", "there is no checkpoint in runs/empty"),
+        ("--resume runs", "--resume must be runs/NAME, of the working directory, got runs"),
+        ("--resume elsewhere/x", "--resume must be runs/NAME, of the working directory, got elsewhere/x"),
+        ("--resume runs/x --num-workers 2", "--num-workers cannot change on the way: runs/x has 3, got 2"),
+        ("--resume runs/x --envs-per-worker 2", "--envs-per-worker cannot change on the way: runs/x has 32, got 2"),
+        ("--resume runs/x --env-id Acrobot-v1", "--env-id cannot change on the way: runs/x has LunarLander-v3"),
+        ("--resume runs/x --kl-threshold -1", "--kl-threshold must be a number of nats >= 0, got -1.0"),
+    ],
+)
+def test_a_run_that_cannot_be_resumed_is_one_line(run_x, monkeypatch, flags, says):
+    os.mkdir("runs/empty")
+    assert says in refusal(monkeypatch, ppo_clusterenv.Args, *flags.split())
+
+
+RUNNING_CODE = [
+    ("worker_prefix", "touch owned", "'--worker-prefix=touch owned'"),
+    ("env_id", "owned:Env-v0", "--env-id=owned:Env-v0"),
+    ("launcher", "added", "--launcher=added"),
+    ("key_file", "their.key", "--key-file=their.key"),
+    ("allow_insecure", True, "--allow-insecure=True"),
+    ("track", True, "--track=True"),
+    ("env_kwargs", "xml_file=their.xml", "--env-kwargs=xml_file=their.xml"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "flag"), RUNNING_CODE)
+def test_what_runs_code_is_not_taken_from_a_run_but_accepted_if_it_is_given_again(
+    run_x, monkeypatch, name, value, flag
+):
+    args = ppo_clusterenv.Args(**{name: value})
+    save_checkpoint("runs/x", whole(vars(args), 6), 6)
+    monkeypatch.setattr(arguments, "_check", lambda _: None)  # there is no such program, launcher and file
+    says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
+    assert says.startswith(f"error: runs/x has {arguments.spell(name)} {value!r}: what can run someone's code, or")
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    again = arguments.resume_command(args, "runs/x", ["python"])
+    assert again == f"python script.py {flag} --resume runs/x"
+    monkeypatch.setattr(sys, "argv", shlex.split(again)[1:])
+    assert getattr(parse(ppo_clusterenv.Args, fixed=["env_id"])[0], name) == value
+
+
+def test_what_runs_code_is_refused_all_at_once_and_another_value_may_be_given(run_x, monkeypatch):
+    args = vars(ppo_clusterenv.Args(worker_prefix="touch owned", env_id="owned:Env-v0"))
+    save_checkpoint("runs/x", whole(args, 6), 6)
+    says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
+    assert "has --worker-prefix 'touch owned' and --env-id 'owned:Env-v0': " in says
+    flags = ["--resume", "runs/x", "--worker-prefix", "nice", "--env-id", "owned:Env-v0"]
+    monkeypatch.setattr(sys, "argv", ["script.py", *flags])
+    assert parse(ppo_clusterenv.Args)[0].worker_prefix == "nice"
+
+
+@pytest.mark.parametrize("script", ["ppo_clusterenv", "dqn_clusterenv"])
+def test_a_run_from_elsewhere_neither_starts_nor_imports_anything(tmp_path, script):
+    args = importlib.import_module(script).Args(worker_prefix="touch started", env_id="owned:Env-v0")
+    (tmp_path / "owned.py").write_text("open('imported', 'w').close()")
+    os.makedirs(tmp_path / "runs" / "x")
+    save_checkpoint(tmp_path / "runs" / "x", whole(vars(args), 0), 0)
+    before = set(tmp_path.rglob("*"))
+    result = scripts.run(f"{script}.py", tmp_path, "--resume", "runs/x")
+    scripts.check_refusal(result, "runs/x has --worker-prefix 'touch started' and --env-id 'owned:Env-v0'")
+    assert set(tmp_path.rglob("*")) - before == {tmp_path / "runs" / "x" / "lock"}
+
+
+def changed(state, path, value):
+    *way, last = path.split(".")
+    for key in way:
+        state = state[key]
+    state[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("seconds", math.nan, "seconds"),
+        ("global_step", -5, "global_step"),
+        ("rng", [], "rng"),
+        ("args.learning_rate", "x", "learning_rate"),
+        ("args.env_id", ["CartPole-v1"], "env_id"),
+    ],
+)
+def test_a_value_that_cannot_be_is_one_line(run_x, monkeypatch, path, value, says):
+    state = whole(vars(ppo_clusterenv.Args()), 6)
+    changed(state, path, value)
+    save_checkpoint("runs/x", state, 6)
+    assert says in refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
+
+
+def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypatch, caplog):
+    assert "--clip-coef" in refusal(monkeypatch, dqn_clusterenv.Args, "--resume", "runs/x")
+    (path,) = saved_in(Path("runs/x"))
+    path.write_bytes(b"")
+    says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
+    assert says == "error: all 1 checkpoints in runs/x are damaged" and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--min-workers 3", "--min-workers must be from 1 to --num-workers, 2, got 3"),
+        ("--min-workers 0", "--min-workers must be at least 1, got 0"),
+        ("--max-worker-restarts -1", "--max-worker-restarts must be at least 0, got -1"),
+        ("--worker-timeout 0", "--worker-timeout must be a number of seconds > 0, got 0.0"),
+        ("--startup-timeout nan", "--startup-timeout must be a number of seconds > 0, got nan"),
+        ("--checkpoint-interval -1", "--checkpoint-interval must be a number of seconds >= 0, got -1.0"),
+        ("--port 65536 --interface lo", "--port must be from 0 to 65535, got 65536"),
+        ("--port 5000", "--port needs --bind-address or --interface"),
+        ("--interface lo --bind-address 127.0.0.1", "give either --bind-address or --interface, not both"),
+        ("--interface none0", "got none0"),
+        ("--bind-address 0.0.0.0", "--bind-address must be one address, not all of them (0.0.0.0)"),
+        ("--bind-address 192.0.2.1", "cannot listen on --bind-address 192.0.2.1, port 0: "),
+        ("--bind-address 10.0.0.1 --security none", "use curve, or set --allow-insecure"),
+    ],
+)
+def test_a_flag_of_the_runtime_out_of_range_is_one_line(monkeypatch, flags, says):
+    assert says in refusal(monkeypatch, dqn_clusterenv.Args, *flags.split())
+
+
+def test_a_cluster_env_takes_what_the_flags_say(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--interface", "lo", "--num-workers=1", "--kl-threshold=0.5", "--min-workers=1"]
+    monkeypatch.setattr(sys, "argv", ["script.py", *flags])
+    args, saved = parse(dqn_clusterenv.Args)
+    assert saved == {} and args.resumed_name is None
+    options = args.options()
+    assert options["interface"] == "lo" and options["max_policy_lag"] == 40
+    with ClusterEnv([CountingEnv], **options) as envs:
+        envs.publish(CategoricalPolicy(linear(1, 2)))
+        envs.reset()
+
+
+def test_a_link_in_place_of_the_lock_is_one_line_and_not_followed(run_x, monkeypatch, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    os.symlink(tmp_path / "precious", "runs/x/lock")
+    says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
+    assert says == "error: cannot write to runs/x: Too many levels of symbolic links"
+    assert (tmp_path / "precious").read_text() == "precious"

@@ -1,0 +1,123 @@
+"""What signals do to a run, without one: it saves and ends."""
+
+import signal
+
+import pytest
+
+import dqn_clusterenv
+from clusterenv_runtime import Interrupted
+from clusterenv_runtime.script import Run
+from clusterenv_runtime.script.signals import TOLD, Signals
+
+from .nets import linear
+
+
+class Envs:
+    """What a run asks of a `ClusterEnv` that has nothing to do."""
+
+    closed, interruptions = False, 0
+
+    def interrupt(self):
+        self.interruptions += 1
+
+    def close(self):
+        self.closed = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+NUMBERS = *TOLD, signal.SIGINT
+
+
+@pytest.fixture
+def signals():
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+    yield Signals()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+CODES = pytest.mark.parametrize(
+    ("number", "code"), [*((number, 75) for number in TOLD), (signal.SIGINT, 130)], ids=lambda value: str(value)
+)
+
+
+@CODES
+def test_a_signal_interrupts_then_all_is_saved_and_a_schedulers_next_is_ignored(signals, capsys, number, code):
+    envs, saves = Envs(), []
+    with pytest.raises(SystemExit) as exit, signals.saving(envs, lambda: saves.append(1), "--resume runs/x"):
+        signal.raise_signal(number)
+        assert envs.interruptions == 1 and not saves
+        raise Interrupted
+    assert exit.value.code == code and saves == [1]
+    assert capsys.readouterr().err == "interrupted; to go on: --resume runs/x\n"
+    left = [signal.getsignal(each) for each in NUMBERS]
+    assert left == [*[signal.SIG_IGN] * len(TOLD), signal.default_int_handler]
+
+
+@CODES
+def test_a_signal_before_the_training_or_after_it_ends_the_process_where_it_is(signals, capsys, number, code):
+    with signals.saving(Envs(), None, "--resume runs/x"):
+        pass
+    with pytest.raises(SystemExit) as exit:
+        signal.raise_signal(number)
+        pytest.fail("it was not heeded")
+    assert (exit.value.code, capsys.readouterr().err) == (code, "interrupted\n")
+
+
+def test_a_hangup_that_is_ignored_stays_so(signals):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    Signals()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_a_signal_during_the_last_update_is_heeded_before_the_evaluation(signals):
+    envs, saves = Envs(), []
+    with pytest.raises(SystemExit) as exit, signals.saving(envs, lambda: saves.append(1), "--resume runs/x"):
+        signals.raise_if_received()
+        signal.raise_signal(signal.SIGTERM)
+        envs.close()
+        signals.raise_if_received()
+        pytest.fail("it was not heeded")
+    assert exit.value.code == 75 and saves == [1]
+
+
+def test_a_second_ctrl_c_is_the_usual_one(signals):
+    envs = Envs()
+    with pytest.raises(KeyboardInterrupt), signals.saving(envs, None, "--resume runs/x"):
+        signal.raise_signal(signal.SIGINT)
+        assert envs.interruptions == 1
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_is_heeded_at_once_when_there_are_no_workers_to_wait_for(signals):
+    envs, saves = Envs(), []
+    envs.close()
+
+    def save():  # a scheduler may say it twice
+        signal.raise_signal(signal.SIGTERM)
+        saves.append(1)
+
+    with pytest.raises(SystemExit) as exit, signals.saving(envs, save, "--resume runs/x"):
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("it was not heeded")
+    assert exit.value.code == 75 and saves == [1]
+
+
+@pytest.mark.parametrize(("interval", "at"), [(0, [0, 8, 16, 24]), (300, [24])])
+def test_saves_are_due_when_the_interval_is_over_and_at_the_end(signals, tmp_path, monkeypatch, interval, at):
+    monkeypatch.chdir(tmp_path)
+    envs, saved_at = Envs(), []
+    run = Run(dqn_clusterenv.Args(checkpoint_interval=interval), {})
+    monkeypatch.setattr(run, "save", lambda: saved_at.append(run.global_step))
+    with run.training(envs, linear()):
+        for _ in run.iterations(3, 8):
+            assert not envs.closed
+            run.global_step += 8
+        assert envs.closed
+    assert saved_at == at
