@@ -10,7 +10,7 @@ from clusterenv_runtime.head.episodes import Episodes
 from clusterenv_runtime.head.failures import to_exception
 from clusterenv_runtime.head.handle import State, WorkerHandle
 from clusterenv_runtime.head.supervisor import KILL_S, LOOK_S, REASON_S
-from clusterenv_runtime.protocol import Built, Call, Collect, Error, Part, Pull, Reply
+from clusterenv_runtime.protocol import Built, Call, Collect, Error, Part, Pull, Reply, Step
 
 from .simulated import STARTUP_S, Processes, Simulation
 
@@ -239,6 +239,7 @@ def test_an_error_ends_its_worker_and_is_raised_once_the_others_have_answered():
     with pytest.raises(ValueError, match="^on purpose$"):
         simulation.pool.gather(seqs)
     assert simulation.workers[1].state == State.ENDED and not simulation.recovery.restarts
+    assert not simulation.pool.failed  # nothing is left of it to reset
     assert simulation.call(0, 2) == [0, 2]
     with pytest.raises(WorkerDiedError, match="worker 1 .*shut down after its error.* is gone"):
         simulation.call(1)
@@ -274,7 +275,9 @@ def test_what_was_under_way_when_an_exception_came_is_handled_by_the_next_wait(m
     monkeypatch.setattr(simulation.pool, "_handle", interrupted)
     with pytest.raises(KeyboardInterrupt):
         simulation.pool.wait_until(lambda: False, seqs)
+    before = simulation.network.now
     assert [served.message.value for served in simulation.pool.gather(seqs)] == [0, 1, 2]
+    assert simulation.network.now - before < 0.1
 
 
 def test_a_replacement_draws_the_noise_that_was_next_whatever_it_is_asked_first():
@@ -339,6 +342,23 @@ def test_an_error_of_an_environment_that_a_worker_has_not_is_its_loss():
     simulation.network.deliver(simulation.launcher.of[0].identity, seq, error)
     assert simulation.call(0) == [0]
     assert "none of its own" in simulation.recovery.restarts[0]["reason"]
+
+
+def test_an_error_that_leaves_a_step_unanswered_must_say_so():
+    simulation = Simulation(1)
+    simulation.never()
+    seq = simulation.pool.ask(simulation.workers[0], Step())
+    error = Error(0, "builtins.ValueError", "text", "", fatal=False)
+    simulation.network.deliver(simulation.workers[0].identity, seq, error)
+    simulation.wait(1)
+    assert "ends nothing" in simulation.recovery.restarts[0]["reason"]
+
+
+def test_a_worker_is_described_by_where_it_is_and_what_it_has():
+    worker = WorkerHandle(3, slice(4, 6), b"", Episodes.begun(None, 2), offset=100)
+    assert worker.describe() == "worker 3 (no hello yet, environments 104 to 105)"
+    worker.host, worker.pid, worker.ended_because = "node7", 12, "lost"
+    assert worker.describe("a/log") == "worker 3 (node7, pid 12, environments 104 to 105, lost, log a/log)"
 
 
 @pytest.mark.parametrize("version", [0, 1, 10**6])

@@ -153,6 +153,17 @@ def test_an_error_of_a_call_ends_its_request_alone():
 
 
 @pytest.mark.filterwarnings("ignore:.*ERROR")
+def test_an_error_that_ends_episodes_leaves_nothing_of_its_worker_to_wait_for():
+    simulation = Simulation(1)
+    seqs = simulation.never() + simulation.never()
+    error = Error(0, "builtins.ValueError", "on purpose", "", fatal=False, ends_episodes=True)
+    simulation.network.deliver(simulation.workers[0].identity, seqs[0], error)
+    with pytest.raises(ValueError, match="on purpose"):
+        simulation.pool.gather(seqs)
+    assert simulation.pool.failed == {0}
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR")
 def test_of_what_was_given_up_only_an_error_that_ends_something_is_raised():
     simulation = Simulation(1)
     (process,), (worker,) = simulation.launcher.of.values(), simulation.workers
@@ -187,6 +198,18 @@ def test_a_worker_that_dies_after_its_first_answers_each_time_is_given_up(answer
             simulation.call()
     else:
         assert simulation.call() == [0]
+
+
+def test_answers_give_a_worker_all_its_restarts_again():
+    simulation = Simulation(1, max_restarts=2)
+    (worker,) = simulation.workers
+    for _ in range(2):
+        for _ in range(2):
+            simulation.launcher.of[0].die()
+            simulation.pool.wait_until(lambda: worker.state == State.READY, simulation.never())
+        for _ in range(3):
+            simulation.launcher.of[0].stopped = False
+            assert simulation.call() == [0]
 
 
 def test_a_part_shows_that_a_worker_can_step():
