@@ -1,0 +1,157 @@
+"""What a worker's process is told to become that worker, without processes."""
+
+import sys
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from clusterenv_runtime.head.episodes import Episodes
+from clusterenv_runtime.head.handle import PendingRequest, WorkerHandle
+from clusterenv_runtime.head.recovery import Recovery
+from clusterenv_runtime.head.versions import PolicyStore
+from clusterenv_runtime.protocol import Call, Collect, CutOff, Reset, SetAttr, Setup, Step, Structure
+from clusterenv_runtime.sync import SyncRule
+
+from .simulated import ACTIONS, SPACE
+
+RESET, PARTIAL, CALL = Reset(), Reset(partial=True), Call("name")
+COLLECT = Collect(5, 1, 0, 0.0, [])
+
+
+class Told:
+    """Two workers of two environments each, and their `Recovery`."""
+
+    def __init__(self):
+        seen = np.zeros((2, 1), np.float32)
+        self.workers = [
+            WorkerHandle(index, slice(2 * index, 2 * index + 2), b"setup", Episodes.begun(seen, 2)) for index in (0, 1)
+        ]
+        self.worker = self.workers[1]
+        self.store = PolicyStore([worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True)
+        self.recovery = Recovery(SyncRule(), self.store)
+        self.seeds = [5, None, 7, None]
+
+    def reset(self, options=None):
+        self.recovery.reset(self.workers, self.seeds, options)
+
+    def unanswered(self, *messages):
+        return [PendingRequest(seq, 1, message, (b"of it",), None) for seq, message in enumerate(messages, 10)]
+
+    def orders(self, *messages):
+        """What a process is told that becomes worker 1, which is to answer these."""
+        return self.recovery.orders(self.worker, self.unanswered(*messages))
+
+    def lose(self, *messages):
+        self.recovery.lost(self.worker, "worker 1 died", self.unanswered(*messages))
+
+
+@pytest.fixture
+def told():
+    return Told()
+
+
+def test_the_first_process_builds_its_environments_and_no_more(told):
+    assert told.orders() == [(None, Setup([path for path in sys.path if path], 2, SyncRule()), (b"setup",))]
+    assert told.recovery._sys_path and "" not in told.recovery._sys_path
+
+
+def test_a_process_is_told_the_policys_structure_then_what_was_set_then_to_reset_then_what_is_asked(told):
+    told.store.structure = b"structure"
+    told.recovery.attributes["name"] = ["a", "b", "c", "d"]
+    told.reset({"option": 1})
+    _, structure, attribute, reset, call = told.orders(CALL)
+    assert structure == (None, Structure(), (b"structure",))
+    assert attribute == (None, SetAttr("name"), (cloudpickle.dumps(["c", "d"]),))
+    assert reset == (None, RESET, (cloudpickle.dumps(([7, None], {"option": 1}, None)),))
+    assert call == (10, CALL, (b"of it",))
+
+
+@pytest.mark.parametrize(("asked", "own"), [([], True), ([CALL], True), ([PARTIAL], True), ([CALL, RESET], False)])
+def test_a_process_is_reset_with_fresh_seeds_unless_all_are_being_reset(told, asked, own):
+    told.reset()
+    told.lose(*asked)
+    orders = told.orders(*asked)
+    resets = [buffers for seq, message, buffers in orders if message == RESET and seq is None]
+    assert len(resets) == own
+    seeds, _, _ = cloudpickle.loads(resets[0][0]) if own else (told.worker.seeds, None, None)
+    assert seeds == told.worker.seeds == told.recovery.restarts[0]["seeds"]
+    assert (seeds == [7, None]) == (not own) and seeds[1] is None
+    assert told.worker.user_seeds == [7, None]
+
+
+def test_seeds_are_others_after_each_loss_and_for_each_worker(told):
+    told.seeds = [5, 6, 5, 6]
+    told.reset()
+    drawn = []
+    for worker in told.workers * 2:
+        told.recovery.lost(worker, "died", [])
+        drawn.append(worker.seeds)
+    assert len(set(map(tuple, drawn))) == 4 and all(len(set(seeds)) == 2 for seeds in drawn)
+    again = Told()
+    again.seeds = told.seeds
+    again.reset()
+    again.recovery.lost(again.workers[0], "died", [])
+    assert again.workers[0].seeds == drawn[0]
+
+
+def test_a_loss_is_told_and_counted_by_worker(told, caplog):
+    told.lose()  # before the first reset
+    told.reset()
+    told.recovery.lost(told.workers[0], "worker 0 died", [])
+    told.worker.copy.held = 3
+    told.lose()
+    assert [record.getMessage() for record in caplog.records] == [
+        "worker 1 died; another is started, replacement 1 of this worker",
+        "worker 0 died; another is started, replacement 1 of this worker",
+        "worker 1 died; another is started, replacement 2 of this worker",
+    ]
+    assert [(restart["worker"], restart["reason"]) for restart in told.recovery.restarts] == [
+        (1, "worker 1 died"), (0, "worker 0 died"), (1, "worker 1 died"),
+    ]  # fmt: skip
+    assert told.recovery.restarts[0]["seeds"] is None and told.worker.copy.held == 0
+
+
+def test_the_steps_that_a_lost_process_was_asked_say_that_its_episodes_are_cut_off(told):
+    told.reset()
+    told.worker.episodes.ended = np.array([True, False])
+    told.lose(Step())
+    (_, _, _), (_, reset, _), (seq, message, buffers) = told.orders(Step())
+    assert (reset, seq, message) == (RESET, 10, CutOff())
+    seen, cut = cloudpickle.loads(buffers[0])
+    assert seen.tolist() == [[0], [0]] and cut.tolist() == [False, True]
+    told.reset()  # by the user, who then knows
+    *_, step = told.orders(Step())
+    assert step == (10, Step(), (b"of it",))
+    assert not told.worker.episodes.ended.any()
+
+
+def test_before_a_reset_no_episode_can_be_lost(told):
+    told.lose()
+    assert told.worker.episodes.cut is None and told.worker.seeds is None
+    assert [type(message) for _, message, _ in told.orders()] == [Setup]
+
+
+def test_the_noise_goes_on_with_the_first_request_to_act(told):
+    told.worker.generator = b"state"
+    _, call, first, second = told.orders(CALL, COLLECT, COLLECT)
+    assert (call[2], first[2], second[2]) == ((b"of it",), (b"state",), ())
+
+
+def test_a_users_reset_begins_the_noise_anew_unless_it_was_just_loaded(told):
+    for worker in told.workers:
+        worker.generator = b"state"
+    told.reset()
+    assert told.recovery.state_dict(told.workers) == {"generators": [None, None], "restarts": []}
+    state = {"generators": [None, b"loaded"], "restarts": [{"worker": 1}]}
+    told.recovery.load_state_dict(told.workers, state)
+    assert told.workers[0].generator == b"" and told.worker.take_generator() == (b"loaded",)
+    told.reset()
+    assert told.recovery.state_dict(told.workers) == state
+    told.reset()
+    assert told.recovery.state_dict(told.workers)["generators"] == [None, None]
+
+
+def test_a_state_of_other_workers_is_refused(told):
+    with pytest.raises(ValueError, match="the state is of 1 workers, these are 2"):
+        told.recovery.load_state_dict(told.workers, {"generators": [None], "restarts": []})
