@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from clusterenv_runtime import DeadlineError, Exit, StartupError, WorkerDiedError
+from clusterenv_runtime import DeadlineError, EnvError, Exit, StartupError, WorkerDiedError
 from clusterenv_runtime.head.episodes import Episodes
 from clusterenv_runtime.head.failures import to_exception
 from clusterenv_runtime.head.handle import State, WorkerHandle
@@ -302,6 +302,34 @@ def test_what_a_worker_says_of_an_error_moves_no_cursor():
     )
     assert str(error) == "\\x1b[2J\nno\\u202e"
     assert str(error.__cause__).endswith("\n\n\\x1b[2J\n\tin step")
+
+
+@pytest.mark.parametrize(
+    ("env", "ends", "which"),
+    [(4, True, "environment 4"), (4, False, "environment 4"), (None, True, "the policy or an environment")],
+)
+def test_an_error_is_told_as_gymnasium_does_if_it_ends_an_environment(env, ends, which, recwarn):
+    error = to_exception([("worker 2", Error(env, "builtins.ValueError", "text", "Traceback", fatal=ends))])
+    assert type(error) is ValueError and str(error) == "text" and type(error.__cause__) is EnvError
+    assert str(error.__cause__) == f"{which} on worker 2 raised builtins.ValueError: text\n\nTraceback"
+    told = [str(warning.message) for warning in recwarn]
+    assert len(told) == (3 if ends and env is not None else 0)
+    for line, says in zip(told, ["from Worker-4 - Shutting it down", "Traceback", "Raising the last"], strict=False):
+        assert says in line
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["builtins.StopIteration", "builtins.UnicodeDecodeError", "builtins.SystemExit", "builtins.len", "os.error", "x"],
+)
+def test_what_cannot_be_raised_as_it_was_is_an_env_error(kind):
+    error = to_exception([("worker 2", Error(None, kind, "text", "Traceback", fatal=True))])
+    assert type(error) is EnvError and str(error).endswith(f"raised {kind}: text\n\nTraceback")
+
+
+def test_the_last_of_several_errors_is_raised():
+    errors = [("worker", Error(None, f"builtins.{kind}", kind, "", True)) for kind in ("ValueError", "KeyError")]
+    assert type(to_exception(errors)) is KeyError
 
 
 def test_after_the_error_that_ends_it_a_worker_is_not_heard():

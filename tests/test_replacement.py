@@ -155,3 +155,25 @@ def test_a_users_reset_begins_the_noise_anew_unless_it_was_just_loaded(told):
 def test_a_state_of_other_workers_is_refused(told):
     with pytest.raises(ValueError, match="the state is of 1 workers, these are 2"):
         told.recovery.load_state_dict(told.workers, {"generators": [None], "restarts": []})
+
+
+def rows(*values):
+    return np.array(values, np.float32)[:, None]
+
+
+def test_a_reset_of_some_begins_their_episodes_for_the_user():
+    episodes = Episodes(rows(1, 2), np.array([True, True]))
+    assert episodes.saw_reset(SPACE, rows(0, 2), np.array([True, False])).tolist() == [[0], [2]]
+    assert episodes.ended.tolist() == [False, True] and episodes.cut is None
+    assert episodes.seen.tolist() == [[0], [2]]
+
+
+def test_of_lost_episodes_those_that_the_user_resets_are_over_and_of_others_nothing_new_is_seen():
+    episodes = Episodes.begun(rows(1, 2), 2)
+    episodes.lost()
+    assert episodes.cut.tolist() == [True, True]
+    # The process in the lost one's place has begun both.
+    assert episodes.saw_reset(SPACE, rows(5, 6), np.array([True, False])).tolist() == [[5], [2]]
+    assert episodes.cut.tolist() == [False, True] and episodes.seen.tolist() == [[5], [2]]
+    assert episodes.saw_reset(SPACE, rows(7, 8), np.array([False, True])).tolist() == [[7], [8]]
+    assert episodes.cut is None and episodes.step("actions")[0] == Step()

@@ -41,7 +41,7 @@ TESTS = {
     "security.py": ["test_security.py", "test_launchers.py"],
     "sync.py": ["test_sync.py"],
     "head/versions.py": ["test_differences.py", "test_sync.py", SCHEDULES],
-    "head/episodes.py": ["test_head.py", "test_vector_env.py", SCHEDULES],
+    "head/episodes.py": ["test_replacement.py", "test_head.py", SCHEDULES, "test_vector_env.py"],
     "head/failures.py": ["test_head.py", "test_failures.py"],
     "head/handle.py": ["test_head.py", SCHEDULES, "test_failures.py"],
     "head/pool.py": [
