@@ -9,7 +9,7 @@ from clusterenv_runtime import DeadlineError, EnvError, Exit, StartupError, Work
 from clusterenv_runtime.head.episodes import Episodes
 from clusterenv_runtime.head.failures import to_exception
 from clusterenv_runtime.head.handle import State, WorkerHandle
-from clusterenv_runtime.head.supervisor import KILL_S, LOOK_S, REASON_S
+from clusterenv_runtime.head.supervisor import KILL_S, LOOK_S, NOTICE_S, REASON_S
 from clusterenv_runtime.protocol import Built, Call, Collect, Error, Part, Pull, Reply, Step
 
 from .simulated import STARTUP_S, Processes, Simulation
@@ -52,6 +52,42 @@ def test_many_losses_take_as_long_as_one(number, how):
     assert len(simulation.recovery.restarts) == number
     if how == "cut off":
         assert any(state in (State.LOST, State.KILLED) for _, state in answers)  # taken while others were being lost
+
+
+def test_a_worker_that_is_asked_and_has_died_is_replaced_at_once():
+    simulation = Simulation(1)
+    simulation.wait(LOOK_S / 2)
+    simulation.launcher.of[0].die()
+    start = simulation.network.now
+    assert simulation.call() == [0]
+    assert simulation.network.now - start < LOOK_S / 2
+
+
+def test_a_replacement_has_as_long_to_start_as_the_first():
+    simulation = Simulation(2)
+    simulation.launcher.greets = False
+    simulation.launcher.of[1].die()
+    simulation.wait(STARTUP_S)
+    assert len(simulation.recovery.restarts) == 1
+    simulation.wait(1)
+    assert "did not come up" in simulation.recovery.restarts[1]["reason"]
+
+
+def test_who_waits_for_a_scheduler_has_all_the_time_and_it_is_said_what_for(caplog):
+    class Queued(Processes):
+        def pending(self, index):
+            return "Resources" if self.network.now < 10 * NOTICE_S and index == 1 else None
+
+        def start_worker(self, index):
+            self.greets = index == 0
+            super().start_worker(index)
+
+    simulation = Simulation(2, launcher=Queued, start=False)
+    with pytest.raises(StartupError, match=r"^worker 1 \(no hello yet, environments 1 to 1\) did not come up"):
+        simulation.pool.start(2)
+    assert STARTUP_S - LOOK_S <= simulation.network.now - 10 * NOTICE_S < STARTUP_S + LOOK_S
+    said = [record.getMessage() for record in caplog.records]
+    assert set(said) == {"still waiting for worker 1 to be started: Resources"} and len(said) == 9
 
 
 def test_an_idle_worker_is_replaced_while_another_is_awaited():
