@@ -14,6 +14,8 @@ from clusterenv_runtime.protocol import Built, Call, Collect, Error, Part, Pull,
 
 from .simulated import STARTUP_S, Processes, Simulation
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR")  # as Gymnasium logs what environments raise
+
 
 def test_all_are_up_and_answer():
     simulation = Simulation(5)
@@ -88,6 +90,30 @@ def test_who_waits_for_a_scheduler_has_all_the_time_and_it_is_said_what_for(capl
     assert STARTUP_S - LOOK_S <= simulation.network.now - 10 * NOTICE_S < STARTUP_S + LOOK_S
     said = [record.getMessage() for record in caplog.records]
     assert set(said) == {"still waiting for worker 1 to be started: Resources"} and len(said) == 9
+
+
+def test_processes_that_the_system_refuses_end_the_start_and_are_tried_again_later():
+    class Full(Processes):
+        refusals = 1
+
+        def start_worker(self, index):
+            if index == 1 and self.refusals:
+                self.refusals -= 1
+                raise OSError("Cannot allocate memory")
+            super().start_worker(index)
+
+    simulation = Simulation(2, launcher=Full, start=False)
+    with pytest.raises(StartupError, match="^cannot start the workers: Cannot allocate memory$"):
+        simulation.pool.start(2)
+
+    simulation = Simulation(2, launcher=Full, start=False)
+    simulation.launcher.refusals = 0
+    simulation.pool.start(2)
+    simulation.launcher.refusals = 1
+    simulation.launcher.of[1].die()
+    assert simulation.call() == [0, 1]
+    reasons = [restart["reason"] for restart in simulation.recovery.restarts]
+    assert ["died: killed by SIGKILL" in reasons[0], "it could not be started: Cannot" in reasons[1]] == [True, True]
 
 
 def test_an_idle_worker_is_replaced_while_another_is_awaited():

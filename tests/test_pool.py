@@ -10,6 +10,8 @@ from clusterenv_runtime.protocol import Call, Close, Collect, Error, Part, Ping,
 
 from .simulated import Processes, Simulation
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR")  # as Gymnasium logs what environments raise
+
 
 def sent(simulation, kind):
     """To whom messages of a kind have been sent."""
@@ -58,7 +60,6 @@ def test_an_interrupt_comes_before_the_loss_that_comes_with_it():
     assert not simulation.recovery.restarts and simulation.workers[1].losses == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*ERROR")
 def test_an_environment_that_raises_while_it_is_built_ends_the_start_at_once():
     class Raises(Processes):
         def start_worker(self, index):
@@ -132,7 +133,6 @@ def test_the_first_answer_is_returned_while_others_are_awaited():
     assert simulation.pool.first(seqs).message == Reply(1)
 
 
-@pytest.mark.filterwarnings("ignore:.*ERROR")
 def test_the_first_error_is_raised_while_others_are_awaited():
     simulation = Simulation(2)
     simulation.launcher.of[1].answer = Error(1, "builtins.ValueError", "on purpose", "", fatal=False)
@@ -141,7 +141,6 @@ def test_the_first_error_is_raised_while_others_are_awaited():
         simulation.pool.first(seqs)
 
 
-@pytest.mark.filterwarnings("ignore:.*ERROR")
 def test_an_error_of_a_call_ends_its_request_alone():
     simulation = Simulation(1)
     (process,) = simulation.launcher.of.values()
@@ -152,7 +151,6 @@ def test_an_error_of_a_call_ends_its_request_alone():
     assert simulation.call() == [0] and not simulation.pool.failed
 
 
-@pytest.mark.filterwarnings("ignore:.*ERROR")
 def test_an_error_that_ends_episodes_leaves_nothing_of_its_worker_to_wait_for():
     simulation = Simulation(1)
     seqs = simulation.never() + simulation.never()
@@ -163,7 +161,6 @@ def test_an_error_that_ends_episodes_leaves_nothing_of_its_worker_to_wait_for():
     assert simulation.pool.failed == {0}
 
 
-@pytest.mark.filterwarnings("ignore:.*ERROR")
 def test_of_what_was_given_up_only_an_error_that_ends_something_is_raised():
     simulation = Simulation(1)
     (process,), (worker,) = simulation.launcher.of.values(), simulation.workers
