@@ -228,6 +228,23 @@ def test_with_fewer_workers_than_may_come_one_that_is_late_is_a_loss():
     assert simulation.launcher.killed[0][0] == 1
 
 
+def test_who_comes_late_has_all_the_time_to_build():
+    simulation = Simulation(1, launcher=Silent, start=False)
+    network, exchange = simulation.network, simulation.network.exchange
+
+    def greets_late(outbox, seconds):
+        if network.now > 50 and not process:
+            process.append(simulation.launcher.of[0])
+            process[0].stopped = True
+            process[0].greet()
+        return exchange(outbox, seconds)
+
+    process, network.exchange = [], greets_late
+    with pytest.raises(StartupError, match="did not come up"):
+        simulation.pool.start(1)
+    assert 50 + STARTUP_S < network.now < 50 + STARTUP_S + 2 * LOOK_S + 0.1
+
+
 class Builds(Processes):
     """They build their environments, one after the other, and only say so."""
 

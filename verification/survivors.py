@@ -95,7 +95,7 @@ def mutants(text: str) -> Iterator[tuple[str, str]]:
     for node, new in changes(tree):
         start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
         old = text.encode()[start:end]
-        if id(node) not in skipped and b"f" + old[:1] not in (b'f"', b"f'"):
+        if id(node) not in skipped and b"f" + old[:1] not in (b'f"', b"f'") and old != new.encode():
             changed = text.encode()[:start] + new.encode() + text.encode()[end:]
             description = f"{' '.join(old.decode().split())} => {new}"
             seen[description] += 1
