@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import resource
+import stat
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
@@ -154,6 +155,21 @@ def test_a_save_that_fails_leaves_nothing_but_the_one_before(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == before
 
 
+def test_what_is_saved_is_on_disk_before_it_has_its_name_and_then_that_is(tmp_path, monkeypatch):
+    synced, descriptors = [], len(os.listdir("/proc/self/fd"))
+
+    def note(descriptor):
+        info = os.fstat(descriptor)
+        synced.append("a directory" if stat.S_ISDIR(info.st_mode) else info.st_size)
+        assert len(saved_in(tmp_path)) == stat.S_ISDIR(info.st_mode)
+
+    monkeypatch.setattr(os, "fsync", note)
+    save_checkpoint(tmp_path, state(1), 1)
+    (path,) = saved_in(tmp_path)
+    assert synced == [path.stat().st_size, "a directory"]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
 @contextmanager
 def no_room():
     """Let this process write no more than 1000 bytes to a file."""
@@ -238,3 +254,15 @@ def test_random_numbers_go_on_where_they_were():
     assert draw() != expected
     set_rng_state(before)
     assert draw() == expected
+
+
+def test_random_numbers_of_as_many_gpus_as_there_are_go_on(monkeypatch):
+    states, found = [torch.tensor([number]) for number in range(3)], {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: found.update({device: state}))
+    before = rng_state()
+    assert before["cuda"] == states
+    set_rng_state(before)
+    assert found == {0: states[0], 1: states[1]}

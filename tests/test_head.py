@@ -12,7 +12,7 @@ from clusterenv_runtime.head.handle import State, WorkerHandle
 from clusterenv_runtime.head.supervisor import KILL_S, LOOK_S, NOTICE_S, REASON_S
 from clusterenv_runtime.protocol import Built, Call, Collect, Error, Part, Pull, Reply, Step
 
-from .simulated import STARTUP_S, Processes, Simulation
+from .simulated import SIGKILL, STARTUP_S, Processes, Simulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR")  # as Gymnasium logs what environments raise
 
@@ -54,6 +54,22 @@ def test_many_losses_take_as_long_as_one(number, how):
     assert len(simulation.recovery.restarts) == number
     if how == "cut off":
         assert any(state in (State.LOST, State.KILLED) for _, state in answers)  # taken while others were being lost
+
+
+def test_a_link_that_breaks_before_its_process_has_ended_is_lost_for_the_processes_reason():
+    simulation = Simulation(1)
+    first = simulation.launcher.of[0]
+    first.cut_off = True
+    exchange = simulation.network.exchange
+
+    def ends_later(outbox, seconds):
+        if simulation.workers[0].state == State.LOST and simulation.network.now > REASON_S / 2:
+            first.exit = SIGKILL
+        return exchange(outbox, seconds)
+
+    simulation.network.exchange = ends_later
+    simulation.wait(5)
+    assert "died: killed by SIGKILL" in simulation.recovery.restarts[0]["reason"]
 
 
 def test_a_worker_that_is_asked_and_has_died_is_replaced_at_once():
