@@ -37,13 +37,14 @@ class Network:
 
     def __init__(self):
         self.now, self.inbox, self.processes, self.closed = 0.0, [], {}, False
-        self.sent = []
+        self.sent, self.exchanges = [], 0
 
     def clock(self):
         return self.now
 
     def exchange(self, outbox, seconds):
         self.sent += outbox
+        self.exchanges += 1
         closed = [out.identity for out in outbox if not self.processes[out.identity].hear(out.seq, out.message)]
         if seconds is None:
             return [], closed

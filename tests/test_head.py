@@ -9,7 +9,7 @@ from clusterenv_runtime import DeadlineError, EnvError, Exit, StartupError, Work
 from clusterenv_runtime.head.episodes import Episodes
 from clusterenv_runtime.head.failures import to_exception
 from clusterenv_runtime.head.handle import State, WorkerHandle
-from clusterenv_runtime.head.supervisor import KILL_S, LOOK_S, NOTICE_S, REASON_S
+from clusterenv_runtime.head.supervisor import KILL_S, LOOK_S, NOTICE_S, REASON_S, SOON_S
 from clusterenv_runtime.protocol import Built, Call, Collect, Error, Part, Pull, Reply, Step
 
 from .simulated import SIGKILL, STARTUP_S, Processes, Simulation
@@ -206,7 +206,8 @@ def test_a_process_that_ends_by_itself_before_hello_ends_the_start():
         Simulation(2, launcher=Ends)
 
 
-def test_a_process_that_is_killed_again_and_again_before_hello_ends_the_start():
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_process_that_is_killed_again_and_again_before_hello_ends_the_start(before):
     class Dies(Processes):
         greets = False
 
@@ -214,8 +215,8 @@ def test_a_process_that_is_killed_again_and_again_before_hello_ends_the_start():
             super().start_worker(index)
             self.of[index].die()
 
-    with pytest.raises(WorkerDiedError, match=r"died: killed by SIGKILL \(and so did 2 before it"):
-        Simulation(1, max_restarts=2, launcher=Dies)
+    with pytest.raises(WorkerDiedError, match=rf"died: killed by SIGKILL \(and so did {before} before it"):
+        Simulation(1, max_restarts=before, launcher=Dies)
 
 
 class Silent(Processes):
@@ -295,9 +296,10 @@ def test_a_process_that_cannot_be_killed_is_given_up_in_time():
 
     simulation = Simulation(2, launcher=Immortal)
     simulation.launcher.of[1].cut_off = True
-    start = simulation.network.now
+    start, before = simulation.network.now, simulation.network.exchanges
     simulation.wait(1 + REASON_S + KILL_S + 1)
     assert len(simulation.recovery.restarts) == 1
+    assert simulation.network.exchanges - before < 1.1 * (REASON_S + KILL_S) / SOON_S  # it is waited for, not polled
     assert simulation.launcher.started_at[1][1] - start <= 1 + REASON_S + KILL_S + 3 * LOOK_S
 
 
