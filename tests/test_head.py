@@ -131,6 +131,34 @@ def test_processes_that_the_system_refuses_end_the_start_and_are_tried_again_lat
     reasons = [restart["reason"] for restart in simulation.recovery.restarts]
     assert ["died: killed by SIGKILL" in reasons[0], "it could not be started: Cannot" in reasons[1]] == [True, True]
 
+    class Dies(Processes):
+        def start_worker(self, index):
+            if len(self.started_at.get(index, [])) == 1 and not self.refused:
+                self.refused = True
+                raise OSError("Cannot allocate memory")
+            self.greets = bool(self.refused)
+            super().start_worker(index)
+            if not self.greets:
+                self.of[index].die()
+
+        refused = False
+
+    assert Simulation(1, launcher=Dies).call() == [0]  # while all must start
+
+
+def test_a_killed_process_is_replaced_when_it_is_gone():
+    class Lingers(Processes):
+        def kill(self, index):
+            self.killed.append((index, self.network.now))
+
+        def has_ended(self, index):
+            return self.network.now > self.killed[0][1] + 1
+
+    simulation = Simulation(1, launcher=Lingers)
+    simulation.launcher.of[0].cut_off = True
+    assert simulation.call() == [0]
+    assert 1 <= simulation.launcher.started_at[0][1] - simulation.launcher.killed[0][1] < 1.1
+
 
 def test_an_idle_worker_is_replaced_while_another_is_awaited():
     simulation = Simulation(2)

@@ -7,6 +7,7 @@ import functools
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from gymnasium.spaces import GraphInstance
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
@@ -15,7 +16,18 @@ from hypothesis.extra import numpy as hnp
 from clusterenv_runtime import ProtocolError
 from clusterenv_runtime.codec import MAX_FRAME, MAX_KEYS, SMALL, Unpacker, pack
 from clusterenv_runtime.packed import List
-from clusterenv_runtime.protocol import Error, Hello, Pull, Reply, decode_answer, frames
+from clusterenv_runtime.protocol import (
+    PROTOCOL_VERSION,
+    Error,
+    Hello,
+    Pull,
+    Reply,
+    decode_answer,
+    frames,
+    mismatch,
+    set_limits,
+    shared_versions,
+)
 
 from .envs import assert_same
 
@@ -330,3 +342,33 @@ MESSAGES = [
 def test_messages_come_back(message):
     for seq in (None, 1, 2**62):
         assert decode_answer(frames(seq, message)[0]) == (seq, message)
+
+
+@pytest.mark.parametrize(("fatal", "ends_episodes"), [(False, False), (True, False), (False, True)])
+def test_an_error_says_whether_there_will_be_no_other_answer(fatal, ends_episodes):
+    error = Error(0, "builtins.ValueError", "\x1b[2Jtext", "", fatal, ends_episodes)
+    assert error.ends == (fatal or ends_episodes) and str(error) == "\\x1b[2Jtext"
+    assert str(Pull(1)) == "a Pull"
+
+
+def test_who_differs_in_what_must_be_shared_is_told_in_what():
+    ours = shared_versions()
+    assert {"Python", "gymnasium", "numpy", "cloudpickle", "torch"} == ours.keys()
+
+    def said(protocol=PROTOCOL_VERSION, **versions):
+        return mismatch(Hello(protocol, 0, "host", 1, {**ours, **versions}))
+
+    assert said() is None and mismatch(Hello(PROTOCOL_VERSION, 0, "host", 1, {})) is None  # it has none of them
+    assert said(protocol=7) == f"speaks protocol 7, the head {PROTOCOL_VERSION}: install the same " + (
+        "clusterenv_runtime on both"
+    )
+    text = f"numpy 1.0 (head: {ours['numpy']}), torch 0.1 (head: {ours['torch']})"
+    assert said(numpy="1.0", torch="0.1", other="3") == f"runs {text}: install the same versions on both"
+
+
+@pytest.mark.parametrize(("silence", "interval", "timeout"), [(30, 7500, 22500), (0.001, 1, 1), (1e9, 25e7, 75e7)])
+def test_a_socket_takes_no_longer_frame_and_no_longer_silence(silence, interval, timeout):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        set_limits(socket, silence, 1000)
+        # CURVE adds 33 bytes to a frame. A link that is silent is closed after both times together.
+        assert (socket.maxmsgsize, socket.heartbeat_ivl, socket.heartbeat_timeout) == (1033, interval, timeout)

@@ -37,7 +37,7 @@ SCHEDULES = "test_verification.py::test_no_schedule_breaks_the_runtime"
 TESTS = {
     "answers.py": ["test_parts.py", SCHEDULES],
     "codec.py": ["test_protocol.py"],
-    "protocol.py": ["test_protocol.py", "test_strangers.py", "test_security.py", "test_streaming.py"],
+    "protocol.py": ["test_protocol.py", "test_head.py", "test_strangers.py", "test_security.py", "test_streaming.py"],
     "security.py": ["test_security.py", "test_launchers.py"],
     "sync.py": ["test_sync.py"],
     "head/versions.py": ["test_differences.py", "test_sync.py", SCHEDULES],
@@ -89,8 +89,9 @@ def mutants(text: str) -> Iterator[tuple[str, str]]:
     """Return of each change a description, and the text with it."""
     tree, lines = ast.parse(text), text.encode().splitlines(keepends=True)
     starts = [0, *itertools.accumulate(map(len, lines))]
-    hints = [getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")]
-    skipped = {id(part) for hint in hints if hint is not None for part in ast.walk(hint)}
+    skips = [getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")]
+    skips += [node for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "strict"]  # of `zip`
+    skipped = {id(part) for skip in skips if skip is not None for part in ast.walk(skip)}
     seen = Counter[str]()
     for node, new in changes(tree):
         start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
