@@ -127,6 +127,11 @@ def test_generators_go_on_where_they_were():
     )
 
 
+def test_views_lie_where_the_processor_wants_them():
+    values = [np.arange(number, dtype=kind) for number in (1, 3, 5) for kind in (np.uint8, np.float64, np.int16)]
+    assert all(array.flags.aligned for array in over_the_wire(values, copy=False))
+
+
 def test_arrays_are_fresh_and_writable_or_views():
     array = np.arange(4.0)
     copied, view = over_the_wire(array), over_the_wire(array, copy=False)
