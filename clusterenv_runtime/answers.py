@@ -24,6 +24,7 @@ from .spaces import are_stacks, leaves_of, map_space
 from .sync import measured_states
 from .trees import leaves, map_tree
 
+MOST = np.finfo(np.float32).max
 MAX_INFO_KEYS = 1000  # of a worker's infos; each becomes an array of all environments
 _FIELDS = set(RolloutPart.__struct_fields__)
 _BOOLS, _BYTES, _INTS, _FLOATS = (np.empty(1, dtype) for dtype in (bool, np.uint8, np.int64, np.float64))  # examples
@@ -232,14 +233,19 @@ def fault_of(part: RolloutPart, action_space: Space | None, given: Any = None) -
 
     ``given`` is what environments got instead of the actions, if they did. Without a space, neither is looked at.
     """
-    for name in ("logprobs", "params", "states", "extras", "rewards", "actions", "episodic_returns"):
+    for name in ("rewards", "episodic_returns"):  # which a learner takes as float32
+        if not np.all(np.abs(getattr(part, name)) <= MOST):  # nor is NaN
+            return f"{name} are not all finite numbers of float32"
+    for name in ("logprobs", "params", "states", "extras", "actions"):
         for leaf in leaves(getattr(part, name)):
             if leaf is None or leaf.dtype.kind != "f" or np.isfinite(leaf).all():
                 continue
-            if name in ("rewards", "actions", "episodic_returns"):
+            if name == "actions":
                 return f"{name} are not all finite"
             if np.isnan(leaf).any():
                 return f"{name} hold NaN: has the policy diverged?"
+            if name == "logprobs" and np.isneginf(leaf).any():
+                return "logprobs are of actions that cannot have been drawn: has the policy diverged?"
     if action_space is not None and _are_beyond(action_space, part.actions if given is None else given):
         return f"actions are not of {action_space}"
     return None

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+PIECE = 2**20  # bytes that are decompressed at once
 LEVEL = 1  # of compression: the fastest; the others make a game's frames little smaller
 
 
@@ -91,12 +92,14 @@ def decompressed(data: np.ndarray, example: np.ndarray, most: int) -> np.ndarray
     Raises:
         ValueError: these are none, or more than ``most``.
     """
-    stream, size = zlib.decompressobj(), max(example.nbytes, 1)
+    stream, size, found, rest = zlib.decompressobj(), max(example.nbytes, 1), bytearray(), data
     try:
-        found = bytearray(stream.decompress(data, most * size + 1))
+        while len(rest) and not stream.eof and len(found) <= most * size:  # piece by piece: it is not held twice
+            found += stream.decompress(rest, PIECE)
+            rest = stream.unconsumed_tail
     except zlib.error as error:
         raise ValueError(str(error)) from None
-    if not stream.eof or len(found) > most * size or len(found) % size:
+    if not stream.eof or stream.unused_data or len(found) > most * size or len(found) % size:
         raise ValueError(f"they are not the bytes of at most {most} frames of {size} bytes")
     return np.frombuffer(found, example.dtype).reshape(len(found) // size, *example.shape)
 

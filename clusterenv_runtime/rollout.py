@@ -18,6 +18,8 @@ from .trees import map_tree
 
 OBSERVATIONS = "observations", "final_observations", "next_observations"
 MAX_INFO_BYTES, MAX_INFO_AXES = 2**18, 32  # of one step's: where it is missing, a rollout has zeros in its place
+MAX_INFO_ZEROS = 2**26  # bytes of these that a rollout may have, or as many times what came as the next
+MAX_INFO_RATIO = 16
 
 
 class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -155,14 +157,19 @@ def _join_infos(
     """Return what workers have sent of their infos as arrays, zeros where there was none, and where there was some."""
     joined: dict[str, np.ndarray] = {}
     for key in known:
-        found = [each[key][1] for each in infos if key in each]
-        if len(shapes := {values.shape[1:] for values in found}) > 1:
-            warnings.warn(
-                f"Info {key} is left out: its shape is not the same on all workers, but {shapes}.", stacklevel=2
-            )
+        found = {number: each[key][1] for number, each in enumerate(infos) if key in each}
+        shapes = {values.shape[1:]: number for number, values in found.items()}
+        if len(shapes) > 1:
+            which = ", ".join(f"{shape} on worker {number}" for shape, number in shapes.items())
+            warnings.warn(f"Info {key} is left out: its shape is not the same everywhere, but {which}.", stacklevel=2)
             continue
         if found:
-            known[key] = np.zeros(found[0].shape[1:], np.result_type(*found))
+            known[key] = np.zeros(*shapes, np.result_type(*found.values()))
+        size, came = num_steps * sum(sizes) * known[key].nbytes, sum(values.nbytes for values in found.values())
+        if size > max(MAX_INFO_ZEROS, MAX_INFO_RATIO * came):
+            text = f"{size} bytes, where {came} have come: most steps have none"
+            warnings.warn(f"Info {key} is left out: a rollout of it would be {text}.", stacklevel=2)
+            continue
         values = np.zeros((num_steps, sum(sizes), *known[key].shape), known[key].dtype)
         mask, first = np.zeros(values.shape[:2], bool), 0
         for each, size in zip(infos, sizes, strict=True):

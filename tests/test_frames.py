@@ -270,6 +270,8 @@ def test_no_frames_at_all_where_each_is_a_number():
         (compressed(np.zeros((5, 3), np.uint8))[:-1], "they are not the bytes of at most "),
         (compressed(np.zeros(16, np.uint8)), "they are not the bytes of at most "),
         (compressed(np.zeros((10**4, 3), np.uint8)), "they are not the bytes of at most "),
+        (np.tile(compressed(np.zeros((5, 3), np.uint8)), 2), "they are not the bytes of at most "),
+        (np.append(compressed(np.zeros((5, 3), np.uint8)), np.uint8(0)), "they are not the bytes of at most "),
         (compressed(np.zeros((4, 3), np.uint8)), "are of 4 frames, and say that they are of others"),
     ],
 )
@@ -300,6 +302,16 @@ def test_what_is_decompressed_is_bounded():
         decompressed(bomb, np.zeros(3, np.uint8), 4)
     assert tracemalloc.get_traced_memory()[1] < 10**7
     tracemalloc.stop()
+
+
+def test_what_is_decompressed_is_held_once():
+    frames = np.random.default_rng(0).integers(0, 9, (50, 10**6), np.uint8)
+    data = compressed(frames)
+    tracemalloc.start()
+    found = decompressed(data, frames[0], 50)
+    assert tracemalloc.get_traced_memory()[1] < 1.5 * frames.nbytes
+    tracemalloc.stop()
+    assert np.array_equal(found, frames)
 
 
 def test_compression_is_of_frames():

@@ -92,6 +92,9 @@ WRONG = [
     ("logprobs", lambda part: part.logprobs + np.float32("nan")),
     ("params", lambda part: part.params + np.float32("nan")),
     ("episodic_returns", lambda part: part.episodic_returns + np.nan),
+    ("rewards", lambda part: part.rewards - 1e39),
+    ("episodic_returns", lambda part: part.episodic_returns + 1e39),
+    ("logprobs", lambda part: part.logprobs - np.float32("inf")),
     ("rewards", lambda part: part.rewards.astype(">f8")),
     ("rewards", lambda part: part.rewards.astype(np.longdouble)),
 ]

@@ -469,9 +469,27 @@ class Odd(CountingEnv):
 def test_infos_that_do_not_go_together_are_left_out_with_a_warning():
     with ClusterEnv([partial(Odd, 2), partial(Odd, 3)], 2, info_keys=("odd", "even")) as envs:
         envs.reset()
-        with pytest.warns(UserWarning, match="Info odd is left out: its shape is not the same on all workers"):
+        with pytest.warns(UserWarning, match=r"Info odd is left out: .*, but \(2,\) on worker 0, \(3,\) on worker 1"):
             rollout = envs.rollout(CategoricalPolicy(linear(1, 2)), 4)
         assert sorted(rollout.infos) == ["_even", "even"] and rollout.infos["even"].all()
+
+
+class Rare(CountingEnv):
+    """Has a large info in its third step."""
+
+    def step(self, action):
+        observation, *rest, _ = super().step(action)
+        return observation, *rest, {"large": np.ones(2**14)} if observation[0] == 3 else {}
+
+
+def test_a_rare_info_that_would_be_mostly_zeros_is_left_out_with_a_warning():
+    with ClusterEnv([partial(Rare, 10**6)] * 2, 2, info_keys=("large",)) as envs:
+        envs.reset()
+        policy = CategoricalPolicy(linear(1, 2))
+        assert envs.rollout(policy, 16).infos["large"].shape == (16, 2, 2**14)
+        envs.reset()
+        with pytest.warns(UserWarning, match="Info large is left out: .* 134217728 bytes, where 262144 have come"):
+            assert envs.rollout(policy, 512).infos == {}
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """The pool of workers without processes: who interrupts it, whom it hears and refuses, what it sends, and its end."""
 
+import numpy as np
 import pytest
 
 from clusterenv_runtime import Exit, Interrupted, WorkerDiedError
 from clusterenv_runtime.head.handle import State
-from clusterenv_runtime.head.pool import PING_S
+from clusterenv_runtime.head.pool import PING_S, Requests
 from clusterenv_runtime.head.supervisor import LOOK_S
 from clusterenv_runtime.protocol import Call, Close, Collect, Error, Part, Ping, Pull, Reply, SetAttr, Weights
 
@@ -112,6 +113,14 @@ def test_workers_are_pinged_once_in_a_while():
     before, seconds = len(sent(simulation, Ping)), 20
     simulation.wait(seconds)
     assert seconds / (PING_S + LOOK_S) - 1 <= len(sent(simulation, Ping)) - before <= seconds / PING_S + 1
+
+
+def test_numbers_rise_and_cannot_be_guessed():
+    numbers = [Requests().number() for _ in range(100)]
+    assert len(set(numbers)) > 90  # of the first request of as many heads
+    requests = Requests()
+    gaps = np.diff([requests.number() for _ in range(1000)])
+    assert gaps.min() > 0 and len(set(gaps.tolist())) > 900
 
 
 def test_who_waits_sleeps_meanwhile():

@@ -314,7 +314,7 @@ class Rewarding(CountingEnv):
         return observation, self.reward, *rest
 
 
-@pytest.mark.parametrize("reward", [np.nan, -np.inf])
+@pytest.mark.parametrize("reward", [np.nan, -np.inf, 1e39])  # the last is none of float32
 def test_a_reward_that_is_no_number_stops_the_run_and_names_the_worker(reward):
     with ClusterEnv([partial(Rewarding, 1.0), partial(Rewarding, reward)], 2) as envs:
         envs.reset()

@@ -109,6 +109,14 @@ def test_a_signal_is_heeded_at_once_when_there_are_no_workers_to_wait_for(signal
     assert exit.value.code == 75 and saves == [1]
 
 
+def test_the_clock_may_be_set_back(signals, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = Run(dqn_clusterenv.Args(), {})
+    with run.training(Envs(), linear()):
+        monkeypatch.setattr("time.time", lambda: 0.0)
+        assert 0 <= run.seconds < 1000
+
+
 @pytest.mark.parametrize(("interval", "at"), [(0, [0, 8, 16, 24]), (300, [24])])
 def test_saves_are_due_when_the_interval_is_over_and_at_the_end(signals, tmp_path, monkeypatch, interval, at):
     monkeypatch.chdir(tmp_path)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from secrets import randbits
 from typing import Any
 
 from .. import protocol
@@ -29,15 +29,20 @@ class Requests:
     """Numbers requests; keeps each until it is answered, and the answer until it is taken."""
 
     def __init__(self) -> None:
-        self.numbers = itertools.count(1)
+        self._number = 0  # of the last one
         self._outstanding: dict[int, PendingRequest] = {}  # by seq, oldest first
         self._answers: dict[int, tuple[PendingRequest, Reply | RolloutPart, int]] = {}  # by seq, with whose it is
 
     def add(self, worker: WorkerHandle, message: Message, buffers: tuple[Any, ...], published: Published) -> int:
         """Keep a request, and return its number."""
-        seq = next(self.numbers)
+        seq = self.number()
         self._outstanding[seq] = PendingRequest(seq, worker.index, message, buffers, published)
         return seq
+
+    def number(self) -> int:
+        """Return a number above all before. Nobody can guess it: who answers under it has read what was sent so far."""
+        self._number += 1 + randbits(24)
+        return self._number
 
     def find(self, seq: int | None, worker: int) -> PendingRequest | None:
         """Return what this worker is to answer by this number, if it is outstanding."""
@@ -308,7 +313,7 @@ class WorkerPool:
                 raise StartupError(f"{self._supervisor.describe(worker)} {mismatch}")
             return self._refuse(worker, f"it {mismatch}")
         for seq, message, buffers in self._recovery.orders(worker, self._requests.of(worker.index)):
-            seq = next(self._requests.numbers) if seq is None else seq
+            seq = self._requests.number() if seq is None else seq
             worker.building = seq if worker.building is None else worker.building
             self._post(worker, seq, message, *buffers)
 

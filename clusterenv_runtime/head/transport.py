@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import resource
+import secrets
 import shutil
 import tempfile
 import weakref
@@ -123,13 +125,19 @@ class Transport:
         self.directory, self.key_file = tempfile.mkdtemp(prefix="clusterenv-", dir=parent), None
         self._remove = weakref.finalize(self, remove_own, self.directory, os.getpid())
         self._context, self._gate = zmq.Context(), None
+        # A connection that brings no identity gets the next of a row which begins at C's rand(). If somebody has taken
+        # that one, libzmq aborts: nobody is to know where the row begins.
+        ctypes.CDLL(None).srand(secrets.randbits(32))
         self._socket = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._socket.linger = 0
         self._socket.router_mandatory = True  # a message to a worker that has gone raises instead of vanishing
         self._socket.rcvhwm = UNREAD
-        self._socket.sndhwm = 0  # one that does not read must not block the head; what it is sent is bounded
+        # One that does not read must not block the head. What it is sent is bounded: it cannot answer what it has not
+        # read, see `Requests.number`, and only then is it asked for more.
+        self._socket.sndhwm = 0
+        self._socket.router_handover = True  # else libzmq keeps what comes under an identity that is taken for ever
         # libzmq's own thread notices a silent link, whatever Python does at either end; a message to it then fails.
         protocol.set_limits(self._socket, silence, MAX_FRAME)
         self._socket.handshake_ivl = HANDSHAKE_MS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import signal
@@ -16,6 +17,8 @@ from typing import IO
 
 from ..processes import LOG_FLAGS, VARIABLE, kill_marked
 from .base import Exit, Launcher
+
+logger = logging.getLogger(__name__)
 
 
 class LocalLauncher(Launcher):
@@ -105,8 +108,15 @@ class LocalLauncher(Launcher):
 
     def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes] | None]:
         """Open the file to which a command's output goes; None is this process's."""
-        log = self.log(index)
-        return contextlib.nullcontext() if log is None else open(os.open(log, LOG_FLAGS, 0o666), "ab")
+        if (log := self.log(index)) is None:
+            return contextlib.nullcontext()
+        try:
+            return open(os.open(log, LOG_FLAGS, 0o666), "ab")
+        except OSError as error:
+            if index not in self._processes:
+                raise
+            logger.warning("from now on worker %d has no log: %s", index, error)  # what it does is worth more
+            return open(os.devnull, "ab")
 
     def log(self, index: int) -> str | None:
         return None if self.log_dir is None else str(self.log_dir / f"worker-{index}.log")

@@ -21,7 +21,7 @@ import msgspec
 import torch
 import tyro
 
-from ..errors import CheckpointError, LearnerLostError, RunLockedError, StartupError
+from ..errors import CheckpointError, LearnerLostError, RunLockedError, StartupError, WorkerDiedError
 from ..options import ClusterOptions, Name, NotNegative, Positive, PositiveNumber, Range, RunsCode, that_run_code
 from .checkpoint import check_run, has_checkpoint, load_checkpoint
 from .learners import Learners
@@ -77,7 +77,7 @@ def check(fine: Any, message: Any) -> None:
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Be the interpreter's last words of an error: a line where the user can do something about it."""
-    if issubclass(kind, StartupError):
+    if issubclass(kind, StartupError | WorkerDiedError):
         print(f"error: {error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)

@@ -167,7 +167,7 @@ class Run:
         self._workers = self._workers or AllWorkers(envs, self.learners)
         if self._saved:
             self._load("rng", lambda: set_rng_state(self._saved["rng"]))
-        self._start = time.time() - self._saved.get("seconds", 0)
+        self._start = time.monotonic() - self._saved.get("seconds", 0)
         columns = TextColumn("{task.fields[status]}"), TimeRemainingColumn(), TextColumn("left")
         console = Console(quiet=self.learners.rank > 0 or not sys.stdout.isatty())
         self._is_live = console.is_terminal and not console.is_dumb_terminal  # else `report` prints
@@ -184,7 +184,7 @@ class Run:
     @property
     def seconds(self) -> float:
         """How long the run has trained, all its parts together."""
-        return time.time() - self._start
+        return time.monotonic() - self._start
 
     def iterations(self, number: int, steps: int) -> Iterator[int]:
         """Yield the iterations that are left of ``number``, of so many environment ``steps`` each, counted from 1.
@@ -283,10 +283,10 @@ class Run:
         say(f"{self.global_step:,} steps in {self._trained_seconds:.0f} s; {pulls:g} pulls a worker")
         say(f"{means}; see {self.directory}")
         try:
-            with replaced(f"{self.directory}/learning_curve.png") as file:
-                self.curve.plot(f"{args.exp_name} on {args.env_id}, seed {args.seed}", file)
             with replaced(f"{self.directory}/summary.json") as file:
                 file.write(json.dumps(summary, indent=2).encode())
+            with replaced(f"{self.directory}/learning_curve.png") as file:
+                self.curve.plot(f"{args.exp_name} on {args.env_id}, seed {args.seed}", file)
             if self._unsaved:
                 self._write()
         except OSError as error:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
 import threading
@@ -56,6 +57,7 @@ class Connection:
                 self._parent = None  # it lives, our parent is of a --worker-prefix; the link will tell when it ends
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.routing_id = b"w" + secrets.token_bytes(16)  # nobody can take it, as nobody else knows it
         self._socket.linger = 5000  # the last message may be why we die
         self._socket.connect_timeout = 2000  # ms, and then once more
         self._socket.rcvhwm = 0  # the head bounds what it asks; were pings to pile up unread, the link would seem dead
