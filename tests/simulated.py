@@ -37,7 +37,7 @@ class Network:
 
     def __init__(self):
         self.now, self.inbox, self.processes, self.closed = 0.0, [], {}, False
-        self.sent, self.exchanges = [], 0
+        self.sent, self.exchanges, self.texts = [], 0, []
 
     def clock(self):
         return self.now
@@ -57,6 +57,7 @@ class Network:
 
     def drop(self, identity, text):
         self.dropped += 1
+        self.texts.append(text)
 
     def close(self):
         self.closed = True

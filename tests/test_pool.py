@@ -7,7 +7,8 @@ from clusterenv_runtime import Exit, Interrupted, WorkerDiedError
 from clusterenv_runtime.head.handle import State
 from clusterenv_runtime.head.pool import PING_S, Requests
 from clusterenv_runtime.head.supervisor import LOOK_S
-from clusterenv_runtime.protocol import Call, Close, Collect, Error, Part, Ping, Pull, Reply, SetAttr, Weights
+from clusterenv_runtime.head.transport import MAX_HELLO, Received
+from clusterenv_runtime.protocol import Call, Close, Collect, Error, Part, Ping, Pull, Reply, SetAttr, Weights, encode
 
 from .simulated import Processes, Simulation
 
@@ -113,6 +114,15 @@ def test_workers_are_pinged_once_in_a_while():
     before, seconds = len(sent(simulation, Ping)), 20
     simulation.wait(seconds)
     assert seconds / (PING_S + LOOK_S) - 1 <= len(sent(simulation, Ping)) - before <= seconds / PING_S + 1
+
+
+def test_only_a_strangers_messages_must_be_short():
+    simulation = Simulation(1)
+    (seq,), (worker,) = simulation.never(), simulation.workers
+    for identity in (b"stranger", worker.identity):
+        simulation.network.inbox.append(Received(identity, [encode((seq, Reply("long"))), bytes(MAX_HELLO)]))
+    (served,) = simulation.pool.gather([seq])
+    assert served.message.value == "long" and simulation.network.texts == ["a long message of a stranger"]
 
 
 def test_numbers_rise_and_cannot_be_guessed():
