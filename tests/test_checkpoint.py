@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there, of two kept, never unpickled freely."""
 
+import errno
 import os
 import pickle
 import random
@@ -187,6 +188,15 @@ def test_a_full_disk_says_so_and_leaves_nothing_but_the_one_before(tmp_path):
     with no_room(), pytest.raises(OSError, match="too large"):
         save_checkpoint(tmp_path, state(2), 2)
     assert list(tmp_path.iterdir()) == before
+
+
+def test_why_a_file_cannot_be_opened_is_said(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        save_model(f"{tmp_path}/x", state(1))
 
 
 def test_a_model_that_cannot_be_written_leaves_the_one_before(tmp_path):
