@@ -50,7 +50,7 @@ TESTS = {
     "head/recovery.py": ["test_replacement.py", "test_head.py", SCHEDULES, "test_recovery.py", "test_resume.py"],
     "head/supervisor.py": ["test_head.py", "test_pool.py", "test_recovery.py", "test_failures.py", "test_launchers.py"],
     "head/transport.py": ["test_strangers.py", "test_security.py", "test_launchers.py"],
-    "script/checkpoint.py": ["test_checkpoint.py", "test_forged_states.py", "test_resume.py"],
+    "script/checkpoint.py": ["test_checkpoint.py", "test_forged_states.py", "test_arguments.py", "test_resume.py"],
 }  # fmt: skip
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
