@@ -63,7 +63,7 @@ def test_a_process_is_told_the_policys_structure_then_what_was_set_then_to_reset
     _, structure, attribute, reset, call = told.orders(CALL)
     assert structure == (None, Structure(), (b"structure",))
     assert attribute == (None, SetAttr("name"), (cloudpickle.dumps(["c", "d"]),))
-    assert reset == (None, RESET, (cloudpickle.dumps(([7, None], {"option": 1}, None)),))
+    assert not RESET.partial and reset == (None, RESET, (cloudpickle.dumps(([7, None], {"option": 1}, None)),))
     assert call == (10, CALL, (b"of it",))
 
 

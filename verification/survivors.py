@@ -36,8 +36,11 @@ SCHEDULES = "test_verification.py::test_no_schedule_breaks_the_runtime"
 # The tests of each file, those that fail soonest first.
 TESTS = {
     "answers.py": ["test_parts.py", SCHEDULES],
-    "codec.py": ["test_protocol.py", "test_forged_states.py", "test_parts.py"],
-    "protocol.py": ["test_protocol.py", "test_head.py", "test_strangers.py", "test_security.py", "test_streaming.py"],
+    "codec.py": ["test_protocol.py", "test_forged_states.py", "test_parts.py", "test_vector_env.py"],
+    "protocol.py": [
+        "test_protocol.py", "test_head.py", "test_replacement.py", "test_strangers.py", "test_security.py",
+        "test_streaming.py",
+    ],
     "security.py": ["test_security.py", "test_launchers.py"],
     "sync.py": ["test_sync.py"],
     "head/versions.py": ["test_probe.py", SCHEDULES, "test_sync.py", "test_differences.py"],
