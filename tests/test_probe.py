@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from torch import nn
-from torch.distributions import Normal
+from torch.distributions import Distribution, Normal
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
 from clusterenv_runtime.head.versions import PolicyCopy, PolicyStore
@@ -137,6 +137,15 @@ WRONG = [
     (lambda: CategoricalPolicy(Aside([linear(1, 2)])), r"parameter \(8, 1\) that no module registers, as in a list"),
     (lambda: CategoricalPolicy(Aside(lambda x, net=linear(1, 2): net(x))), "no module registers, .* Use nn.ModuleList"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def validates():
+    """Whatever the scripts and libraries that other tests import have set."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(True)
+    yield
+    Distribution.set_default_validate_args(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,14 @@
 """The wire: values survive it exactly, and nothing that comes over it can do harm."""
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 import zmq
 from gymnasium.spaces import GraphInstance
 from hypothesis import given, reject, settings
@@ -15,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 from clusterenv_runtime import ProtocolError
 from clusterenv_runtime.codec import MAX_FRAME, MAX_KEYS, SMALL, Unpacker, pack
-from clusterenv_runtime.packed import List
+from clusterenv_runtime.packed import Generator, List
 from clusterenv_runtime.protocol import (
     PROTOCOL_VERSION,
     Error,
@@ -125,6 +127,56 @@ def test_generators_go_on_where_they_were():
         twin.integers(2**31, size=5, dtype=np.int32).tolist()
         == generator.integers(2**31, size=5, dtype=np.int32).tolist()
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("PCG64", {"bit_generator": "seed"}, "bit generator 'seed'"),
+        ("PCG64", {"state": {"state": 1, "inc": 2}}, "the increment of a PCG64 is odd"),
+        ("PCG64DXSM", {"state": {"state": 1, "inc": 4}}, "the increment of a PCG64 is odd"),
+        ("Philox", {"buffer_pos": 5}, "the position of a Philox is from 0 to 4"),
+        ("Philox", {"buffer_pos": -1}, "the position of a Philox is from 0 to 4"),
+        ("Philox", {"buffer_pos": 1.0}, "the position of a Philox is from 0 to 4"),
+        ("MT19937", {"state": {"key": np.zeros(624, np.uint32), "pos": 0}}, "not the words of a Mersenne twister"),
+        ("MT19937", {"state": {"key": np.ones(624), "pos": 0}}, "not the words of a Mersenne twister"),
+        ("MT19937", {"state": {"key": np.ones(624, np.uint32), "pos": 625}}, "from 0 to 624, got 625"),
+    ],
+)
+def test_a_generator_in_a_state_that_cannot_be_is_refused(name, change, says):
+    state, buffers = getattr(np.random, name)(1).state, []
+    tree = Generator(pack({**state, **change}, buffers))
+    with pytest.raises(ProtocolError, match=says):
+        Unpacker(buffers)(tree)
+    buffers = []
+    tree = Generator(pack(state, buffers))
+    assert_same(Unpacker(buffers)(tree).bit_generator.state, state)
+
+
+@dataclasses.dataclass
+class Point:
+    x: float
+    y: np.ndarray
+
+
+class Unspeakable:
+    def __str__(self):
+        raise RuntimeError("no")
+
+
+def test_of_infos_what_is_as_good_as_plain_data_arrives_as_that():
+    dropped, buffers = [], []
+    infos = {
+        "point": Point(1.5, np.arange(3)), "tensor": torch.ones(2, requires_grad=True), "number": torch.tensor(3),
+        "class": Point, Unspeakable(): 1, "text\ud800": 2, "value": "\ud800",
+    }  # fmt: skip
+    tree = pack(infos, buffers, dropped)
+    found = Unpacker(buffers)(tree)
+    plain = {"point": {"x": 1.5, "y": np.arange(3)}, "tensor": np.ones(2, np.float32), "number": np.int64(3)}
+    assert_same(found, plain)
+    assert dropped == ["class (type)", "a Unspeakable (int)", "text\\ud800 (int)", "value (str)"]
+    with pytest.raises(TypeError, match="a text with lone surrogates cannot be sent to the head"):
+        pack("\ud800", [])
 
 
 def test_views_lie_where_the_processor_wants_them():
