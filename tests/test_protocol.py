@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 from clusterenv_runtime import ProtocolError
 from clusterenv_runtime.codec import MAX_FRAME, MAX_KEYS, SMALL, Unpacker, pack
-from clusterenv_runtime.packed import Generator, List
+from clusterenv_runtime.packed import Array, Generator, List
 from clusterenv_runtime.protocol import (
     PROTOCOL_VERSION,
     Error,
@@ -380,6 +380,17 @@ def test_garbage_raises_protocol_error_or_nothing(tree, buffers):
 def test_malformed_values_are_protocol_errors(tree):
     with pytest.raises((ProtocolError, msgspec.ValidationError)):
         received(tree, [b"01234567"])
+
+
+@pytest.mark.parametrize("offset", [1, 8, 2**63 - 8])
+def test_an_array_that_reaches_beyond_its_frame_is_refused_before_numpy_looks(offset):
+    with pytest.raises(ProtocolError, match="an array reaches beyond its frame"):
+        Unpacker([bytes(8)])(Array(0, offset, "<f8", [1]))
+
+
+def test_an_array_of_nothing_is_not_as_long_as_its_sender_likes():
+    with pytest.raises(ProtocolError, match=r"dtype \|S0, shape \[1099511627776\]"):
+        Unpacker([b""])(Array(0, 0, "|S0", [2**40]))
 
 
 def test_too_deep_values_are_protocol_errors():

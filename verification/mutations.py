@@ -130,7 +130,8 @@ def find(name: str, schedules: int) -> tuple[bool, str]:
         path.write_text(text.replace(old, new))
         command = [sys.executable, "-m", "verification.simulate", "--schedules", str(schedules), "--until-failure"]
         result = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=1800)
-    return result.returncode == 1, (result.stdout.strip() or result.stderr.strip()).splitlines()[0]
+    lines = (result.stdout.strip() or result.stderr.strip()).splitlines()
+    return result.returncode == 1, next((line for line in lines if line.startswith("seed")), lines[0])
 
 
 def main() -> None:
