@@ -274,6 +274,14 @@ def test_what_is_left_out_is_not_sent():
     assert sum(map(len, buffers)) == 8 * SMALL
 
 
+def test_small_arrays_share_a_frame_as_long_as_there_is_room():
+    number, last = divmod(MAX_FRAME - SMALL + 4, SMALL - 8)
+    buffers = []
+    for size in [SMALL - 8] * number + [last, SMALL - 1]:
+        pack(np.zeros(size, np.uint8), buffers)
+    assert list(map(len, buffers)) == [MAX_FRAME - SMALL + 4, SMALL - 1]
+
+
 def test_no_frame_is_longer_than_the_head_takes():
     pack(
         [np.arange(2 * MAX_FRAME + 1), *(np.ones(SMALL - 1, bool) for _ in range(99)), b"x" * MAX_FRAME], buffers := []
