@@ -53,7 +53,7 @@ MUTATIONS = {
         "self._former.add(worker.identity)  # nor is what it says after that to be believed",
         "pass",
     ),
-    "a worker answers for another": ("head/pool.py", " and request.worker == worker else None", " else None"),
+    "a worker answers for another": ("head/pool.py", "if seq not in worker.asked:", "if False:"),
     "an interrupted call is not given up": (
         "head/pool.py",
         "            self._requests.forget(seqs)\n            raise",

@@ -44,10 +44,9 @@ class Requests:
         self._number += 1 + randbits(24)
         return self._number
 
-    def find(self, seq: int | None, worker: int) -> PendingRequest | None:
-        """Return what this worker is to answer by this number, if it is outstanding."""
-        request = self._outstanding.get(seq)
-        return request if request is not None and request.worker == worker else None
+    def find(self, seq: int | None) -> PendingRequest | None:
+        """Return what has this number, if it is outstanding."""
+        return self._outstanding.get(seq)
 
     def answer(self, seq: int, answer: Reply | RolloutPart, process: int) -> None:
         """Keep the answer to a request that is outstanding."""
@@ -257,7 +256,7 @@ class WorkerPool:
                 return None if isinstance(message, Pull) else seq
 
     def _handle_answer(self, worker: WorkerHandle, seq: int | None, message: Any, frames: list[Any]) -> None:
-        request = self._requests.find(seq, worker.index)
+        request = self._requests.find(seq)
         match message:
             case Reply() | Part() | Error() if seq not in worker.asked:
                 self._refuse(worker, "it answered what it was not asked, or had answered already")
