@@ -153,6 +153,18 @@ def test_a_generator_in_a_state_that_cannot_be_is_refused(name, change, says):
     assert_same(Unpacker(buffers)(tree).bit_generator.state, state)
 
 
+@pytest.mark.parametrize("place", range(5))
+def test_a_philox_may_be_at_any_of_its_places(place):
+    state, buffers = {**np.random.Philox(1).state, "buffer_pos": place}, []
+    tree = Generator(pack(state, buffers))
+    assert_same(Unpacker(buffers)(tree).bit_generator.state, state)
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64, -(2**63), -(2**63) - 1, 2**1000])
+def test_integers_may_be_of_any_size(number):
+    assert over_the_wire(number) == number
+
+
 @dataclasses.dataclass
 class Point:
     x: float
