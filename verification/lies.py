@@ -8,9 +8,12 @@ from clusterenv_runtime import protocol
 
 
 def lie_instead_of(
-    random: Random, seq: int | None, message: protocol.Message, frames: list[bytes]
+    random: Random, seq: int | None, message: protocol.Message, frames: list[bytes], asked: set[int | None]
 ) -> tuple[str, list[list[bytes]]]:
-    """Return what kind of lie it is, and messages that no worker may send, in place of one; each is of frames."""
+    """Return what kind of lie it is, and messages that no worker may send, in place of one; each is of frames.
+
+    What it says under the numbers that it was ``asked`` is not among them: it may be what its environments say.
+    """
     # Not what leaves a worker silent for good: nobody can tell that from a long step.
     kinds = ["garbage", "pulls"] + ["twice", "others"] * (seq is not None)
     kinds += ["empty"] * (not isinstance(message, protocol.Pull))
@@ -21,8 +24,9 @@ def lie_instead_of(
             return kind, [[b"\xc1", *frames[1:]]]
         case "twice":
             return kind, [frames, frames]
-        case "others":  # requests, which it answers besides its own
-            return kind, [*([protocol.encode((seq + by, message)), *frames[1:]] for by in (1, -1)), frames]
+        case "others":  # others' requests, which it answers besides its own
+            others = {seq + 1, seq - 1} - asked
+            return kind, [*([protocol.encode((other, message)), *frames[1:]] for other in sorted(others)), frames]
         case "pulls":
             return kind, [protocol.frames(seq, protocol.Pull(0)) for _ in range(5)]
         case "empty":

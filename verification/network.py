@@ -27,6 +27,7 @@ class Network:
             if process.is_closed:
                 closed.append(out.identity)
             else:
+                process.asked.add(out.seq)
                 process.post([bytes(frame) for frame in protocol.frames(out.seq, out.message, *out.buffers)])
         if seconds is None:
             return [], closed

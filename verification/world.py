@@ -118,6 +118,7 @@ class Process:
         self.exit: Exit | None = None
         self.is_cut = self.is_stopped = self.is_closed = False  # the link, the process, the link for good
         self.inbox: deque[list[bytes]] = deque()
+        self.asked = set[int | None]()  # the numbers of what the head has sent
         # What is under way from and to it, and when the last of it arrives.
         self._up, self._down = deque[list[bytes]](), deque[list[bytes]]()
         self._up_at = self._down_at = 0.0
@@ -167,7 +168,7 @@ class Process:
         sent = [[bytes(frame) for frame in protocol.frames(seq, message, *buffers)]]
         if self.lies and not isinstance(message, protocol.Hello):
             self.lies, self.world.has_lies = False, True
-            kind, sent = lie_instead_of(self.world.random, seq, message, *sent)
+            kind, sent = lie_instead_of(self.world.random, seq, message, *sent, self.asked)
             self.world.note(f"{self.name} lies: {kind} instead of a {type(message).__name__}")
         for frames in sent:
             self._post_up(frames)
