@@ -32,6 +32,7 @@ from .patience import HOUR, PATIENCE, assert_ended, at_most, with_more_time
 from .scripts import children_of
 
 ROOT = Path(__file__).resolve().parent.parent
+PATIENT = {"worker_timeout": HOUR, "startup_timeout": HOUR}  # for a machine that has other things to do
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium's logger announces each error
 
 
@@ -229,7 +230,7 @@ def standbys(launcher):
 @pytest.mark.parametrize("prefix", ["", "nice -n 1", "sh -c '\"$@\"; exit $?' sh"])
 def test_a_process_that_stands_by_takes_the_place_of_a_lost_worker(workers, tmp_path, prefix):
     launcher = LocalLauncher(tmp_path, prefix)
-    with ClusterEnv([CountingEnv] * 2, 2, launcher=launcher, standby_workers=1, worker_timeout=HOUR) as envs:
+    with ClusterEnv([CountingEnv] * 2, 2, launcher=launcher, standby_workers=1, **PATIENT) as envs:
         envs.reset()
         (standby,) = standbys(launcher)
         assert "torch" in workers()[standby]  # which this process has imported, and so does that
@@ -248,7 +249,7 @@ def test_a_process_that_stands_by_takes_the_place_of_a_lost_worker(workers, tmp_
 
 def test_where_those_that_stand_by_have_died_too_another_process_is_started(workers):
     launcher = LocalLauncher()
-    with ClusterEnv([CountingEnv], 1, launcher=launcher, standby_workers=2, worker_timeout=HOUR) as envs:
+    with ClusterEnv([CountingEnv], 1, launcher=launcher, standby_workers=2, **PATIENT) as envs:
         envs.reset()
         dead = standbys(launcher)
         for pid in (*dead, *envs.call("pid")):

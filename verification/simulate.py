@@ -55,6 +55,7 @@ class User:
         self.make_policy(0)
         self.ahead: int | None = None  # the steps of an overlapped rollout that was requested
         self.sent = 0
+        self.impatience = world.random.choice((0.1, 0.1, 0.1, 0.6))  # how many of its calls are interrupted
 
     def make_policy(self, unused: int) -> None:
         self.policy = CategoricalPolicy(Net(unused))
@@ -95,7 +96,7 @@ class User:
         world = self.world
         world.note(f"the user calls {name}")
         is_over = False
-        if world.random.random() < 0.1:
+        if world.random.random() < self.impatience:
             ctrl_c = functools.partial(signal.default_int_handler, signal.SIGINT, None)
             interrupt = world.random.choice((self.envs.interrupt, ctrl_c))
             world.after(world.random.choice((0.0, 0.01, 0.5)), lambda: None if is_over else interrupt())
