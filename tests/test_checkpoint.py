@@ -117,6 +117,11 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, item):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_could_not_be_loaded_is_no_key(tmp_path):
+    with pytest.raises(TypeError, match=r"a checkpoint cannot hold a key of state\['a'\], which is a numpy.int64"):
+        save_checkpoint(tmp_path, {"a": {np.int64(1): 2}}, 1)
+
+
 def test_a_checkpoint_is_not_unpickled_freely(tmp_path, monkeypatch):
     monkeypatch.setattr("clusterenv_runtime.script.checkpoint._check", lambda *_: None)
     save_checkpoint(tmp_path, {"a": partial(os.mkdir, tmp_path / "owned")}, 1)
