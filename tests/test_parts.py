@@ -306,3 +306,27 @@ def test_an_info_that_would_not_fit_where_it_is_missing_is_refused(shape):
         answer, buffers = packed(a_part(PART_SPACES[0]), infos={"x": (np.zeros(1, np.int64), values)})
         with nullcontext() if fits else pytest.raises(ProtocolError, match="'x' has no place in a rollout"):
             opener(COLLECT, answer, [b"header", *buffers], 2, NOW, NOW)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        ("rewards", 3e38, None),
+        ("rewards", -1e39, "rewards are not all finite numbers of float32"),
+        ("episodic_returns", np.nan, "episodic_returns are not all finite numbers of float32"),
+        ("actions", 1.5, None),
+        ("actions", np.inf, "actions are not all finite"),
+        ("actions", np.nan, "actions are not all finite"),
+        ("logprobs", np.inf, None),
+        ("logprobs", -np.inf, "logprobs are of actions that cannot have been drawn: has the policy diverged?"),
+        ("logprobs", np.nan, "logprobs hold NaN: has the policy diverged?"),
+        ("params", -np.inf, None),
+        ("params", np.nan, "params hold NaN: has the policy diverged?"),
+    ],
+)
+def test_what_no_learner_can_use_is_told(name, value, fault):
+    part = a_part(PART_SPACES[0])
+    found = np.array(getattr(part, name), np.float64)
+    found[..., -1] = value
+    setattr(part, name, found)
+    assert answers.fault_of(part, None) == fault
