@@ -160,6 +160,14 @@ def test_a_philox_may_be_at_any_of_its_places(place):
     assert_same(Unpacker(buffers)(tree).bit_generator.state, state)
 
 
+@pytest.mark.parametrize("place", [0, 1, 624])
+def test_a_twister_may_be_at_any_of_its_places(place):
+    state, buffers = np.random.MT19937(1).state, []
+    state["state"]["pos"] = place
+    tree = Generator(pack(state, buffers))
+    assert_same(Unpacker(buffers)(tree).bit_generator.state, state)
+
+
 @pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64, -(2**63), -(2**63) - 1, 2**1000])
 def test_integers_may_be_of_any_size(number):
     assert over_the_wire(number) == number
