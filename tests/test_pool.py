@@ -10,7 +10,7 @@ from clusterenv_runtime.head.supervisor import LOOK_S
 from clusterenv_runtime.head.transport import MAX_HELLO, Received
 from clusterenv_runtime.protocol import Call, Close, Collect, Error, Part, Ping, Pull, Reply, SetAttr, Weights, encode
 
-from .simulated import Processes, Simulation
+from .simulated import Process, Processes, Simulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR")  # as Gymnasium logs what environments raise
 
@@ -97,16 +97,14 @@ def test_who_is_refused_is_told_to_close():
 
 def test_a_hello_of_nobody_who_is_awaited_is_dropped():
     simulation = Simulation(2)
-    (worker, _), launcher = simulation.workers, simulation.launcher
-    first = launcher.of[0]
-    stranger = type(first)(simulation.network, 0)  # says that it is worker 0, which is there already
-    stranger.greet()
-    stranger = type(first)(simulation.network, 2)
-    stranger.greet()
+    worker, first = simulation.workers[0], simulation.launcher.of[0]
+    strangers = [Process(simulation.network, index) for index in (0, 2)]  # one is there already, one is none
+    for stranger in strangers:
+        stranger.greet()
     simulation.network.deliver(b"another", 1, Reply(None))
     assert simulation.call() == [0, 1]
     assert worker.identity == first.identity and simulation.network.dropped == 3
-    assert not stranger.heard
+    assert not any(stranger.heard for stranger in strangers)
 
 
 def test_workers_are_pinged_once_in_a_while():
@@ -160,10 +158,10 @@ def test_the_first_error_is_raised_while_others_are_awaited():
 def test_an_error_of_a_call_ends_its_request_alone():
     simulation = Simulation(1)
     (process,) = simulation.launcher.of.values()
-    process.answer, error = Error(0, "builtins.ValueError", "on purpose", "", fatal=False), process.answer
+    process.answer = Error(0, "builtins.ValueError", "on purpose", "", fatal=False)
     with pytest.raises(ValueError, match="on purpose"):
         simulation.call()
-    process.answer = error
+    process.answer = Reply(0)
     assert simulation.call() == [0] and not simulation.pool.failed
 
 

@@ -148,7 +148,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     args.done.parent.mkdir(exist_ok=True)
-    explained = dict(line.split("\t") for line in EXPLAINED.read_text().splitlines())
+    explained = {line.partition("\t")[0] for line in EXPLAINED.read_text().splitlines()}
     done = dict(csv.reader(args.done.open(newline=""))) if args.done.exists() else {}
     found = 0
     with tempfile.TemporaryDirectory() as parent:
@@ -159,7 +159,8 @@ def main() -> None:
             original = path.read_text()
             for number, (description, changed) in enumerate(mutants(original)):
                 name = f"{file}: {description}"
-                if explained.pop(name, None) is not None:
+                if name in explained:
+                    explained.remove(name)
                     continue
                 if name not in done:
                     if seconds is None:
@@ -176,8 +177,9 @@ def main() -> None:
                 if done[name] == "survived":
                     found += 1
                     print(name, flush=True)
-    stale = [name for name in explained if name.partition(": ")[0] in args.files]
-    print(*(f"there is no such change to explain any more: {name}" for name in stale), sep="\n")
+    stale = [name for name in sorted(explained) if name.partition(": ")[0] in args.files]
+    for name in stale:
+        print(f"there is no such change to explain any more: {name}")
     print(f"{found} changes that no test notices and nobody has explained, of {len(done)}")
     sys.exit(found + len(stale) > 0)
 
