@@ -109,7 +109,7 @@ class PolicyStore:
             TypeError: it is no `Policy`.
             ValueError: the policy cannot act in these environments. Nothing has changed then.
         """
-        if policy is not self._policy:
+        if policy is None or policy is not self._policy:
             _check_policy(policy)
         from ..structure import layout_of, pickled  # torch, as the policy has by now
 

@@ -1,0 +1,203 @@
+"""What the head keeps of each worker's policy and of the published one, without workers."""
+
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from clusterenv_runtime import CategoricalPolicy
+from clusterenv_runtime.head.versions import MANY_CHANGES, PolicyCopy, PolicyStore
+
+from .nets import change, linear
+from .test_parts import a_part
+
+SPACES = spaces.Box(-1, 1, (3,)), spaces.Discrete(3)
+
+
+def made(number=1, **options):
+    """Return so many copies and their store."""
+    copies = [PolicyCopy() for _ in range(number)]
+    return copies, PolicyStore(copies, *SPACES, rounds=True, **options)
+
+
+def acted(version, num_steps=6, num_envs=2):
+    """A part in which a worker acted on this version of `CategoricalPolicy`."""
+    part = a_part(SPACES[0], num_steps, num_envs)
+    part.version = version
+    return part
+
+
+def test_the_first_version_is_1_and_nobody_knows_what_a_worker_holds():
+    (copy,), store = made()
+    assert (store.version, store.bytes_sent, store.mismatches, store.structure) == (0, 0, 0, b"")
+    assert store.publish(CategoricalPolicy(linear()))
+    assert (store.version, store.published.version, store.published.since) == (1, 1, 1)
+    assert (copy.held, copy.behavior, copy.measured, copy.divergence) == (0, 0, 0, math.inf)
+
+
+def test_what_is_no_policy_or_cannot_travel_is_refused_and_changes_nothing():
+    _, store = made()
+    for wrong, name in ((linear(), "Sequential"), (CategoricalPolicy, "CategoricalPolicy"), (None, "NoneType")):
+        with pytest.raises(TypeError, match=f"a Policy is wanted, such as .*, got {name}; see docs/policies.md"):
+            store.publish(wrong)
+    with pytest.raises(ValueError, match="the policy has no parameters"):
+        store.publish(CategoricalPolicy(nn.Identity()))
+    assert (store.version, store.structure) == (0, b"")
+
+
+def test_another_structure_forgets_what_workers_hold_and_what_they_say_of_the_last():
+    (copy,), store = made()
+    store.publish(CategoricalPolicy(linear()))
+    store.pull(copy, 0)
+    store.acted(copy, acted(1))
+    assert not store.publish(CategoricalPolicy(linear(seed=1)))
+    assert (copy.held, copy.behavior, copy.measured) == (1, 1, 1) and 0 < copy.divergence < math.inf
+    assert store.publish(CategoricalPolicy(nn.Linear(3, 3)))
+    assert store.published.since == 3
+    for _ in range(2):
+        assert (copy.held, copy.behavior, copy.measured, copy.divergence) == (0, 0, 0, math.inf)
+        assert copy.recent == [] and copy.weights is None
+        store.acted(copy, acted(2))
+    store.acted(copy, acted(3))
+    assert copy.behavior == 3
+
+
+def test_pulls_and_bytes_are_counted_and_a_state_is_loaded():
+    copies, store = made(2)
+    policy = CategoricalPolicy(linear())
+    store.publish(policy)
+    sizes = []
+    for copy, times in zip(copies, (1, 2), strict=True):
+        for _ in range(times):
+            _, buffers = store.pull(copy, copy.held)
+            sizes.append(sum(memoryview(buffer).nbytes for buffer in buffers))
+    state = store.state_dict()
+    assert state == {"policy_version": 1, "pulls": [1, 2], "sync_bytes": sum(sizes)}
+    others, other = made(2)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    store.load_state_dict(state)
+    for copy in (*copies, *others):
+        assert (copy.held, copy.weights) == (0, None)
+    for each in (store, other):  # no worker has it
+        assert each.publish(policy) and each.version == each.published.since == 2
+
+
+def test_it_is_said_once_that_a_policy_is_another_many_times_in_a_row(caplog):
+    _, store = made()
+    policy = CategoricalPolicy(linear())
+
+    def publish(times, changes):
+        for _ in range(times):
+            if changes:
+                policy.extra = getattr(policy, "extra", 0) + 1
+            store.publish(policy)
+
+    publish(MANY_CHANGES, changes=True)  # the first is no change
+    assert not caplog.records
+    publish(1, changes=False)
+    publish(MANY_CHANGES - 1, changes=True)
+    assert not caplog.records
+    publish(MANY_CHANGES, changes=True)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the policy is another with each version, by its .extra, so workers get all")
+
+
+class WithoutKL(CategoricalPolicy):
+    def kl(self, behavior, params):
+        raise NotImplementedError("it has none")
+
+
+def test_without_a_divergence_there_is_none_to_measure_and_nothing_to_say(caplog):
+    (copy,), store = made(needs_kl=False)
+    policy = WithoutKL(linear())
+    store.publish(policy)
+    store.acted(copy, acted(1))
+    store.publish(policy)
+    assert (copy.behavior, copy.measured, copy.divergence) == (1, 1, math.inf)
+    assert not caplog.records
+    _, store = made()
+    with pytest.raises(ValueError, match="the policy has no KL divergence: .*; define its kl, or do without by"):
+        store.publish(policy)
+
+
+def test_states_of_the_same_version_add_up_and_those_of_another_take_their_place():
+    (copy,), store = made()
+    policy = CategoricalPolicy(linear())
+    store.publish(policy)
+    for _ in range(3):
+        store.acted(copy, acted(1))
+    assert [number for number, _ in copy.recent] == [12, 12, 12]
+    store.publish(policy)  # joins them
+    ((number, (observations, params)),) = copy.recent
+    assert (number, observations.shape, params.shape) == (36, (36, 3), (36, 3))
+    store.acted(copy, acted(2))
+    assert [number for number, _ in copy.recent] == [12]
+
+
+def test_one_of_several_that_cannot_be_measured_is_told_once(caplog):
+    copies, store = made(3)
+    policy = CategoricalPolicy(linear())
+    store.publish(policy)
+    for _ in range(2):
+        for number, copy in enumerate(copies):
+            part = acted(store.version)
+            part.params[:] = math.nan if number == 1 else 1
+            store.acted(copy, part)
+        store.publish(policy)
+        assert [copy.divergence < math.inf for copy in copies] == [True, False, True]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("a worker's divergence could not be measured, so it pulls: ")
+
+
+def test_all_are_told_the_mean_of_those_that_have_acted():
+    copies, store = made(3)
+    policy = CategoricalPolicy(linear())
+    store.publish(policy)
+    assert [request.divergence for request in store.requests(copies, 5)] == [math.inf] * 3
+    for copy in copies[:2]:
+        store.acted(copy, acted(1))
+    copies[0].recent[0][1][1][:] = 1  # another distribution than the other's
+    change(policy, 1)
+    store.publish(policy)
+    first, second, third = store.requests(copies, 5)
+    assert first.divergence == second.divergence == third.divergence
+    assert first.divergence == pytest.approx(np.mean([copy.divergence for copy in copies[:2]]))
+    assert (first.num_steps, first.version, first.behavior, third.behavior) == (5, 2, 1, 0)
+    assert store.requests(copies[2:], 5)[0].divergence == math.inf
+
+
+def test_with_several_learners_the_mean_is_of_all_their_workers():
+    sums = []
+
+    def sum_over_learners(numbers):
+        sums.append(numbers.tolist())
+        return numbers + [3.0, 1.0]
+
+    (copy,), store = made(sum_over_learners=sum_over_learners)
+    assert store.is_of_several_learners and not made()[1].is_of_several_learners
+    policy = CategoricalPolicy(linear())
+    store.publish(policy)
+    assert store.requests([copy], 5)[0].divergence == 3
+    store.acted(copy, acted(1))
+    store.publish(policy)
+    assert store.requests([copy], 5)[0].divergence == pytest.approx((copy.divergence + 3) / 2)
+    assert sums == [[0, 0], [copy.divergence, 1]]
+
+
+def test_a_worker_that_does_not_hold_what_it_was_sent_gets_all_and_is_counted(caplog):
+    (copy,), store = made()
+    policy = CategoricalPolicy(nn.Sequential(nn.Linear(3, 100), nn.Linear(100, 3)))
+    store.publish(policy)
+    for held, mismatches in ((0, 0), (1, 0), (0, 1), (1, 1), (7, 2)):
+        change(policy, 1e-3)
+        store.publish(policy)
+        store.pull(copy, copy.held if held == 1 else held)
+        assert store.mismatches == mismatches
+    assert caplog.text.count("it gets all") == 2
+    assert torch.is_tensor(copy.weights)
