@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -22,7 +23,7 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv, StartupError, Work
 from clusterenv_runtime.codec import MAX_FRAME
 from clusterenv_runtime.head.transport import Transport
 from clusterenv_runtime.protocol import PROTOCOL_VERSION, Hello, Reply, frames
-from clusterenv_runtime.security import ADMITTED, ADMITTED_S, WorkerKeys, read_key_file
+from clusterenv_runtime.security import ADMITTED, HeadKeys, WorkerKeys, read_key_file, write_key_file
 
 from .envs import CountingEnv
 from .nets import linear
@@ -105,6 +106,7 @@ def test_an_intruder_is_not_heard(cluster, workers, caplog, who):
 def test_workers_that_connect_again_and_again_are_let_in_one_by_one(monkeypatch, caplog):
     now = [0.0]
     monkeypatch.setattr("clusterenv_runtime.security.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("clusterenv_runtime.security.ADMITTED_S", 4.0)
     transport = Transport("127.0.0.1", 0, "curve", None, 30, None)
     try:
         key = read_key_file(transport.key_file).worker_public.encode()
@@ -113,9 +115,9 @@ def test_workers_that_connect_again_and_again_are_let_in_one_by_one(monkeypatch,
             return sum(transport._gate.callback("", key) for _ in range(times))
 
         assert let_in(10_000) == ADMITTED and let_in(10) == 0
-        now[0] += 10 * ADMITTED_S
+        now[0] += 10 * 4.0
         assert let_in(100) == 10
-        now[0] += 10 * ADMITTED * ADMITTED_S
+        now[0] += 10 * ADMITTED * 4.0
         assert let_in(10_000) == ADMITTED
         assert transport.refused == 0 and caplog.text.count("too many connections") == 1
     finally:
@@ -176,6 +178,23 @@ def test_a_worker_refuses_a_key_file_that_others_can_read_or_that_holds_no_keys(
     assert start_worker(path) == f"error: others can read the key file {path} (mode 0640): chmod 600 it\n"
     path.chmod(0o600)
     assert start_worker(path).startswith(f"error: {path} is not a worker's key file: ")
+
+
+@pytest.mark.parametrize("name", WorkerKeys.__struct_fields__)
+def test_a_key_has_40_characters(tmp_path, name):
+    keys = HeadKeys.make()
+    for length in (39, 41, 40):
+        path = tmp_path / f"key of {length}"
+        write_key_file(path, msgspec.structs.replace(keys.workers(), **{name: "x" * length}))
+        if length == 40:
+            assert getattr(read_key_file(path), name) == "x" * 40
+            break
+        with pytest.raises(StartupError, match=f"is not a worker's key file: .*{name}"):
+            read_key_file(path)
+    with pytest.raises(StartupError, match="is not a head's key file: .*missing required field `server_secret`"):
+        read_key_file(path, HeadKeys)
+    with pytest.raises(FileExistsError):
+        write_key_file(path, keys)
 
 
 EVERYWHERE = "0.0.0.0", "::", "0:0::0", "::ffff:0.0.0.0"

@@ -13,11 +13,9 @@ import pytest
 import zmq
 
 from clusterenv_runtime import ClusterEnv
-from clusterenv_runtime.head.transport import Transport
 from clusterenv_runtime.protocol import Error, Hello, Pull, Reply, encode, frames
 
 from .envs import CountingEnv
-from .patience import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -90,43 +88,6 @@ def test_a_stranger_that_does_not_speak_zeromq(cluster, workers):
             stranger.sendall(data)
             steps += 1
             assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
-
-
-FIRST_IDENTITY = """
-import zmq
-from clusterenv_runtime.head.transport import Transport
-transport = Transport(None, 0, "none", None, 30, None)
-with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
-    peer.connect(transport.address)
-    peer.send(b"")
-    (received,), _ = transport.exchange([], 10)
-print(received.identity)
-transport.close()
-"""
-
-
-def test_nobody_knows_the_identity_that_the_next_connection_gets():
-    """Where it is taken already, libzmq ends the process."""
-    run = [sys.executable, "-c", FIRST_IDENTITY]
-    first, second = (subprocess.run(run, capture_output=True, text=True, check=True).stdout for _ in range(2))
-    assert first.startswith("b'\\x00") and first != second
-
-
-def test_an_identity_that_is_taken_goes_to_the_last_and_nothing_is_kept_of_the_others():
-    transport = Transport(None, 0, "none", None, 30, None)
-    heard = []
-    with zmq.Context() as context:
-        peers = [context.socket(zmq.DEALER) for _ in range(5)]
-        for number, peer in enumerate(peers):
-            peer.routing_id = b"taken"
-            peer.connect(transport.address)
-            peer.send(b"%d" % number)
-            (received,), _ = transport.exchange([], PATIENCE)
-            heard.append((received.identity, bytes(received.frames[0])))
-        for peer in peers:
-            peer.close()
-    transport.close()
-    assert heard == [(b"taken", b"%d" % number) for number in range(5)]
 
 
 def test_workers_have_identities_that_nobody_else_knows(cluster):

@@ -158,7 +158,7 @@ class Transport:
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            raise StartupError(f"cannot listen on {address}: {error.strerror}") from None
+            raise StartupError(f"cannot listen on {address}: {zmq.strerror(error.errno)}") from None
 
     @property
     def refused(self) -> int:

@@ -1,0 +1,273 @@
+"""The head's socket, without workers: peers in this process send what they like."""
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import zmq
+
+from clusterenv_runtime import StartupError
+from clusterenv_runtime.head import transport as module
+from clusterenv_runtime.head.transport import MAX_HELLO, Malformed, Outgoing, Received, Transport, listening_address
+from clusterenv_runtime.protocol import Close, Ping, Pull, decode_request, encode, frames
+from clusterenv_runtime.security import HeadKeys, WorkerKeys
+
+from .patience import PATIENCE
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Make a transport, by default on a socket file."""
+    made = []
+
+    def make(bind_address=None, port=0, security="none", keys=None, silence=30):
+        made.append(Transport(bind_address, port, security, keys, silence, tmp_path))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def dial():
+    """Return peers of a transport, by identity."""
+    with zmq.Context() as context:
+        peers = []
+
+        def dial(transport, identity=b"peer", keys=None):
+            peers.append(peer := context.socket(zmq.DEALER))
+            peer.routing_id, peer.linger, peer.rcvtimeo = identity, 0, int(PATIENCE * 1000)
+            if keys is not None:
+                keys.secure(peer)
+            peer.connect(transport.address)
+            return peer
+
+        yield dial
+        for peer in peers:
+            peer.close()
+
+
+def hear(transport, number=1):
+    """Return so many messages."""
+    received = []
+    while len(received) < number:
+        some, closed = transport.exchange([], PATIENCE)
+        assert some and not closed
+        received += some
+    return received
+
+
+def test_where_it_listens():
+    assert listening_address(None, "*", "/d") == listening_address("", 1, "/d") == "ipc:///d/head"
+    assert listening_address("127.0.0.1", "*", "/d") == "tcp://127.0.0.1:*"
+    assert listening_address("::1", 5, "/d") == "tcp://[::1]:5"
+
+
+def test_what_is_sent_and_received(make, dial):
+    transport = make()
+    first, second = dial(transport, b"first"), dial(transport, b"second")
+    first.send_multipart([*frames(3, Pull(7)), b"one", b""])
+    second.send_multipart(frames(None, Pull(8)))
+    received = {each.identity: each for each in hear(transport, 2)}
+    assert received[b"first"].read() == (3, Pull(7)) and received[b"second"].read() == (None, Pull(8))
+    assert [bytes(frame) for frame in received[b"first"].frames[1:]] == [b"one", b""]
+    sent = [Outgoing(b"second", 5, Close(), (b"array", memoryview(b"2"))), Outgoing(b"first", None, Ping())]
+    assert transport.exchange(sent, None) == ([], [])
+    header, *buffers = second.recv_multipart()
+    assert decode_request(header) == (5, Close()) and buffers == [b"array", b"2"]
+    assert decode_request(first.recv()) == (None, Ping())
+
+
+def test_with_no_time_it_only_sends_and_with_a_closed_connection_it_does_not_wait(make, dial):
+    transport = make()
+    peer = dial(transport)
+    peer.send_multipart(frames(None, Pull(1)))
+    hear(transport)
+    peer.send_multipart(frames(None, Pull(2)))
+    transport._poller.poll(PATIENCE * 1000)  # it is there
+    assert transport.exchange([Outgoing(b"peer", None, Ping())], None) == ([], [])
+    received, closed = transport.exchange([Outgoing(b"peer", 1, Ping()), Outgoing(b"nobody", 1, Ping())], PATIENCE)
+    assert [each.read() for each in received] == [(None, Pull(2))] and closed == [b"nobody"]
+    assert transport.exchange([Outgoing(b"nobody", 1, Ping())], 10**6) == ([], [b"nobody"])  # else for days
+    assert transport.exchange([], 0.01) == ([], [])
+
+
+def test_it_waits_for_as_many_seconds(make, monkeypatch):
+    transport, waited = make(), []
+    monkeypatch.setattr(transport, "_poller", type("Poller", (), {"poll": lambda self, ms: waited.append(ms)})())
+    transport.exchange([], 1.5)
+    transport.exchange([], 0)
+    transport.exchange([], None)
+    transport.exchange([Outgoing(b"nobody", 1, Ping())], 1.5)
+    assert waited == [1500, 0, 0]
+
+
+def test_any_other_error_of_a_send_is_raised(make):
+    transport = make()
+    transport._socket.close()
+    with pytest.raises(zmq.ZMQError, match="on non-socket"):
+        transport.exchange([Outgoing(b"nobody", 1, Ping())], None)
+
+
+@pytest.mark.parametrize(("limit", "size"), [({"FLOOD": 5}, 1), ({"FLOOD_BYTES": 50}, 10)])
+def test_of_a_flood_only_so_much_is_received_at_once(make, dial, monkeypatch, limit, size):
+    for name, value in limit.items():
+        monkeypatch.setattr(module, name, value)
+    transport = make()
+    peer = dial(transport)
+    for _ in range(12):
+        peer.send(bytes(size))
+    numbers = [len(transport.exchange([], PATIENCE)[0]) for _ in range(2)]
+    assert max(numbers) <= 5
+    while sum(numbers) < 12:
+        numbers.append(len(transport.exchange([], PATIENCE)[0]))
+        assert numbers[-1] in range(1, 6)
+    assert transport.exchange([], 0) == ([], [])
+
+
+def test_what_is_no_message_is_told_in_one_printable_line():
+    assert Received(b"", frames(1, Pull(2))).read() == (1, Pull(2))
+    seq, malformed = Received(b"", [encode((1, {"type": "\x1b[2J\n"}))]).read()
+    assert seq is None and isinstance(malformed, Malformed)
+    assert str(malformed).startswith("a malformed message: ") and str(malformed).isprintable()
+    assert str(Received(b"", [b""]).read()[1]).startswith("a malformed message: ")
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_strangers_message_is_short(beyond):
+    header = frames(1, Pull(2))
+    received = Received(b"", [*header, bytes(MAX_HELLO - len(header[0]) - 3 + beyond), b"end"])
+    assert received.read() == (1, Pull(2))
+    assert received.read(is_strange=True) == ((None, Malformed("a long message")) if beyond else (1, Pull(2)))
+
+
+def test_what_is_dropped_is_counted_and_said_once_of_each_and_of_a_hundred(make, caplog):
+    transport = make()
+    for number in range(120):
+        for _ in range(2):
+            transport.drop(b"%d" % number, f"what {number} sent")
+    assert transport.dropped == 240
+    assert [record.getMessage() for record in caplog.records] == [
+        f"dropped what {number} sent" for number in range(100)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"),
+    [
+        (1024, 10**6, (65_536, 10**6)),
+        (1024, 4096, (4096, 4096)),
+        (1024, resource.RLIM_INFINITY, (65_536, resource.RLIM_INFINITY)),
+        (65_536, 10**6, None),
+        (10**5, 10**6, None),
+        (4096, 4096, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_and_never_lowered(monkeypatch, make, soft, hard, expected):
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limit: limits.append((which, limit)))
+    make()
+    assert limits == ([] if expected is None else [(resource.RLIMIT_NOFILE, expected)])
+
+
+def test_its_directory_is_its_owners_and_goes_with_it(tmp_path):
+    transport = Transport(None, 0, "none", None, 30, tmp_path / "new" / "place")
+    directory = Path(transport.directory)
+    assert directory.parent == tmp_path / "new" / "place" and directory.name.startswith("clusterenv-")
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert transport.address == f"ipc://{directory}/head" and transport.key_file is None
+    if (pid := os.fork()) == 0:  # a child of the learner's does not remove it
+        transport._remove()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert directory.exists()
+    transport.close()
+    transport.close()
+    assert not directory.exists()
+
+
+def test_where_a_socket_file_has_too_long_a_name_it_says_so(tmp_path):
+    parent = tmp_path / ("x" * (107 - len(f"{tmp_path}//clusterenv-12345678/head")))
+    transport = Transport(None, 0, "none", None, 30, parent)
+    assert len(transport.address.removeprefix("ipc://")) == 107
+    transport.close()
+    parent = parent.with_name(parent.name + "x")
+    with pytest.raises(StartupError, match="the socket's path ipc://.*/head is longer than 107 bytes: set TMPDIR to"):
+        Transport(None, 0, "none", None, 30, parent)
+    assert not any(parent.iterdir())
+
+
+def test_a_port_that_is_taken_is_told_and_leaves_nothing(make, tmp_path):
+    first = make("127.0.0.1")
+    port = int(first.address.rpartition(":")[2])
+    with pytest.raises(StartupError, match=f"^cannot listen on tcp://127.0.0.1:{port}: Address already in use$"):
+        make("127.0.0.1", port, "curve")
+    assert [path.name for path in tmp_path.iterdir()] == [Path(first.directory).name]
+    assert not [thread for thread in threading.enumerate() if "Authent" in type(thread).__name__]
+    first.close()
+    assert make("127.0.0.1", port).address == f"tcp://127.0.0.1:{port}"
+
+
+def test_keys_are_for_tcp_alone(make, dial, caplog):
+    keys = HeadKeys.make()
+    assert make(None, security="curve", keys=keys).key_file is None
+    assert make("127.0.0.1", security="none", keys=keys).key_file is None
+    transport = make("127.0.0.1", security="curve", keys=keys)
+    assert transport.key_file == Path(transport.directory) / "key" and transport.refused == 0
+    public, secret = zmq.curve_keypair()
+    foreign = WorkerKeys(keys.server_public, public.decode(), secret.decode())
+    for number in range(1, 3):
+        dial(transport, b"foreign", foreign).send_multipart(frames(None, Pull(1)))
+        while transport.refused < number:
+            assert transport.exchange([], 0.01) == ([], [])
+    dial(transport, b"own", keys.workers()).send_multipart(frames(None, Pull(2)))
+    assert [(each.identity, each.read()) for each in hear(transport)] == [(b"own", (None, Pull(2)))]
+    assert caplog.text.count("refused a connection with a foreign key") == 1
+
+
+def test_what_was_not_read_does_not_keep_it_from_closing(make, dial):
+    transport = make()
+    dial(transport).send_multipart(frames(None, Pull(1)))
+    hear(transport)
+    large = Outgoing(b"peer", 1, Ping(), (bytes(2**24),) * 10)
+    transport.exchange([large] * 3 + [Outgoing(b"peer", 1, Ping())] * 3000, None)  # nor does it block
+    closing = threading.Thread(target=transport.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+
+
+FIRST_IDENTITY = """
+import zmq
+from clusterenv_runtime.head.transport import Transport
+transport = Transport(None, 0, "none", None, 30, None)
+with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+    peer.connect(transport.address)
+    peer.send(b"")
+    (received,), _ = transport.exchange([], 10)
+print(received.identity)
+transport.close()
+"""
+
+
+def test_nobody_knows_the_identity_that_the_next_connection_gets():
+    """Where it is taken already, libzmq ends the process."""
+    run = [sys.executable, "-c", FIRST_IDENTITY]
+    first, second = (subprocess.run(run, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert first.startswith("b'\\x00") and first != second
+
+
+def test_an_identity_that_is_taken_goes_to_the_last_and_nothing_is_kept_of_the_others(make, dial):
+    transport = make()
+    for number in range(5):
+        dial(transport, b"taken").send(b"%d" % number)
+        (received,) = hear(transport)
+        assert (received.identity, bytes(received.frames[0])) == (b"taken", b"%d" % number)
