@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,35 @@ def worker_commands():
 def workers():
     """A function that tells this process's workers, see `worker_commands`."""
     return worker_commands
+
+
+class Pipe:
+    """A named pipe on which environments tell their pids, and so where they are."""
+
+    def __init__(self, path):
+        self.path = str(path)
+        os.mkfifo(path)
+        # For reading and writing, so that it neither blocks here nor ends when an environment closes it.
+        self._file = os.fdopen(os.open(path, os.O_RDWR), "r")
+
+    def pids(self, number):
+        """Wait until ``number`` environments have told their pid."""
+        return [int(self._file.readline()) for _ in range(number)]
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    return Pipe(tmp_path / "pipe")
+
+
+@pytest.fixture
+def temporary_directory(monkeypatch, tmp_path_factory):
+    """Where sockets are put during a test; nothing may remain there."""
+    tmp_path_factory.getbasetemp()  # made now, it is elsewhere
+    with tempfile.TemporaryDirectory(prefix="test-") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+        assert os.listdir(directory) == []
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ takes longer still, and what only a short timeout can show is tried once more wi
 import contextlib
 import os
 import select
+import signal
 import time
 
 PATIENCE = 300.0  # seconds: ten times and more what anything here takes on an idle machine, and less than a test may
@@ -37,6 +38,12 @@ def assert_ended(pids, seconds=PATIENCE):
         ended, *_ = select.select([process], [], [], max(deadline - time.monotonic(), 0))
         os.close(process)
         assert ended, f"process {pid} still runs"
+
+
+def kill(pid):
+    """End a process, and wait until it has ended."""
+    os.kill(pid, signal.SIGKILL)
+    assert_ended([pid])
 
 
 def with_more_time(check, *arguments):

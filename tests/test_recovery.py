@@ -23,16 +23,10 @@ from clusterenv_runtime.head.handle import State
 
 from .envs import BlockingEnv, CountingEnv, RandomEnv, Words, assert_same
 from .nets import change, linear
-from .patience import HOUR, PATIENCE, assert_ended, at_most, wait_until, with_more_time
-from .test_failures import Pipe, kill
+from .patience import HOUR, PATIENCE, assert_ended, at_most, kill, wait_until, with_more_time
 
 VECTOR = spaces.Box(-1, 1, (3,))
 RANDOM = partial(RandomEnv, VECTOR, end=0.1)
-
-
-@pytest.fixture
-def pipe(tmp_path):
-    return Pipe(tmp_path / "pipe")
 
 
 class OnceEnv(BlockingEnv):

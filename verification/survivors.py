@@ -41,18 +41,18 @@ TESTS = {
         "test_protocol.py", "test_head.py", "test_replacement.py", "test_strangers.py", "test_security.py",
         "test_streaming.py",
     ],
-    "security.py": ["test_security.py", "test_launchers.py"],
+    "security.py": ["test_transport.py", "test_security.py", "test_launchers.py"],
     "sync.py": ["test_sync.py"],
-    "head/versions.py": ["test_probe.py", SCHEDULES, "test_sync.py", "test_differences.py"],
+    "head/versions.py": ["test_versions.py", "test_differences.py", "test_probe.py", SCHEDULES, "test_sync.py"],
     "head/episodes.py": ["test_replacement.py", "test_head.py", SCHEDULES, "test_vector_env.py"],
-    "head/failures.py": ["test_head.py", "test_failures.py"],
+    "head/failures.py": ["test_head.py", "test_env_errors.py", "test_failures.py"],
     "head/handle.py": ["test_head.py", "test_pool.py", SCHEDULES, "test_recovery.py", "test_failures.py"],
     "head/pool.py": [
         "test_head.py", "test_pool.py", SCHEDULES, "test_strangers.py", "test_streaming.py", "test_failures.py",
     ],
     "head/recovery.py": ["test_replacement.py", "test_head.py", SCHEDULES, "test_recovery.py", "test_resume.py"],
     "head/supervisor.py": ["test_head.py", "test_pool.py", "test_recovery.py", "test_failures.py", "test_launchers.py"],
-    "head/transport.py": ["test_strangers.py", "test_security.py", "test_launchers.py"],
+    "head/transport.py": ["test_transport.py", "test_strangers.py", "test_security.py", "test_launchers.py"],
     "script/checkpoint.py": ["test_checkpoint.py", "test_forged_states.py", "test_arguments.py", "test_resume.py"],
 }  # fmt: skip
 SWAPS = {

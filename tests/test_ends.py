@@ -1,0 +1,234 @@
+"""Heads that end and clusters that are closed: nothing of theirs is left."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import gymnasium as gym
+import pytest
+
+from clusterenv_runtime import ClusterEnv, LocalLauncher
+
+from .envs import BlockingEnv, CountingEnv
+from .patience import HOUR, PATIENCE, assert_ended, at_most
+from .scripts import ROOT
+
+pytestmark = [
+    pytest.mark.usefixtures("temporary_directory"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # Gymnasium's logger announces each error
+]
+
+
+# Heads that end. Their workers notice the end of the link, not its silence, which takes an hour here.
+
+SCRIPT = """
+import os, signal, sys
+from functools import partial
+from clusterenv_runtime import ClusterEnv
+from tests.envs import BlockingEnv
+envs = ClusterEnv([partial(BlockingEnv, sys.argv[1])] * 2, 2, worker_timeout=3600)
+envs.reset()
+"""
+
+
+@pytest.fixture
+def start_head(pipe, temporary_directory, tmp_path):
+    """A function that runs a script in a process of its own; what that writes is in ``tmp_path / "output"``."""
+
+    def start(code):
+        with open(tmp_path / "output", "w") as output:
+            return subprocess.Popen(
+                [sys.executable, "-c", code, pipe.path],
+                env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary_directory)},
+                stdin=subprocess.PIPE,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    return start
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_no_worker_survives_a_head_that_is_stopped(start_head, pipe, temporary_directory, tmp_path, number):
+    head = start_head(SCRIPT + "envs.step([0, 0])")
+    pids = pipe.pids(2)  # both are in a step that takes an hour
+    if number == signal.SIGINT:
+        os.killpg(head.pid, number)  # as a terminal does
+    else:
+        head.send_signal(number)
+    assert_ended([head.pid, *pids])
+    assert head.wait() == -number
+    if number == signal.SIGINT:
+        errors = (tmp_path / "output").read_text()
+        assert errors.count("Traceback") == 1 and errors.endswith("KeyboardInterrupt\n")
+    assert list(temporary_directory.iterdir()) == []  # also if the head was killed without warning
+
+
+def test_no_worker_survives_a_head_that_is_killed_before_it_has_said_anything(start_head, pipe, temporary_directory):
+    code = """
+import os, signal, subprocess, sys
+from clusterenv_runtime import ClusterEnv
+from tests.envs import CountingEnv
+start = subprocess.Popen
+def start_one_and_die(*args, **kwargs):
+    with open(sys.argv[1], "w") as pipe:
+        pipe.write(f"{start(*args, **kwargs).pid}\\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+subprocess.Popen = start_one_and_die
+ClusterEnv([CountingEnv] * 2, 2, startup_timeout=3600)
+"""
+    head = start_head(code)
+    (pid,) = pipe.pids(1)
+    head.wait(PATIENCE)
+    assert_ended([pid])
+    assert list(temporary_directory.iterdir()) == []
+
+
+def test_no_process_that_stands_by_survives_a_head_that_is_killed(start_head, pipe, temporary_directory):
+    code = """
+import os, signal, sys
+from clusterenv_runtime import ClusterEnv
+from tests.conftest import worker_commands
+from tests.envs import CountingEnv
+envs = ClusterEnv([CountingEnv], 1, standby_workers=1, worker_timeout=3600)
+with open(sys.argv[1], "w") as pipe:
+    pipe.writelines(f"{pid}\\n" for pid in worker_commands())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    head = start_head(code)
+    pids = pipe.pids(2)
+    head.wait(PATIENCE)
+    assert_ended(pids)
+    assert list(temporary_directory.iterdir()) == []
+
+
+def test_nothing_that_an_environment_has_started_survives_a_head_that_is_killed(start_head, pipe):
+    code = """
+import os, signal, sys
+from clusterenv_runtime import ClusterEnv
+from tests.envs import LeavingEnv
+envs = ClusterEnv([LeavingEnv], 1, worker_timeout=3600)
+envs.reset()
+with open(sys.argv[1], "w") as pipe:
+    pipe.writelines(f"{pid}\\n" for pid in [*envs.call("pid"), *envs.get_attr("started")[0]])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    head = start_head(code)
+    pids = pipe.pids(3)
+    head.wait(PATIENCE)
+    assert_ended(pids)
+
+
+@pytest.mark.parametrize(
+    "end, returncode",
+    [
+        ("envs.call('tell')", 0),
+        ("envs.call('tell'); raise SystemExit(3)", 3),
+        ("envs.call('tell'); raise ValueError", 1),
+        ("envs.step_async([0, 0]); sys.stdin.read()", 0),  # while they step
+    ],
+)
+def test_no_worker_survives_a_head_that_ends_without_close(start_head, pipe, tmp_path, end, returncode):
+    head = start_head(SCRIPT + end)
+    pids = pipe.pids(2)
+    head.stdin.close()  # what the last of the scripts waits for
+    assert head.wait(PATIENCE) == returncode, (tmp_path / "output").read_text()
+    assert_ended(pids, 0)
+
+
+def test_no_worker_survives_its_forgotten_cluster():
+    envs = ClusterEnv([CountingEnv] * 2, 2)
+    pids = envs.call("pid")
+    del envs
+    gc.collect()
+    assert_ended(pids, 0)
+
+
+@pytest.mark.parametrize("in_the_child", ["pass", "envs.close()", "del envs", "raise ValueError('its own')"])
+def test_a_forked_child_that_ends_ends_nothing_of_its_parents(temporary_directory, in_the_child):
+    code = f"""
+import os, signal, sys
+from clusterenv_runtime import ClusterEnv
+from tests.envs import CountingEnv
+envs = ClusterEnv([CountingEnv] * 2, 2, worker_timeout=3600)
+pids = envs.call("pid")
+if not (child := os.fork()):
+    {in_the_child}
+    sys.exit()
+os.waitpid(child, 0)
+assert envs.call("pid") == pids
+os.kill(pids[1], signal.SIGKILL)  # a replacement must find the head's socket
+assert envs.call("pid")[0] == pids[0]
+envs.close()
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_forked_child_cannot_use_its_parents_workers():
+    with ClusterEnv([CountingEnv], 1, worker_timeout=HOUR) as envs:
+        if not (child := os.fork()):
+            try:
+                envs.reset()
+            except gym.error.ClosedEnvironmentError as error:
+                os._exit(0 if f"This is process {os.getppid()}'s" in str(error) else 2)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        envs.reset()
+
+
+# Closing.
+
+
+def test_close_closes_the_environments(workers, tmp_path):
+    class ClosingEnv(CountingEnv):
+        def close(self):
+            (tmp_path / f"closed-{self.count}").touch()
+
+    with ClusterEnv([CountingEnv, ClosingEnv, ClosingEnv], 2) as envs:
+        envs.set_attr("count", [0, 1, 2])
+        with at_most():
+            envs.close(timeout=HOUR)
+        assert not workers()
+        assert sorted(os.listdir(tmp_path)) == ["closed-1", "closed-2"]
+        with at_most():
+            envs.close(timeout=HOUR)
+    envs.close(terminate=True)
+
+
+@pytest.mark.parametrize("where", ["step", "close"])
+@pytest.mark.parametrize("how", [{"timeout": 0.3}, {"terminate": True}, {"timeout": HOUR, "terminate": True}], ids=str)
+def test_close_waits_no_longer_than_it_is_told_to(workers, pipe, monkeypatch, where, how):
+    sleep, slept, given = time.sleep, [], []
+
+    class RecordingLauncher(LocalLauncher):
+        def stop(self, timeout):
+            given.append(sum(slept) + timeout)  # for them to end by themselves
+            super().stop(timeout)
+
+    env_fns = [CountingEnv] + [partial(BlockingEnv, pipe.path, where)] * 2
+    envs = ClusterEnv(env_fns, 3, launcher=RecordingLauncher(), worker_timeout=HOUR)
+    envs.reset()
+    if where == "step":
+        envs.step_async([0] * 3)
+        pipe.pids(2)
+    monkeypatch.setattr(time, "sleep", lambda seconds: slept.append(seconds) or sleep(seconds))
+    with at_most():
+        envs.close(**how)
+    assert not workers()
+    (seconds,) = given
+    assert seconds == 0 if "terminate" in how else seconds <= how["timeout"] + 0.01
+
+
+def test_close_kills_what_cannot_be_terminated(workers):
+    envs = ClusterEnv([CountingEnv] * 2, 2)
+    os.kill(envs.call("pid")[1], signal.SIGSTOP)
+    with at_most():
+        envs.close(timeout=0.1)
+    assert not workers()

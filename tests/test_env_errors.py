@@ -1,0 +1,264 @@
+"""Environments that raise: the learner gets their exception, and a reset goes on."""
+
+import asyncio
+import multiprocessing
+import re
+import subprocess
+import threading
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError
+from clusterenv_runtime.codec import MAX_FRAME
+
+from .envs import CountingEnv, CustomError, FailingEnv, MuteError, RandomEnv, assert_same
+from .nets import linear
+from .patience import HOUR, at_most
+
+pytestmark = [
+    pytest.mark.usefixtures("temporary_directory"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # Gymnasium's logger announces each error
+]
+
+
+ERRORS = {
+    "one text": ValueError("on purpose"),
+    "a percent sign": ValueError("100% wrong: %s"),
+    "key": KeyError("missing"),
+    "a number": IndexError(3),
+    "nothing": ZeroDivisionError(),
+    "two arguments": OSError(2, "No such file"),
+    "of Gymnasium": gym.error.ResetNeeded("first reset"),
+}
+PLACES = [
+    *((where, row, "one text") for where in ("constructor", "reset", "step") for row in (1, 4)),
+    *(("step", 3, name) for name in list(ERRORS)[1:]),
+]
+
+
+def run_until_it_raises(where, error, row):
+    env_fns = [CountingEnv] * 5
+    env_fns[row] = partial(FailingEnv, where, error)
+    with ClusterEnv(env_fns, 2, worker_timeout=HOUR, startup_timeout=HOUR) as envs:
+        envs.reset()
+        envs.step([0] * 5)
+
+
+def assert_tells_all(text, row):
+    worker, rows = [(0, "0 to 2"), (1, "3 to 4")][row > 2]
+    assert re.match(rf"environment {row} on worker {worker} \(.*, pid \d+.*, environments {rows}\) raised ", text)
+    assert "Traceback (most recent call last)" in text
+    assert re.search(r"in _fail_in\n[ |]+raise self.error", text)  # the line in the environment; | is of a group's
+
+
+@pytest.mark.parametrize("where, row, name", PLACES)
+def test_an_exception_in_an_environment_is_raised_here(workers, where, row, name):
+    error = ERRORS[name]
+    with at_most(), pytest.raises(type(error)) as caught:
+        run_until_it_raises(where, error, row)
+    assert type(caught.value) is type(error)
+    assert str(caught.value) == str(error)
+    assert type(caught.value.__cause__) is EnvError
+    assert_tells_all(str(caught.value.__cause__), row)
+    assert not workers()
+
+
+@pytest.mark.parametrize(
+    "error, text",
+    [
+        (CustomError("only tests know it"), "tests.envs.CustomError: only tests know it"),
+        (UnicodeDecodeError("ascii", b"x", 0, 1, "takes five arguments"), "UnicodeDecodeError: 'ascii' codec can't"),
+        (SystemExit(7), "builtins.SystemExit: 7"),
+        (StopIteration("enough"), "builtins.StopIteration: enough"),  # it would end a loop of the user's
+        (KeyboardInterrupt("window closed"), "builtins.KeyboardInterrupt: window closed"),
+        (GeneratorExit(), "builtins.GeneratorExit: "),
+        (asyncio.CancelledError(), "asyncio.exceptions.CancelledError: "),
+        (ExceptionGroup("of \udc80", [ValueError("x")]), "builtins.ExceptionGroup: of \\udc80 (1 sub-exception)"),
+        (MuteError(RuntimeError()), "tests.envs.MuteError: <exception str() failed>"),
+        (MuteError(SystemExit(4)), "tests.envs.MuteError: <exception str() failed>"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("where", ["constructor", "step"])
+def test_an_exception_that_cannot_be_made_here_is_an_env_error(workers, where, error, text):
+    with at_most(), pytest.raises(EnvError) as caught:
+        run_until_it_raises(where, error, 3)
+    assert text in str(caught.value)
+    assert_tells_all(str(caught.value), 3)
+    assert not workers()
+
+
+@pytest.mark.parametrize(
+    "message, text",
+    [
+        ("a name \udcff of bytes", r"a name \udcff of bytes"),
+        ("x" * MAX_FRAME, "x" * 1000 + "\n[...]\n" + "x" * 1000),
+        ("é" * MAX_FRAME, "é" * 1000),
+    ],
+    ids=["lone surrogate", "too long", "too long, and cut within a character"],
+)
+def test_an_exception_whose_text_cannot_be_sent_is_raised_here(workers, message, text):
+    with at_most(), pytest.raises(ValueError) as caught:
+        run_until_it_raises("step", ValueError(message), 3)
+    assert type(caught.value) is ValueError and text in str(caught.value)
+    assert text in str(caught.value.__cause__) and "in _fail_in\n    raise self.error" in str(caught.value.__cause__)
+    assert not workers()
+
+
+class Unspeakable:
+    """A key, or a value, whose text is an error."""
+
+    def __str__(self):
+        raise ValueError("unspeakable")
+
+
+def test_text_that_cannot_be_sent_is_left_out_of_infos_and_else_an_error():
+    class TellingEnv(CountingEnv):
+        name = "a name \udcff of bytes"
+
+        def step(self, action):
+            return *super().step(action)[:-1], {"path": self.name, self.name: 1, Unspeakable(): 2, "fine": 3}
+
+    with ClusterEnv([TellingEnv, TellingEnv], 2, worker_timeout=HOUR) as envs:
+        envs.reset()
+        with pytest.warns(UserWarning) as caught:
+            assert set(envs.step([0, 0])[-1]) == {"fine", "_fine"}
+        texts = sorted(str(warning.message) for warning in caught)
+        assert [text.partition(" (")[0].rpartition("Info ")[2] for text in texts] == [
+            "a Unspeakable", r"a name \udcff of bytes", "path",
+        ]  # fmt: skip
+        with pytest.raises(TypeError, match="a text with lone surrogates cannot be sent to the head"):
+            envs.call("name")
+
+
+class OnceEnv(RandomEnv):
+    """Raises in its third step or reset, and then never again."""
+
+    def __init__(self, where):
+        super().__init__(gym.spaces.Box(-1, 1, (2,)), end=0.0 if where == "step" else 0.5)
+        self.where, self.counts = where, {"step": 0, "reset": 0}
+
+    def _count(self, place):
+        self.counts[place] += 1
+        if place == self.where and self.counts[place] == 3:
+            raise ValueError(f"in its {place}")
+
+    def reset(self, *, seed=None, options=None):
+        self._count("reset")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        self._count("step")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("mode", [gym.vector.AutoresetMode.NEXT_STEP, gym.vector.AutoresetMode.SAME_STEP])
+@pytest.mark.parametrize("where", ["step", "reset"])
+def test_after_an_exception_a_reset_goes_on_as_sync_vector_env_does(tmp_path, where, mode):
+    env_fns = [partial(OnceEnv, each) for each in ("nowhere", where, "nowhere", "nowhere")]
+    sync = gym.vector.SyncVectorEnv(env_fns, autoreset_mode=mode)
+    with ClusterEnv(env_fns, 2, autoreset_mode=mode, log_dir=str(tmp_path), worker_timeout=HOUR) as envs:
+        for each in (envs, sync):
+            each.reset(seed=1)
+            with pytest.raises(ValueError, match=f"in its {where}") as caught:
+                for _ in range(100):
+                    each.step([0] * 4)
+            if each is envs:
+                assert str(tmp_path / "worker-") in str(caught.value.__cause__)
+        for method, arguments in (("step", [[0] * 4]), ("rollout", [None, 2]), ("send", [2])):
+            with pytest.raises(gym.error.ResetNeeded):
+                getattr(envs, method)(*arguments)
+        with pytest.raises(gym.error.ResetNeeded):
+            envs.reset(options={"reset_mask": np.ones(4, bool)})
+        assert_same(*(each.reset(seed=2) for each in (envs, sync)))
+        for _ in range(20):
+            assert_same(*(each.step([0] * 4) for each in (envs, sync)))
+        assert not envs.restarts
+
+
+def test_after_an_exception_in_a_rollout_a_reset_goes_on():
+    with ClusterEnv([CountingEnv, partial(FailingEnv, "step", ValueError("x"))], 2, worker_timeout=HOUR) as envs:
+        policy = CategoricalPolicy(linear(1, 2))
+        pids = envs.call("pid")
+        for _ in range(2):
+            envs.reset(seed=1)
+            with pytest.raises(ValueError, match="^x$"):
+                envs.rollout(policy, 3)
+            with pytest.raises(gym.error.ResetNeeded):
+                envs.rollout(policy, 3)
+        envs.set_attr("where", "nowhere")
+        envs.reset(seed=1)
+        assert envs.rollout(policy, 3).rewards.tolist() == [[1, 1], [2, 2], [3, 3]]
+        assert envs.call("pid") == pids and not envs.restarts
+
+
+def test_after_an_exception_in_a_stream_what_was_sent_is_given_up():
+    with ClusterEnv([CountingEnv, partial(FailingEnv, "step", ValueError("x"))], 2, worker_timeout=HOUR) as envs:
+        envs.publish(CategoricalPolicy(linear(1, 2)))
+        envs.reset(seed=1)
+        with pytest.raises(ValueError, match="^x$"):
+            for _ in range(2):
+                envs.send(3)
+            while True:
+                envs.recv()
+        with pytest.raises(gym.error.ResetNeeded):
+            envs.recv()
+        envs.set_attr("where", "nowhere")
+        envs.reset(seed=1)
+        envs.send(3)
+        chunks = dict(envs.recv() for _ in range(2))
+        assert chunks.keys() == {0, 1} and all(chunk.rewards.ravel().tolist() == [1, 2, 3] for chunk in chunks.values())
+
+
+def test_an_error_of_the_policy_is_not_an_environments():
+    class Fewer(CategoricalPolicy):
+        """Gives too few actions, once it acts in environments whose second step is over."""
+
+        def to_env(self, actions):
+            return actions[:1] if self.late else actions
+
+        def act(self, params, noise):
+            self.late = bool((params[..., 0] > 10).any())
+            return super().act(params, noise)
+
+    net = torch.nn.Linear(1, 2, bias=False)
+    with torch.no_grad():
+        net.weight[:] = torch.tensor([[6.0], [0.0]])  # more than 10 where the count is 2
+    with ClusterEnv([CountingEnv] * 3, 1, worker_timeout=HOUR) as envs:
+        envs.reset(seed=1)
+        policy = Fewer(net)
+        with pytest.raises(ValueError, match="shorter|longer") as caught:
+            envs.rollout(policy, 5)
+        assert re.match("the policy or an environment on worker 0 ", str(caught.value.__cause__))
+
+
+def test_an_exception_after_a_timeout_is_not_lost(tmp_path):
+    """The one that comes too late for its own call is raised by the next."""
+    gate = tmp_path / "gate"
+    with ClusterEnv([CountingEnv, partial(FailingEnv, "step", ValueError("late"), gate=str(gate))], 2) as envs:
+        envs.reset()
+        envs.step_async([0, 0])
+        with pytest.raises(multiprocessing.TimeoutError):
+            envs.step_wait(timeout=0.01)
+        gate.touch()
+        with at_most(), pytest.raises(ValueError, match="^late$") as caught:
+            envs.step([0, 0])
+        assert "environment 1 on worker 1" in str(caught.value.__cause__)
+
+
+def test_a_constructor_that_raises_here_starts_no_process(workers, monkeypatch):
+    def start(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(ValueError, match="^here$") as caught:
+        ClusterEnv([partial(FailingEnv, "constructor", ValueError("here")), CountingEnv])
+    assert caught.value.__cause__ is None
+    with pytest.raises(TypeError, match="pickle"):
+        lock = threading.Lock()
+        ClusterEnv([lambda: CountingEnv(), lambda: lock])
+    assert not workers()
