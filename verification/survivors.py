@@ -49,9 +49,12 @@ TESTS = {
     "head/handle.py": ["test_head.py", "test_pool.py", SCHEDULES, "test_recovery.py", "test_failures.py"],
     "head/pool.py": [
         "test_head.py", "test_pool.py", SCHEDULES, "test_strangers.py", "test_streaming.py", "test_failures.py",
+        "test_env_errors.py", "test_ends.py",
     ],
     "head/recovery.py": ["test_replacement.py", "test_head.py", SCHEDULES, "test_recovery.py", "test_resume.py"],
-    "head/supervisor.py": ["test_head.py", "test_pool.py", "test_recovery.py", "test_failures.py", "test_launchers.py"],
+    "head/supervisor.py": [
+        "test_head.py", "test_pool.py", "test_recovery.py", "test_failures.py", "test_ends.py", "test_launchers.py",
+    ],
     "head/transport.py": ["test_transport.py", "test_strangers.py", "test_security.py", "test_launchers.py"],
     "script/checkpoint.py": ["test_checkpoint.py", "test_forged_states.py", "test_arguments.py", "test_resume.py"],
 }  # fmt: skip
