@@ -22,7 +22,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from .errors import StartupError
 
 logger = logging.getLogger(__name__)
-ADMITTED, ADMITTED_S = 4096, 1.0  # connections at once, and one more each so many seconds
+# How many connections are let in at once, unless twice the workers are more; and after how long it is one more.
+ADMITTED, ADMITTED_S = 4096, 1.0
 Z85Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
 
 
@@ -70,20 +71,26 @@ def write_key_file(path: str | os.PathLike[str], keys: WorkerKeys) -> None:
 
 
 class Gate:
-    """The head's side: writes the workers' keys to ``key_file``, and admits nobody else. It makes them, if not given.
+    """The head's side: writes the workers' keys, fresh ones if none are given, to ``key_file``, and admits nobody else.
 
     Raises:
         OSError: ``key_file`` exists or cannot be written.
     """
 
     def __init__(
-        self, context: zmq.Context[Any], socket: zmq.Socket[bytes], key_file: Path, keys: HeadKeys | None = None
+        self,
+        context: zmq.Context[Any],
+        socket: zmq.Socket[bytes],
+        key_file: Path,
+        keys: HeadKeys | None,
+        num_workers: int,
     ) -> None:
         keys = HeadKeys.make() if keys is None else keys
         self._worker_public = keys.worker_public.encode()
         write_key_file(key_file, keys.workers())
         self.refused = 0  # connections so far
-        self._left, self._since = float(ADMITTED), time.monotonic()  # how many more may come, and when that was so
+        self._most = max(ADMITTED, 2 * num_workers)  # all of them may be replaced at once
+        self._left, self._since = float(self._most), time.monotonic()  # how many more may come, and when that was so
         self._is_crowded = False  # whether that was said
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
@@ -103,7 +110,7 @@ class Gate:
     def _is_within_limit(self) -> bool:
         """Say whether a worker's connection is let in: who makes very many may meet an identity that ends libzmq."""
         now = time.monotonic()
-        self._left, self._since = min(self._left + (now - self._since) / ADMITTED_S, ADMITTED), now
+        self._left, self._since = min(self._left + (now - self._since) / ADMITTED_S, self._most), now
         if self._left < 1:
             if not self._is_crowded:
                 logger.warning("workers make too many connections: from now on one is let in each %g s", ADMITTED_S)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -21,9 +20,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, StartupError, WorkerDiedError
 from clusterenv_runtime.codec import MAX_FRAME
-from clusterenv_runtime.head.transport import Transport
 from clusterenv_runtime.protocol import PROTOCOL_VERSION, Hello, Reply, frames
-from clusterenv_runtime.security import ADMITTED, HeadKeys, WorkerKeys, read_key_file, write_key_file
+from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file, write_key_file
 
 from .envs import CountingEnv
 from .nets import linear
@@ -101,27 +99,6 @@ def test_an_intruder_is_not_heard(cluster, workers, caplog, who):
         intruder.disable_monitor()
     assert name not in caplog.text
     assert (cluster._pool.transport.refused > refused) == (name == "a foreign key and the right server key")
-
-
-def test_workers_that_connect_again_and_again_are_let_in_one_by_one(monkeypatch, caplog):
-    now = [0.0]
-    monkeypatch.setattr("clusterenv_runtime.security.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("clusterenv_runtime.security.ADMITTED_S", 4.0)
-    transport = Transport("127.0.0.1", 0, "curve", None, 30, None)
-    try:
-        key = read_key_file(transport.key_file).worker_public.encode()
-
-        def let_in(times):
-            return sum(transport._gate.callback("", key) for _ in range(times))
-
-        assert let_in(10_000) == ADMITTED and let_in(10) == 0
-        now[0] += 10 * 4.0
-        assert let_in(100) == 10
-        now[0] += 10 * ADMITTED * 4.0
-        assert let_in(10_000) == ADMITTED
-        assert transport.refused == 0 and caplog.text.count("too many connections") == 1
-    finally:
-        transport.close()
 
 
 class Bomb:

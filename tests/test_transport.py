@@ -2,10 +2,12 @@
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -14,7 +16,7 @@ from clusterenv_runtime import StartupError
 from clusterenv_runtime.head import transport as module
 from clusterenv_runtime.head.transport import MAX_HELLO, Malformed, Outgoing, Received, Transport, listening_address
 from clusterenv_runtime.protocol import Close, Ping, Pull, decode_request, encode, frames
-from clusterenv_runtime.security import HeadKeys, WorkerKeys
+from clusterenv_runtime.security import ADMITTED, HeadKeys, WorkerKeys, read_key_file
 
 from .patience import PATIENCE
 
@@ -24,8 +26,8 @@ def make(tmp_path):
     """Make a transport, by default on a socket file."""
     made = []
 
-    def make(bind_address=None, port=0, security="none", keys=None, silence=30):
-        made.append(Transport(bind_address, port, security, keys, silence, tmp_path))
+    def make(bind_address=None, port=0, security="none", keys=None, silence=30, num_workers=1):
+        made.append(Transport(bind_address, port, security, keys, silence, tmp_path, num_workers))
         return made[-1]
 
     yield make
@@ -100,12 +102,15 @@ def test_with_no_time_it_only_sends_and_with_a_closed_connection_it_does_not_wai
 
 def test_it_waits_for_as_many_seconds(make, monkeypatch):
     transport, waited = make(), []
-    monkeypatch.setattr(transport, "_poller", type("Poller", (), {"poll": lambda self, ms: waited.append(ms)})())
-    transport.exchange([], 1.5)
-    transport.exchange([], 0)
-    transport.exchange([], None)
-    transport.exchange([Outgoing(b"nobody", 1, Ping())], 1.5)
-    assert waited == [1500, 0, 0]
+    message = Received(b"peer", [b""])
+    there = [message, message]
+    monkeypatch.setattr(transport, "_poller", SimpleNamespace(poll=lambda ms: waited.append(ms) or there))
+    monkeypatch.setattr(transport, "_receive", there.pop)
+    assert transport.exchange([], 1.5) == ([message, message], [])
+    assert waited == [1500, 0, 0]  # for the first alone
+    for seconds, sent in ((2.5, []), (0, []), (None, []), (3.5, [Outgoing(b"nobody", 1, Ping())])):
+        transport.exchange(sent, seconds)
+    assert waited[3:] == [2500, 0, 0]
 
 
 def test_any_other_error_of_a_send_is_raised(make):
@@ -179,7 +184,7 @@ def test_the_limit_of_open_files_is_raised_and_never_lowered(monkeypatch, make, 
 
 
 def test_its_directory_is_its_owners_and_goes_with_it(tmp_path):
-    transport = Transport(None, 0, "none", None, 30, tmp_path / "new" / "place")
+    transport = Transport(None, 0, "none", None, 30, tmp_path / "new" / "place", 1)
     directory = Path(transport.directory)
     assert directory.parent == tmp_path / "new" / "place" and directory.name.startswith("clusterenv-")
     assert directory.stat().st_mode & 0o777 == 0o700
@@ -191,17 +196,20 @@ def test_its_directory_is_its_owners_and_goes_with_it(tmp_path):
     assert directory.exists()
     transport.close()
     transport.close()
-    assert not directory.exists()
+    assert not directory.exists() and transport._context.closed
+    gone = Transport(None, 0, "none", None, 30, tmp_path, 1)
+    shutil.rmtree(gone.directory)
+    gone.close()
 
 
 def test_where_a_socket_file_has_too_long_a_name_it_says_so(tmp_path):
     parent = tmp_path / ("x" * (107 - len(f"{tmp_path}//clusterenv-12345678/head")))
-    transport = Transport(None, 0, "none", None, 30, parent)
+    transport = Transport(None, 0, "none", None, 30, parent, 1)
     assert len(transport.address.removeprefix("ipc://")) == 107
     transport.close()
     parent = parent.with_name(parent.name + "x")
     with pytest.raises(StartupError, match="the socket's path ipc://.*/head is longer than 107 bytes: set TMPDIR to"):
-        Transport(None, 0, "none", None, 30, parent)
+        Transport(None, 0, "none", None, 30, parent, 1)
     assert not any(parent.iterdir())
 
 
@@ -218,7 +226,8 @@ def test_a_port_that_is_taken_is_told_and_leaves_nothing(make, tmp_path):
 
 def test_keys_are_for_tcp_alone(make, dial, caplog):
     keys = HeadKeys.make()
-    assert make(None, security="curve", keys=keys).key_file is None
+    local = make(None, security="curve", keys=keys)
+    assert local.key_file is None and local.refused == 0
     assert make("127.0.0.1", security="none", keys=keys).key_file is None
     transport = make("127.0.0.1", security="curve", keys=keys)
     assert transport.key_file == Path(transport.directory) / "key" and transport.refused == 0
@@ -233,22 +242,43 @@ def test_keys_are_for_tcp_alone(make, dial, caplog):
     assert [(each.identity, each.read()) for each in hear(transport)] == [(b"own", (None, Pull(2)))]
 
 
-def test_what_was_not_read_does_not_keep_it_from_closing(make, dial):
+def test_a_peer_that_does_not_read_keeps_it_neither_from_sending_nor_from_closing(make, dial):
     transport = make()
-    dial(transport).send_multipart(frames(None, Pull(1)))
+    dial(transport).send_multipart(frames(None, Pull(1)))  # of what comes it takes a thousand messages
     hear(transport)
-    large = Outgoing(b"peer", 1, Ping(), (bytes(2**24),) * 10)
-    transport.exchange([large] * 3 + [Outgoing(b"peer", 1, Ping())] * 3000, None)  # nor does it block
-    closing = threading.Thread(target=transport.close, daemon=True)
-    closing.start()
-    closing.join(PATIENCE)
-    assert not closing.is_alive()
+    sent = threading.Thread(
+        target=transport.exchange, args=([Outgoing(b"peer", 1, Ping(), (bytes(2**17),))] * 3000, None), daemon=True
+    )
+    closed = threading.Thread(target=transport.close, daemon=True)
+    for each in (sent, closed):
+        each.start()
+        each.join(PATIENCE)
+        assert not each.is_alive()
+
+
+@pytest.mark.parametrize(("num_workers", "most"), [(1, ADMITTED), (ADMITTED // 2, ADMITTED), (5000, 10_000)])
+def test_workers_that_connect_again_and_again_are_let_in_one_by_one(make, monkeypatch, caplog, num_workers, most):
+    now = [0.0]
+    monkeypatch.setattr("clusterenv_runtime.security.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("clusterenv_runtime.security.ADMITTED_S", 4.0)
+    transport = make("127.0.0.1", security="curve", num_workers=num_workers)
+    key = read_key_file(transport.key_file).worker_public.encode()
+
+    def let_in(times):
+        return sum(transport._gate.callback("", key) for _ in range(times))
+
+    assert let_in(20_000) == most and let_in(10) == 0
+    now[0] += 10 * 4.0
+    assert let_in(100) == 10
+    now[0] += 10 * most * 4.0
+    assert let_in(20_000) == most
+    assert transport.refused == 0 and caplog.text.count("too many connections") == 1
 
 
 FIRST_IDENTITY = """
 import zmq
 from clusterenv_runtime.head.transport import Transport
-transport = Transport(None, 0, "none", None, 30, None)
+transport = Transport(None, 0, "none", None, 30, None, 1)
 with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
     peer.connect(transport.address)
     peer.send(b"")

@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from clusterenv_runtime import CategoricalPolicy
+from clusterenv_runtime import CategoricalPolicy, GaussianPolicy
 from clusterenv_runtime.head.versions import MANY_CHANGES, PolicyCopy, PolicyStore
 
 from .nets import change, linear
@@ -201,3 +201,74 @@ def test_a_worker_that_does_not_hold_what_it_was_sent_gets_all_and_is_counted(ca
         assert store.mismatches == mismatches
     assert caplog.text.count("it gets all") == 2
     assert torch.is_tensor(copy.weights)
+
+
+def test_a_divergence_is_told_for_each_dimension_of_an_action():
+    class Far(GaussianPolicy):
+        def divergence(self, observations, behavior_params):
+            return np.full(len(observations), 6.0)
+
+    copy, policy = PolicyCopy(), Far(linear(3, 2), nn.Parameter(torch.zeros(1, 2)))
+    store = PolicyStore([copy], SPACES[0], spaces.Box(-1, 1, (2,)), rounds=True)
+    store.publish(policy)
+    store.acted(copy, acted(1))
+    store.publish(policy)
+    assert copy.divergence == 3
+
+
+IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("space", "num_workers", "most"),
+    [
+        (SPACES[0], 1, 256),
+        (SPACES[0], 64, 128),
+        (SPACES[0], 1000, 16),
+        (IMAGE, 1, 148),
+        (IMAGE, 5, 29),
+        (IMAGE, 100, 16),
+        (spaces.Dict(a=IMAGE, b=IMAGE), 1, 74),
+        (spaces.Box(-1, 1, (0,)), 1, 256),
+        (spaces.Text(5), 64, 128),
+    ],
+    ids=str,
+)
+def test_of_large_observations_and_of_many_workers_fewer_states_are_kept(space, num_workers, most):
+    copies = [PolicyCopy() for _ in range(num_workers)]
+    assert PolicyStore(copies, space, SPACES[1], rounds=True)._most == most
+
+
+class Remembers(CategoricalPolicy):
+    """What it does is up to how often it was asked in this episode."""
+
+    def initial_state(self, num_envs):
+        return torch.zeros(num_envs, 1)
+
+    def forward(self, observations, state):
+        return self.actor(observations) * (1 + state), state + 1
+
+
+def test_of_a_policy_with_a_state_whole_rows_are_kept_and_an_episode_begins_after_an_end():
+    (copy,), store = made()
+    policy = Remembers(linear())
+    store.publish(policy)
+    for number in range(2):  # the second takes the place of the first, as they are no sequence
+        part = acted(1, num_steps=5, num_envs=3)
+        part.truncations[3, 1] = True
+        part.states = np.full((3, 1), number, np.float32)
+        starts = np.zeros((5, 3), bool)
+        starts[1:] = (part.terminations | part.truncations)[:-1]
+        with torch.no_grad():
+            along = policy.params_along(part.observations, starts, part.states)
+        part.params = along.flatten(0, 1).numpy()
+        store.acted(copy, part)
+        ((size, (seen, params, began, states)),) = copy.recent
+        assert size == 15
+        for kept, expected in (
+            (seen, part.observations), (params, part.params), (began, starts), (states, part.states)
+        ):  # fmt: skip
+            assert np.array_equal(kept, expected)
+    assert starts.any()
+    store.publish(policy)
+    assert copy.divergence == pytest.approx(0, abs=1e-6)

@@ -119,7 +119,7 @@ def start_head(
     startup_timeout, worker_timeout = options.startup_timeout, options.worker_timeout
     supervisor = Supervisor(workers, launcher, startup_timeout, worker_timeout, max_restarts, clock)
     transport = make_transport(
-        address, options.port, options.security, options.keys(), worker_timeout, launcher.directory
+        address, options.port, options.security, options.keys(), worker_timeout, launcher.directory, num_workers
     )
     opener = Opener(*spaces, blueprint.info_keys, blueprint.frame_stack, blueprint.compress_frames)
     pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, opener, clock)

@@ -102,6 +102,7 @@ class Transport:
         keys: made ahead, or None for fresh ones.
         silence: seconds after which a silent link counts as broken.
         parent: where the private directory with socket and keys is made; None for the system's place.
+        num_workers: that are to connect.
 
     Raises:
         StartupError: it cannot listen there.
@@ -115,6 +116,7 @@ class Transport:
         keys: HeadKeys | None,
         silence: float,
         parent: Path | None,
+        num_workers: int,
     ) -> None:
         raise_file_limit()
         self.dropped = 0  # messages so far that were malformed or of strangers
@@ -145,7 +147,7 @@ class Transport:
             self._socket.ipv6 = ":" in (bind_address or "")
             if bind_address and security == "curve":
                 self.key_file = Path(self.directory) / "key"
-                self._gate = Gate(self._context, self._socket, self.key_file, keys)
+                self._gate = Gate(self._context, self._socket, self.key_file, keys, num_workers)
             self._bind(listening_address(bind_address, port or "*", self.directory))
         except BaseException:
             self.close()
