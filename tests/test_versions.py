@@ -140,7 +140,7 @@ def test_states_of_the_same_version_add_up_and_those_of_another_take_their_place
 
 
 def test_one_of_several_that_cannot_be_measured_is_told_once(caplog):
-    copies, store = made(3)
+    copies, store = made(2)
     policy = CategoricalPolicy(linear())
     store.publish(policy)
     for _ in range(2):
@@ -149,7 +149,7 @@ def test_one_of_several_that_cannot_be_measured_is_told_once(caplog):
             part.params[:] = math.nan if number == 1 else 1
             store.acted(copy, part)
         store.publish(policy)
-        assert [copy.divergence < math.inf for copy in copies] == [True, False, True]
+        assert [copy.divergence < math.inf for copy in copies] == [True, False]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("a worker's divergence could not be measured, so it pulls: ")
