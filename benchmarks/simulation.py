@@ -96,7 +96,8 @@ def simulate(indices, flags, weights_at, frame_bytes):
     for index in indices:
         socket = context.socket(zmq.DEALER)
         socket.linger = socket.rcvhwm = 0
-        protocol.set_limits(socket, float(flags["--head-timeout"]), protocol.MAX_REQUEST_FRAME)
+        protocol.set_limits(socket, protocol.MAX_REQUEST_FRAME)
+        protocol.keep_alive(socket, float(flags["--head-timeout"]))
         if keys is not None:
             keys.secure(socket)
         socket.connect(flags["--connect"])

@@ -261,10 +261,16 @@ def _name_of(key: Any) -> str:
 def check_twister(key: Any, position: Any) -> None:
     """Raise ValueError if these are not a Mersenne twister's words, ``(624,)`` integers, and its place in them."""
     words = np.asarray(key)
-    if words.shape != (WORDS,) or words.dtype.kind not in "iu" or not words.any():
+    if words.shape != (WORDS,) or words.dtype.kind not in "iu" or not _twists(words):
         raise ValueError("these are not the words of a Mersenne twister")
     if not (type(position) is int and 0 <= position <= WORDS):
         raise ValueError(f"the position of a Mersenne twister must be from 0 to {WORDS}, got {position!r:.100}")
+
+
+def _twists(words: np.ndarray) -> bool:
+    """Say whether these 32 bits each lead to other numbers than zeros: of the first only the highest bit counts."""
+    words = words.astype(np.uint32)
+    return bool(words[0] & 2**31 or words[1:].any())
 
 
 def _generator(state: dict[str, Any]) -> np.random.Generator:
@@ -302,3 +308,5 @@ def check_torch(state: bytes) -> None:
     is_place = 0 < left <= WORDS and left + next_word == WORDS + 1
     if is_seeded != 1 or not (is_place or (left, next_word) == (1, 0)):
         raise ValueError("the state of its random numbers: its place among its words is none")
+    if not _twists(np.frombuffer(state, np.uint64, WORDS, 24)):
+        raise ValueError("the state of its random numbers: it leads to zeros")

@@ -92,14 +92,16 @@ def decompressed(data: np.ndarray, example: np.ndarray, most: int) -> np.ndarray
     Raises:
         ValueError: these are none, or more than ``most``.
     """
-    stream, size, found, rest = zlib.decompressobj(), max(example.nbytes, 1), bytearray(), data
+    stream, size, found, rest = zlib.decompressobj(), max(example.nbytes, 1), bytearray(), b""
     try:
-        while len(rest) and not stream.eof and len(found) <= most * size:  # piece by piece: it is not held twice
-            found += stream.decompress(rest, PIECE)
-            rest = stream.unconsumed_tail
+        for start in range(0, len(data), PIECE):  # in and out piece by piece: it is neither held nor copied twice
+            rest = data[start : start + PIECE]
+            while len(rest) and not stream.eof and len(found) <= most * size:
+                found += stream.decompress(rest, PIECE)
+                rest = stream.unconsumed_tail
     except zlib.error as error:
         raise ValueError(str(error)) from None
-    if not stream.eof or stream.unused_data or len(found) > most * size or len(found) % size:
+    if not stream.eof or stream.unused_data or len(rest) or len(found) > most * size or len(found) % size:
         raise ValueError(f"they are not the bytes of at most {most} frames of {size} bytes")
     return np.frombuffer(found, example.dtype).reshape(len(found) // size, *example.shape)
 

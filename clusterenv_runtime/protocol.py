@@ -26,6 +26,7 @@ PROTOCOL_VERSION = 8
 MAX_DROPPED = 100
 MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `codec.MAX_FRAME`
 CURVE_BYTES = 33  # that CURVE adds to a frame
+PULSE_S = 0.2  # how often a worker shows that it is there
 
 
 class Message(msgspec.Struct, tag=True):
@@ -188,12 +189,24 @@ def mismatch(hello: Hello) -> str | None:
     return None
 
 
-def set_limits(socket: zmq.Socket[bytes], silence: float, max_frame: int) -> None:
-    """Cut off a peer that sends more bytes than this in one frame, or that has been silent for so many seconds.
-
-    The first holds for a stranger's handshake, too. The second is by ZMTP's PING.
-    """
-    silence = min(silence, 10**6)  # eleven days; libzmq counts milliseconds in 32 bits
+def set_limits(socket: zmq.Socket[bytes], max_frame: int) -> None:
+    """Cut off a peer that sends more bytes than this in one frame. This holds for a stranger's handshake, too."""
     socket.maxmsgsize = max_frame + CURVE_BYTES  # libzmq counts what travels
-    socket.heartbeat_ivl = max(int(silence * 250), 1)
-    socket.heartbeat_timeout = max(int(silence * 750), 1)
+
+
+def keep_alive(socket: zmq.Socket[bytes], silence: float) -> None:
+    """Cut off a head that has been silent for so many seconds, and tell it to do so with this worker, by ZMTP's PING.
+
+    The head itself sends none. Where a connection breaks from which it has stopped to read, as too much is unread, its
+    next PING would end it: an assertion of libzmq's. What else is received puts off the end of a silence for ever, or
+    hides a PONG behind it, so this is for a connection that carries nothing else. The first PING comes after `PULSE_S`.
+    """
+    milliseconds = max(int(min(silence, 10**6) * 750), 1)  # eleven days at most: libzmq counts them in 32 bits
+    socket.heartbeat_timeout = milliseconds
+    socket.heartbeat_ttl = min(max(milliseconds, 100), 6_500_000)  # which travels as tenths of a second in 16 bits
+    socket.heartbeat_ivl = max(min(milliseconds // 3, int(PULSE_S * 1000)), 1)
+
+
+def pulse_of(identity: bytes) -> bytes:
+    """Return the identity of a worker's second connection, see `keep_alive`, from that of its first."""
+    return b"p" + identity[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -157,25 +158,26 @@ def _join_infos(
     """Return what workers have sent of their infos as arrays, zeros where there was none, and where there was some."""
     joined: dict[str, np.ndarray] = {}
     for key in known:
-        found = {number: each[key][1] for number, each in enumerate(infos) if key in each}
-        shapes = {values.shape[1:]: number for number, values in found.items()}
-        if len(shapes) > 1:
-            which = ", ".join(f"{shape} on worker {number}" for shape, number in shapes.items())
-            warnings.warn(f"Info {key} is left out: its shape is not the same everywhere, but {which}.", stacklevel=2)
-            continue
-        if found:
-            known[key] = np.zeros(*shapes, np.result_type(*found.values()))
+        found = {number: each[key][1] for number, each in enumerate(infos) if key in each and len(each[key][1])}
+        shapes = Counter(values.shape[1:] for values in found.values())
+        if shapes:  # that of most, and among these the one there was before
+            shape = max(shapes, key=lambda shape, key=key: (shapes[shape], shape == known[key].shape))
+            if others := {number: values.shape[1:] for number, values in found.items() if values.shape[1:] != shape}:
+                which = ", ".join(f"{other} on worker {number}" for number, other in others.items())
+                warnings.warn(f"Info {key} is left out where it is not {shape}, but {which}.", stacklevel=2)
+            found = {number: values for number, values in found.items() if number not in others}
+            known[key] = np.zeros(shape, np.result_type(*found.values()))
         size, came = num_steps * sum(sizes) * known[key].nbytes, sum(values.nbytes for values in found.values())
         if size > max(MAX_INFO_ZEROS, MAX_INFO_RATIO * came):
-            text = f"{size} bytes, where {came} have come: most steps have none"
-            warnings.warn(f"Info {key} is left out: a rollout of it would be {text}.", stacklevel=2)
+            text = f"a rollout of it would be {size} bytes, and most steps have none"
+            warnings.warn(f"Info {key} is left out: {text}.", stacklevel=2)
             continue
         values = np.zeros((num_steps, sum(sizes), *known[key].shape), known[key].dtype)
         mask, first = np.zeros(values.shape[:2], bool), 0
-        for each, size in zip(infos, sizes, strict=True):
-            if key in each:
-                steps, rows = np.divmod(each[key][0], size)
-                values[steps, first + rows], mask[steps, first + rows] = each[key][1], True
+        for number, size in enumerate(sizes):
+            if number in found:
+                steps, rows = np.divmod(infos[number][key][0], size)
+                values[steps, first + rows], mask[steps, first + rows] = found[number], True
             first += size
         joined[key], joined[f"_{key}"] = values, mask
     return joined

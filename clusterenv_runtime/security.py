@@ -22,7 +22,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from .errors import StartupError
 
 logger = logging.getLogger(__name__)
-# How many connections are let in at once, unless twice the workers are more; and after how long it is one more.
+# How many connections are let in at once, unless four of each worker are more; and after how long it is one more.
 ADMITTED, ADMITTED_S = 4096, 1.0
 Z85Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
 
@@ -89,7 +89,7 @@ class Gate:
         self._worker_public = keys.worker_public.encode()
         write_key_file(key_file, keys.workers())
         self.refused = 0  # connections so far
-        self._most = max(ADMITTED, 2 * num_workers)  # all of them may be replaced at once
+        self._most = max(ADMITTED, 4 * num_workers)  # each makes two, and all may be replaced at once
         self._left, self._since = float(self._most), time.monotonic()  # how many more may come, and when that was so
         self._is_crowded = False  # whether that was said
         self._authenticator = ThreadAuthenticator(context)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames, ProtocolError
+from clusterenv_runtime import frames as frames_module
 from clusterenv_runtime.answers import Opener
 from clusterenv_runtime.frames import compressed, decompressed, fold
 
@@ -302,6 +303,17 @@ def test_what_is_decompressed_is_bounded():
         decompressed(bomb, np.zeros(3, np.uint8), 4)
     assert tracemalloc.get_traced_memory()[1] < 10**7
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("size", [1, frames_module.PIECE - 11, frames_module.PIECE, 3 * frames_module.PIECE + 1])
+def test_frames_that_do_not_get_smaller_come_back_and_nothing_may_follow_them(size):
+    data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    sent = compressed(data)
+    assert np.array_equal(decompressed(sent, np.uint8(0), size), data)
+    more = -len(sent) % frames_module.PIECE  # up to the end of a piece, and beyond
+    for wrong in (sent[:-1], *(np.concatenate([sent, np.zeros(n, np.uint8)]) for n in (1, more + 1, 2**21))):
+        with pytest.raises(ValueError, match="they are not the bytes of"):
+            decompressed(wrong, np.uint8(0), size)
 
 
 def test_what_is_decompressed_is_held_once():

@@ -172,10 +172,14 @@ def generator_at(left, next_word):
     return GENERATOR[:8] + struct.pack("=i", left) + GENERATOR[12:16] + struct.pack("=Q", next_word) + GENERATOR[24:]
 
 
+# All that it draws would be zeros, as of the first word only the highest of 32 bits counts.
+DEAD = GENERATOR[:24] + struct.pack("=Q", 2**31 - 1) + struct.pack("=Q", 2**32) * 623 + GENERATOR[24 + 624 * 8 :]
+
+
 @pytest.mark.parametrize(
     "state",
-    [bytes(5056), b"x", b"\xff" * 5056, b"", generator_at(624, 624), generator_at(1, 1), generator_at(2, 0)],
-    ids=["zeros", "short", "ones", "none", "beyond", "behind", "before"],
+    [bytes(5056), b"x", b"\xff" * 5056, b"", generator_at(624, 624), generator_at(1, 1), generator_at(2, 0), DEAD],
+    ids=["zeros", "short", "ones", "none", "beyond", "behind", "before", "dead"],
 )
 def test_the_state_of_random_numbers_is_one_that_can_be_loaded(state):
     answer, buffers = packed(a_part(PART_SPACES[0]))

@@ -31,6 +31,7 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy, Po
 from clusterenv_runtime import policy as policy_module
 from clusterenv_runtime.head import versions
 from clusterenv_runtime.head.probe import probe
+from clusterenv_runtime.rollout import _join_infos
 
 from .envs import CountingEnv, EchoEnv, assert_same
 from .nets import change, linear
@@ -466,12 +467,23 @@ class Odd(CountingEnv):
         return *super().step(action)[:-1], {"odd": np.zeros(self.length), "even": 1.0}
 
 
-def test_infos_that_do_not_go_together_are_left_out_with_a_warning():
-    with ClusterEnv([partial(Odd, 2), partial(Odd, 3)], 2, info_keys=("odd", "even")) as envs:
+@pytest.mark.parametrize(("lengths", "right"), [((3, 2, 3), [0, 2]), ((2, 3, 3), [1, 2]), ((2, 3), [0])])
+def test_infos_of_another_shape_than_most_are_left_out_with_a_warning(lengths, right):
+    env_fns = [partial(Odd, length) for length in lengths]
+    others = rf"but \({lengths[0] ^ lengths[1] ^ lengths[right[0]]},\) on worker"
+    with ClusterEnv(env_fns, len(lengths), info_keys=("odd", "even")) as envs:
         envs.reset()
-        with pytest.warns(UserWarning, match=r"Info odd is left out: .*, but \(2,\) on worker 0, \(3,\) on worker 1"):
-            rollout = envs.rollout(CategoricalPolicy(linear(1, 2)), 4)
-        assert sorted(rollout.infos) == ["_even", "even"] and rollout.infos["even"].all()
+        for _ in range(2):
+            with pytest.warns(UserWarning, match=rf"Info odd is left out where it is not .*, {others}"):
+                infos = envs.rollout(CategoricalPolicy(linear(1, 2)), 4).infos
+            assert infos["odd"].shape == (4, len(lengths), lengths[right[0]]) and infos["even"].all()
+            assert infos["_odd"].any(0).nonzero()[0].tolist() == infos["_odd"].all(0).nonzero()[0].tolist() == right
+
+
+def test_infos_of_no_steps_have_no_shape():
+    nothing, two = (np.zeros(0, np.int64), np.zeros((0, 7))), (np.arange(4), np.ones((4, 2)))
+    joined = _join_infos([{"odd": nothing}, {"odd": two}], 4, [1, 1], {"odd": np.zeros(())})
+    assert joined["odd"].shape == (4, 2, 2) and joined["_odd"].all(0).tolist() == [False, True]
 
 
 class Rare(CountingEnv):
@@ -488,7 +500,7 @@ def test_a_rare_info_that_would_be_mostly_zeros_is_left_out_with_a_warning():
         policy = CategoricalPolicy(linear(1, 2))
         assert envs.rollout(policy, 16).infos["large"].shape == (16, 2, 2**14)
         envs.reset()
-        with pytest.warns(UserWarning, match="Info large is left out: .* 134217728 bytes, where 262144 have come"):
+        with pytest.warns(UserWarning, match="Info large is left out: .* 134217728 bytes, and most steps have none"):
             assert envs.rollout(policy, 512).infos == {}
 
 

@@ -26,6 +26,7 @@ from clusterenv_runtime.protocol import (
     Reply,
     decode_answer,
     frames,
+    keep_alive,
     mismatch,
     set_limits,
     shared_versions,
@@ -166,6 +167,20 @@ def test_a_twister_may_be_at_any_of_its_places(place):
     state["state"]["pos"] = place
     tree = Generator(pack(state, buffers))
     assert_same(Unpacker(buffers)(tree).bit_generator.state, state)
+
+
+@pytest.mark.parametrize(
+    ("words", "lives"), [([0] * 624, False), ([2**31 - 1] + [0] * 623, False), ([2**31] + [0] * 623, True),
+    ([0] * 623 + [1], True)],
+)  # fmt: skip
+def test_a_twister_whose_words_lead_to_zeros_is_none(words, lives):
+    state, buffers = np.random.MT19937(1).state, []
+    state["state"]["key"] = np.array(words, np.uint32)
+    tree = Generator(pack(state, buffers))
+    with (
+        contextlib.nullcontext() if lives else pytest.raises(ProtocolError, match="not the words of a Mersenne twister")
+    ):
+        assert_same(Unpacker(buffers)(tree).bit_generator.state, state)
 
 
 @pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64, -(2**63), -(2**63) - 1, 2**1000])
@@ -464,9 +479,14 @@ def test_who_differs_in_what_must_be_shared_is_told_in_what():
     assert said(numpy="1.0", torch="0.1", other="3") == f"runs {text}: install the same versions on both"
 
 
-@pytest.mark.parametrize(("silence", "interval", "timeout"), [(30, 7500, 22500), (0.001, 1, 1), (1e9, 25e7, 75e7)])
-def test_a_socket_takes_no_longer_frame_and_no_longer_silence(silence, interval, timeout):
+@pytest.mark.parametrize(
+    ("silence", "interval", "timeout", "told"),
+    [(30, 200, 22500, 22500), (0.4, 100, 300, 300), (0.001, 1, 1, 100), (1e9, 200, 75e7, 6500000)],
+)
+def test_a_socket_takes_no_longer_frame_and_no_longer_silence(silence, interval, timeout, told):
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        set_limits(socket, silence, 1000)
-        # CURVE adds 33 bytes to a frame. A link that is silent is closed after both times together.
-        assert (socket.maxmsgsize, socket.heartbeat_ivl, socket.heartbeat_timeout) == (1033, interval, timeout)
+        set_limits(socket, 1000)
+        assert socket.maxmsgsize == 1033  # CURVE adds 33 bytes to a frame
+        keep_alive(socket, silence)
+        # A link that is silent is closed after both times together, and by the head after the time that it is told.
+        assert (socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl) == (interval, timeout, told)

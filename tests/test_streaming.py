@@ -17,7 +17,7 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolic
 
 from .envs import CountingEnv, FailingEnv, RandomEnv, assert_same
 from .nets import change, linear
-from .patience import PATIENCE, wait_until
+from .patience import PATIENCE, wait_until, with_more_time
 from .test_rollout import Reference
 
 VECTOR = spaces.Box(-1, 1, (3,))
@@ -291,6 +291,21 @@ def test_overlapped_rollouts_act_on_the_weights_of_their_version_and_are_the_sam
 
 
 # Misuse, and what breaks.
+
+
+def test_no_number_of_answers_is_too_much_for_a_head_that_is_busy():
+    def check(seconds):
+        with ClusterEnv([partial(CountingEnv, length=10**6)] * 2, 2, worker_timeout=seconds) as envs:
+            envs.reset()
+            envs.publish(CategoricalPolicy(linear(1, 2)))
+            for _ in range(100):
+                envs.send(1)
+            time.sleep(4 * seconds)  # in which the head receives nothing
+            answered = [envs.recv() for _ in range(200)]
+            assert sorted(index for index, _ in answered) == [0] * 100 + [1] * 100
+            assert not envs.restarts
+
+    with_more_time(check, 1, 10)
 
 
 def test_misuse():

@@ -15,10 +15,11 @@ import zmq
 from clusterenv_runtime import StartupError
 from clusterenv_runtime.head import transport as module
 from clusterenv_runtime.head.transport import MAX_HELLO, Malformed, Outgoing, Received, Transport, listening_address
-from clusterenv_runtime.protocol import Close, Ping, Pull, decode_request, encode, frames
+from clusterenv_runtime.protocol import Close, Ping, Pull, decode_request, encode, frames, pulse_of
 from clusterenv_runtime.security import ADMITTED, HeadKeys, WorkerKeys, read_key_file
 
 from .patience import PATIENCE
+from .scripts import ROOT
 
 
 @pytest.fixture
@@ -26,8 +27,8 @@ def make(tmp_path):
     """Make a transport, by default on a socket file."""
     made = []
 
-    def make(bind_address=None, port=0, security="none", keys=None, silence=30, num_workers=1):
-        made.append(Transport(bind_address, port, security, keys, silence, tmp_path, num_workers))
+    def make(bind_address=None, port=0, security="none", keys=None, num_workers=1):
+        made.append(Transport(bind_address, port, security, keys, tmp_path, num_workers))
         return made[-1]
 
     yield make
@@ -136,6 +137,42 @@ def test_of_a_flood_only_so_much_is_received_at_once(make, dial, monkeypatch, li
     assert transport.exchange([], 0) == ([], [])
 
 
+def test_a_worker_whose_second_connection_closes_is_closed_but_what_it_sent_before_is_heard(make, dial):
+    transport, ping = make(), encode((None, Ping()))
+    identity = b"w" + b"x" * 16
+    worker, pulse = dial(transport, identity), dial(transport, pulse_of(identity))
+    worker.send_multipart(frames(None, Pull(1)))
+    hear(transport)
+
+    def tries(*closed):
+        return transport.exchange([Outgoing(identity, None, Ping())], 0.01) == ([], list(closed))
+
+    assert tries()  # it need not have one
+    pulse.send(ping)
+    while not transport._pulses:
+        assert tries()
+    assert tries() and pulse.recv() == ping and worker.recv() == ping
+    pulse.close()
+    worker.send_multipart(frames(None, Pull(2)))
+    while not transport._pulses[pulse_of(identity)]:  # it takes a moment
+        received, closed = transport.exchange([Outgoing(identity, None, Ping())], 0.01)
+        assert not closed and [each.read() for each in received] in ([], [(None, Pull(2))])
+    assert tries(identity) and not transport._pulses
+
+
+def test_who_ends_leaves_nothing(make, dial):
+    transport, identity = make(), b"w" + b"x" * 16
+    for each in (peers := [dial(transport, pulse_of(identity)), dial(transport, identity)]):
+        each.send(encode((None, Ping())))
+    while not transport._pulses:
+        transport.exchange([], 0.01)
+    for each in peers:
+        each.close()
+    while not transport.exchange([Outgoing(identity, None, Ping())], 0.01)[1]:
+        pass
+    assert not transport._pulses
+
+
 def test_what_is_no_message_is_told_in_one_printable_line():
     assert Received(b"", frames(1, Pull(2))).read() == (1, Pull(2))
     seq, malformed = Received(b"", [encode((1, {"type": "\x1b[2J\n"}))]).read()
@@ -184,7 +221,7 @@ def test_the_limit_of_open_files_is_raised_and_never_lowered(monkeypatch, make, 
 
 
 def test_its_directory_is_its_owners_and_goes_with_it(tmp_path):
-    transport = Transport(None, 0, "none", None, 30, tmp_path / "new" / "place", 1)
+    transport = Transport(None, 0, "none", None, tmp_path / "new" / "place", 1)
     directory = Path(transport.directory)
     assert directory.parent == tmp_path / "new" / "place" and directory.name.startswith("clusterenv-")
     assert directory.stat().st_mode & 0o777 == 0o700
@@ -197,19 +234,19 @@ def test_its_directory_is_its_owners_and_goes_with_it(tmp_path):
     transport.close()
     transport.close()
     assert not directory.exists() and transport._context.closed
-    gone = Transport(None, 0, "none", None, 30, tmp_path, 1)
+    gone = Transport(None, 0, "none", None, tmp_path, 1)
     shutil.rmtree(gone.directory)
     gone.close()
 
 
 def test_where_a_socket_file_has_too_long_a_name_it_says_so(tmp_path):
     parent = tmp_path / ("x" * (107 - len(f"{tmp_path}//clusterenv-12345678/head")))
-    transport = Transport(None, 0, "none", None, 30, parent, 1)
+    transport = Transport(None, 0, "none", None, parent, 1)
     assert len(transport.address.removeprefix("ipc://")) == 107
     transport.close()
     parent = parent.with_name(parent.name + "x")
     with pytest.raises(StartupError, match="the socket's path ipc://.*/head is longer than 107 bytes: set TMPDIR to"):
-        Transport(None, 0, "none", None, 30, parent, 1)
+        Transport(None, 0, "none", None, parent, 1)
     assert not any(parent.iterdir())
 
 
@@ -256,7 +293,7 @@ def test_a_peer_that_does_not_read_keeps_it_neither_from_sending_nor_from_closin
         assert not each.is_alive()
 
 
-@pytest.mark.parametrize(("num_workers", "most"), [(1, ADMITTED), (ADMITTED // 2, ADMITTED), (5000, 10_000)])
+@pytest.mark.parametrize(("num_workers", "most"), [(1, ADMITTED), (ADMITTED // 4, ADMITTED), (5000, 20_000)])
 def test_workers_that_connect_again_and_again_are_let_in_one_by_one(make, monkeypatch, caplog, num_workers, most):
     now = [0.0]
     monkeypatch.setattr("clusterenv_runtime.security.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -267,23 +304,45 @@ def test_workers_that_connect_again_and_again_are_let_in_one_by_one(make, monkey
     def let_in(times):
         return sum(transport._gate.callback("", key) for _ in range(times))
 
-    assert let_in(20_000) == most and let_in(10) == 0
+    assert let_in(30_000) == most and let_in(10) == 0
     now[0] += 10 * 4.0
     assert let_in(100) == 10
     now[0] += 10 * most * 4.0
-    assert let_in(20_000) == most
+    assert let_in(30_000) == most
     assert transport.refused == 0 and caplog.text.count("too many connections") == 1
+
+
+BREAKS = """
+import os, time, zmq
+from clusterenv_runtime import ClusterEnv
+from tests.envs import CountingEnv
+with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=1) as envs:
+    envs.reset()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger, peer.heartbeat_ivl, peer.heartbeat_ttl = 0, 100, 300
+        peer.connect(envs._pool.transport.address)
+        for _ in range(300):
+            peer.send(b"")
+        time.sleep(0.5)
+    time.sleep(2)  # in which the head reads nothing
+    assert envs.step([0, 0])[1].tolist() == [1, 1]
+"""
+
+
+def test_a_connection_that_breaks_while_much_is_unread_does_not_end_the_head():
+    """As libzmq does where it has to send a PING to it."""
+    subprocess.run([sys.executable, "-c", BREAKS], check=True, cwd=ROOT, timeout=PATIENCE)
 
 
 FIRST_IDENTITY = """
 import zmq
 from clusterenv_runtime.head.transport import Transport
-transport = Transport(None, 0, "none", None, 30, None, 1)
+transport = Transport(None, 0, "none", None, None, 1)
 with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
     peer.connect(transport.address)
     peer.send(b"")
     (received,), _ = transport.exchange([], 10)
-print(received.identity)
+print(received.identity.hex())
 transport.close()
 """
 
@@ -292,7 +351,7 @@ def test_nobody_knows_the_identity_that_the_next_connection_gets():
     """Where it is taken already, libzmq ends the process."""
     run = [sys.executable, "-c", FIRST_IDENTITY]
     first, second = (subprocess.run(run, capture_output=True, text=True, check=True).stdout for _ in range(2))
-    assert first.startswith("b'\\x00") and first != second
+    assert first.startswith("00") and first != second
 
 
 def test_an_identity_that_is_taken_goes_to_the_last_and_nothing_is_kept_of_the_others(make, dial):

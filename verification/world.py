@@ -173,6 +173,9 @@ class Process:
         for frames in sent:
             self._post_up(frames)
 
+    def settle(self) -> None:
+        """There is nothing to wait for."""
+
     def _post_up(self, frames: list[bytes]) -> None:
         self._up.append(frames)
         self._up_at = max(self._up_at, self.world.now + self.world.delay())

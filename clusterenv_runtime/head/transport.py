@@ -21,14 +21,15 @@ import zmq
 from .. import protocol
 from ..codec import MAX_FRAME
 from ..errors import StartupError, printable
-from ..protocol import Answer, Message
+from ..protocol import Answer, Message, Ping
 from ..security import Gate, HeadKeys
 
 logger = logging.getLogger(__name__)
 MOST_FILES = 65_536
 HANDSHAKE_MS = 10_000  # in which a peer must have shown who it is
 MAX_HELLO = 2**16  # bytes of the first message of a connection
-UNREAD = 24  # messages of a peer that libzmq keeps until the head receives; a worker sends fewer, see `greet`
+UNREAD = 24  # messages of a peer that libzmq keeps until the head receives; only then does it read on
+PING = protocol.encode((None, Ping()))
 FLOOD, FLOOD_BYTES = 1000, 2**26  # that are received at once; then the head looks after its workers
 
 
@@ -100,7 +101,6 @@ class Transport:
         port: to listen on over tcp; 0 for a random free one.
         security: over tcp "curve" or "none".
         keys: made ahead, or None for fresh ones.
-        silence: seconds after which a silent link counts as broken.
         parent: where the private directory with socket and keys is made; None for the system's place.
         num_workers: that are to connect.
 
@@ -114,13 +114,13 @@ class Transport:
         port: int,
         security: str,
         keys: HeadKeys | None,
-        silence: float,
         parent: Path | None,
         num_workers: int,
     ) -> None:
         raise_file_limit()
         self.dropped = 0  # messages so far that were malformed or of strangers
         self._complained_of: set[bytes] = set()
+        self._pulses: dict[bytes, bool] = {}  # by identity, whether it was missing at the last `Ping`
         if parent is not None:
             parent.mkdir(parents=True, exist_ok=True)
         # 0700: nobody else can dial in
@@ -140,8 +140,9 @@ class Transport:
         # read, see `Requests.number`, and only then is it asked for more.
         self._socket.sndhwm = 0
         self._socket.router_handover = True  # else libzmq keeps what comes under an identity that is taken for ever
-        # libzmq's own thread notices a silent link, whatever Python does at either end; a message to it then fails.
-        protocol.set_limits(self._socket, silence, MAX_FRAME)
+        protocol.set_limits(self._socket, MAX_FRAME)
+        # Connections to machines that are gone close in the end; that of a worker is noticed sooner, see `_has_pulse`.
+        self._socket.tcp_keepalive, self._socket.tcp_keepalive_idle = 1, 60
         self._socket.handshake_ivl = HANDSHAKE_MS
         try:
             self._socket.ipv6 = ":" in (bind_address or "")
@@ -173,11 +174,15 @@ class Transport:
         Return what has come, and the identities of those whose connection is closed.
         """
         closed = [out.identity for out in outbox if not self._send(out)]
-        received, size = list[Received](), 0
+        received, number, size = list[Received](), 0, 0
         milliseconds = -1 if seconds is None else 0 if closed else seconds * 1000
-        while milliseconds >= 0 and len(received) < FLOOD and size < FLOOD_BYTES and self._poller.poll(milliseconds):
-            received.append(self._receive())
-            size += sum(map(len, received[-1].frames))
+        while milliseconds >= 0 and number < FLOOD and size < FLOOD_BYTES and self._poller.poll(milliseconds):
+            message = self._receive()
+            number, size = number + 1, size + sum(map(len, message.frames))
+            if message.identity.startswith(b"p") and message.frames == [PING]:
+                self._pulses[message.identity] = False
+            else:
+                received.append(message)
             milliseconds = 0
         return received, closed
 
@@ -190,7 +195,28 @@ class Transport:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
+            self._pulses.pop(protocol.pulse_of(out.identity), None)
             return False
+        return not isinstance(out.message, Ping) or self._has_pulse(out.identity)
+
+    def _has_pulse(self, identity: bytes) -> bool:
+        """Say whether a worker's second connection is open, or was at the last `Ping`, or has never been.
+
+        A process that ends closes both, but what it has sent before may not have been received yet.
+        """
+        pulse = protocol.pulse_of(identity)
+        if pulse not in self._pulses:
+            return True
+        try:
+            self._socket.send_multipart([pulse, PING])
+            self._pulses[pulse] = False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            if self._pulses[pulse]:
+                del self._pulses[pulse]
+                return False
+            self._pulses[pulse] = True
         return True
 
     def _receive(self) -> Received:

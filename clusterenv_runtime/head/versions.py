@@ -163,10 +163,15 @@ class PolicyStore:
                 self._measure([copy])
             if len(copies) == 1 and not self._has_warned:
                 self._has_warned = True
-                logger.warning("a worker's divergence could not be measured, so it pulls: %s", one_line(error))
+                text = "worker %d's divergence could not be measured, so it pulls: %s"
+                logger.warning(text, self._number(copies[0]), one_line(error))
         else:
             for copy, nats in zip(copies, divergence, strict=True):
                 copy.divergence = float(nats) / self._probed.dimensions
+
+    def _number(self, copy: PolicyCopy) -> int:
+        """Return whose copy this is."""
+        return [id(each) for each in self._copies].index(id(copy))
 
     def acted(self, copy: PolicyCopy, part: RolloutPart) -> None:
         """Keep some of what a worker saw in its part of a rollout, and its policy's distribution parameters there."""
@@ -230,7 +235,8 @@ class PolicyStore:
         """Return the published version and its weights, for a worker that asks and says that it holds ``version``."""
         if version != copy.held and copy.weights is not None:
             self.mismatches += 1
-            logger.warning("a worker does not hold the weights it was sent (%d. time): it gets all", self.mismatches)
+            text = "worker %d does not hold the weights it was sent, and gets all; %d so far did not"
+            logger.warning(text, self._number(copy), self.mismatches)
             copy.weights = None
         if (answer := self._answers.get(id(copy.weights))) is None:
             answer = self._encode(copy)

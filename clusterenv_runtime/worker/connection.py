@@ -23,6 +23,8 @@ from ..security import WorkerKeys
 logger = logging.getLogger(__name__)
 HELLO_S = 5.0  # after how long a worker that waits for the head's first answer says again that it is there
 MAX_HELLO_S = 60.0  # after how long in the end, as each time it is twice as long
+RECONNECT_MS = 2000  # longer than it takes to end: what the head has not read yet would be lost behind another link
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH  # by a `security.Gate`
 
 
 class End(BaseException):
@@ -59,16 +61,30 @@ class Connection:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.routing_id = b"w" + secrets.token_bytes(16)  # nobody can take it, as nobody else knows it
         self._socket.linger = 5000  # the last message may be why we die
-        self._socket.connect_timeout = 2000  # ms, and then once more
         self._socket.rcvhwm = 0  # the head bounds what it asks; were pings to pile up unread, the link would seem dead
-        protocol.set_limits(self._socket, timeout, protocol.MAX_REQUEST_FRAME)
-        if keys is not None:
-            keys.secure(self._socket)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        # libzmq's own thread notices a silent link, whatever Python does at either end: that of a second socket, which
+        # lives until the process ends, as the head would take its end for this one's.
+        self._pulse = zmq.Context().socket(zmq.DEALER)
+        self._pulse.routing_id = protocol.pulse_of(self._socket.routing_id)
+        self._pulse.linger = self._pulse.rcvhwm = 0
+        protocol.keep_alive(self._pulse, timeout)
+        self._monitors = [self._dial(socket, address, keys) for socket in (self._pulse, self._socket)]
+        self._pulse.send(protocol.encode((None, protocol.Ping())))  # from now on the head counts on it
         threading.Thread(target=self._exit_with_head, daemon=True).start()
-        self._socket.ipv6 = "[" in address
-        self._socket.connect(address)
+        self._greeted = 0.0  # when the head's first message was there
         self.waited = 0.0  # seconds in `receive` since this was last set to 0
+
+    @staticmethod
+    def _dial(socket: zmq.Socket[bytes], address: str, keys: WorkerKeys | None) -> zmq.Socket[bytes]:
+        """Connect a socket, and return its monitor."""
+        socket.connect_timeout = socket.reconnect_ivl = RECONNECT_MS
+        protocol.set_limits(socket, protocol.MAX_REQUEST_FRAME)
+        if keys is not None:
+            keys.secure(socket)
+        monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | REFUSED | zmq.EVENT_DISCONNECTED)
+        socket.ipv6 = "[" in address
+        socket.connect(address)
+        return monitor
 
     def greet(self, index: int) -> None:
         """Say hello as this one of the head's workers, until the head's first message is there."""
@@ -85,6 +101,11 @@ class Connection:
             if not warned and (warned := time.monotonic() > start + self._startup_timeout):
                 text = "no answer for %g s: the head is busy, or does not expect this worker"
                 logger.warning(text, self._startup_timeout)
+        self._greeted = time.monotonic()
+
+    def settle(self) -> None:
+        """Wait until the head would notice the end of this process's pulse: before that it is given time to start."""
+        time.sleep(max(self._greeted + 1.5 * protocol.PULSE_S - time.monotonic(), 0))
 
     def send(self, seq: int | None, message: protocol.Message, *buffers: Any) -> None:
         self._socket.send_multipart(protocol.frames(seq, message, *buffers), copy=False)
@@ -122,15 +143,23 @@ class Connection:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _exit_with_head(self) -> None:
-        event, deadline = None, time.monotonic() + self._startup_timeout
+        events, deadline, poller = set[int](), time.monotonic() + self._startup_timeout, zmq.Poller()
+        for each in (self._pulse, *self._monitors):
+            poller.register(each, zmq.POLLIN)
         with contextlib.suppress(zmq.ContextTerminated):
-            while event != zmq.EVENT_DISCONNECTED:
+            while not events & {REFUSED, zmq.EVENT_DISCONNECTED}:
                 # What is not connected yet is tried again and again: the network may be down for a moment.
-                if self._parent_has_left() or (event is None and time.monotonic() >= deadline):
+                if self._parent_has_left() or (not events and time.monotonic() >= deadline):
                     break
-                if self._monitor.poll(1000):
-                    event = zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
-            logger.error("there is no head at the other end: exiting")
+                for each, _ in poller.poll(1000):
+                    if each is self._pulse:
+                        each.recv_multipart()  # the head's pings
+                    else:
+                        events.add(zmq.utils.monitor.recv_monitor_message(each)["event"])
+            if REFUSED in events:
+                logger.error("the head refuses this worker, as it has other keys, or too many have connected: exiting")
+            else:
+                logger.error("there is no head at the other end: exiting")
             deadline = time.monotonic() + 1  # a process's links close a moment before it has ended
             while self._parent is not None and not self._parent_has_left() and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -138,4 +167,5 @@ class Connection:
             if VARIABLE in os.environ:
                 kill_marked(os.environ[VARIABLE])
             os._exit(1)
-        self._monitor.close()
+        for monitor in self._monitors:
+            monitor.close()

@@ -107,6 +107,7 @@ class Worker:
                 self._first_row, self._rule = request.first_row, request.rule
                 built = partial(self._connection.send, None, protocol.Built())
                 self._envs = build_environments(built=built, **pickle.loads(buffers[0]))
+                self._connection.settle()
             case protocol.Reset():
                 return self._reset(*pickle.loads(buffers[0]))
             case protocol.Step():
