@@ -121,20 +121,17 @@ def test_any_other_error_of_a_send_is_raised(make):
         transport.exchange([Outgoing(b"nobody", 1, Ping())], None)
 
 
-@pytest.mark.parametrize(("limit", "size"), [({"FLOOD": 5}, 1), ({"FLOOD_BYTES": 50}, 10)])
-def test_of_a_flood_only_so_much_is_received_at_once(make, dial, monkeypatch, limit, size):
+@pytest.mark.parametrize("sent", [b"x" * 10, encode((None, Ping()))], ids=["something", "pings"])
+@pytest.mark.parametrize("limit", [{"FLOOD": 5}, {"FLOOD_BYTES": 45}])
+def test_of_a_flood_only_so_much_is_received_at_once(make, monkeypatch, limit, sent):
     for name, value in limit.items():
         monkeypatch.setattr(module, name, value)
-    transport = make()
-    peer = dial(transport)
-    for _ in range(12):
-        peer.send(bytes(size))
-    numbers = [len(transport.exchange([], PATIENCE)[0]) for _ in range(2)]
-    assert max(numbers) <= 5
-    while sum(numbers) < 12:
-        numbers.append(len(transport.exchange([], PATIENCE)[0]))
-        assert numbers[-1] in range(1, 6)
-    assert transport.exchange([], 0) == ([], [])
+    transport, received = make(), []
+    monkeypatch.setattr(transport, "_poller", SimpleNamespace(poll=lambda ms: True))
+    monkeypatch.setattr(transport, "_receive", lambda: received.append(sent) or Received(b"peer", [sent]))
+    messages, _ = transport.exchange([], 0)
+    assert len(received) == (5 if "FLOOD" in limit else -(-45 // len(sent)))
+    assert len(messages) == (0 if transport._pulses else len(received))
 
 
 def test_a_worker_whose_second_connection_closes_is_closed_but_what_it_sent_before_is_heard(make, dial):
@@ -151,6 +148,7 @@ def test_a_worker_whose_second_connection_closes_is_closed_but_what_it_sent_befo
     pulse.send(ping)
     while not transport._pulses:
         assert tries()
+    assert transport._pulses == {pulse_of(identity): False}
     assert tries() and pulse.recv() == ping and worker.recv() == ping
     pulse.close()
     worker.send_multipart(frames(None, Pull(2)))
@@ -158,6 +156,15 @@ def test_a_worker_whose_second_connection_closes_is_closed_but_what_it_sent_befo
         received, closed = transport.exchange([Outgoing(identity, None, Ping())], 0.01)
         assert not closed and [each.read() for each in received] in ([], [(None, Pull(2))])
     assert tries(identity) and not transport._pulses
+
+
+def test_a_second_connection_may_be_missing_once_from_the_start(make, dial):
+    transport, identity = make(), b"w" + b"x" * 16
+    dial(transport, identity).send(b"")
+    hear(transport)
+    transport._pulses[pulse_of(identity)] = False
+    assert transport.exchange([Outgoing(identity, None, Ping())], None) == ([], [])
+    assert transport.exchange([Outgoing(identity, None, Ping())], None) == ([], [identity])
 
 
 def test_who_ends_leaves_nothing(make, dial):
