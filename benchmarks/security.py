@@ -1,4 +1,4 @@
-"""What CURVE and heartbeats cost: rollouts over ipc, plain tcp and encrypted tcp, with and without heartbeats.
+"""What CURVE and heartbeats cost: rollouts over ipc, plain tcp and encrypted tcp.
 
     python -m benchmarks.security
 
@@ -22,7 +22,7 @@ from .idle import Corner, IdleEnv
 TCP = {"bind_address": "127.0.0.1"}
 VARIANTS = {
     "tcp, no heartbeats": {**TCP, "security": "none", "allow_insecure": True, "worker_timeout": 1e5},
-    "tcp, heartbeats": {**TCP, "security": "none", "allow_insecure": True, "worker_timeout": 1.0},  # four a second
+    "tcp, heartbeats": {**TCP, "security": "none", "allow_insecure": True, "worker_timeout": 1.0},  # five a second
     "tcp, CURVE, heartbeats": {**TCP, "worker_timeout": 1.0},
     "ipc, heartbeats": {"worker_timeout": 1.0},
 }

@@ -91,7 +91,7 @@ class Weights(Message):  # all, flat; or what `differences.Difference.pack` make
 
 
 class Ping(Message):  # nothing to do: it is for the head to see whether it can be sent
-    pass
+    """A worker's pulse sends one, too: `transport` knows it by its bytes."""
 
 
 class Close(Message):
@@ -197,13 +197,12 @@ def set_limits(socket: zmq.Socket[bytes], max_frame: int) -> None:
 def keep_alive(socket: zmq.Socket[bytes], silence: float) -> None:
     """Cut off a head that has been silent for so many seconds, and tell it to do so with this worker, by ZMTP's PING.
 
-    The head itself sends none. Where a connection breaks from which it has stopped to read, as too much is unread, its
-    next PING would end it: an assertion of libzmq's. What else is received puts off the end of a silence for ever, or
-    hides a PONG behind it, so this is for a connection that carries nothing else. The first PING comes after `PULSE_S`.
+    What else is received puts off the end of a silence for ever, or hides a PONG behind it, so this is for a connection
+    that carries nothing else. The head waits for 65 seconds at most: libzmq counts milliseconds in 16 bits there.
     """
-    milliseconds = max(int(min(silence, 10**6) * 750), 1)  # eleven days at most: libzmq counts them in 32 bits
+    milliseconds = max(int(min(silence, 10**6) * 750), 1)  # eleven days at most: here it has 32 bits
     socket.heartbeat_timeout = milliseconds
-    socket.heartbeat_ttl = min(max(milliseconds, 100), 6_500_000)  # which travels as tenths of a second in 16 bits
+    socket.heartbeat_ttl = min(max(milliseconds, 100), 65_500)
     socket.heartbeat_ivl = max(min(milliseconds // 3, int(PULSE_S * 1000)), 1)
 
 

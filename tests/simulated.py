@@ -37,7 +37,7 @@ class Network:
 
     def __init__(self):
         self.now, self.inbox, self.processes, self.closed = 0.0, [], {}, False
-        self.sent, self.exchanges, self.texts = [], 0, []
+        self.sent, self.exchanges, self.texts, self.forgotten = [], 0, [], []
 
     def clock(self):
         return self.now
@@ -54,6 +54,9 @@ class Network:
 
     def deliver(self, identity, seq, message):
         self.inbox.append(Received(identity, [encode((seq, message))]))
+
+    def forget(self, identity):
+        self.forgotten.append(identity)
 
     def drop(self, identity, text):
         self.dropped += 1

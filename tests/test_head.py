@@ -162,8 +162,10 @@ def test_a_killed_process_is_replaced_when_it_is_gone():
 
 def test_an_idle_worker_is_replaced_while_another_is_awaited():
     simulation = Simulation(2)
+    identity = simulation.workers[1].identity
     simulation.launcher.of[1].die()
     simulation.wait(1)
+    assert simulation.network.forgotten == [identity]
     (restart,) = simulation.recovery.restarts
     assert restart["worker"] == 1 and "died: killed by SIGKILL" in restart["reason"]
     assert simulation.workers[1].state == State.READY

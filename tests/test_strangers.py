@@ -2,11 +2,7 @@
 
 import os
 import socket
-import subprocess
-import sys
-import time
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -94,33 +90,3 @@ def test_workers_have_identities_that_nobody_else_knows(cluster):
     identities = [worker.identity for worker in cluster._pool.workers]
     assert all(len(identity) == 17 and identity.startswith(b"w") for identity in identities)
     assert len(set(identities)) == len(identities)
-
-
-FLOODS = """
-import sys, zmq
-with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-    socket.sndhwm = 1
-    socket.connect(sys.argv[1])
-    for _ in range(200):
-        socket.send_multipart([bytes(2**18)] * 16)
-"""
-
-
-def resident():
-    """This process's memory, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_what_a_peer_sends_to_a_busy_head_is_not_all_kept(cluster, workers):
-    before = resident()
-    with subprocess.Popen([sys.executable, "-c", FLOODS, address_of(workers())]) as stranger:
-        try:
-            while resident() < before + 50 * 2**20:
-                time.sleep(0.1)
-            time.sleep(2)  # in which it could have sent all
-            assert stranger.poll() is None and resident() < before + 150 * 2**20
-            while stranger.poll() is None:  # now it can
-                cluster.step([0, 0])
-                assert resident() < before + 250 * 2**20
-        finally:
-            stranger.kill()

@@ -155,7 +155,10 @@ def test_a_worker_whose_second_connection_closes_is_closed_but_what_it_sent_befo
     while not transport._pulses[pulse_of(identity)]:  # it takes a moment
         received, closed = transport.exchange([Outgoing(identity, None, Ping())], 0.01)
         assert not closed and [each.read() for each in received] in ([], [(None, Pull(2))])
-    assert tries(identity) and not transport._pulses
+    assert tries(identity) and tries(identity)
+    transport.forget(identity)
+    transport.forget(identity)
+    assert tries() and not transport._pulses
 
 
 def test_a_second_connection_may_be_missing_once_from_the_start(make, dial):
@@ -167,17 +170,14 @@ def test_a_second_connection_may_be_missing_once_from_the_start(make, dial):
     assert transport.exchange([Outgoing(identity, None, Ping())], None) == ([], [identity])
 
 
-def test_who_ends_leaves_nothing(make, dial):
-    transport, identity = make(), b"w" + b"x" * 16
-    for each in (peers := [dial(transport, pulse_of(identity)), dial(transport, identity)]):
-        each.send(encode((None, Ping())))
-    while not transport._pulses:
-        transport.exchange([], 0.01)
-    for each in peers:
-        each.close()
-    while not transport.exchange([Outgoing(identity, None, Ping())], 0.01)[1]:
-        pass
-    assert not transport._pulses
+def test_no_more_pulses_are_kept_than_there_may_be_connections(make, dial, monkeypatch):
+    monkeypatch.setattr(module, "MOST_FILES", 3)
+    transport = make()
+    for number in range(5):
+        dial(transport, b"p%d" % number).send(encode((None, Ping())))
+        transport._poller.poll(PATIENCE * 1000)
+        transport.exchange([], 0)
+    assert list(transport._pulses) == [b"p0", b"p1", b"p2"]
 
 
 def test_what_is_no_message_is_told_in_one_printable_line():

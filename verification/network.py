@@ -36,6 +36,9 @@ class Network:
         received, world.arrived = world.arrived, []
         return received, closed
 
+    def forget(self, identity: bytes) -> None:
+        """Nothing is kept."""
+
     def drop(self, identity: bytes, text: str) -> None:
         self.dropped += 1
         self._world.note(f"dropped {text}")

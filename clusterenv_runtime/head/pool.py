@@ -227,7 +227,8 @@ class WorkerPool:
                 self._post(worker, None, Ping())
         for worker, text in self._supervisor.look():
             self._raise_if_interrupted()  # a scheduler that ends a job may tell head and workers at once
-            self._by_identity.pop(worker.identity, None)
+            if self._by_identity.pop(worker.identity, None) is not None:
+                self.transport.forget(worker.identity)
             self._former.add(worker.identity)  # None if it has never come
             try:
                 self._supervisor.replace(worker, text)

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 MOST_FILES = 65_536
 HANDSHAKE_MS = 10_000  # in which a peer must have shown who it is
 MAX_HELLO = 2**16  # bytes of the first message of a connection
-UNREAD = 24  # messages of a peer that libzmq keeps until the head receives; only then does it read on
 PING = protocol.encode((None, Ping()))
 FLOOD, FLOOD_BYTES = 1000, 2**26  # that are received at once; then the head looks after its workers
 
@@ -94,7 +93,8 @@ class Received:
 class Transport:
     """Sends and receives messages, all in `exchange`.
 
-    A simulation of it needs `exchange`, `drop`, `close`, and the attributes `address`, `key_file` and `directory`.
+    A simulation of it needs `exchange`, `drop`, `forget`, `close`, and the attributes `address`, `key_file` and
+    `directory`.
 
     Args:
         bind_address: an IP address or network interface to listen on over tcp; None for a socket file.
@@ -135,7 +135,10 @@ class Transport:
         self._poller.register(self._socket, zmq.POLLIN)
         self._socket.linger = 0
         self._socket.router_mandatory = True  # a message to a worker that has gone raises instead of vanishing
-        self._socket.rcvhwm = UNREAD
+        # All is read at once. Where libzmq has stopped to read from a connection that then breaks, its next PONG would
+        # end the process, by an assertion, and so would a PING, of which the head sends none.
+        self._socket.rcvhwm = 0
+        self._socket.backlog = 4096  # many workers may come at once
         # One that does not read must not block the head. What it is sent is bounded: it cannot answer what it has not
         # read, see `Requests.number`, and only then is it asked for more.
         self._socket.sndhwm = 0
@@ -180,7 +183,8 @@ class Transport:
             message = self._receive()
             number, size = number + 1, size + sum(map(len, message.frames))
             if message.identity.startswith(b"p") and message.frames == [PING]:
-                self._pulses[message.identity] = False
+                if len(self._pulses) < MOST_FILES:  # more cannot be open
+                    self._pulses[message.identity] = False
             else:
                 received.append(message)
             milliseconds = 0
@@ -195,7 +199,6 @@ class Transport:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._pulses.pop(protocol.pulse_of(out.identity), None)
             return False
         return not isinstance(out.message, Ping) or self._has_pulse(out.identity)
 
@@ -214,7 +217,6 @@ class Transport:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             if self._pulses[pulse]:
-                del self._pulses[pulse]
                 return False
             self._pulses[pulse] = True
         return True
@@ -225,6 +227,10 @@ class Transport:
         while frames[-1].more:
             frames.append(self._socket.recv(zmq.NOBLOCK, copy=False))
         return Received(frames[0].bytes, [frame.buffer for frame in frames[1:]])
+
+    def forget(self, identity: bytes) -> None:
+        """Keep nothing of a worker that is lost."""
+        self._pulses.pop(protocol.pulse_of(identity), None)
 
     def drop(self, identity: bytes, text: str) -> None:
         """Count a message that is not for us; say so once per peer, and of a hundred peers at most."""

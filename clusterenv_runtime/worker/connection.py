@@ -1,4 +1,4 @@
-"""A worker's one connection to the head, and the end of the process when there is no head any more."""
+"""A worker's two connections to the head, and the end of the process when there is no head any more."""
 
 from __future__ import annotations
 
@@ -68,20 +68,25 @@ class Connection:
         self._pulse.routing_id = protocol.pulse_of(self._socket.routing_id)
         self._pulse.linger = self._pulse.rcvhwm = 0
         protocol.keep_alive(self._pulse, timeout)
-        self._monitors = [self._dial(socket, address, keys) for socket in (self._pulse, self._socket)]
+        self._shows, self._shown_at = threading.Event(), 0.0  # set when the pulse is connected, and when that was
+        self._monitors = [self._dial(socket, address, keys, timeout) for socket in (self._pulse, self._socket)]
         self._pulse.send(protocol.encode((None, protocol.Ping())))  # from now on the head counts on it
         threading.Thread(target=self._exit_with_head, daemon=True).start()
-        self._greeted = 0.0  # when the head's first message was there
         self.waited = 0.0  # seconds in `receive` since this was last set to 0
 
     @staticmethod
-    def _dial(socket: zmq.Socket[bytes], address: str, keys: WorkerKeys | None) -> zmq.Socket[bytes]:
+    def _dial(socket: zmq.Socket[bytes], address: str, keys: WorkerKeys | None, silence: float) -> zmq.Socket[bytes]:
         """Connect a socket, and return its monitor."""
+        # The kernel notices where a network has lost this connection alone, be there something to send or not.
+        seconds = int(min(max(silence, 4), 30_000))  # it takes no more
+        socket.tcp_maxrt = seconds * 1000
+        socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, 2
+        socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = seconds // 2, seconds // 4
         socket.connect_timeout = socket.reconnect_ivl = RECONNECT_MS
         protocol.set_limits(socket, protocol.MAX_REQUEST_FRAME)
         if keys is not None:
             keys.secure(socket)
-        monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | REFUSED | zmq.EVENT_DISCONNECTED)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSED | zmq.EVENT_DISCONNECTED)
         socket.ipv6 = "[" in address
         socket.connect(address)
         return monitor
@@ -101,11 +106,11 @@ class Connection:
             if not warned and (warned := time.monotonic() > start + self._startup_timeout):
                 text = "no answer for %g s: the head is busy, or does not expect this worker"
                 logger.warning(text, self._startup_timeout)
-        self._greeted = time.monotonic()
 
     def settle(self) -> None:
         """Wait until the head would notice the end of this process's pulse: before that it is given time to start."""
-        time.sleep(max(self._greeted + 1.5 * protocol.PULSE_S - time.monotonic(), 0))
+        self._shows.wait()  # else this process ends after `startup_timeout`
+        time.sleep(max(self._shown_at + 1.5 * protocol.PULSE_S - time.monotonic(), 0))
 
     def send(self, seq: int | None, message: protocol.Message, *buffers: Any) -> None:
         self._socket.send_multipart(protocol.frames(seq, message, *buffers), copy=False)
@@ -143,19 +148,24 @@ class Connection:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _exit_with_head(self) -> None:
-        events, deadline, poller = set[int](), time.monotonic() + self._startup_timeout, zmq.Poller()
+        events, connected, deadline = set[int](), 0, time.monotonic() + self._startup_timeout
+        poller = zmq.Poller()
         for each in (self._pulse, *self._monitors):
             poller.register(each, zmq.POLLIN)
         with contextlib.suppress(zmq.ContextTerminated):
             while not events & {REFUSED, zmq.EVENT_DISCONNECTED}:
                 # What is not connected yet is tried again and again: the network may be down for a moment.
-                if self._parent_has_left() or (not events and time.monotonic() >= deadline):
+                if self._parent_has_left() or (connected < 2 and time.monotonic() >= deadline):
                     break
                 for each, _ in poller.poll(1000):
                     if each is self._pulse:
                         each.recv_multipart()  # the head's pings
-                    else:
-                        events.add(zmq.utils.monitor.recv_monitor_message(each)["event"])
+                        continue
+                    events.add(event := zmq.utils.monitor.recv_monitor_message(each)["event"])
+                    connected += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                    if each is self._monitors[0] and event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                        self._shown_at = time.monotonic()
+                        self._shows.set()
             if REFUSED in events:
                 logger.error("the head refuses this worker, as it has other keys, or too many have connected: exiting")
             else:
