@@ -121,6 +121,15 @@ def test_any_other_error_of_a_send_is_raised(make):
         transport.exchange([Outgoing(b"nobody", 1, Ping())], None)
 
 
+def test_libzmq_reads_on_while_nothing_is_received(make, dial):
+    transport = make()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.sndhwm, peer.sndtimeo, peer.linger = 1, int(PATIENCE * 1000), 0
+        peer.connect(transport.address)
+        for _ in range(20_000):  # more than sockets hold
+            peer.send(bytes(100))
+
+
 @pytest.mark.parametrize("sent", [b"x" * 10, encode((None, Ping()))], ids=["something", "pings"])
 @pytest.mark.parametrize("limit", [{"FLOOD": 5}, {"FLOOD_BYTES": 45}])
 def test_of_a_flood_only_so_much_is_received_at_once(make, monkeypatch, limit, sent):
