@@ -171,7 +171,7 @@ def test_a_twister_may_be_at_any_of_its_places(place):
 
 @pytest.mark.parametrize(
     ("words", "lives"), [([0] * 624, False), ([2**31 - 1] + [0] * 623, False), ([2**31] + [0] * 623, True),
-    ([0] * 623 + [1], True)],
+    ([0] * 623 + [1], True), ([0, 1] + [0] * 622, True)],
 )  # fmt: skip
 def test_a_twister_whose_words_lead_to_zeros_is_none(words, lives):
     state, buffers = np.random.MT19937(1).state, []
