@@ -304,7 +304,7 @@ class WorkerPool:
     def _greet(self, identity: bytes, hello: Hello) -> None:
         worker = self.workers[hello.index] if 0 <= hello.index < len(self.workers) else None
         if worker is None or worker.state != State.STARTING:
-            return self.transport.drop(identity, f"hello of {hello.host}, pid {hello.pid}: no worker {hello.index} is due")
+            return self.transport.drop(identity, f"a hello from {hello.host}, pid {hello.pid}: no worker {hello.index}")
         self._by_identity[identity] = worker
         self._supervisor.said_hello(worker, identity, hello.host, hello.pid)
         if (mismatch := protocol.mismatch(hello)) is not None:
