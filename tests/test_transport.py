@@ -121,7 +121,7 @@ def test_any_other_error_of_a_send_is_raised(make):
         transport.exchange([Outgoing(b"nobody", 1, Ping())], None)
 
 
-def test_libzmq_reads_on_while_nothing_is_received(make, dial):
+def test_libzmq_reads_on_while_nothing_is_received(make):
     transport = make()
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.sndhwm, peer.sndtimeo, peer.linger = 1, int(PATIENCE * 1000), 0
@@ -329,7 +329,7 @@ def test_workers_that_connect_again_and_again_are_let_in_one_by_one(make, monkey
 
 
 BREAKS = """
-import os, time, zmq
+import time, zmq
 from clusterenv_runtime import ClusterEnv
 from tests.envs import CountingEnv
 with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=1) as envs:

@@ -192,15 +192,8 @@ class Transport:
 
     def _send(self, out: Outgoing) -> bool:
         """Send a message, and say whether the connection is open still."""
-        try:
-            self._socket.send_multipart(
-                [out.identity, protocol.encode((out.seq, out.message)), *out.buffers], copy=False
-            )
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return not isinstance(out.message, Ping) or self._has_pulse(out.identity)
+        is_open = self._reaches([out.identity, protocol.encode((out.seq, out.message)), *out.buffers])
+        return is_open and (not isinstance(out.message, Ping) or self._has_pulse(out.identity))
 
     def _has_pulse(self, identity: bytes) -> bool:
         """Say whether a worker's second connection is open, or was at the last `Ping`, or has never been.
@@ -210,15 +203,17 @@ class Transport:
         pulse = protocol.pulse_of(identity)
         if pulse not in self._pulses:
             return True
+        was_missing, self._pulses[pulse] = self._pulses[pulse], not self._reaches([pulse, PING])
+        return not (was_missing and self._pulses[pulse])
+
+    def _reaches(self, frames: list[Any]) -> bool:
+        """Send these to the identity that is the first, and say whether there is one."""
         try:
-            self._socket.send_multipart([pulse, PING])
-            self._pulses[pulse] = False
+            self._socket.send_multipart(frames, copy=False)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            if self._pulses[pulse]:
-                return False
-            self._pulses[pulse] = True
+            return False
         return True
 
     def _receive(self) -> Received:
