@@ -51,7 +51,7 @@ class Collector:
     @property
     def _has_raised(self) -> bool:
         """Whether an environment has raised since all were reset, and the user knows."""
-        return bool(self._pool.failed) and not self._pool.has_failed
+        return bool(self._pool.failed) and not self._pool.errors
 
     def assert_can_act(self, method: str, num_steps: int, was_reset: bool) -> None:
         """Raise ValueError or ResetNeeded if a policy cannot act for so many steps, after a reset, and no error."""
@@ -127,7 +127,7 @@ class Collector:
 
         # Answered now, so that they need not wait until you have learned, and get these weights and no later ones.
         with self._gives_up_after_error():
-            self._pool.wait_until(lambda: self._pool.has_failed or not any(map(lacks_weights, pulling)), self.granted)
+            self._pool.wait_until(lambda: self._pool.errors or not any(map(lacks_weights, pulling)), self.granted)
 
     def _grant(
         self, num_steps: int, workers: Sequence[WorkerHandle], policy: Policy | None = None

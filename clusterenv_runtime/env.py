@@ -15,6 +15,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 
 from .blueprint import Blueprint, EnvFns
 from .collect import Collector
+from .errors import Interrupted
 from .head.start import Head, start_head
 from .options import parse_options, with_options
 from .rollout import Rollout
@@ -267,7 +268,7 @@ class ClusterEnv(Counters):
         Signal handlers and other threads may call it. The learner is whole then, as only methods of this wait. What was
         interrupted is given up, except that requests of `send` remain outstanding.
         """
-        self._pool.interrupted = True
+        self._pool.interrupted = Interrupted("interrupted while waiting for workers")
 
     def _assert_is_running(self) -> None:
         if self.closed:

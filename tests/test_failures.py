@@ -342,7 +342,7 @@ def test_a_rollout_that_is_interrupted_does_not_hang_what_comes_after(monkeypatc
     with ClusterEnv([CountingEnv], 1) as envs:
         envs.reset()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(envs._pool.transport, "exchange", lambda *_: signal.raise_signal(signal.SIGINT))
+            patch.setattr(envs._pool.transport, "exchange", lambda *_: (signal.raise_signal(signal.SIGINT) or [], []))
             envs.rollout(CategoricalPolicy(linear(1, 2)), 3)
         envs.reset_async()
         assert_same(envs.reset_wait(timeout=PATIENCE), (np.zeros((1, 1), np.float32), {}))

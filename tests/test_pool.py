@@ -1,5 +1,8 @@
 """The pool of workers without processes: who interrupts it, whom it hears and refuses, what it sends, and its end."""
 
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -23,7 +26,7 @@ def sent(simulation, kind):
 def test_an_interrupted_wait_raises_and_the_next_goes_on():
     simulation = Simulation(2)
     seqs = simulation.never()
-    simulation.pool.interrupted = True
+    simulation.pool.interrupted = Interrupted()
     with pytest.raises(Interrupted):
         simulation.pool.gather(seqs)
     assert simulation.call(1) == [1]
@@ -36,7 +39,7 @@ def test_an_interrupt_is_heeded_before_the_next_message_is_handled(monkeypatch):
 
     def interrupts(received):
         handled.append(received)
-        simulation.pool.interrupted = True
+        simulation.pool.interrupted = Interrupted()
         return handle(received)
 
     monkeypatch.setattr(simulation.pool, "_handle", interrupts)
@@ -47,12 +50,86 @@ def test_an_interrupt_is_heeded_before_the_next_message_is_handled(monkeypatch):
     assert [served.message.value for served in simulation.pool.gather(seqs)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("during", ["exchange", "_handle", "_supervise"])
+def test_ctrl_c_amid_a_wait_loses_nothing(monkeypatch, during):
+    simulation = Simulation(2)
+    simulation.launcher.of[1].cut_off = True
+    seqs = [simulation.pool.ask(worker, Call("name")) for worker in simulation.workers]
+    whose = simulation.network if during == "exchange" else simulation.pool
+    method, times = getattr(whose, during), []
+
+    def pressed(*args):
+        times.append(signal.raise_signal(signal.SIGINT))
+        return method(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(whose, during, pressed)
+        simulation.pool.wait_until(lambda: False, seqs)
+    assert len(times) == 1
+    assert [served.message.value for served in simulation.pool.gather(seqs, timeout=9)] == [0, 1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_at_the_very_end_of_a_wait_ends_it():
+    simulation, is_done = Simulation(1), iter((False, True))
+    with pytest.raises(KeyboardInterrupt):
+        simulation.pool.wait_until(lambda: next(is_done) and not signal.raise_signal(signal.SIGINT), [])
+
+
+def test_ctrl_c_comes_before_the_error_that_comes_with_it(monkeypatch):
+    simulation = Simulation(2, max_restarts=0)
+    simulation.launcher.of[1].die()
+    supervisor, describe = simulation.pool._supervisor, simulation.pool._supervisor.describe
+
+    def pressed(worker):
+        signal.raise_signal(signal.SIGINT)
+        return describe(worker)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(supervisor, "describe", pressed)
+        simulation.call(1)
+    with pytest.raises(WorkerDiedError, match="died: killed by SIGKILL"):
+        simulation.call(1)
+
+
+def test_ctrl_c_while_requests_are_sent_sends_them_all(monkeypatch):
+    simulation = Simulation(2)
+    seqs = [simulation.pool.ask(worker, Call("name")) for worker in simulation.workers]
+    exchange = simulation.network.exchange
+
+    def pressed(*args):
+        signal.raise_signal(signal.SIGINT)
+        return exchange(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(simulation.network, "exchange", pressed)
+        simulation.pool.flush()
+    assert [served.message.value for served in simulation.pool.gather(seqs, timeout=9)] == [0, 1]
+
+
+def test_a_handler_of_the_program_s_own_is_kept(monkeypatch):
+    simulation, heard = Simulation(1), []
+    monkeypatch.setattr(simulation.network, "exchange", lambda *_: (signal.raise_signal(signal.SIGINT) or [], []))
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append("here"))
+    try:
+        simulation.pool.flush()
+    finally:
+        handler = signal.signal(signal.SIGINT, before)
+    assert heard == ["here"] and handler is not before
+
+
+def test_another_thread_can_wait():  # which may set no handler
+    simulation = Simulation(1)
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(simulation.call, 0).result() == [0]
+
+
 def test_an_interrupt_comes_before_the_loss_that_comes_with_it():
     """A scheduler that ends a job may tell head and workers at once."""
 
     class Ending(Processes):
         def has_ended(self, index):
-            simulation.pool.interrupted = True
+            simulation.pool.interrupted = Interrupted()
             return super().has_ended(index)
 
     simulation = Simulation(2, launcher=Ending, max_restarts=0)

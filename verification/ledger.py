@@ -59,6 +59,7 @@ class Ledger:
 
     def __init__(self, num_envs: int) -> None:
         self._last: list[tuple[int, int] | None] = [None] * num_envs  # episode and step, before a reset None
+        self._given_up = list(self._last)  # where it was before a call that may have done nothing
         self._ended = [False] * num_envs  # whether the user has seen the end, and not what follows
         self._seen: set[tuple[int, int]] = set()  # episodes and steps
 
@@ -109,6 +110,7 @@ class Ledger:
     def lose_track(self, rows: np.ndarray) -> None:
         """Note that the user has given up a call, which these rows may have done all the same."""
         for row in rows:
+            self._given_up[row] = self._last[row] or self._given_up[row]
             self._last[row], self._ended[row] = None, False
 
     def _is(self, row: int, observation: np.ndarray, life: int, step: int) -> bool:
@@ -123,8 +125,8 @@ class Ledger:
     def _jumps(self, row: int, observation: np.ndarray) -> None:
         """Check an observation that does not follow: an episode of another process, or one that was given up."""
         number, life, step = observation.astype(int).tolist()
-        last = self._last[row]
-        self._assert(number == row and (life, step) not in self._seen, row, "goes on with", observation)
+        last, is_old = self._last[row], (life, step) in self._seen and (life, step) != self._given_up[row]
+        self._assert(number == row and not is_old, row, "goes on with", observation)
         if last is not None:
             others = world.lives[last[0]] != world.lives[life]
             self._assert(step == 0 and others, row, "jumps from", last, "to", observation)

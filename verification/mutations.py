@@ -17,8 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent
 MUTATIONS = {
     "until d016c55: what a wait has posted is left unsent": (
         "head/pool.py",
-        "            if self._outbox:  # such as the weights that were waited for\n                self.flush()\n",
-        "            pass\n",
+        "if self._outbox:  # such as the weights that were waited for",
+        "if False:",
+    ),
+    "until 4e1d5b0: Ctrl-C raises where half is sent": (
+        "head/pool.py",
+        "keeps = signal",
+        "keeps = False and signal",
     ),
     "until 851c8d7: who pulls before anything is published ends the run": (
         "head/handle.py",
@@ -61,8 +66,8 @@ MUTATIONS = {
     ),
     "late and duplicate answers are kept": (
         "head/pool.py",
-        "self._answers[seq] = self._outstanding.pop(seq), answer, process",
-        "self._answers[seq] = self._outstanding[seq], answer, process",
+        "self.answers[seq] = self.outstanding.pop(seq), answer, process",
+        "self.answers[seq] = self.outstanding[seq], answer, process",
     ),
     "who pulls for a request that was given up gets no weights": (
         "head/pool.py",
@@ -91,7 +96,7 @@ MUTATIONS = {
     ),
     "two workers that hold different weights share a difference": (
         "head/versions.py",
-        "self._answers[id(copy.weights)] = answer",
+        "self.answers[id(copy.weights)] = answer",
         "self._answers = dict.fromkeys(map(id, [c.weights for c in self._copies]), answer)",
     ),
     "a worker says what it likes about its version": (

@@ -97,9 +97,13 @@ class User:
         world.note(f"the user calls {name}")
         is_over = False
         if world.random.random() < self.impatience:
-            ctrl_c = functools.partial(signal.default_int_handler, signal.SIGINT, None)
+            ctrl_c = functools.partial(signal.raise_signal, signal.SIGINT)
             interrupt = world.random.choice((self.envs.interrupt, ctrl_c))
-            world.after(world.random.choice((0.0, 0.01, 0.5)), lambda: None if is_over else interrupt())
+            seconds = world.random.choice((None, 0.0, 0.01, 0.5))
+            if seconds is None:
+                world.amid_sends = [interrupt, *[lambda: None] * world.random.randrange(4)]
+            else:
+                world.after(seconds, lambda: None if is_over else interrupt())
         try:
             getattr(self, name)()
         except (Interrupted, KeyboardInterrupt):
@@ -114,8 +118,8 @@ class User:
             self.ledger.lose_track(self.everything)  # until the reset that now must come, and gives up what was sent
             self.ahead, self.sent = None, 0
         finally:
-            is_over = True
-        self.envs._pool.interrupted = False
+            is_over, world.amid_sends = True, []
+        self.envs._pool.interrupted = None
         self.check_weights()
 
     def reset(self) -> None:
@@ -182,16 +186,18 @@ class User:
     def check_leftovers(self) -> None:
         """Check that the head keeps nothing which nobody will ask for, and has always known what workers hold."""
         requests, store = self.envs._pool._requests, self.envs._store
-        if self.ahead is None and (requests._outstanding or requests._answers):
-            raise Wrong(f"nobody takes {requests._outstanding} and the answers {list(requests._answers)}")
-        if store.mismatches and not self.world.has_lies:
+        if self.ahead is None and (requests.outstanding or requests.answers):
+            raise Wrong(f"nobody takes {requests.outstanding} and the answers {list(requests.answers)}")
+        if store.mismatches and not any(process.has_lied for process in self.world.processes.values()):
             raise Wrong("a worker did not hold what the head believed")
 
     def check_weights(self) -> None:
-        """Compare what workers hold with what the head believes, where neither is about to change."""
+        """Compare what honest workers hold with what the head believes, where neither is about to change."""
         for worker in self.envs._pool.workers:
             process, copy = self.world.processes.get(worker.identity), worker.copy
-            if worker.state != State.READY or process.exit is not None or process.is_busy or copy.weights is None:
+            if worker.state != State.READY or process.exit is not None or process.is_busy or process.has_lied:
+                continue
+            if copy.weights is None:
                 continue
             actor = process.worker._actor
             if actor.version != copy.held or not torch.equal(actor._held, copy.weights):

@@ -51,8 +51,8 @@ class World:
         self.processes: dict[bytes, Process] = {}  # by the identity of their connection
         self.running: Process | None = None  # whose turn it is; None for the head's
         self.arrived: list[Received] = []  # at the head, and not read
+        self.amid_sends: list[Callable[[], None]] = []  # what happens before the head's next messages are sent
         self.crashes: list[str] = []  # what went wrong in workers' own code
-        self.has_lies = False  # whether a process has sent what none may
         self.trace: list[str] | None = None  # of what happens, if anybody wants to read it
 
     def clock(self) -> float:
@@ -125,7 +125,7 @@ class Process:
         self._held: list[Callable[[], None]] = []  # arrivals that wait for the link to be healed
         self._listens = self._is_due = False  # whether a message wakes it, and whether it has slept through its turn
         self.survives = False  # that it is killed
-        self.lies = False  # with its next message
+        self.lies = self.has_lied = False  # with its next message, and whether it has
         self.worker = Worker(self)
         self._greenlet = greenlet(self._run)
 
@@ -167,7 +167,7 @@ class Process:
         """Send to the head."""
         sent = [[bytes(frame) for frame in protocol.frames(seq, message, *buffers)]]
         if self.lies and not isinstance(message, protocol.Hello):
-            self.lies, self.world.has_lies = False, True
+            self.lies, self.has_lied = False, True
             kind, sent = lie_instead_of(self.world.random, seq, message, *sent, self.asked)
             self.world.note(f"{self.name} lies: {kind} instead of a {type(message).__name__}")
         for frames in sent:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import signal
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from secrets import randbits
+from threading import current_thread, main_thread
 from typing import Any
 
 from .. import protocol
 from ..answers import Opener, Published
-from ..errors import DeadlineError, Interrupted, StartupError, WorkerDiedError, printable
+from ..errors import DeadlineError, StartupError, WorkerDiedError, printable
 from ..launchers import Exit, Launcher
 from ..protocol import Built, Close, Error, Hello, Message, Part, Ping, Pull, Reply, Weights
 from ..rollout import RolloutPart
@@ -25,18 +28,34 @@ from .versions import PolicyStore
 PING_S = 1.0  # how often the head tries whether workers can be reached
 
 
+@contextlib.contextmanager
+def keeping_ctrl_c(pool: WorkerPool) -> Iterator[None]:
+    """Have Ctrl-C interrupt the pool, instead of raising where half a message is sent, or one that has come is lost."""
+    # A handler of the program's own stays, and in other threads nothing is raised.
+    keeps = signal.getsignal(signal.SIGINT) is signal.default_int_handler and current_thread() is main_thread()
+    try:
+        if keeps:
+            signal.signal(signal.SIGINT, lambda *_: setattr(pool, "interrupted", KeyboardInterrupt()))
+        yield
+    finally:
+        if keeps:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if isinstance(pool.interrupted, KeyboardInterrupt):
+            pool.raise_if_interrupted()
+
+
 class Requests:
     """Numbers requests; keeps each until it is answered, and the answer until it is taken."""
 
     def __init__(self) -> None:
         self._number = 0  # of the last one
-        self._outstanding: dict[int, PendingRequest] = {}  # by seq, oldest first
-        self._answers: dict[int, tuple[PendingRequest, Reply | RolloutPart, int]] = {}  # by seq, with whose it is
+        self.outstanding: dict[int, PendingRequest] = {}  # by seq, oldest first
+        self.answers: dict[int, tuple[PendingRequest, Reply | RolloutPart, int]] = {}  # by seq, with whose it is
 
     def add(self, worker: WorkerHandle, message: Message, buffers: tuple[Any, ...], published: Published) -> int:
         """Keep a request, and return its number."""
         seq = self.number()
-        self._outstanding[seq] = PendingRequest(seq, worker.index, message, buffers, published)
+        self.outstanding[seq] = PendingRequest(seq, worker.index, message, buffers, published)
         return seq
 
     def number(self) -> int:
@@ -44,40 +63,28 @@ class Requests:
         self._number += 1 + randbits(24)
         return self._number
 
-    def find(self, seq: int | None) -> PendingRequest | None:
-        """Return what has this number, if it is outstanding."""
-        return self._outstanding.get(seq)
-
     def answer(self, seq: int, answer: Reply | RolloutPart, process: int) -> None:
         """Keep the answer to a request that is outstanding."""
-        self._answers[seq] = self._outstanding.pop(seq), answer, process
-
-    def take(self, seq: int) -> tuple[PendingRequest, Reply | RolloutPart, int]:
-        """Return an answered request, its answer and whose process sent it; they are kept no longer."""
-        return self._answers.pop(seq)
+        self.answers[seq] = self.outstanding.pop(seq), answer, process
 
     def forget(self, seqs: Iterable[int]) -> None:
         """Neither wait for these any more, nor keep their answers."""
         for seq in seqs:
-            self._outstanding.pop(seq, None)
-            self._answers.pop(seq, None)
+            self.outstanding.pop(seq, None)
+            self.answers.pop(seq, None)
 
     def forget_worker(self, worker: int) -> None:
         """Wait no more for anything of this worker."""
-        self._outstanding = {seq: request for seq, request in self._outstanding.items() if request.worker != worker}
+        self.outstanding = {seq: request for seq, request in self.outstanding.items() if request.worker != worker}
 
     def of(self, worker: int) -> list[PendingRequest]:
         """Return what this worker has not answered, oldest first."""
-        return [request for request in self._outstanding.values() if request.worker == worker]
-
-    def late(self, seqs: Iterable[int]) -> set[int]:
-        """Return which workers have not answered these."""
-        return {self._outstanding[seq].worker for seq in seqs if seq in self._outstanding}
+        return [request for request in self.outstanding.values() if request.worker == worker]
 
     def first_answered(self, seqs: Collection[int]) -> int | None:
         """Return the first of these to be answered, or None if none is."""
         # One is looked up; of many, the first answer is almost always one.
-        some, others = (seqs, self._answers) if len(seqs) == 1 else (self._answers, seqs)
+        some, others = (seqs, self.answers) if len(seqs) == 1 else (self.answers, seqs)
         return next((seq for seq in some if seq in others), None)
 
     def watch(self, seqs: Iterable[int]) -> Callable[[], bool]:
@@ -85,7 +92,7 @@ class Requests:
         rest = list(seqs)
 
         def are_settled() -> bool:
-            while rest and rest[-1] not in self._outstanding:  # what has been answered is not asked again
+            while rest and rest[-1] not in self.outstanding:  # what has been answered is not asked again
                 rest.pop()
             return not rest
 
@@ -108,15 +115,15 @@ class WorkerPool:
         self._clock, self._requests, self._next_ping, self._closed = clock, Requests(), 0.0, False
         self._by_identity: dict[bytes, WorkerHandle] = {}
         self._former, self.failed = set[bytes](), set[int]()  # lost processes' identities; who raised, until a reset
-        self._errors: list[tuple[str, Error]] = []  # that are to be raised, and whose they are
+        self.errors: list[tuple[str, Error]] = []  # that the next wait will raise, and whose they are
         self._outbox, self._inbox = list[Outgoing](), deque[Received]()  # to be sent; not yet handled to the end
-        self.interrupted = False  # whether a wait is to raise Interrupted; a signal handler or a thread may set it
+        self.interrupted: BaseException | None = None  # what a wait is to raise; handlers and threads may set it
 
     def start(self, min_workers: int) -> None:
         """Start all workers, and return when so many have built their environments; see `start_head`."""
         self._supervisor.all_must_start = min_workers == len(self.workers)
         self._supervisor.start()
-        self._wait(lambda: self.has_failed or sum(each.state == State.READY for each in self.workers) >= min_workers)
+        self._wait(lambda: self.errors or sum(each.state == State.READY for each in self.workers) >= min_workers)
         self._supervisor.all_must_start = False
 
     def ask(self, worker: WorkerHandle, message: Message, *buffers: Any) -> int:
@@ -134,13 +141,15 @@ class WorkerPool:
 
     def flush(self) -> None:
         """Send what was asked."""
-        self._exchange(None)
+        with keeping_ctrl_c(self):
+            self._exchange(None)
 
     def gather(self, seqs: list[int], timeout: float | None = None) -> list[Served]:
         """Return these requests and their answers, once they are all here.
 
         Raises:
-            DeadlineError, Interrupted: ``timeout`` seconds are over, or ``interrupted`` was set; they are given up.
+            DeadlineError: ``timeout`` seconds are over; the requests are given up.
+            Interrupted, KeyboardInterrupt: ``interrupted`` was set, or Ctrl-C was pressed; the same.
             WorkerDiedError: a worker is gone, and is not replaced.
             EnvError: an environment raised; or the exception itself, if it is Python's or Gymnasium's, caused by this.
         """
@@ -153,7 +162,7 @@ class WorkerPool:
 
     def first(self, seqs: Collection[int]) -> Served:
         """Return the first of these requests to be answered, with its answer."""
-        self.wait_until(lambda: self.has_failed or self._requests.first_answered(seqs) is not None, seqs)
+        self.wait_until(lambda: self.errors or self._requests.first_answered(seqs) is not None, seqs)
         return self._take(self._requests.first_answered(seqs))
 
     def forget(self, seqs: Iterable[int]) -> None:
@@ -170,31 +179,27 @@ class WorkerPool:
         if not done():
             self.require(*self.workers)
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether there is an error that the next wait will raise."""
-        return bool(self._errors)
-
     def _wait(self, done: Callable[[], bool], seqs: Iterable[int] = (), timeout: float | None = None) -> None:
         """Exchange messages and supervise until ``done``; raise what has failed meanwhile."""
         deadline = math.inf if timeout is None else self._clock() + timeout
-        try:
-            while True:
-                until = -math.inf if done() else min(deadline, self._supervisor.next_look)
-                self._serve(max(until - self._clock(), 0))
-                self._raise_if_interrupted()
-                if self._clock() >= self._supervisor.next_look:
-                    self._supervise()
-                if done():
-                    break
-                if self._clock() >= deadline:
-                    late = (self.workers[index] for index in sorted(self._requests.late(seqs)))
-                    raise DeadlineError("No answer from " + ", ".join(map(self._supervisor.describe, late)))
-        finally:
-            if self._outbox:  # such as the weights that were waited for
-                self.flush()
-        if self._errors:
-            errors, self._errors = self._errors, []
+        with keeping_ctrl_c(self):
+            try:
+                while True:
+                    until = -math.inf if done() else min(deadline, self._supervisor.next_look)
+                    self._serve(max(until - self._clock(), 0))
+                    self.raise_if_interrupted()
+                    if self._clock() >= self._supervisor.next_look:
+                        self._supervise()
+                    if done():
+                        break
+                    if self._clock() >= deadline:
+                        late = (worker for worker in self.workers if self._requests.of(worker.index))
+                        raise DeadlineError("No answer from " + ", ".join(map(self._supervisor.describe, late)))
+            finally:
+                if self._outbox:  # such as the weights that were waited for
+                    self.flush()
+        if self.errors:
+            errors, self.errors = self.errors, []
             raise to_exception(errors)
 
     def _exchange(self, seconds: float | None) -> list[Received]:
@@ -213,12 +218,13 @@ class WorkerPool:
             self._inbox.popleft()
             if (worker := self._by_identity.get(received.identity)) is not None:
                 worker.asked.pop(answered, None)
-            self._raise_if_interrupted()
+            self.raise_if_interrupted()
 
-    def _raise_if_interrupted(self) -> None:
-        if self.interrupted:
-            self.interrupted = False
-            raise Interrupted("interrupted while waiting for workers")
+    def raise_if_interrupted(self) -> None:
+        """Raise what a wait is to raise, if there is anything."""
+        if (error := self.interrupted) is not None:
+            self.interrupted = None
+            raise error
 
     def _supervise(self) -> None:
         if self._clock() > self._next_ping:
@@ -226,7 +232,7 @@ class WorkerPool:
             for worker in self.workers:
                 self._post(worker, None, Ping())
         for worker, text in self._supervisor.look():
-            self._raise_if_interrupted()  # a scheduler that ends a job may tell head and workers at once
+            self.raise_if_interrupted()  # a scheduler that ends a job may tell head and workers at once
             if self._by_identity.pop(worker.identity, None) is not None:
                 self.transport.forget(worker.identity)
             self._former.add(worker.identity)  # None if it has never come
@@ -257,7 +263,7 @@ class WorkerPool:
                 return None if isinstance(message, Pull) else seq
 
     def _handle_answer(self, worker: WorkerHandle, seq: int | None, message: Any, frames: list[Any]) -> None:
-        request = self._requests.find(seq)
+        request = self._requests.outstanding.get(seq)
         match message:
             case Reply() | Part() | Error() if seq not in worker.asked:
                 self._refuse(worker, "it answered what it was not asked, or had answered already")
@@ -268,7 +274,7 @@ class WorkerPool:
                     weights, buffers = self._store.pull(worker.copy, message.version)
                     self._post(worker, seq, weights, *buffers)
             case Error() if request is not None or message.ends:
-                self._errors.append((self._supervisor.describe(worker), message))
+                self.errors.append((self._supervisor.describe(worker), message))
                 self._requests.forget([seq])
                 if message.ends:  # even if it answers a request given up since: there will be no other answer
                     self.failed.add(worker.index)
@@ -324,7 +330,7 @@ class WorkerPool:
                 worker.asked[seq] = message
 
     def _take(self, seq: int) -> Served:
-        request, answer, process = self._requests.take(seq)
+        request, answer, process = self._requests.answers.pop(seq)
         return Served(request, answer, process != self.workers[request.worker].process)
 
     def close(self, timeout: float) -> None:
@@ -334,7 +340,7 @@ class WorkerPool:
         self._closed, deadline = True, self._clock() + timeout
         for worker in self.workers:
             self._post(worker, None, Close())
-        self.flush()
+        self._exchange(None)
         # One that sees this socket closed before it has read that it is to close has failed.
         while self._clock() < deadline and any(worker.state in CONNECTED for worker in self.workers):
             self._exchange(0.01)
