@@ -20,7 +20,7 @@ MUTATIONS = {
         "if self._outbox:  # such as the weights that were waited for",
         "if False:",
     ),
-    "until 4e1d5b0: Ctrl-C raises where half is sent": (
+    "until b661e7f: Ctrl-C raises where half is sent": (
         "head/pool.py",
         "keeps = signal",
         "keeps = False and signal",
