@@ -348,6 +348,45 @@ def test_a_rollout_that_is_interrupted_does_not_hang_what_comes_after(monkeypatc
         assert_same(envs.reset_wait(timeout=PATIENCE), (np.zeros((1, 1), np.float32), {}))
 
 
+PRESSED = """
+import os, random, signal, threading, time
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from tests.envs import CountingEnv
+from tests.nets import linear
+
+is_waiting, pressed = threading.Event(), 0
+
+def press():
+    while is_waiting.wait():
+        before = pressed
+        time.sleep(0.005 * random.random())
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):  # it may be lost where libzmq's memory is freed: then once more
+            if pressed == before:
+                time.sleep(0.002)
+
+with ClusterEnv([CountingEnv] * 4, 2) as envs:
+    policy = CategoricalPolicy(linear(1, 2))
+    envs.reset()
+    threading.Thread(target=press, daemon=True).start()
+    while pressed < 200:
+        try:
+            is_waiting.set()
+            while True:
+                envs.rollout(policy, 4)
+        except KeyboardInterrupt:
+            is_waiting.clear()
+            pressed += 1
+    print(envs.rollout(policy, 4).rewards.shape, envs.restarts)
+"""
+
+
+def test_ctrl_c_amid_many_rollouts_loses_no_worker():
+    command, env = [sys.executable, "-c", PRESSED], {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, env=env, text=True, capture_output=True, timeout=PATIENCE)
+    assert (run.returncode, run.stdout) == (0, "(4, 4) []\n"), run.stderr
+
+
 class LoudEnv(CountingEnv):
     """Prints more than may be in a file."""
 
