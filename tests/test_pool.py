@@ -50,12 +50,12 @@ def test_an_interrupt_is_heeded_before_the_next_message_is_handled(monkeypatch):
     assert [served.message.value for served in simulation.pool.gather(seqs)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("during", ["exchange", "_handle", "_supervise"])
+@pytest.mark.parametrize("during", ["exchange", "_handle", "look"])
 def test_ctrl_c_amid_a_wait_loses_nothing(monkeypatch, during):
     simulation = Simulation(2)
     simulation.launcher.of[1].cut_off = True
     seqs = [simulation.pool.ask(worker, Call("name")) for worker in simulation.workers]
-    whose = simulation.network if during == "exchange" else simulation.pool
+    whose = {"exchange": simulation.network, "_handle": simulation.pool, "look": simulation.pool._supervisor}[during]
     method, times = getattr(whose, during), []
 
     def pressed(*args):
@@ -67,13 +67,51 @@ def test_ctrl_c_amid_a_wait_loses_nothing(monkeypatch, during):
         simulation.pool.wait_until(lambda: False, seqs)
     assert len(times) == 1
     assert [served.message.value for served in simulation.pool.gather(seqs, timeout=9)] == [0, 1]
+
+
+def test_a_second_ctrl_c_does_not_wait(monkeypatch):
+    simulation, pressed = Simulation(1), []
+
+    def press(*_):
+        for _ in range(3):
+            pressed.append(signal.raise_signal(signal.SIGINT))
+
+    monkeypatch.setattr(simulation.network, "exchange", press)
+    with pytest.raises(KeyboardInterrupt):
+        simulation.pool.flush()
+    assert len(pressed) == 1
+
+
+def test_ctrl_c_between_waits_raises_where_it_comes():
+    simulation = Simulation(1)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert simulation.call(0) == [0]
+
+
+def test_ctrl_c_is_held_again_after_a_notebook_has_let_go_of_it_and_let_go_of_in_the_end():
+    simulation = Simulation(1)
+    for _ in range(2):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as a notebook does for each cell
+        simulation.wait(LOOK_S)
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    simulation.pool.close(timeout=1)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_at_the_very_end_of_a_wait_ends_it():
-    simulation, is_done = Simulation(1), iter((False, True))
+def test_ctrl_c_amid_the_end_comes_after_it(monkeypatch):
+    simulation = Simulation(1)
+    exchange = simulation.network.exchange
+
+    def pressed(*args):
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        return exchange(*args)
+
+    monkeypatch.setattr(simulation.network, "exchange", pressed)
     with pytest.raises(KeyboardInterrupt):
-        simulation.pool.wait_until(lambda: next(is_done) and not signal.raise_signal(signal.SIGINT), [])
+        simulation.pool.close(timeout=1)
+    assert simulation.network.closed
 
 
 def test_ctrl_c_comes_before_the_error_that_comes_with_it(monkeypatch):
@@ -107,15 +145,14 @@ def test_ctrl_c_while_requests_are_sent_sends_them_all(monkeypatch):
     assert [served.message.value for served in simulation.pool.gather(seqs, timeout=9)] == [0, 1]
 
 
-def test_a_handler_of_the_program_s_own_is_kept(monkeypatch):
-    simulation, heard = Simulation(1), []
-    monkeypatch.setattr(simulation.network, "exchange", lambda *_: (signal.raise_signal(signal.SIGINT) or [], []))
-    before = signal.signal(signal.SIGINT, lambda *_: heard.append("here"))
-    try:
-        simulation.pool.flush()
-    finally:
-        handler = signal.signal(signal.SIGINT, before)
-    assert heard == ["here"] and handler is not before
+def test_a_handler_of_the_program_s_own_is_kept():
+    heard = []
+    signal.signal(signal.SIGINT, lambda *_: heard.append("here"))
+    simulation = Simulation(1)
+    signal.raise_signal(signal.SIGINT)
+    simulation.pool.close(timeout=1)
+    signal.raise_signal(signal.SIGINT)
+    assert heard == ["here"] * 2
 
 
 def test_another_thread_can_wait():  # which may set no handler

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import signal
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from secrets import randbits
-from threading import current_thread, main_thread
 from typing import Any
 
 from .. import protocol
@@ -18,6 +15,7 @@ from ..errors import DeadlineError, StartupError, WorkerDiedError, printable
 from ..launchers import Exit, Launcher
 from ..protocol import Built, Close, Error, Hello, Message, Part, Ping, Pull, Reply, Weights
 from ..rollout import RolloutPart
+from .ctrl_c import hold_ctrl_c, holds_ctrl_c, let_go_of_ctrl_c
 from .failures import to_exception
 from .handle import CONNECTED, PendingRequest, Served, State, WorkerHandle
 from .recovery import Recovery
@@ -26,22 +24,6 @@ from .transport import Malformed, Outgoing, Received, Transport
 from .versions import PolicyStore
 
 PING_S = 1.0  # how often the head tries whether workers can be reached
-
-
-@contextlib.contextmanager
-def keeping_ctrl_c(pool: WorkerPool) -> Iterator[None]:
-    """Have Ctrl-C interrupt the pool, instead of raising where half a message is sent, or one that has come is lost."""
-    # A handler of the program's own stays, and in other threads nothing is raised.
-    keeps = signal.getsignal(signal.SIGINT) is signal.default_int_handler and current_thread() is main_thread()
-    try:
-        if keeps:
-            signal.signal(signal.SIGINT, lambda *_: setattr(pool, "interrupted", KeyboardInterrupt()))
-        yield
-    finally:
-        if keeps:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if isinstance(pool.interrupted, KeyboardInterrupt):
-            pool.raise_if_interrupted()
 
 
 class Requests:
@@ -141,24 +123,23 @@ class WorkerPool:
 
     def flush(self) -> None:
         """Send what was asked."""
-        with keeping_ctrl_c(self):
-            self._exchange(None)
+        self._exchange(None)
+        self._raise_if_interrupted(KeyboardInterrupt)
 
     def gather(self, seqs: list[int], timeout: float | None = None) -> list[Served]:
         """Return these requests and their answers, once they are all here.
 
         Raises:
-            DeadlineError: ``timeout`` seconds are over; the requests are given up.
-            Interrupted, KeyboardInterrupt: ``interrupted`` was set, or Ctrl-C was pressed; the same.
+            DeadlineError, Interrupted, KeyboardInterrupt: it took too long, or is to end; the requests are given up.
             WorkerDiedError: a worker is gone, and is not replaced.
             EnvError: an environment raised; or the exception itself, if it is Python's or Gymnasium's, caused by this.
         """
         try:
             self._wait(self._requests.watch(seqs), seqs, timeout)
+            return [self._take(seq) for seq in seqs]
         except BaseException:
             self._requests.forget(seqs)
             raise
-        return [self._take(seq) for seq in seqs]
 
     def first(self, seqs: Collection[int]) -> Served:
         """Return the first of these requests to be answered, with its answer."""
@@ -182,34 +163,34 @@ class WorkerPool:
     def _wait(self, done: Callable[[], bool], seqs: Iterable[int] = (), timeout: float | None = None) -> None:
         """Exchange messages and supervise until ``done``; raise what has failed meanwhile."""
         deadline = math.inf if timeout is None else self._clock() + timeout
-        with keeping_ctrl_c(self):
-            try:
-                while True:
-                    until = -math.inf if done() else min(deadline, self._supervisor.next_look)
-                    self._serve(max(until - self._clock(), 0))
-                    self.raise_if_interrupted()
-                    if self._clock() >= self._supervisor.next_look:
-                        self._supervise()
-                    if done():
-                        break
-                    if self._clock() >= deadline:
-                        late = (worker for worker in self.workers if self._requests.of(worker.index))
-                        raise DeadlineError("No answer from " + ", ".join(map(self._supervisor.describe, late)))
-            finally:
-                if self._outbox:  # such as the weights that were waited for
-                    self.flush()
+        try:
+            while True:
+                until = -math.inf if done() else min(deadline, self._supervisor.next_look)
+                self._serve(max(until - self._clock(), 0))
+                if self._clock() >= self._supervisor.next_look:
+                    self._supervise()
+                self._raise_if_interrupted()
+                if done():
+                    break
+                if self._clock() >= deadline:
+                    late = (worker for worker in self.workers if self._requests.of(worker.index))
+                    raise DeadlineError("No answer from " + ", ".join(map(self._supervisor.describe, late)))
+        finally:
+            if self._outbox:  # such as the weights that were waited for
+                self.flush()
         if self.errors:
             errors, self.errors = self.errors, []
             raise to_exception(errors)
 
+    @holds_ctrl_c
     def _exchange(self, seconds: float | None) -> list[Received]:
         outbox, self._outbox = self._outbox, []
         received, closed = self.transport.exchange(outbox, seconds)
-        for identity in closed:
-            if (worker := self._by_identity.get(identity)) is not None:  # else it has been replaced
-                self._supervisor.lose(worker)
+        for worker in filter(None, map(self._by_identity.get, closed)):  # others have been replaced
+            self._supervisor.lose(worker)
         return received
 
+    @holds_ctrl_c
     def _serve(self, seconds: float) -> None:
         self._inbox.extend(self._exchange(0 if self._inbox else seconds))
         while self._inbox:
@@ -218,21 +199,22 @@ class WorkerPool:
             self._inbox.popleft()
             if (worker := self._by_identity.get(received.identity)) is not None:
                 worker.asked.pop(answered, None)
-            self.raise_if_interrupted()
+            self._raise_if_interrupted()
 
-    def raise_if_interrupted(self) -> None:
-        """Raise what a wait is to raise, if there is anything."""
-        if (error := self.interrupted) is not None:
+    def _raise_if_interrupted(self, kind: type[BaseException] = BaseException) -> None:
+        if isinstance(error := self.interrupted, kind):
             self.interrupted = None
             raise error
 
+    @holds_ctrl_c
     def _supervise(self) -> None:
+        hold_ctrl_c()  # now and then, as a notebook lets go of it for each cell
         if self._clock() > self._next_ping:
             self._next_ping = self._clock() + PING_S
             for worker in self.workers:
                 self._post(worker, None, Ping())
         for worker, text in self._supervisor.look():
-            self.raise_if_interrupted()  # a scheduler that ends a job may tell head and workers at once
+            self._raise_if_interrupted()  # a scheduler that ends a job may tell head and workers at once
             if self._by_identity.pop(worker.identity, None) is not None:
                 self.transport.forget(worker.identity)
             self._former.add(worker.identity)  # None if it has never come
@@ -250,9 +232,8 @@ class WorkerPool:
         worker = self._by_identity.get(received.identity)
         seq, message = received.read(is_strange=worker is None)
         match message:
-            case Hello():
-                if worker is None:  # else said again, while the head was busy
-                    self._greet(received.identity, message)
+            case Hello() if worker is None:  # else said again, while the head was busy
+                self._greet(received.identity, message)
             case _ if worker is None:
                 self.transport.drop(received.identity, f"{message} of a stranger")
             case Malformed():
@@ -348,3 +329,5 @@ class WorkerPool:
                 self._post(worker, None, Ping())
         self._launcher.stop(max(deadline - self._clock(), 0))
         self.transport.close()
+        let_go_of_ctrl_c()
+        self._raise_if_interrupted(KeyboardInterrupt)
