@@ -43,6 +43,7 @@ TESTS = {
     ],
     "security.py": ["test_transport.py", "test_security.py", "test_launchers.py"],
     "sync.py": ["test_sync.py"],
+    "head/ctrl_c.py": ["test_pool.py", SCHEDULES, "test_failures.py"],
     "head/versions.py": ["test_versions.py", "test_differences.py", "test_probe.py", SCHEDULES, "test_sync.py"],
     "head/episodes.py": ["test_replacement.py", "test_head.py", SCHEDULES, "test_vector_env.py"],
     "head/failures.py": ["test_head.py", "test_env_errors.py", "test_failures.py"],
