@@ -72,7 +72,7 @@ class Collector:
         if self._store.publish(policy, self._pool.workers[0].episodes.seen):
             for worker in self._pool.workers:  # each answers when it has loaded it, and nobody waits for that
                 self._pool.forget([self._pool.ask(worker, Structure(), self._store.structure)])
-            self._pool.flush()
+            self._pool.exchange()
         return self._store.version
 
     def rollout(self, policy: Policy, num_steps: int, overlap: bool) -> Rollout:

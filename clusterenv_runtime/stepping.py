@@ -66,11 +66,7 @@ class Stepper:
                 if not worker.has_been_ready:  # it does it when it is, and nobody waits for that
                     self._pool.forget([self._pending[worker.index]])
                     self._pending[worker.index] = None
-        try:
-            self._pool.flush()
-        except BaseException:  # Ctrl-C: all is sent, and nobody will ask for the answers
-            self._pool.forget(seq for seq in self._pending if seq is not None)
-            raise
+        self._pool.exchange()
         self.state = state
 
     def _replies(self, state: AsyncState, timeout: float | None) -> list[Reply]:

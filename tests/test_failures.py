@@ -15,12 +15,13 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 import zmq
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, LocalLauncher, StartupError, WorkerDiedError
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, LocalLauncher, StartupError, WorkerDiedError
 from clusterenv_runtime.protocol import PROTOCOL_VERSION, Ping, decode_answer, encode
 
-from .envs import BlockingEnv, CountingEnv, LeavingEnv, assert_same
+from .envs import BlockingEnv, CountingEnv, FailingEnv, LeavingEnv, assert_same
 from .nets import linear
 from .patience import HOUR, PATIENCE, assert_ended, at_most, kill, with_more_time
 from .scripts import ROOT, children_of
@@ -336,6 +337,71 @@ def test_slow_is_not_dead():
     with ClusterEnv([CountingEnv, partial(CountingEnv, delay=2)], 2) as envs:
         envs.reset()
         assert envs.step([0, 0])[0].tolist() == [[1], [1]]
+
+
+@pytest.mark.parametrize("call", ["reset", "step", "publish", "rollout", "overlap", "send", "recv", "call"])
+def test_ctrl_c_ends_a_call_wherever_it_comes_and_the_next_ones_work(call):
+    """It is pressed at every third of the functions of the head that the call calls."""
+    policy = CategoricalPolicy(linear(1, 2))
+    calls = {
+        "reset": lambda envs: envs.reset(),
+        "step": lambda envs: envs.step([0, 0]),
+        "publish": lambda envs: envs.publish(CategoricalPolicy(torch.nn.Sequential(linear(1, 2)))),
+        "rollout": lambda envs: envs.rollout(policy, 2),
+        "overlap": lambda envs: envs.rollout(policy, 2, overlap=True),
+        "send": lambda envs: envs.send(2),
+        "recv": lambda envs: (envs.send(2), envs.recv(), envs.recv()),
+        "call": lambda envs: envs.call("spec"),
+    }
+    with ClusterEnv([CountingEnv] * 2, 2) as envs:
+        envs.reset()
+        envs.rollout(policy, 2)
+        after, is_over = 0, False
+        while not is_over:
+            envs._pool._supervisor.next_look = time.monotonic() + 3600  # a number of functions that does not change
+            press = PressAfter(after)
+            try:
+                sys.setprofile(press)
+                calls[call](envs)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.setprofile(None)
+            is_over, after = not press.has_pressed, after + 3
+            while envs._collector.granted and envs._collector.overlapped is None:
+                envs.recv()
+            if envs._collector.overlapped is not None:
+                envs.rollout(policy, 2)
+            assert envs.rollout(policy, 3).rewards.shape == (3, 2)
+            assert envs.step([0, 0])[1].shape == (2,)
+            assert not envs._pool._requests.outstanding and not envs._pool._requests.answers
+        assert after > 20 and envs.restarts == []
+
+
+class PressAfter:
+    """A profiler that presses Ctrl-C when so many functions of the head have been called."""
+
+    def __init__(self, number):
+        self.left, self.has_pressed = number, False
+
+    def __call__(self, frame, event, _):
+        if event == "call" and "clusterenv_runtime" in frame.f_code.co_filename:
+            self.left -= 1
+            if self.left < 0:
+                sys.setprofile(None)
+                self.has_pressed = True
+                signal.raise_signal(signal.SIGINT)
+
+
+def test_an_error_that_an_interrupt_has_overtaken_is_raised_by_the_next_call():
+    with ClusterEnv([partial(FailingEnv, "step", ValueError("on purpose")), partial(CountingEnv, delay=2)], 2) as envs:
+        envs.reset()
+        threading.Timer(1, envs.interrupt).start()
+        with pytest.raises(Interrupted):
+            envs.step([0, 0])
+        with pytest.raises(ValueError, match="on purpose"):
+            envs.step([0, 0])
+        assert envs.reset()[0].tolist() == [[0], [0]]
 
 
 def test_a_rollout_that_is_interrupted_does_not_hang_what_comes_after(monkeypatch):

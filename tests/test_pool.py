@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from clusterenv_runtime import Exit, Interrupted, WorkerDiedError
+from clusterenv_runtime.head.ctrl_c import holds_ctrl_c
 from clusterenv_runtime.head.handle import State
 from clusterenv_runtime.head.pool import PING_S, Requests
 from clusterenv_runtime.head.supervisor import LOOK_S
@@ -50,6 +51,17 @@ def test_an_interrupt_is_heeded_before_the_next_message_is_handled(monkeypatch):
     assert [served.message.value for served in simulation.pool.gather(seqs)] == [0, 1, 2]
 
 
+class Caller:
+    """Makes calls amid which Ctrl-C only interrupts the pool, as those of a `ClusterEnv` are."""
+
+    def __init__(self, simulation):
+        self._pool = simulation.pool
+
+    @holds_ctrl_c
+    def hold(self, call):
+        return call()
+
+
 @pytest.mark.parametrize("during", ["exchange", "_handle", "look"])
 def test_ctrl_c_amid_a_wait_loses_nothing(monkeypatch, during):
     simulation = Simulation(2)
@@ -64,7 +76,7 @@ def test_ctrl_c_amid_a_wait_loses_nothing(monkeypatch, during):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(whose, during, pressed)
-        simulation.pool.wait_until(lambda: False, seqs)
+        Caller(simulation).hold(lambda: simulation.pool.wait_until(lambda: False, seqs))
     assert len(times) == 1
     assert [served.message.value for served in simulation.pool.gather(seqs, timeout=9)] == [0, 1]
 
@@ -78,8 +90,8 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch):
 
     monkeypatch.setattr(simulation.network, "exchange", press)
     with pytest.raises(KeyboardInterrupt):
-        simulation.pool.flush()
-    assert len(pressed) == 1
+        Caller(simulation).hold(simulation.pool.exchange)
+    assert (len(pressed), simulation.pool.interrupted) == (1, None)
 
 
 def test_ctrl_c_between_waits_raises_where_it_comes():
@@ -99,22 +111,30 @@ def test_ctrl_c_is_held_again_after_a_notebook_has_let_go_of_it_and_let_go_of_in
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_amid_the_end_comes_after_it(monkeypatch):
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_amid_the_end_leaves_nothing_open(monkeypatch, presses):
     simulation = Simulation(1)
-    exchange = simulation.network.exchange
+    start, exchange, left = simulation.network.now, simulation.network.exchange, [None] * presses
 
     def pressed(*args):
-        monkeypatch.undo()
-        signal.raise_signal(signal.SIGINT)
+        if left:
+            left.pop()
+            signal.raise_signal(signal.SIGINT)
         return exchange(*args)
 
     monkeypatch.setattr(simulation.network, "exchange", pressed)
-    with pytest.raises(KeyboardInterrupt):
-        simulation.pool.close(timeout=1)
-    assert simulation.network.closed
+    caller = Caller(simulation)
+    if presses == 1:
+        caller.hold(lambda: simulation.pool.close(timeout=3600))
+        assert isinstance(simulation.pool.interrupted, KeyboardInterrupt)  # which the call would raise now
+        assert simulation.network.now - start < 1
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            caller.hold(lambda: simulation.pool.close(timeout=1))
+    assert simulation.network.closed and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_comes_before_the_error_that_comes_with_it(monkeypatch):
+def test_ctrl_c_comes_before_the_loss_that_comes_with_it(monkeypatch):
     simulation = Simulation(2, max_restarts=0)
     simulation.launcher.of[1].die()
     supervisor, describe = simulation.pool._supervisor, simulation.pool._supervisor.describe
@@ -125,24 +145,9 @@ def test_ctrl_c_comes_before_the_error_that_comes_with_it(monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(supervisor, "describe", pressed)
-        simulation.call(1)
+        Caller(simulation).hold(lambda: simulation.call(1))
     with pytest.raises(WorkerDiedError, match="died: killed by SIGKILL"):
         simulation.call(1)
-
-
-def test_ctrl_c_while_requests_are_sent_sends_them_all(monkeypatch):
-    simulation = Simulation(2)
-    seqs = [simulation.pool.ask(worker, Call("name")) for worker in simulation.workers]
-    exchange = simulation.network.exchange
-
-    def pressed(*args):
-        signal.raise_signal(signal.SIGINT)
-        return exchange(*args)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(simulation.network, "exchange", pressed)
-        simulation.pool.flush()
-    assert [served.message.value for served in simulation.pool.gather(seqs, timeout=9)] == [0, 1]
 
 
 def test_a_handler_of_the_program_s_own_is_kept():

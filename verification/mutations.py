@@ -20,7 +20,7 @@ MUTATIONS = {
         "if self._outbox:  # such as the weights that were waited for",
         "if False:",
     ),
-    "until b661e7f: Ctrl-C raises where half is sent": (
+    "until b661e7f: Ctrl-C raises where something is half done": (
         "head/ctrl_c.py",
         "_HOLDING.add(method.__code__)",
         "pass",

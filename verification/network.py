@@ -23,8 +23,6 @@ class Network:
         """As `Transport.exchange`; time passes while it waits."""
         world, closed = self._world, []
         for out in outbox:
-            if world.amid_sends:
-                world.amid_sends.pop()()
             process = world.processes[out.identity]
             if process.is_closed:
                 closed.append(out.identity)

@@ -14,11 +14,14 @@ import argparse
 import functools
 import gc
 import logging
+import os
 import signal
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
+from types import FrameType
 from unittest import mock
 
 import gymnasium as gym
@@ -26,6 +29,7 @@ import numpy as np
 import torch
 from gymnasium.error import ResetNeeded
 
+import clusterenv_runtime
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, Rollout, StartupError, WorkerDiedError
 from clusterenv_runtime.head.handle import State
 from clusterenv_runtime.head.start import start_head
@@ -37,11 +41,26 @@ from .policy import Net, probed
 from .schedule import SILENCE_S, Schedule
 
 STARTUP_S = 5.0
+PACKAGE = os.path.dirname(clusterenv_runtime.__file__)
 CALLS = ["rollout"] * 4 + ["overlap", "send", "send", "recv", "recv", "step", "step", "reset", "publish", "structure"]
 
 
 class Wrong(AssertionError):
     """The runtime has broken a promise."""
+
+
+def _after_calls(number: int, world: Schedule, do: Callable[[], None]) -> Callable[..., None]:
+    """Return what, set as profiler, has something happen when the head has called so many functions of the runtime."""
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal number
+        if event == "call" and world.running is None and PACKAGE in frame.f_code.co_filename:
+            number -= 1
+            if number < 0:
+                sys.setprofile(None)
+                do()
+
+    return count
 
 
 class User:
@@ -101,7 +120,7 @@ class User:
             interrupt = world.random.choice((self.envs.interrupt, ctrl_c))
             seconds = world.random.choice((None, 0.0, 0.01, 0.5))
             if seconds is None:
-                world.amid_sends = [interrupt, *[lambda: None] * world.random.randrange(4)]
+                sys.setprofile(_after_calls(world.random.randrange(300), world, interrupt))
             else:
                 world.after(seconds, lambda: None if is_over else interrupt())
         try:
@@ -111,6 +130,9 @@ class User:
             if name in ("rollout", "overlap", "step", "reset"):
                 self.ledger.lose_track(self.everything)
                 self.ahead = self.envs._collector.overlapped
+            if len(self.envs._collector.granted) < self.sent:  # it came after what was received
+                self.ledger.lose_track(self.everything)
+                self.sent = len(self.envs._collector.granted)
         except ValueError as error:
             if world.raises_at is None or "raised by an environment" not in str(error):
                 raise
@@ -118,7 +140,10 @@ class User:
             self.ledger.lose_track(self.everything)  # until the reset that now must come, and gives up what was sent
             self.ahead, self.sent = None, 0
         finally:
-            is_over, world.amid_sends = True, []
+            is_over = True
+            sys.setprofile(None)
+        if isinstance(self.envs._pool.interrupted, KeyboardInterrupt):
+            raise Wrong("Ctrl-C is left for the next call")
         self.envs._pool.interrupted = None
         self.check_weights()
 

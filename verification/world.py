@@ -51,7 +51,6 @@ class World:
         self.processes: dict[bytes, Process] = {}  # by the identity of their connection
         self.running: Process | None = None  # whose turn it is; None for the head's
         self.arrived: list[Received] = []  # at the head, and not read
-        self.amid_sends: list[Callable[[], None]] = []  # what happens before the head's next messages are sent
         self.crashes: list[str] = []  # what went wrong in workers' own code
         self.trace: list[str] | None = None  # of what happens, if anybody wants to read it
 

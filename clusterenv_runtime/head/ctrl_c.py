@@ -1,4 +1,9 @@
-"""Ctrl-C in a program that has no handler of its own for it: it ends a wait for workers, but nothing halfway."""
+"""Ctrl-C in a program that leaves it to Python: it ends a call of a `ClusterEnv` where nothing is half done.
+
+By itself KeyboardInterrupt is raised wherever Python is. Half of a message would be sent, or an answer lost, and the
+next call might have no end. So a handler looks where the program is: amid a call it only has the pool interrupted,
+whose waits raise it, or else the call's end. A second one is raised at once.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +18,7 @@ _HOLDING = set[CodeType]()
 
 
 def holds_ctrl_c(method: Method) -> Method:
-    """Have Ctrl-C set ``self.interrupted`` while this method runs, for it to be raised after that.
-
-    Python raises KeyboardInterrupt wherever it is. Here half of a message would be sent, or one that has come be lost,
-    and the next wait might have no end.
-    """
+    """Let Ctrl-C amid this method of what has a ``_pool`` only interrupt that."""
     _HOLDING.add(method.__code__)
     return method
 
@@ -41,7 +42,10 @@ def _handle(number: int, frame: FrameType | None) -> None:
     holding = frame
     while holding is not None and holding.f_code not in _HOLDING:
         holding = holding.f_back
-    pool = None if holding is None else holding.f_locals["self"]
-    if pool is None or isinstance(pool.interrupted, KeyboardInterrupt):  # pressed once more: at once, then
+    if holding is None:
+        signal.default_int_handler(number, frame)
+    pool = holding.f_locals["self"]._pool
+    before, pool.interrupted = pool.interrupted, None
+    if isinstance(before, KeyboardInterrupt):
         signal.default_int_handler(number, frame)
     pool.interrupted = KeyboardInterrupt()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from ..errors import DeadlineError, StartupError, WorkerDiedError, printable
 from ..launchers import Exit, Launcher
 from ..protocol import Built, Close, Error, Hello, Message, Part, Ping, Pull, Reply, Weights
 from ..rollout import RolloutPart
-from .ctrl_c import hold_ctrl_c, holds_ctrl_c, let_go_of_ctrl_c
+from .ctrl_c import hold_ctrl_c, let_go_of_ctrl_c
 from .failures import to_exception
 from .handle import CONNECTED, PendingRequest, Served, State, WorkerHandle
 from .recovery import Recovery
@@ -109,7 +110,7 @@ class WorkerPool:
         self._supervisor.all_must_start = False
 
     def ask(self, worker: WorkerHandle, message: Message, *buffers: Any) -> int:
-        """Request something of a worker that is still there, and return the ``seq``; sent by a wait, or by `flush`."""
+        """Request something of a worker that is still there, and return the ``seq``; `exchange` sends it."""
         self.require(worker)
         seq = self._requests.add(worker, message, buffers, self._store.published)
         self._post(worker, seq, message, *buffers)
@@ -120,11 +121,6 @@ class WorkerPool:
         for worker in workers:
             if worker.state == State.ENDED:
                 raise WorkerDiedError(f"{self._supervisor.describe(worker)} is gone")
-
-    def flush(self) -> None:
-        """Send what was asked."""
-        self._exchange(None)
-        self._raise_if_interrupted(KeyboardInterrupt)
 
     def gather(self, seqs: list[int], timeout: float | None = None) -> list[Served]:
         """Return these requests and their answers, once they are all here.
@@ -177,22 +173,25 @@ class WorkerPool:
                     raise DeadlineError("No answer from " + ", ".join(map(self._supervisor.describe, late)))
         finally:
             if self._outbox:  # such as the weights that were waited for
-                self.flush()
+                self.exchange()
+        self.raise_errors()
+
+    def raise_errors(self) -> None:
+        """Raise what environments have raised that the user was not told yet."""
         if self.errors:
             errors, self.errors = self.errors, []
             raise to_exception(errors)
 
-    @holds_ctrl_c
-    def _exchange(self, seconds: float | None) -> list[Received]:
+    def exchange(self, seconds: float | None = None) -> list[Received]:
+        """Send what was asked, and with ``seconds`` wait up to that for what comes; return it."""
         outbox, self._outbox = self._outbox, []
         received, closed = self.transport.exchange(outbox, seconds)
         for worker in filter(None, map(self._by_identity.get, closed)):  # others have been replaced
             self._supervisor.lose(worker)
         return received
 
-    @holds_ctrl_c
     def _serve(self, seconds: float) -> None:
-        self._inbox.extend(self._exchange(0 if self._inbox else seconds))
+        self._inbox.extend(self.exchange(0 if self._inbox else seconds))
         while self._inbox:
             received = self._inbox[0]
             answered = self._handle(received)  # should it raise, Ctrl-C for instance, it is handled once more
@@ -201,12 +200,11 @@ class WorkerPool:
                 worker.asked.pop(answered, None)
             self._raise_if_interrupted()
 
-    def _raise_if_interrupted(self, kind: type[BaseException] = BaseException) -> None:
-        if isinstance(error := self.interrupted, kind):
+    def _raise_if_interrupted(self) -> None:
+        if (error := self.interrupted) is not None:
             self.interrupted = None
             raise error
 
-    @holds_ctrl_c
     def _supervise(self) -> None:
         hold_ctrl_c()  # now and then, as a notebook lets go of it for each cell
         if self._clock() > self._next_ping:
@@ -319,15 +317,16 @@ class WorkerPool:
         if self._closed:
             return
         self._closed, deadline = True, self._clock() + timeout
-        for worker in self.workers:
-            self._post(worker, None, Close())
-        self._exchange(None)
-        # One that sees this socket closed before it has read that it is to close has failed.
-        while self._clock() < deadline and any(worker.state in CONNECTED for worker in self.workers):
-            self._exchange(0.01)
+        with contextlib.ExitStack() as in_the_end:  # even if Ctrl-C is pressed again and again
+            in_the_end.callback(let_go_of_ctrl_c)
+            in_the_end.callback(self.transport.close)
+            in_the_end.callback(lambda: self._launcher.stop(max(deadline - self._clock(), 0)))
             for worker in self.workers:
-                self._post(worker, None, Ping())
-        self._launcher.stop(max(deadline - self._clock(), 0))
-        self.transport.close()
-        let_go_of_ctrl_c()
-        self._raise_if_interrupted(KeyboardInterrupt)
+                self._post(worker, None, Close())
+            self.exchange()
+            # One that sees this socket closed before it has read that it is to close has failed.
+            while self._clock() < deadline and any(worker.state in CONNECTED for worker in self.workers):
+                self.exchange(0.01)
+                for worker in self.workers:
+                    self._post(worker, None, Ping())
+                deadline = self._clock() if isinstance(self.interrupted, KeyboardInterrupt) else deadline

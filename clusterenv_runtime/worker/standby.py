@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import select
 import sys
 from collections.abc import Iterable
 
@@ -15,10 +16,14 @@ def wait_for_arguments(modules: Iterable[str]) -> list[str]:
     """Import these, and return a worker's arguments once the launcher has written them to stdin.
 
     From then on this process is like one that was started with them. It ends if nothing comes: stdin closes with the
-    head, however that ends.
+    head, however that ends, unless the head has forked a process, which then has the other end, too.
     """
+    parent = os.getppid()
     for module in modules:
         importlib.import_module(module)
+    while not select.select([0], [], [], 1.0)[0]:
+        if os.getppid() != parent:
+            sys.exit()
     if not (line := sys.stdin.readline()).endswith("\n"):
         sys.exit()
     log, *arguments = json.loads(line)
