@@ -174,13 +174,13 @@ class WorkerPool:
         finally:
             if self._outbox:  # such as the weights that were waited for
                 self.exchange()
-        self.raise_errors()
+        if self.errors:
+            self.raise_errors()
 
     def raise_errors(self) -> None:
-        """Raise what environments have raised that the user was not told yet."""
-        if self.errors:
-            errors, self.errors = self.errors, []
-            raise to_exception(errors)
+        """Raise what environments have raised, of which there is some, and which the user was not told yet."""
+        errors, self.errors = self.errors, []
+        raise to_exception(errors)
 
     def exchange(self, seconds: float | None = None) -> list[Received]:
         """Send what was asked, and with ``seconds`` wait up to that for what comes; return it."""
