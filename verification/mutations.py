@@ -96,7 +96,7 @@ MUTATIONS = {
     ),
     "two workers that hold different weights share a difference": (
         "head/versions.py",
-        "self.answers[id(copy.weights)] = answer",
+        "self._answers[id(copy.weights)] = answer",
         "self._answers = dict.fromkeys(map(id, [c.weights for c in self._copies]), answer)",
     ),
     "a worker says what it likes about its version": (
