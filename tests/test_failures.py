@@ -15,7 +15,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 import zmq
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, LocalLauncher, StartupError, WorkerDiedError
@@ -339,60 +338,6 @@ def test_slow_is_not_dead():
         assert envs.step([0, 0])[0].tolist() == [[1], [1]]
 
 
-@pytest.mark.parametrize("call", ["reset", "step", "publish", "rollout", "overlap", "send", "recv", "call"])
-def test_ctrl_c_ends_a_call_wherever_it_comes_and_the_next_ones_work(call):
-    """It is pressed at every third of the functions of the head that the call calls."""
-    policy = CategoricalPolicy(linear(1, 2))
-    calls = {
-        "reset": lambda envs: envs.reset(),
-        "step": lambda envs: envs.step([0, 0]),
-        "publish": lambda envs: envs.publish(CategoricalPolicy(torch.nn.Sequential(linear(1, 2)))),
-        "rollout": lambda envs: envs.rollout(policy, 2),
-        "overlap": lambda envs: envs.rollout(policy, 2, overlap=True),
-        "send": lambda envs: envs.send(2),
-        "recv": lambda envs: (envs.send(2), envs.recv(), envs.recv()),
-        "call": lambda envs: envs.call("spec"),
-    }
-    with ClusterEnv([CountingEnv] * 2, 2) as envs:
-        envs.reset()
-        envs.rollout(policy, 2)
-        after, is_over = 0, False
-        while not is_over:
-            envs._pool._supervisor.next_look = time.monotonic() + 3600  # a number of functions that does not change
-            press = PressAfter(after)
-            try:
-                sys.setprofile(press)
-                calls[call](envs)
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.setprofile(None)
-            is_over, after = not press.has_pressed, after + 3
-            while envs._collector.granted and envs._collector.overlapped is None:
-                envs.recv()
-            if envs._collector.overlapped is not None:
-                envs.rollout(policy, 2)
-            assert envs.rollout(policy, 3).rewards.shape == (3, 2)
-            assert envs.step([0, 0])[1].shape == (2,)
-            assert not envs._pool._requests.outstanding and not envs._pool._requests.answers
-        assert after > 20 and envs.restarts == []
-
-
-class PressAfter:
-    """A profiler that presses Ctrl-C when so many functions of the head have been called."""
-
-    def __init__(self, number):
-        self.left, self.has_pressed = number, False
-
-    def __call__(self, frame, event, _):
-        if event == "call" and "clusterenv_runtime" in frame.f_code.co_filename:
-            self.left -= 1
-            if self.left < 0:
-                sys.setprofile(None)
-                self.has_pressed = True
-                signal.raise_signal(signal.SIGINT)
-
-
 def test_an_error_that_an_interrupt_has_overtaken_is_raised_by_the_next_call():
     with ClusterEnv([partial(FailingEnv, "step", ValueError("on purpose")), partial(CountingEnv, delay=2)], 2) as envs:
         envs.reset()
@@ -412,45 +357,6 @@ def test_a_rollout_that_is_interrupted_does_not_hang_what_comes_after(monkeypatc
             envs.rollout(CategoricalPolicy(linear(1, 2)), 3)
         envs.reset_async()
         assert_same(envs.reset_wait(timeout=PATIENCE), (np.zeros((1, 1), np.float32), {}))
-
-
-PRESSED = """
-import os, random, signal, threading, time
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from tests.envs import CountingEnv
-from tests.nets import linear
-
-is_waiting, pressed = threading.Event(), 0
-
-def press():
-    while is_waiting.wait():
-        before = pressed
-        time.sleep(0.005 * random.random())
-        os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(1000):  # it may be lost where libzmq's memory is freed: then once more
-            if pressed == before:
-                time.sleep(0.002)
-
-with ClusterEnv([CountingEnv] * 4, 2) as envs:
-    policy = CategoricalPolicy(linear(1, 2))
-    envs.reset()
-    threading.Thread(target=press, daemon=True).start()
-    while pressed < 200:
-        try:
-            is_waiting.set()
-            while True:
-                envs.rollout(policy, 4)
-        except KeyboardInterrupt:
-            is_waiting.clear()
-            pressed += 1
-    print(envs.rollout(policy, 4).rewards.shape, envs.restarts)
-"""
-
-
-def test_ctrl_c_amid_many_rollouts_loses_no_worker():
-    command, env = [sys.executable, "-c", PRESSED], {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, env=env, text=True, capture_output=True, timeout=PATIENCE)
-    assert (run.returncode, run.stdout) == (0, "(4, 4) []\n"), run.stderr
 
 
 class LoudEnv(CountingEnv):

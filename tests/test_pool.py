@@ -1,13 +1,9 @@
 """The pool of workers without processes: who interrupts it, whom it hears and refuses, what it sends, and its end."""
 
-import signal
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 
 from clusterenv_runtime import Exit, Interrupted, WorkerDiedError
-from clusterenv_runtime.head.ctrl_c import holds_ctrl_c
 from clusterenv_runtime.head.handle import State
 from clusterenv_runtime.head.pool import PING_S, Requests
 from clusterenv_runtime.head.supervisor import LOOK_S
@@ -49,121 +45,6 @@ def test_an_interrupt_is_heeded_before_the_next_message_is_handled(monkeypatch):
     assert len(handled) == 1
     monkeypatch.undo()
     assert [served.message.value for served in simulation.pool.gather(seqs)] == [0, 1, 2]
-
-
-class Caller:
-    """Makes calls amid which Ctrl-C only interrupts the pool, as those of a `ClusterEnv` are."""
-
-    def __init__(self, simulation):
-        self._pool = simulation.pool
-
-    @holds_ctrl_c
-    def hold(self, call):
-        return call()
-
-
-@pytest.mark.parametrize("during", ["exchange", "_handle", "look"])
-def test_ctrl_c_amid_a_wait_loses_nothing(monkeypatch, during):
-    simulation = Simulation(2)
-    simulation.launcher.of[1].cut_off = True
-    seqs = [simulation.pool.ask(worker, Call("name")) for worker in simulation.workers]
-    whose = {"exchange": simulation.network, "_handle": simulation.pool, "look": simulation.pool._supervisor}[during]
-    method, times = getattr(whose, during), []
-
-    def pressed(*args):
-        times.append(signal.raise_signal(signal.SIGINT))
-        return method(*args)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(whose, during, pressed)
-        Caller(simulation).hold(lambda: simulation.pool.wait_until(lambda: False, seqs))
-    assert len(times) == 1
-    assert [served.message.value for served in simulation.pool.gather(seqs, timeout=9)] == [0, 1]
-
-
-def test_a_second_ctrl_c_does_not_wait(monkeypatch):
-    simulation, pressed = Simulation(1), []
-
-    def press(*_):
-        for _ in range(3):
-            pressed.append(signal.raise_signal(signal.SIGINT))
-
-    monkeypatch.setattr(simulation.network, "exchange", press)
-    with pytest.raises(KeyboardInterrupt):
-        Caller(simulation).hold(simulation.pool.exchange)
-    assert (len(pressed), simulation.pool.interrupted) == (1, None)
-
-
-def test_ctrl_c_between_waits_raises_where_it_comes():
-    simulation = Simulation(1)
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    assert simulation.call(0) == [0]
-
-
-def test_ctrl_c_is_held_again_after_a_notebook_has_let_go_of_it_and_let_go_of_in_the_end():
-    simulation = Simulation(1)
-    for _ in range(2):
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # as a notebook does for each cell
-        simulation.wait(LOOK_S)
-        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    simulation.pool.close(timeout=1)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_amid_the_end_leaves_nothing_open(monkeypatch, presses):
-    simulation = Simulation(1)
-    start, exchange, left = simulation.network.now, simulation.network.exchange, [None] * presses
-
-    def pressed(*args):
-        if left:
-            left.pop()
-            signal.raise_signal(signal.SIGINT)
-        return exchange(*args)
-
-    monkeypatch.setattr(simulation.network, "exchange", pressed)
-    caller = Caller(simulation)
-    if presses == 1:
-        caller.hold(lambda: simulation.pool.close(timeout=3600))
-        assert isinstance(simulation.pool.interrupted, KeyboardInterrupt)  # which the call would raise now
-        assert simulation.network.now - start < 1
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            caller.hold(lambda: simulation.pool.close(timeout=1))
-    assert simulation.network.closed and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_ctrl_c_comes_before_the_loss_that_comes_with_it(monkeypatch):
-    simulation = Simulation(2, max_restarts=0)
-    simulation.launcher.of[1].die()
-    supervisor, describe = simulation.pool._supervisor, simulation.pool._supervisor.describe
-
-    def pressed(worker):
-        signal.raise_signal(signal.SIGINT)
-        return describe(worker)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(supervisor, "describe", pressed)
-        Caller(simulation).hold(lambda: simulation.call(1))
-    with pytest.raises(WorkerDiedError, match="died: killed by SIGKILL"):
-        simulation.call(1)
-
-
-def test_a_handler_of_the_program_s_own_is_kept():
-    heard = []
-    signal.signal(signal.SIGINT, lambda *_: heard.append("here"))
-    simulation = Simulation(1)
-    signal.raise_signal(signal.SIGINT)
-    simulation.pool.close(timeout=1)
-    signal.raise_signal(signal.SIGINT)
-    assert heard == ["here"] * 2
-
-
-def test_another_thread_can_wait():  # which may set no handler
-    simulation = Simulation(1)
-    with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(simulation.call, 0).result() == [0]
 
 
 def test_an_interrupt_comes_before_the_loss_that_comes_with_it():
