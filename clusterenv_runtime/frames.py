@@ -45,11 +45,9 @@ class Frames:
         return self.frames.index_select(0, index.reshape(-1)).view(*index.shape, *self.frames.shape[1:])
 
     def only(self, key: Any) -> Frames:
-        """Return the stacks at several places of arrays, with a copy of their frames, or all if most are theirs."""
+        """Return the stacks at several places of arrays, with a copy of their frames alone."""
         index, is_used = self.index[key], np.zeros(len(self.frames), bool)
         is_used[index] = True
-        if 2 * np.count_nonzero(is_used) > len(is_used):
-            return Frames(self.frames, index)
         return Frames(self.frames[is_used], np.cumsum(is_used)[index] - 1)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -72,13 +70,6 @@ class Frames:
         import torch
 
         return Frames(torch.as_tensor(self.frames, device=device), torch.as_tensor(self.index, device=device))
-
-    @staticmethod
-    def join(parts: list[Frames], axis: int) -> Frames:
-        """Return the stacks of several, along a leading axis."""
-        firsts = np.cumsum([0, *(len(part.frames) for part in parts[:-1])])
-        index = [part.index + first for part, first in zip(parts, firsts, strict=True)]
-        return Frames(np.concatenate([part.frames for part in parts]), np.concatenate(index, axis))
 
 
 def compressed(frames: np.ndarray) -> np.ndarray:

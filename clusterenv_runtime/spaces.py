@@ -152,10 +152,13 @@ def join_arrays(arrays: Sequence[Any], axis: int = 0, copy: bool = False) -> Any
     """Return arrays along an axis as one, writable. A single one is copied, unless without ``copy`` it is large.
 
     Then it remains a view, such as of a received message, whose memory is nobody else's. A small view would keep all of
-    that. Where a frame of a message begins, not every dtype may.
+    that. Where a frame of a message begins, not every dtype may. `Frames` are joined in both.
     """
     if isinstance(arrays[0], Frames):
-        return Frames.join(arrays, axis)
+        frames = [each.frames for each in arrays]
+        firsts = np.cumsum([0, *map(len, frames[:-1])])
+        index = [each.index + first for each, first in zip(arrays, firsts, strict=True)]
+        return Frames(join_arrays(frames, copy=copy), np.concatenate(index, axis))
     if len(arrays) > 1:
         return np.concatenate(arrays, axis)
     (array,) = arrays

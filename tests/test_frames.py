@@ -20,6 +20,7 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames, ProtocolEr
 from clusterenv_runtime import frames as frames_module
 from clusterenv_runtime.answers import Opener
 from clusterenv_runtime.frames import compressed, decompressed, fold
+from clusterenv_runtime.spaces import join
 
 from .envs import assert_same
 from .test_parts import COLLECT, NOW, a_part, packed
@@ -187,16 +188,14 @@ def test_stacks_are_an_array_that_gathers():
     assert_same(flat[which], whole.reshape(6, 2, 2)[which])
     assert_same(stacks[1], whole[1])
     assert_same(stacks[:, 1], whole[:, 1])
-    few = flat.only(which)
-    assert_same(np.asarray(few), flat[which])
-    assert few.frames is frames  # 4 of 6
-    few = flat.only(which[1:2])
-    assert_same(np.asarray(few), flat[which[1:2]])
-    assert len(few.frames) == 2 and not np.shares_memory(few.frames, frames)
+    for some, number in ((which, 4), (which[1:2], 2), (np.arange(6), 6)):
+        few = flat.only(some)
+        assert_same(np.asarray(few), flat[some])
+        assert len(few.frames) == number and not np.shares_memory(few.frames, frames)
     tensors = flat.to("cpu")
     assert torch.equal(tensors[torch.as_tensor(which)], torch.as_tensor(flat[which]))
     assert torch.equal(tensors[2:4], torch.as_tensor(whole.reshape(6, 2, 2)[2:4]))
-    both = Frames.join([stacks, Frames(frames + 100, index)], axis=1)
+    both = join([stacks, Frames(frames + 100, index)], axis=1)
     assert_same(np.asarray(both), np.concatenate([whole, whole + 100], 1))
     with pytest.raises(ValueError, match=r"stacks are \(2, 2\): they cannot be reshaped to \(3, 8\)"):
         stacks.reshape(3, 8)

@@ -14,7 +14,7 @@ from gymnasium.wrappers import RecordEpisodeStatistics
 from torch import nn
 from torch.distributions import Categorical, Normal
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, GaussianPolicy
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, Frames, GaussianPolicy
 from clusterenv_runtime.policy import to_tensor
 from clusterenv_runtime.rollout import Rollout
 from clusterenv_runtime.spaces import map_space
@@ -243,19 +243,25 @@ def test_a_rollout_by_hand():
         assert (rollout.actions[:, 0] != rollout.actions[:, 1]).any()  # workers do not share their random numbers
 
 
-def test_large_arrays_are_the_messages_own_memory_and_the_users_alone():
-    env_fns = [partial(RandomEnv, spaces.Box(-1, 1, (50, 50)))] * 2
-    policy = CategoricalPolicy(nn.Sequential(nn.Flatten(), linear(2500)))
-    with ClusterEnv(env_fns, 1) as envs, ClusterEnv(env_fns, 1) as untouched:
+@pytest.mark.parametrize("frame_stack", [None, 4])
+def test_large_arrays_are_the_messages_own_memory_and_the_users_alone(frame_stack):
+    env_fns = [partial(RandomEnv, spaces.Box(-1, 1, (4, 50, 50)))] * 2
+    policy = CategoricalPolicy(nn.Sequential(nn.Flatten(), linear(10000)))
+    frames = {"frame_stack": frame_stack}
+    with ClusterEnv(env_fns, 1, **frames) as envs, ClusterEnv(env_fns, 1, **frames) as untouched:
         for cluster in (envs, untouched):
             cluster.reset(seed=1)
         for _ in range(3):
             rollout, expected = envs.rollout(policy, 8), untouched.rollout(policy, 8)
             assert_same(envs.divergence, untouched.divergence)
-            assert not rollout.observations.flags.owndata
             for name in ARRAYS:
-                assert_same(getattr(rollout, name), getattr(expected, name))
-                getattr(rollout, name)[...] = 0
+                found, other = getattr(rollout, name), getattr(expected, name)
+                if isinstance(found, Frames):
+                    assert_same(found.index, other.index)
+                    found, other = found.frames, other.frames
+                assert_same(found, other)
+                assert name != "observations" or not found.flags.owndata
+                found[...] = 0
             nn.init.normal_(policy.actor[1][0].weight)
 
 
