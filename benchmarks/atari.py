@@ -3,15 +3,17 @@
     python -m benchmarks.atari
 
 `ppo_atari_clusterenv.py` runs for some iterations with real workers, first with CleanRL's 8 environments: the share of
-an iteration in which the head measures how far the workers' policies have diverged. Then with 64, whose learner goes
-through a batch but once, which changes no memory: the head's peak before the first rollout, with the first, and in all.
-Last, what `dqn_atari_clusterenv.py` keeps of a transition: a buffer of these sizes, allocated.
+an iteration in which the head measures how far the workers' policies have diverged, and how well it knows that from so
+few states: the standard error of its mean over them. Then with 64, whose learner goes through a batch but once, which
+changes no memory: the head's peak before the first rollout, with the first, and in all. Last, what
+`dqn_atari_clusterenv.py` keeps of a transition: a buffer of these sizes, allocated.
 """
 
 import contextlib
 import os
 import resource
 import runpy
+import shlex
 import sys
 import tempfile
 import time
@@ -23,6 +25,7 @@ import tyro
 
 from clusterenv_runtime.collect import Collector
 from clusterenv_runtime.head.versions import PolicyStore
+from clusterenv_runtime.policy import Policy
 
 from .scale import in_fresh_process
 from .scripts import ROOT
@@ -44,6 +47,8 @@ class Args:
     """processes that share the environments"""
     buffer_size: int = 100_000
     """transitions of the replay buffer"""
+    flags: str = ""
+    """further flags of the script with 8 environments, such as --resume, in one string"""
     timeout: float = 1200
     """seconds for each run"""
 
@@ -53,9 +58,12 @@ def peak_mb():
 
 
 def head(args, num_envs, iterations, flags, pipe):
-    """Be the script's head for so many iterations; send their seconds, those of measuring, and the peaks of memory."""
-    rollout, measure = Collector.rollout, PolicyStore._measure
-    ends, measuring, states, peaks = [], [0.0], [0], []
+    """Be the script's head for so many iterations; send its seconds, those of measuring, nats, and peaks of memory.
+
+    Nats are the divergence of each version in each state.
+    """
+    rollout, measure, kl = Collector.rollout, PolicyStore._measure, Policy.kl
+    ends, measuring, nats, peaks = [], [0.0], [], []
 
     def timed_rollout(self, *arguments):
         if len(ends) > iterations:
@@ -71,9 +79,12 @@ def head(args, num_envs, iterations, flags, pipe):
         start = time.perf_counter()
         measure(self, copies)
         measuring[-1] += time.perf_counter() - start
-        states[0] = sum(number for copy in copies for number, _ in copy.recent)
 
-    Collector.rollout, PolicyStore._measure = timed_rollout, timed_measure
+    def noted_kl(self, *params):
+        nats.append(kl(self, *params))
+        return nats[-1]
+
+    Collector.rollout, PolicyStore._measure, Policy.kl = timed_rollout, timed_measure, noted_kl
     flags += [f"--env-id={args.env_id}", f"--env-backend={args.env_backend}", f"--num-workers={args.workers}"]
     sys.argv = ["ppo_atari_clusterenv.py", *flags, f"--envs-per-worker={num_envs // args.workers}"]
     with tempfile.TemporaryDirectory() as directory, open(os.devnull, "w") as nowhere:
@@ -82,15 +93,19 @@ def head(args, num_envs, iterations, flags, pipe):
         with contextlib.suppress(Enough):
             runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
         os.chdir(ROOT)
-    pipe.send((np.diff(ends), measuring[2:], states[0], (peaks[0], peaks[1], peak_mb())))
+    nats = [each.cpu().numpy() for each in nats[-iterations:]]
+    pipe.send((np.diff(ends), measuring[2:], nats, (peaks[0], peaks[1], peak_mb())))
 
 
 def main():
     args = tyro.cli(Args)
-    seconds, measuring, states, _ = in_fresh_process(head, args, 8, args.iterations, [], timeout=args.timeout)
-    share = sum(measuring) / sum(seconds)
+    flags = shlex.split(args.flags)
+    seconds, measuring, nats, _ = in_fresh_process(head, args, 8, args.iterations, flags, timeout=args.timeout)
+    share, states = sum(measuring) / sum(seconds), len(nats[-1])
+    errors = [each.std() / each.mean() / states**0.5 for each in nats]
     print(f"8 environments x 128 steps: an iteration takes {np.median(seconds):.2f} s, of which the divergence on")
-    print(f"{states} states {np.median(measuring) * 1e3:.0f} ms: {share:.1%} of all {len(seconds)} iterations")
+    print(f"{states} states {np.median(measuring) * 1e3:.0f} ms: {share:.1%} of all {len(seconds)} iterations; its")
+    print(f"standard error is {np.median(errors):.1%} of it (median; {min(errors):.1%} to {max(errors):.1%})")
 
     *_, peaks = in_fresh_process(head, args, 64, 1, ["--update-epochs=1"], timeout=args.timeout)
     before, collected, learned = (f"{peak:,.0f} MB" for peak in peaks)
