@@ -225,7 +225,7 @@ def plot(groups, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.5))
+    figure, axes = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
     panels = {
         "steps_per_s": "environment steps per second",
         "cpu_us_per_message": "head's CPU per message (µs)",
@@ -240,8 +240,7 @@ def plot(groups, path):
             ax.loglog(numbers, [row[key] for row in rows], **style, label=f"{observation}, {transport}, {mode}")
         ax.set(xlabel="workers", title=label)
         ax.grid(alpha=0.3)
-    axes[0].legend(fontsize=7)
-    figure.tight_layout()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=120)
 
 

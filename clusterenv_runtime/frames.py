@@ -66,10 +66,18 @@ class Frames:
         return Frames(self.frames, self.index.reshape(shape[: len(shape) - len(stack) + 1]))
 
     def to(self, device: Any) -> Frames:
-        """Return the same of tensors on a torch device: a stack is gathered there."""
+        """Return the same of tensors on a torch device: a stack is gathered there.
+
+        To a GPU they are copied from pinned memory, while the program goes on.
+        """
         import torch
 
-        return Frames(torch.as_tensor(self.frames, device=device), torch.as_tensor(self.index, device=device))
+        def moved(array: Any) -> torch.Tensor:
+            tensor = torch.as_tensor(array)
+            pinned = tensor.device.type == "cpu" and torch.device(device).type == "cuda"
+            return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
+
+        return Frames(moved(self.frames), moved(self.index))
 
 
 def compressed(frames: np.ndarray) -> np.ndarray:
