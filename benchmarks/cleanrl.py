@@ -80,4 +80,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent.parent))  # where its cleanrl_utils are
     runpy.run_path(sys.argv[0], run_name="__main__")
     (folder,) = Path("runs").iterdir()
-    (folder / "summary.json").write_text(json.dumps({"mean_return_100": np.mean(returns)}))
+    (folder / "summary.json").write_text(json.dumps({"mean_return_100": float(np.mean(returns))}))
