@@ -87,13 +87,16 @@ class EnvPoolVectorEnv(VectorEnv):
 def make_vec(backend: str, env_id: str, num_envs: int, **kwargs: Any) -> VectorEnv:
     """Make environments that step together, of the backend "vector", which is their own such version, or "envpool".
 
-    ``kwargs`` go to their constructor. Gymnasium itself has such a version, with NumPy, of CartPole only.
+    ``kwargs`` go to their constructor. Gymnasium itself has such a version, with NumPy, of CartPole only. Atari's games
+    (ALE) have one in C++, which like EnvPool's gets one thread by default.
 
     Raises:
         gymnasium.error.Error: there is no such environment, or no such version of it.
         ModuleNotFoundError: EnvPool is not installed.
     """
     if backend == "vector":
+        if "ale_py" in str(gym.registry[env_id].vector_entry_point if env_id in gym.registry else ""):
+            kwargs = {"num_threads": 1, **kwargs}
         return gym.make_vec(env_id, num_envs, "vector_entry_point", **kwargs)
     if backend != "envpool":
         raise ValueError(f"backend must be 'vector' or 'envpool', got {backend!r}")

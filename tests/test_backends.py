@@ -14,6 +14,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from scipy import stats
+from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy, make_vec
 from clusterenv_runtime.policy import to_tensor
@@ -244,6 +245,38 @@ def test_killed_worker_is_replaced(backend, workers):
         for _ in range(2):
             rollout = envs.rollout(policy, 20)
             np.testing.assert_allclose(following(rollout), moved(rollout.observations, rollout.actions), atol=1e-5)
+        assert len(envs.restarts) == 1
+
+
+def make_breakout(num_envs, **kwargs):
+    import ale_py
+
+    gym.register_envs(ale_py)
+    return make_vec("vector", "ALE/Breakout-v5", num_envs, episodic_life=True, **kwargs)
+
+
+def test_ales_own_version_has_one_thread_and_each_frame_once():
+    before = len(os.listdir("/proc/self/task"))
+    envs = make_breakout(4)
+    assert len(os.listdir("/proc/self/task")) == before + 1
+    envs.close()
+    policy = CategoricalPolicy(nn.Sequential(nn.Flatten(), linear(4 * 84 * 84, 4)))
+    whole = rollouts(make_breakout, policy, 50, 4, num_envs=4, weights="float32")
+    for rollout, expected in zip(rollouts(make_breakout, policy, 50, 4, num_envs=4, weights="float32", frame_stack=4),
+                                 whole, strict=True):  # fmt: skip
+        assert len(rollout.observations.frames) < 200 * 2
+        rollout.observations = np.asarray(rollout.observations)
+        for name in FIELDS.split():
+            assert_same(getattr(rollout, name), getattr(expected, name))
+    assert sum(len(rollout.final_observations) for rollout in whole) > 0
+
+
+def test_fresh_seeds_are_ones_that_every_environment_takes(workers):
+    policy = CategoricalPolicy(nn.Sequential(nn.Flatten(), linear(4 * 84 * 84, 4)))
+    with ClusterEnv(make_breakout, 1, num_envs=2, worker_timeout=5) as envs:
+        envs.reset(seed=7)  # whose fresh ones have 32 bits, of which ALE takes 31
+        os.kill(next(iter(workers())), signal.SIGKILL)
+        envs.rollout(policy, 5)
         assert len(envs.restarts) == 1
 
 

@@ -73,7 +73,7 @@ class Recovery:
     def _fresh_seeds(self, worker: WorkerHandle, number: int) -> list[int | None]:
         given = worker.user_seeds
         entropy = [*(seed for seed in given if seed is not None), worker.first_row, number]
-        fresh = np.random.SeedSequence(entropy).generate_state(len(given)).tolist()
+        fresh = (np.random.SeedSequence(entropy).generate_state(len(given)) >> 1).tolist()  # some take only 31 bits
         return [None if old is None else new for old, new in zip(given, fresh, strict=True)]
 
     def reset(self, workers: Iterable[WorkerHandle], seeds: list[int | None], options: dict[str, Any] | None) -> None:
