@@ -37,7 +37,8 @@ class Frames:
         return len(self.index)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the stacks at a place, or several places, of the leading axes."""
+        if isinstance(key, tuple) and any(each is ... for each in key[:-1]):
+            raise IndexError("stacks are indexed from their first axis on; from the last one np.asarray of them is")
         index = self.index[key]
         if isinstance(self.frames, np.ndarray):
             return self.frames[index]
@@ -125,7 +126,7 @@ def fold(stacks: np.ndarray, finals: np.ndarray, ended: np.ndarray) -> tuple[np.
         nonlocal number
         if stack[:-1].tobytes() == before:  # several times as fast as comparing arrays
             places[:-1], new = index_before[1:], stack[-1:]
-        elif (stack == stack[-1]).all():
+        elif stack.tobytes() == stack[-1].tobytes() * len(stack):
             places[:-1], new = number, stack[-1:]
         else:
             places[:-1], new = np.arange(number, number + len(stack) - 1), stack

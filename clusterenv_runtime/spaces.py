@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -156,7 +157,7 @@ def join_arrays(arrays: Sequence[Any], axis: int = 0, copy: bool = False) -> Any
     """
     if isinstance(arrays[0], Frames):
         frames = [each.frames for each in arrays]
-        firsts = np.cumsum([0, *map(len, frames[:-1])])
+        firsts = itertools.accumulate(map(len, frames[:-1]), initial=0)
         index = [each.index + first for each, first in zip(arrays, firsts, strict=True)]
         return Frames(join_arrays(frames, copy=copy), np.concatenate(index, axis))
     if len(arrays) > 1:

@@ -99,6 +99,12 @@ def test_whatever_the_stacks_are_they_come_back(timeline):
     assert len(frames) <= (len(stacks) * stacks.shape[1] + len(finals)) * stacks.shape[2]
 
 
+def test_numbers_come_back_to_the_bit():
+    stacks = np.array([[[[-0.0], [0.0]]], [[[0.0], [np.nan]]]], np.float32)
+    frames, index, _ = fold(stacks, stacks[0, :0], np.zeros((1, 1), bool))
+    assert np.asarray(Frames(frames, index)).tobytes() == stacks.tobytes() and len(frames) == 3
+
+
 def test_a_stack_that_goes_on_adds_one_frame_and_an_episode_one():
     clip = np.arange(9, dtype=np.uint8)[:, None]
     first, second = clip[:4], clip[1:5]
@@ -197,6 +203,9 @@ def test_stacks_are_an_array_that_gathers():
     assert torch.equal(tensors[2:4], torch.as_tensor(whole.reshape(6, 2, 2)[2:4]))
     both = join([stacks, Frames(frames + 100, index)], axis=1)
     assert_same(np.asarray(both), np.concatenate([whole, whole + 100], 1))
+    for key in ((..., 0), (..., -1, slice(None))):
+        with pytest.raises(IndexError, match="stacks are indexed from their first axis on"):
+            stacks[key]
     with pytest.raises(ValueError, match=r"stacks are \(2, 2\): they cannot be reshaped to \(3, 8\)"):
         stacks.reshape(3, 8)
 
