@@ -152,7 +152,7 @@ def measure(args, observation, transport, mode, num_workers, pipe):
             steps += rollout.rewards.size
             messages += rollout.rewards.shape[1] // envs_per_worker
         seconds, main, cpu = time.perf_counter() - start, time.thread_time() - main, time.process_time() - cpu
-        main, cpu, envs.publish = main - policy_s, cpu - policy_s, publish
+        main, cpu, envs._collector.publish = main - policy_s, cpu - policy_s, publish
         for _ in range(args.outstanding * num_workers * (mode == "send/recv")):
             envs.recv()
         megabytes = messages * row["message_bytes"] / 1e6
