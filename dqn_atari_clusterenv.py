@@ -10,7 +10,6 @@ import random
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -30,6 +29,7 @@ with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
     gym.register_envs(ale_py)
 FRAME_STACK = 4
 ENVPOOL = {"episodic_life": True, "reward_clip": True}  # the rest of make_env it does by default
+OF_ENVPOOL = "AtariPreprocessing", "EpisodicLife", "FireReset", "TransformReward", "FrameStackObservation"
 
 
 @dataclass
@@ -82,16 +82,16 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     """whether checkpoints hold the replay buffer; else a resumed run collects `--learning-starts` steps first"""
 
 
-def make_env(env_id, idx, capture_video, run_name, training=True, **kwargs):
+def make_env(env_id, idx, capture_video, run_name, **kwargs):
     def thunk():
         record = capture_video and idx == 0
         env = gym.make(env_id, frameskip=1, render_mode="rgb_array" if record else None, **kwargs)
         env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
         env = gym.wrappers.RecordEpisodeStatistics(env)  # of whole games, and rewards that are not clipped
         env = gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
-        env = EpisodicLife(env) if training else env
+        env = EpisodicLife(env)
         env = FireReset(env) if "FIRE" in env.unwrapped.get_action_meanings() else env
-        env = gym.wrappers.TransformReward(env, np.sign) if training else env
+        env = gym.wrappers.TransformReward(env, np.sign)
         return gym.wrappers.FrameStackObservation(env, FRAME_STACK)
 
     return thunk
@@ -120,7 +120,10 @@ class QNetwork(nn.Module):
 
 
 class ReplayBuffer:
-    """The last `size` transitions, or somewhat fewer. Each frame is kept once: a stack is the numbers of its frames."""
+    """The last `size` transitions, or somewhat fewer. A stack is the numbers of its frames.
+
+    Each frame is kept once, but for those of stacks that end a chunk or an episode, which are kept twice.
+    """
 
     def __init__(self, size, num_frames, observation_space, in_checkpoints=True):
         self.size, self.inserted, self.in_checkpoints = size, 0, in_checkpoints
@@ -160,15 +163,13 @@ class ReplayBuffer:
         while self.chunks[0][1] < self.num_frames - len(self.frames):
             del self.chunks[0]
 
-    def sample(self, num_batches, batch_size, device):
-        """Return observations, actions, next observations, rewards and dones, `(num_batches, batch_size, ...)`."""
+    def sample(self, batch_size, device):
+        """Return observations, actions, next observations, rewards and dones, `(batch_size, ...)`."""
         num = min(self.inserted - self.chunks[0][0], self.size)
-        inds = (self.inserted - 1 - torch.randint(num, (num_batches * batch_size,))) % self.size
-        shape = num_batches, batch_size
+        inds = (self.inserted - 1 - torch.randint(num, (batch_size,))) % self.size
         frames = self.frames.index_select(0, (self.stacks[inds] % len(self.frames)).flatten()).to(device)
-        obs, next_obs = frames.view(*shape, 2, FRAME_STACK, *frames.shape[1:]).unbind(2)
-        columns = self.actions, self.rewards, self.dones
-        actions, rewards, dones = (column[inds].view(*shape, *column.shape[1:]).to(device) for column in columns)
+        obs, next_obs = frames.view(batch_size, 2, FRAME_STACK, *frames.shape[1:]).unbind(1)
+        actions, rewards, dones = (column[inds].to(device) for column in (self.actions, self.rewards, self.dones))
         return obs, actions, next_obs, rewards, dones
 
     def state_dict(self):
@@ -197,7 +198,7 @@ if __name__ == "__main__":
     spec = gym.registry.get(args.env_id)
     is_atari = args.env_backend == "envpool" or spec is None or "ale_py" in str(spec.entry_point)
     check(is_atari, f"--env-id must be one of Atari's games, such as ALE/Pong-v5, got {args.env_id}")
-    obs_space, action_space = read_spaces(args, make_env, like_envpool=True)
+    obs_space, action_space = read_spaces(args, make_env, of_envpool=OF_ENVPOOL)
     discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
     check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
     stack = FRAME_STACK, 84, 84
@@ -269,21 +270,16 @@ if __name__ == "__main__":
             # ALGO LOGIC: training. One gradient step per `train_frequency` environment steps after `learning_starts`.
             due = max(run.global_step - count.warm_up, 0) // args.train_frequency
             while count.gradient_steps < due:
-                # As many as the target network stays the same for: their batches and targets come in one go.
-                until_target = target_every - count.gradient_steps % target_every
-                until_check = args.sync_check_frequency - count.gradient_steps % args.sync_check_frequency
-                burst = min(due - count.gradient_steps, until_target, until_check)
-                b_obs, b_actions, b_next_obs, b_rewards, b_dones = rb.sample(burst, args.batch_size, device)
+                obs, actions, next_obs, rewards, dones = rb.sample(args.batch_size, device)
                 with torch.no_grad():
-                    target_max = target_network(b_next_obs.flatten(0, 1)).amax(1).view(burst, args.batch_size)
-                    b_td_target = b_rewards + args.gamma * target_max * (1 - b_dones)
-                for obs, actions, td_target in zip(b_obs, b_actions, b_td_target, strict=True):
-                    old_val = q_network(obs).gather(1, actions).squeeze(1)
-                    loss = F.mse_loss(td_target, old_val)
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                count.gradient_steps += burst
+                    target_max = target_network(next_obs).amax(1)
+                    td_target = rewards + args.gamma * target_max * (1 - dones)
+                old_val = q_network(obs).gather(1, actions).squeeze(1)
+                loss = F.mse_loss(td_target, old_val)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                count.gradient_steps += 1
                 # update target network
                 if count.gradient_steps % target_every == 0:
                     for target_param, q_param in zip(target_network.parameters(), q_network.parameters(), strict=True):
@@ -313,7 +309,7 @@ if __name__ == "__main__":
             return actions
 
         run.finish(
-            evaluate(args, partial(make_env, training=False), act),
+            evaluate(args, make_env, act, **ENVPOOL),
             gradient_steps=count.gradient_steps,
             transitions_inserted=rb.inserted,
             policy_versions=envs.policy_version,

@@ -10,7 +10,6 @@ import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -30,6 +29,7 @@ with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
     gym.register_envs(ale_py)
 FRAME_STACK = 4
 ENVPOOL = {"episodic_life": True, "reward_clip": True}  # the rest of make_env it does by default
+OF_ENVPOOL = "AtariPreprocessing", "EpisodicLife", "FireReset", "TransformReward", "FrameStackObservation"
 
 
 @dataclass
@@ -87,16 +87,16 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     """if toggled, networks and loss are compiled: up to half a minute, then updates take half to two thirds as long"""
 
 
-def make_env(env_id, idx, capture_video, run_name, training=True, **kwargs):
+def make_env(env_id, idx, capture_video, run_name, **kwargs):
     def thunk():
         record = capture_video and idx == 0
         env = gym.make(env_id, frameskip=1, render_mode="rgb_array" if record else None, **kwargs)
         env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
         env = gym.wrappers.RecordEpisodeStatistics(env)  # of whole games, and rewards that are not clipped
         env = gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
-        env = EpisodicLife(env) if training else env
+        env = EpisodicLife(env)
         env = FireReset(env) if "FIRE" in env.unwrapped.get_action_meanings() else env
-        env = gym.wrappers.TransformReward(env, np.sign) if training else env
+        env = gym.wrappers.TransformReward(env, np.sign)
         return gym.wrappers.FrameStackObservation(env, FRAME_STACK)
 
     return thunk
@@ -202,7 +202,7 @@ if __name__ == "__main__":
     spec = gym.registry.get(args.env_id)
     is_atari = args.env_backend == "envpool" or spec is None or "ale_py" in str(spec.entry_point)
     check(is_atari, f"--env-id must be one of Atari's games, such as ALE/Pong-v5, got {args.env_id}")
-    obs_space, action_space = read_spaces(args, make_env, like_envpool=True)
+    obs_space, action_space = read_spaces(args, make_env, of_envpool=OF_ENVPOOL)
     discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
     check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
     stack = FRAME_STACK, 84, 84
@@ -326,4 +326,4 @@ if __name__ == "__main__":
             action, _, _, _ = agent.get_action_and_value(torch.as_tensor(obs, device=device))
             return action.cpu().numpy()
 
-        run.finish(evaluate(args, partial(make_env, training=False), act), updates=run.global_step // args.batch_size)
+        run.finish(evaluate(args, make_env, act, **ENVPOOL), updates=run.global_step // args.batch_size)

@@ -1,4 +1,4 @@
-"""Wrappers around Atari's games, as CleanRL has them: an episode is a life, and begins by firing."""
+"""Wrappers around Atari's games, much as CleanRL has them: an episode is a life, and begins by firing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gymnasium as gym
 
 
 class EpisodicLife(gym.Wrapper):
-    """Ends an episode with each life. The game goes on in the next, and begins anew only when it is over."""
+    """Ends an episode with each life. The game goes on in the next, until it is over, or a seed is given."""
 
     is_over, lives = True, 0
 
@@ -18,12 +18,13 @@ class EpisodicLife(gym.Wrapper):
         before, self.lives = self.lives, self.unwrapped.ale.lives()
         return observation, reward, terminated or 0 < self.lives < before, truncated, info
 
-    def reset(self, **kwargs: Any) -> Any:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.is_over |= seed is not None
         if not self.is_over:
             observation, _, terminated, truncated, info = self.env.step(0)
             self.is_over = terminated or truncated
         if self.is_over:
-            observation, info = self.env.reset(**kwargs)
+            observation, info = self.env.reset(seed=seed, options=options)
         self.is_over, self.lives = False, self.unwrapped.ale.lives()
         return observation, info
 

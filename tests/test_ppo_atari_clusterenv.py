@@ -6,6 +6,7 @@ import pytest
 
 import ppo_atari_clusterenv as script
 from clusterenv_runtime import make_vec
+from clusterenv_runtime.script import environments, evaluate, read_spaces
 from clusterenv_runtime.worker.one_by_one import EnvsOneByOne
 from clusterenv_runtime.worker.together import EnvsTogether
 
@@ -39,9 +40,9 @@ def test_what_the_learner_computes_is_what_acted(always, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
-def play(training):
+def play():
     """Play two games of Breakout at random; return what each step gave."""
-    env = script.make_env("ALE/Breakout-v5", 0, False, "", training)()
+    env = script.make_env("ALE/Breakout-v5", 0, False, "")()
     rng, steps, games = np.random.default_rng(1), [], 0
     env.reset(seed=1)
     while games < 2:
@@ -55,7 +56,7 @@ def play(training):
 
 
 def test_an_episode_is_a_life_and_the_statistics_are_of_games():
-    steps = play(training=True)
+    steps = play()
     assert [lives for _, terminated, lives, _ in steps if terminated] == [4, 3, 2, 1, 0] * 2
     assert {reward for reward, *_ in steps} == {0, 1}
     ends = [number for number, step in enumerate(steps) if step[3] is not None]
@@ -64,8 +65,53 @@ def test_an_episode_is_a_life_and_the_statistics_are_of_games():
     assert sum(clipped) > 0 and all(game[-1][3]["r"] >= sum_ for game, sum_ in zip(games, clipped, strict=True))
 
 
-def test_evaluated_are_whole_games():
-    assert [lives for _, terminated, lives, _ in play(training=False) if terminated] == [0, 0]
+def evaluated(env_id, backend, act):
+    args = script.Args(env_id=env_id, env_backend=backend, eval_episodes=2)
+    return evaluate(args, script.make_env, act, **script.ENVPOOL)
+
+
+@pytest.mark.parametrize(("env_id", "backend"), [("ALE/Seaquest-v5", "gymnasium"), ("Seaquest-v5", "envpool")])
+def test_evaluated_are_whole_games_of_rewards_as_they_are(env_id, backend):
+    if backend == "envpool":
+        pytest.importorskip("envpool")
+    rng = np.random.default_rng(1)
+    returns = evaluated(env_id, backend, lambda obs: rng.integers(18, size=len(obs)))
+    assert (returns > 0).any() and (returns % 20 == 0).all()  # 20 for what is shot in the beginning
+
+
+def test_whoever_never_fires_is_evaluated_for_all_lives():
+    assert evaluated("ALE/Breakout-v5", "gymnasium", lambda obs: np.zeros(len(obs), int)).shape == (2,)
+
+
+def test_an_evaluation_that_does_not_end_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(environments, "MOST_STEPS", 20)
+    evaluated("ALE/Breakout-v5", "gymnasium", lambda obs: np.zeros(len(obs), int))
+    assert "2 of 2 episodes of the evaluation had not ended after 20 steps" in caplog.text
+
+
+def test_a_seed_begins_a_new_game():
+    env, seen = script.make_env("ALE/Breakout-v5", 0, False, "", repeat_action_probability=0)(), []
+    for _ in range(2):
+        observation, info = env.reset(seed=3)
+        seen.append(observation)
+        while info["lives"] == 5:
+            *_, info = env.step(0)
+    env.close()
+    assert np.array_equal(*seen)
+
+
+def test_what_make_env_adds_envpool_has_not():
+    pytest.importorskip("envpool")
+    args = script.Args(env_id="Pong-v5", env_backend="envpool")
+    read_spaces(args, script.make_env, script.OF_ENVPOOL)
+
+    def changed(*arguments, **kwargs):
+        return lambda: gym.wrappers.TransformReward(script.make_env(*arguments, **kwargs)(), lambda reward: 2 * reward)
+
+    with pytest.raises(
+        SystemExit, match=r"without what make_env does \(TransformReward\): use --env-backend gymnasium"
+    ):
+        read_spaces(args, changed, script.OF_ENVPOOL)
 
 
 class AtRandom:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from ..errors import one_line
 from .arguments import check
 
 EnvFn = Callable[[], gym.Env]
+logger = logging.getLogger(__name__)
+MOST_STEPS = 30_000  # of an evaluation, as not every environment ends its episodes; Atari's games end after 27,000
 NEUTRAL = "RecordEpisodeStatistics", "PassiveEnvChecker", "OrderEnforcing"  # wrappers that change no step
 
 
@@ -32,22 +35,24 @@ def by_backend(args: Any, env_fns: list[EnvFn], **envpool: Any) -> Any:
     return partial(make_vec, args.env_backend, args.env_id, **{**arguments, **args.make_kwargs})
 
 
-def make_here(args: Any, env_fns: list[EnvFn]) -> VectorEnv:
+def make_here(args: Any, env_fns: list[EnvFn], **envpool: Any) -> VectorEnv:
     """Make as many environments in this process, by these functions or by the --env-backend."""
-    made = by_backend(args, env_fns)
+    made = by_backend(args, env_fns, **envpool)
     return made(len(env_fns)) if callable(made) else SyncVectorEnv(made)
 
 
-def read_spaces(args: Any, make_env: Callable[..., EnvFn], like_envpool: bool = False) -> tuple[gym.Space, gym.Space]:
+def read_spaces(
+    args: Any, make_env: Callable[..., EnvFn], of_envpool: Collection[str] = ()
+) -> tuple[gym.Space, gym.Space]:
     """Return the spaces of an environment's observations and actions; if there can be none, exit with one line.
 
-    ``like_envpool``: what ``make_env`` does to an environment, EnvPool does to its own.
+    ``of_envpool`` are wrappers of Atari's games by ``make_env`` whose work EnvPool does itself.
     """
     kwargs = args.make_kwargs
     try:
         env = make_here(args, [make_env(args.env_id, 1, False, "", **kwargs)])
-        if args.env_backend != "gymnasium" and not (like_envpool and args.env_backend == "envpool"):
-            check_plain(args, make_env)
+        if args.env_backend != "gymnasium":
+            check_plain(args, make_env, of_envpool if args.env_backend == "envpool" else ())
     except (ModuleNotFoundError, gym.error.Error) as error:
         check(False, error)
     except Exception as error:
@@ -62,16 +67,21 @@ def read_spaces(args: Any, make_env: Callable[..., EnvFn], like_envpool: bool = 
     return env.single_observation_space, env.single_action_space
 
 
-def check_plain(args: Any, make_env: Callable[..., EnvFn]) -> None:
-    """Exit with one line if ``make_env`` does more than `gym.make`: another --env-backend does not call it."""
-    env_id, kwargs = args.env_id, args.make_kwargs
+def check_plain(args: Any, make_env: Callable[..., EnvFn], but_for: Collection[str] = ()) -> None:
+    """Exit with one line if ``make_env`` does more than `gym.make`: another --env-backend does not call it.
+
+    That is more than ``but_for``, wrappers of Atari's games.
+    """
+    env_id, kwargs, arguments = args.env_id, args.make_kwargs, {"frameskip": 1} if but_for else {}
+    if but_for and "ALE/Pong-v5" not in gym.registry:
+        return  # there are no games to see it by
     try:
         plain = gym.make(env_id, **kwargs)
     except gym.error.Error:  # the backend's alone; what make_env does, it may do to another
-        env_id, kwargs = "CartPole-v1", {}
-        plain = gym.make(env_id)
+        env_id, kwargs = "ALE/Pong-v5" if but_for else "CartPole-v1", {}
+        plain = gym.make(env_id, **arguments)
     try:
-        changes = _changes(make_env(env_id, 1, False, "", **kwargs)(), plain)
+        changes = _changes(make_env(env_id, 1, False, "", **kwargs)(), plain, but_for)
     except Exception as error:
         if env_id == args.env_id:
             raise
@@ -81,11 +91,11 @@ def check_plain(args: Any, make_env: Callable[..., EnvFn]) -> None:
     check(not changes, f"--env-backend {args.env_backend} makes the environments itself, {without}: {instead}")
 
 
-def _changes(env: gym.Env, plain: gym.Env) -> list[str]:
+def _changes(env: gym.Env, plain: gym.Env, but_for: Collection[str]) -> list[str]:
     """Name the wrappers and arguments that one environment has and the other has not; or the spaces that differ."""
-    ours, theirs = _parts(env), _parts(plain)
+    ours, theirs = _parts(env), _parts(plain) + Counter(but_for)
     changes = [*(ours - theirs), *(f"no {part}" for part in theirs - ours if "=" not in part)]
-    spaces = "observation_space", "action_space"
+    spaces = () if but_for else ("observation_space", "action_space")
     return changes or [f"another {name}" for name in spaces if getattr(env, name) != getattr(plain, name)]
 
 
@@ -96,20 +106,36 @@ def _parts(env: gym.Env) -> Counter[str]:
         parts[type(inner).__name__] += type(inner).__name__ not in NEUTRAL
         inner = inner.env
     arguments = {**env.spec.kwargs, "max_episode_steps": env.spec.max_episode_steps} if env.spec else {}
-    return parts + Counter([type(inner).__name__, *(f"{name}={value}" for name, value in arguments.items())])
+    given = (f"{name}={value}" for name, value in arguments.items() if name != "render_mode")
+    return parts + Counter([type(inner).__name__, *given])
 
 
 @torch.no_grad()
-def evaluate(args: Any, make_env: Callable[..., EnvFn], act: Callable[[Any], np.ndarray]) -> np.ndarray:
-    """Let ``act`` play one episode in each of `eval_episodes` new environments, of this process; return the returns."""
+def evaluate(args: Any, make_env: Callable[..., EnvFn], act: Callable[[Any], np.ndarray], **envpool: Any) -> np.ndarray:
+    """Let ``act`` play one episode in each of `eval_episodes` new environments, of this process; return the returns.
+
+    Environments that count their own episodes (RecordEpisodeStatistics) say when one is over, and what it returned: of
+    Atari a whole game, with rewards as the game gives them. ``envpool`` is as for `by_backend`.
+    """
     if not args.eval_episodes:
         return np.empty(0)
-    envs = make_here(args, [make_env(args.env_id, 1, False, "", **args.make_kwargs) for _ in range(args.eval_episodes)])
+    env_fns = [make_env(args.env_id, 1, False, "", **args.make_kwargs) for _ in range(args.eval_episodes)]
+    envs = make_here(args, env_fns, **envpool)
+    counts_its_own = isinstance(envs, SyncVectorEnv) and envs.envs[0].has_wrapper_attr("_stats_key")
     obs, _ = envs.reset(seed=args.seed + 100_000)
-    returns, running, steps = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool), 0
-    while running.any() and (steps := steps + 1) <= 10_000:  # not every environment ends its episodes
-        obs, reward, terminations, truncations, _ = envs.step(act(obs))
+    returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
+    for _ in range(MOST_STEPS):
+        obs, reward, terminations, truncations, infos = envs.step(act(obs))
         returns += reward * running
-        running &= ~(terminations | truncations)
+        ended = terminations | truncations
+        if counts_its_own or "episode" in infos:
+            own, ended = infos.get("episode", {"r": returns}), infos.get("_episode", np.zeros_like(running))
+            returns = np.where(running & ended, own["r"], returns)
+        running &= ~ended
+        if not running.any():
+            break
     envs.close()
+    if number := np.count_nonzero(running):
+        text = "%d of %d episodes of the evaluation had not ended after %d steps: what they had returned by then counts"
+        logger.warning(text, number, args.eval_episodes, MOST_STEPS)
     return returns
