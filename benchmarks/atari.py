@@ -48,7 +48,7 @@ class Args:
     buffer_size: int = 100_000
     """transitions of the replay buffer"""
     flags: str = ""
-    """further flags of the script with 8 environments, such as --resume, in one string"""
+    """further flags of the script with 8 environments, in one string"""
     timeout: float = 1200
     """seconds for each run"""
 
