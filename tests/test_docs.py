@@ -38,7 +38,7 @@ PAGES = [page for page in site.pages() if "results" not in page.parts]  # the ot
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 BLOCKS = [(page, match[2], match[3]) for page in PAGES for match in BLOCK.finditer(page.read_text())]
 KINDS = {"python": 15, "diff": 3, "toml": 1, "sh": 25, "text": 8}  # a block more or less is one that is tested, or not
-CALLS, SKIPPED = 164, 17  # of programs by all pages' commands, and those of them that are not ours to check
+CALLS, SKIPPED = 165, 17  # of programs by all pages' commands, and those of them that are not ours to check
 OF_OTHERS = "git", "kubectl", "podman", "ray", "scp", "squeue", "ssh", "tail", "wandb"
 PROGRAMS_IN_TEXT = "make", "pip", "python", "sbatch", "source", "torchrun", "uv", *OF_OTHERS
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(PROGRAMS_IN_TEXT)})\s[^`]+")
