@@ -29,6 +29,7 @@ with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
     gym.register_envs(ale_py)
 FRAME_STACK = 4
 ENVPOOL = {"episodic_life": True, "reward_clip": True}  # the rest of make_env it does by default
+# The wrappers of make_env whose work EnvPool does.
 OF_ENVPOOL = "AtariPreprocessing", "EpisodicLife", "FireReset", "TransformReward", "FrameStackObservation"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -84,6 +85,12 @@ class EnvPoolVectorEnv(VectorEnv):
             self._pool.close()
 
 
+def stats_key(envs: Sequence[gym.Env]) -> str | None:
+    """Return under which info environments count their own episodes (RecordEpisodeStatistics); None if not all do."""
+    keys = [env.has_wrapper_attr("_stats_key") and env.get_wrapper_attr("_stats_key") for env in envs]
+    return keys[0] if all(keys) else None
+
+
 def make_vec(backend: str, env_id: str, num_envs: int, **kwargs: Any) -> VectorEnv:
     """Make environments that step together, of the backend "vector", which is their own such version, or "envpool".
 
@@ -95,7 +102,7 @@ def make_vec(backend: str, env_id: str, num_envs: int, **kwargs: Any) -> VectorE
         ModuleNotFoundError: EnvPool is not installed.
     """
     if backend == "vector":
-        if "ale_py" in str(gym.registry[env_id].vector_entry_point if env_id in gym.registry else ""):
+        if "ale_py" in str(getattr(gym.registry.get(env_id), "vector_entry_point", None)):
             kwargs = {"num_threads": 1, **kwargs}
         return gym.make_vec(env_id, num_envs, "vector_entry_point", **kwargs)
     if backend != "envpool":

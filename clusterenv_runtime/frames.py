@@ -37,6 +37,11 @@ class Frames:
         return len(self.index)
 
     def __getitem__(self, key: Any) -> Any:
+        """Return the stacks at a place, or several places, of the leading axes.
+
+        Raises:
+            IndexError: ``key`` has an Ellipsis before its end, and so counts from the last axis.
+        """
         if isinstance(key, tuple) and any(each is ... for each in key[:-1]):
             raise IndexError("stacks are indexed from their first axis on; from the last one np.asarray of them is")
         index = self.index[key]

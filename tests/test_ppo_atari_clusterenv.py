@@ -79,14 +79,28 @@ def test_evaluated_are_whole_games_of_rewards_as_they_are(env_id, backend):
     assert (returns > 0).any() and (returns % 20 == 0).all()  # 20 for what is shot in the beginning
 
 
-def test_whoever_never_fires_is_evaluated_for_all_lives():
+def test_whoever_never_fires_is_evaluated_for_all_lives(caplog):
     assert evaluated("ALE/Breakout-v5", "gymnasium", lambda obs: np.zeros(len(obs), int)).shape == (2,)
+    assert not caplog.text  # they have ended
 
 
 def test_an_evaluation_that_does_not_end_says_so(monkeypatch, caplog):
     monkeypatch.setattr(environments, "MOST_STEPS", 20)
     evaluated("ALE/Breakout-v5", "gymnasium", lambda obs: np.zeros(len(obs), int))
     assert "2 of 2 episodes of the evaluation had not ended after 20 steps" in caplog.text
+
+
+def test_statistics_are_taken_under_any_name():
+    def make_env(env_id, idx, capture_video, run_name):
+        def thunk():
+            env = gym.wrappers.RecordEpisodeStatistics(gym.make(env_id, max_episode_steps=9), stats_key="games")
+            return gym.wrappers.TransformReward(env, lambda reward: 0)
+
+        return thunk
+
+    args = script.Args(env_id="CartPole-v1", eval_episodes=3)
+    returns = evaluate(args, make_env, lambda obs: np.arange(len(obs)) % 2)
+    assert (returns >= 8).all() and (returns <= 9).all()
 
 
 def test_a_seed_begins_a_new_game():

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
-from ..backends import make_vec
+from ..backends import make_vec, stats_key
 from ..errors import one_line
 from .arguments import check
 
@@ -72,14 +72,14 @@ def check_plain(args: Any, make_env: Callable[..., EnvFn], but_for: Collection[s
 
     That is more than ``but_for``, wrappers of Atari's games.
     """
-    env_id, kwargs, arguments = args.env_id, args.make_kwargs, {"frameskip": 1} if but_for else {}
-    if but_for and "ALE/Pong-v5" not in gym.registry:
-        return  # there are no games to see it by
+    env_id, kwargs = args.env_id, args.make_kwargs
+    another, arguments = ("ALE/Pong-v5", {"frameskip": 1}) if but_for else ("CartPole-v1", {})
+    if another not in gym.registry:
+        return  # ale-py is not here, and there is no game to see it by
     try:
         plain = gym.make(env_id, **kwargs)
     except gym.error.Error:  # the backend's alone; what make_env does, it may do to another
-        env_id, kwargs = "ALE/Pong-v5" if but_for else "CartPole-v1", {}
-        plain = gym.make(env_id, **arguments)
+        env_id, kwargs, plain = another, {}, gym.make(another, **arguments)
     try:
         changes = _changes(make_env(env_id, 1, False, "", **kwargs)(), plain, but_for)
     except Exception as error:
@@ -121,15 +121,16 @@ def evaluate(args: Any, make_env: Callable[..., EnvFn], act: Callable[[Any], np.
         return np.empty(0)
     env_fns = [make_env(args.env_id, 1, False, "", **args.make_kwargs) for _ in range(args.eval_episodes)]
     envs = make_here(args, env_fns, **envpool)
-    counts_its_own = isinstance(envs, SyncVectorEnv) and envs.envs[0].has_wrapper_attr("_stats_key")
+    key = stats_key(envs.envs) if isinstance(envs, SyncVectorEnv) else None
     obs, _ = envs.reset(seed=args.seed + 100_000)
     returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
     for _ in range(MOST_STEPS):
         obs, reward, terminations, truncations, infos = envs.step(act(obs))
         returns += reward * running
         ended = terminations | truncations
-        if counts_its_own or "episode" in infos:
-            own, ended = infos.get("episode", {"r": returns}), infos.get("_episode", np.zeros_like(running))
+        if key is not None or "episode" in infos:
+            name = key or "episode"
+            own, ended = infos.get(name, {"r": returns}), infos.get(f"_{name}", np.zeros_like(running))
             returns = np.where(running & ended, own["r"], returns)
         running &= ~ended
         if not running.any():

@@ -12,6 +12,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, iterate
 
+from ..backends import stats_key
 from ..rollout import RolloutPart
 from ..spaces import are_stacks, map_space, merge_rows
 from .connection import End
@@ -100,9 +101,7 @@ class EnvsOneByOne(SyncVectorEnv):
                 )
         # The head has iterated over the actions already; a Box makes `step` take what it is given, item by item.
         self.action_space = gym.spaces.Box(0, 1, (self.num_envs,))
-        # Environments that count their own episodes (RecordEpisodeStatistics) know better than the sum of rewards.
-        keys = [env.has_wrapper_attr("_stats_key") and env.get_wrapper_attr("_stats_key") for env in self.envs]
-        self._stats_key = keys[0] if all(keys) else None
+        self._stats_key = stats_key(self.envs)  # they know better than the sum of rewards
         self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
 
     def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
