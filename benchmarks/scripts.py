@@ -81,7 +81,8 @@ def measure(module, *arguments, python=sys.executable, timeout=None):
     """Run a module of benchmarks that ends with `work.report`; return what it reports."""
     with tempfile.TemporaryDirectory() as directory:
         # HOME: some peers leave their logs there.
-        variables = {"PYTHONPATH": str(ROOT), "HOME": directory, "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {"PYTHONPATH": path, "HOME": directory, "OMP_NUM_THREADS": "1"}
         text = call([str(python), "-m", module, *map(str, arguments)], directory, timeout, **variables)
     (line,) = (line for line in text.splitlines() if line.startswith('{"steps"'))
     report = json.loads(line)

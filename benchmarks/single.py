@@ -3,8 +3,9 @@
     python -m benchmarks.single LunarLander-v3 25 sync
     python -m benchmarks.single HalfCheetah-v5 25 sync      # or continuous actions
 
-Trains for so many iterations on Gymnasium's SyncVectorEnv (`sync`) or AsyncVectorEnv (`async`) and prints the
-environment steps and seconds after the first. `benchmarks.throughput` runs it, and `benchmarks.peers` on EnvPool.
+Trains for so many iterations on Gymnasium's SyncVectorEnv (`sync`) or AsyncVectorEnv (`async`), of 64 environments or
+of as many as a last argument says, and prints the environment steps and seconds after the first. `benchmarks.throughput`
+and `benchmarks.cores` run it, and `benchmarks.peers` on EnvPool.
 """
 
 import time
@@ -45,10 +46,10 @@ def train(envs, next_obs, iterations):
     actor, critic = mlp(num_inputs, num_outputs), mlp(num_inputs, 1)
     parameters = [*actor.parameters(), *critic.parameters(), *more]
     optimizer = torch.optim.Adam(parameters, lr=work.LEARNING_RATE, eps=1e-5)
-    shape = work.NUM_STEPS, work.NUM_ENVS
+    shape = work.NUM_STEPS, envs.num_envs
     obs, actions = torch.zeros(*shape, num_inputs), torch.zeros(*shape, *space.shape)
     logprobs, rewards, dones, values = (torch.zeros(shape) for _ in range(4))
-    next_obs, next_done = torch.Tensor(next_obs), torch.zeros(work.NUM_ENVS)
+    next_obs, next_done = torch.Tensor(next_obs), torch.zeros(envs.num_envs)
     for iteration in range(iterations):
         if iteration == 1:
             start = time.perf_counter()
@@ -71,7 +72,7 @@ def train(envs, next_obs, iterations):
                 advantages[step], next_value, next_alive = advantage, values[step], 1 - dones[step]
         b_obs, b_actions, b_logprobs = obs.flatten(0, 1), actions.flatten(0, 1), logprobs.flatten()
         b_advantages, b_returns = advantages.flatten(), (advantages + values).flatten()
-        b_inds = np.arange(work.BATCH_SIZE)
+        b_inds = np.arange(work.NUM_STEPS * envs.num_envs)
         for _ in range(work.UPDATE_EPOCHS):
             np.random.shuffle(b_inds)
             for mb_inds in b_inds.reshape(work.NUM_MINIBATCHES, -1):
@@ -87,12 +88,12 @@ def train(envs, next_obs, iterations):
                 loss.backward()
                 nn.utils.clip_grad_norm_(parameters, work.MAX_GRAD_NORM)
                 optimizer.step()
-    return (iterations - 1) * work.BATCH_SIZE, time.perf_counter() - start
+    return (iterations - 1) * work.NUM_STEPS * envs.num_envs, time.perf_counter() - start
 
 
 if __name__ == "__main__":
-    env_id, iterations, (vector,) = work.arguments()
+    env_id, iterations, (vector, *number) = work.arguments()
     vector_env = {"sync": gym.vector.SyncVectorEnv, "async": gym.vector.AsyncVectorEnv}[vector]
-    envs = vector_env([make_env(env_id)] * work.NUM_ENVS)
+    envs = vector_env([make_env(env_id)] * int(*number or [work.NUM_ENVS]))
     work.report(*train(envs, envs.reset(seed=1)[0], iterations))
     envs.close()

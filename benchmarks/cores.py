@@ -1,0 +1,96 @@
+"""How training grows with workers on a machine of many cores, beside a loop in one process on the same machine.
+
+    python -m benchmarks.cores
+
+PPO, learner on the CPU in one thread, `--envs-per-worker` environments a worker; then a loop in CleanRL's style on
+AsyncVectorEnv and on SyncVectorEnv, with as many environments as the largest number of workers steps. Steady state:
+start-up, the first iteration and the last are left out. Prints environment steps a second, the ratio to one worker,
+and, for ours, the medians of the seconds that an iteration collects and learns.
+`benchmarks.cores:OneMillisecond-v0` is an environment each of whose steps computes for a millisecond.
+"""
+
+import os
+import statistics
+import time
+from dataclasses import dataclass
+
+import gymnasium as gym
+import numpy as np
+import tyro
+
+from . import work
+from .scripts import ROOT, measure, train
+
+
+class OneMillisecondEnv(gym.Env):
+    """An environment that keeps a core busy for a millisecond a step; episodes last a hundred steps."""
+
+    observation_space, action_space = gym.spaces.Box(-1, 1, (8,)), gym.spaces.Discrete(4)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(8, np.float32), {}
+
+    def step(self, action):
+        end = time.perf_counter() + 0.001
+        while time.perf_counter() < end:
+            pass
+        self.steps += 1
+        return np.zeros(8, np.float32), float(action == 0), self.steps == 100, False, {}
+
+
+gym.register("OneMillisecond-v0", OneMillisecondEnv)
+
+
+@dataclass
+class Args:
+    env_ids: tuple[str, ...] = ("benchmarks.cores:OneMillisecond-v0", "LunarLander-v3", "HalfCheetah-v5")
+    """the environments"""
+    workers: tuple[int, ...] = (1, 2, 4, 8, 14)
+    """the numbers of workers"""
+    envs_per_worker: int = 8
+    """environments of each worker"""
+    iterations: int = 12
+    """iterations of each measurement; each worker takes 128 steps in each of its environments"""
+    loops: bool = True
+    """measure AsyncVectorEnv and SyncVectorEnv, too"""
+    flags: tuple[str, ...] = ()
+    """further flags of the script"""
+    timeout: float = 300
+    """seconds until a measurement is given up"""
+
+
+def clusterenv(args, env_id, num_workers):
+    """Train; return the steps a second of the steady state, and medians of the seconds of collecting and learning."""
+    script = "ppo_continuous_clusterenv.py" if "Cheetah" in env_id else "ppo_clusterenv.py"
+    batch_size = num_workers * args.envs_per_worker * work.NUM_STEPS
+    scalars, _ = train(
+        ROOT / script, *work.FLAGS, "--env-id", env_id, "--num-workers", str(num_workers),
+        "--envs-per-worker", str(args.envs_per_worker), "--total-timesteps", str(args.iterations * batch_size),
+        *args.flags, timeout=args.timeout, OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    first, *_, last, _ = scalars("charts/SPS")
+    parts = (statistics.median(s.value for s in scalars(f"time/{name}")[1:-1]) for name in ("collect", "learn"))
+    return (last.step - first.step) / (last.wall_time - first.wall_time), *parts
+
+
+def report(env_id, name, sps, alone, details=""):
+    print(f"{env_id}, {name}: {sps:,.0f} steps/s, {sps / alone:.2f} times one worker{details}", flush=True)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    print(f"{os.cpu_count()} CPUs, {args.envs_per_worker} environments a worker", flush=True)
+    for env_id in args.env_ids:
+        alone = None
+        for number in args.workers:
+            sps, collect, learn = clusterenv(args, env_id, number)
+            alone = alone or sps
+            details = f"; an iteration collects for {collect * 1000:.0f} ms and learns for {learn * 1000:.0f} ms"
+            report(env_id, f"{number} workers", sps, alone, details)
+        for vector in ("async", "sync") if args.loops else ():
+            num_envs = args.envs_per_worker * max(args.workers)
+            iterations = 2 if "OneMillisecond" in env_id and vector == "sync" else args.iterations
+            steps, seconds = measure("benchmarks.single", env_id, iterations, vector, num_envs, timeout=args.timeout)
+            report(env_id, f"loop on {num_envs} environments, {vector}", steps / seconds, alone)
