@@ -4,8 +4,8 @@
     python -m benchmarks.single HalfCheetah-v5 25 sync      # or continuous actions
 
 Trains for so many iterations on Gymnasium's SyncVectorEnv (`sync`) or AsyncVectorEnv (`async`), of 64 environments or
-of as many as a last argument says, and prints the environment steps and seconds after the first. `benchmarks.throughput`
-and `benchmarks.cores` run it, and `benchmarks.peers` on EnvPool.
+of as many as a last argument says, and prints the environment steps and seconds after the first.
+`benchmarks.throughput` and `benchmarks.cores` run it, and `benchmarks.peers` on EnvPool.
 """
 
 import time
