@@ -146,6 +146,19 @@ def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
     return max(slope * t + start_e, end_e)
 
 
+@torch.no_grad()
+def compute_td_target(target_network, next_obs, rewards, dones, gamma):
+    """Return what Q-values are to become, `(..., batch_size)` as `rewards` and `dones`. A truncation is no `done`."""
+    target_max = target_network(next_obs).amax(-1)
+    return rewards + gamma * target_max * (1 - dones)
+
+
+def td_loss(q_network, obs, actions, td_target):
+    """Return the loss of a batch, and the Q-values of its `actions`, `(batch_size,)` each."""
+    old_val = q_network(obs).gather(1, actions).squeeze(1)
+    return F.mse_loss(td_target, old_val), old_val
+
+
 if __name__ == "__main__":
     # saved: what --resume goes on from
     args, saved = parse(Args, fixed=("env_id", "num_steps", "buffer_size", "train_frequency"))
@@ -212,9 +225,9 @@ if __name__ == "__main__":
         loss = None
         for iteration in run.iterations(args.num_iterations, args.chunk_size):
             # Collect: take a chunk, and let its worker go on, with the exploration of now.
-            collect_start = time.time()
+            collect_start = time.monotonic()
             worker, chunk = envs.recv(next(turns))
-            count.waiting += time.time() - collect_start
+            count.waiting += time.monotonic() - collect_start
             policy.epsilon = linear_schedule(args.start_e, args.end_e, duration, iteration * args.chunk_size)
             if iteration + len(ahead) <= args.num_iterations:
                 envs.send(args.num_steps, worker)
@@ -231,12 +244,9 @@ if __name__ == "__main__":
                 until_check = args.sync_check_frequency - count.gradient_steps % args.sync_check_frequency
                 burst = min(due - count.gradient_steps, until_target, until_check)
                 b_obs, b_actions, b_next_obs, b_rewards, b_dones = rb.sample(burst, args.batch_size, device)
-                with torch.no_grad():
-                    target_max, _ = target_network(b_next_obs).max(dim=-1)
-                    b_td_target = b_rewards + args.gamma * target_max * (1 - b_dones)
+                b_td_target = compute_td_target(target_network, b_next_obs, b_rewards, b_dones, args.gamma)
                 for obs, actions, td_target in zip(b_obs, b_actions, b_td_target, strict=True):
-                    old_val = q_network(obs).gather(1, actions).squeeze(1)
-                    loss = F.mse_loss(td_target, old_val)
+                    loss, old_val = td_loss(q_network, obs, actions, td_target)
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
@@ -256,11 +266,11 @@ if __name__ == "__main__":
             if loss is not None:
                 writer.add_scalar("losses/td_loss", loss.item(), run.global_step)
                 writer.add_scalar("losses/q_values", old_val.mean().item(), run.global_step)
-            learned = count.gradient_steps * args.batch_size
+            learned, seconds = count.gradient_steps * args.batch_size, max(run.seconds, 1e-9)  # some clocks stand still
             writer.add_scalar("time/learner_waiting", count.waiting, run.global_step)
             writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)
-            writer.add_scalar("throughput/produced_sps", run.global_step / run.seconds, run.global_step)
-            writer.add_scalar("throughput/consumed_sps", learned / run.seconds, run.global_step)
+            writer.add_scalar("throughput/produced_sps", run.global_step / seconds, run.global_step)
+            writer.add_scalar("throughput/consumed_sps", learned / seconds, run.global_step)
             writer.add_scalar("throughput/replay_ratio", learned / run.global_step, run.global_step)
 
         def act(obs):  # as the workers act, with epsilon at its end

@@ -151,6 +151,25 @@ class Agent(nn.Module):
         return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
 
 
+def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
+    """Return advantages and returns, https://arxiv.org/abs/1506.02438: arrays of `(num_steps, num_envs)`, as all are.
+
+    Only `values` has one step more, for the observations that came last, and `final_values`, of the observations that
+    ended episodes, is `(ends,)`, in the order of `(terminations | truncations).nonzero()`.
+    """
+    dones = terminations | truncations
+    # bootstrap value if not terminated; from the final observation where an episode was cut off
+    values, nextvalues = values[:-1], values[1:].copy()
+    nextvalues[dones] = final_values
+    nextvalues[terminations] = 0
+    delta = rewards + gamma * nextvalues - values
+    nonterminal = (1 - dones).astype(delta.dtype)
+    advantages, lastgaelam = np.zeros_like(delta), 0
+    for t in reversed(range(len(delta))):
+        advantages[t] = lastgaelam = delta[t] + gamma * gae_lambda * nonterminal[t] * lastgaelam
+    return advantages, advantages + values
+
+
 def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights, moments=None):
     """The loss of a minibatch, or of a share of it with the whole one's `moments` of advantages, and what is logged."""
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
@@ -242,18 +261,16 @@ if __name__ == "__main__":
             frac = 1.0 - (iteration - 1.0) / args.num_iterations if args.anneal_lr else 1.0
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate
             # Collect: the workers act and step; those whose policy has diverged pull this one first.
-            collect_start = time.time()
+            collect_start = time.monotonic()
             rollout = envs.rollout(policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations)
-            learn_start = time.time()
+            learn_start = time.monotonic()
             run.add_episodes(rollout)
             run.global_step += args.batch_size
             obs = rollout.observations.to(device)  # (num_steps, num_envs, ...) stacks, which gather frames when indexed
             next_obs = torch.as_tensor(rollout.next_observations, device=device)  # (num_envs, ...)
             actions = torch.as_tensor(rollout.actions).to(device)  # (num_steps, num_envs)
             logprobs = torch.Tensor(rollout.logprobs).to(device)
-            rewards = torch.Tensor(rollout.rewards).to(device)
-            terminations = torch.Tensor(rollout.terminations).to(device)
-            dones = torch.Tensor(rollout.terminations | rollout.truncations).to(device)
+            rewards = rollout.rewards.astype(np.float32)
 
             # flatten the batch
             b_obs = obs.reshape((-1,) + envs.single_observation_space.shape)
@@ -265,17 +282,16 @@ if __name__ == "__main__":
                     for start in range(0, len(b_obs), args.minibatch_size)
                 ]
                 proximal = torch.cat([logprob for _, logprob, _, _ in looks])
-                values = torch.cat([value for _, _, _, value in looks]).view(-1, envs.num_envs)
-                # bootstrap value if not done; from the final observation where an episode was cut off
-                nextvalues = torch.cat([values[1:], agent.get_value(next_obs).view(1, -1)])
+                values = torch.cat([value for _, _, _, value in looks] + [agent.get_value(next_obs)])
+                values = values.view(-1, envs.num_envs)
                 final_obs = torch.as_tensor(rollout.final_observations, device=device)
-                nextvalues[dones.bool()] = agent.get_value(final_obs).flatten()
-                nextvalues[terminations.bool()] = 0
-                delta = rewards + args.gamma * nextvalues - values
-                advantages, lastgaelam = torch.zeros_like(rewards), 0
-                for t in reversed(range(args.num_steps)):
-                    advantages[t] = lastgaelam = delta[t] + args.gamma * args.gae_lambda * (1.0 - dones[t]) * lastgaelam
-                returns = advantages + values
+                final_values = agent.get_value(final_obs).flatten()
+            advantages, returns = compute_gae(
+                rewards, values.cpu().numpy(), final_values.cpu().numpy(), rollout.terminations, rollout.truncations,
+                args.gamma, args.gae_lambda,
+            )  # fmt: skip
+            advantages, returns = torch.from_numpy(advantages).to(device), torch.from_numpy(returns).to(device)
+            values = values[:-1]
             b_advantages = advantages.reshape(-1)
             b_returns = returns.reshape(-1)
             b_values = values.reshape(-1)
@@ -319,9 +335,10 @@ if __name__ == "__main__":
                 writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
             writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step)
-            writer.add_scalar("charts/collect_sps", args.batch_size / (learn_start - collect_start), run.global_step)
-            writer.add_scalar("time/collect", learn_start - collect_start, run.global_step)
-            writer.add_scalar("time/learn", time.time() - learn_start, run.global_step)
+            collect_seconds = max(learn_start - collect_start, 1e-9)  # some clocks stand still
+            writer.add_scalar("charts/collect_sps", args.batch_size / collect_seconds, run.global_step)
+            writer.add_scalar("time/collect", collect_seconds, run.global_step)
+            writer.add_scalar("time/learn", time.monotonic() - learn_start, run.global_step)
 
         def act(obs):  # as the workers act
             action, _, _, _ = agent.get_action_and_value(torch.as_tensor(obs, device=device))

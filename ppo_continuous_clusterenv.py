@@ -156,6 +156,37 @@ class Agent(nn.Module):
         return action, probs.log_prob(action).sum(1), probs.entropy().sum(1), self.critic(x)
 
 
+def discount(rewards, dones, gamma, discounted_return):
+    """Return the discounted return of each episode up to each step, `(num_steps, num_envs)` as `rewards` and `dones`.
+
+    Also return the `(num_envs,)` to go on from, which is `discounted_return` when this function is called next.
+    """
+    discounted_returns = np.zeros_like(rewards)
+    for t in range(len(rewards)):
+        discounted_returns[t] = gamma * discounted_return + rewards[t]
+        discounted_return = discounted_returns[t] * (1 - dones[t])
+    return discounted_returns, discounted_return
+
+
+def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
+    """Return advantages and returns, https://arxiv.org/abs/1506.02438: arrays of `(num_steps, num_envs)`, as all are.
+
+    Only `values` has one step more, for the observations that came last, and `final_values`, of the observations that
+    ended episodes, is `(ends,)`, in the order of `(terminations | truncations).nonzero()`.
+    """
+    dones = terminations | truncations
+    # bootstrap value if not terminated; from the final observation where an episode was cut off
+    values, nextvalues = values[:-1], values[1:].copy()
+    nextvalues[dones] = final_values
+    nextvalues[terminations] = 0
+    delta = rewards + gamma * nextvalues - values
+    nonterminal = (1 - dones).astype(delta.dtype)
+    advantages, lastgaelam = np.zeros_like(delta), 0
+    for t in reversed(range(len(delta))):
+        advantages[t] = lastgaelam = delta[t] + gamma * gae_lambda * nonterminal[t] * lastgaelam
+    return advantages, advantages + values
+
+
 def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights, moments=None):
     """The loss of a minibatch, or of a share of it with the whole one's `moments` of advantages, and what is logged."""
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
@@ -250,17 +281,15 @@ if __name__ == "__main__":
             frac = 1.0 - (iteration - 1.0) / args.num_iterations if args.anneal_lr else 1.0
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate
             # Collect: the workers act and step; those whose policy has diverged pull this one first.
-            collect_start = time.time()
+            collect_start = time.monotonic()
             rollout = envs.rollout(policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations)
-            learn_start = time.time()
+            learn_start = time.monotonic()
             run.add_episodes(rollout)
             run.global_step += args.batch_size
             obs = torch.Tensor(rollout.observations).to(device)  # (num_steps, num_envs, ...)
             next_obs = torch.Tensor(rollout.next_observations).to(device)  # (num_envs, ...)
             actions = torch.Tensor(rollout.actions).to(device)  # (num_steps, num_envs, ...)
             logprobs = torch.Tensor(rollout.logprobs).to(device)
-            terminations = torch.Tensor(rollout.terminations).to(device)
-            dones = torch.Tensor(rollout.terminations | rollout.truncations).to(device)
 
             # a number that is not finite would stay in what all others are normalized by
             rows = (run.rows.start + np.flatnonzero(~np.isfinite(rollout.observations).all((0, -1)))).tolist()
@@ -268,24 +297,20 @@ if __name__ == "__main__":
 
             # scale rewards by the deviation of the discounted return of each environment, which began with its episode
             discounted_return[rollout.starts] = 0
-            discounted_returns = np.zeros_like(rollout.rewards)
-            for t in range(args.num_steps):
-                discounted_returns[t] = discounted_return = args.gamma * discounted_return + rollout.rewards[t]
-                discounted_return = discounted_return * ~(rollout.terminations[t] | rollout.truncations[t])
+            dones = rollout.terminations | rollout.truncations
+            discounted_returns, discounted_return = discount(rollout.rewards, dones, args.gamma, discounted_return)
             return_moments.update(discounted_returns.reshape(-1), learners)
-            rewards = torch.Tensor(rollout.rewards / np.sqrt(return_moments.var + 1e-8)).clamp(-10, 10).to(device)
+            rewards = np.clip(rollout.rewards / np.sqrt(return_moments.var + 1e-8), -10, 10).astype(np.float32)
 
-            # bootstrap value if not done; from the final observation where an episode was cut off
-            with torch.no_grad():
+            with torch.no_grad():  # values of all observations, also of those that ended episodes
                 values = get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1)).view(-1, envs.num_envs)
-                values, nextvalues = values[:-1], values[1:].clone()
-                nextvalues[dones.bool()] = agent.critic(torch.Tensor(rollout.final_observations).to(device)).flatten()
-                nextvalues[terminations.bool()] = 0
-                delta = rewards + args.gamma * nextvalues - values
-                advantages, lastgaelam = torch.zeros_like(rewards), 0
-                for t in reversed(range(args.num_steps)):
-                    advantages[t] = lastgaelam = delta[t] + args.gamma * args.gae_lambda * (1.0 - dones[t]) * lastgaelam
-                returns = advantages + values
+                final_values = agent.get_value(torch.Tensor(rollout.final_observations).to(device)).flatten()
+            advantages, returns = compute_gae(
+                rewards, values.cpu().numpy(), final_values.cpu().numpy(), rollout.terminations, rollout.truncations,
+                args.gamma, args.gae_lambda,
+            )  # fmt: skip
+            advantages, returns = torch.from_numpy(advantages).to(device), torch.from_numpy(returns).to(device)
+            values = values[:-1]
             # flatten the batch
             b_obs = obs.reshape((-1,) + envs.single_observation_space.shape)
             b_logprobs = logprobs.reshape(-1)
@@ -339,9 +364,10 @@ if __name__ == "__main__":
                 writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
             writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step)
-            writer.add_scalar("charts/collect_sps", args.batch_size / (learn_start - collect_start), run.global_step)
-            writer.add_scalar("time/collect", learn_start - collect_start, run.global_step)
-            writer.add_scalar("time/learn", time.time() - learn_start, run.global_step)
+            collect_seconds = max(learn_start - collect_start, 1e-9)  # some clocks stand still
+            writer.add_scalar("charts/collect_sps", args.batch_size / collect_seconds, run.global_step)
+            writer.add_scalar("time/collect", collect_seconds, run.global_step)
+            writer.add_scalar("time/learn", time.monotonic() - learn_start, run.global_step)
 
         def act(obs):  # as the workers act
             action, _, _, _ = agent.get_action_and_value(torch.Tensor(obs).to(device))
