@@ -10,13 +10,21 @@ import subprocess
 import sys
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from clusterenv_runtime import CheckpointError
-from clusterenv_runtime.script.checkpoint import load_checkpoint, rng_state, save_checkpoint, save_model, set_rng_state
+from clusterenv_runtime.script.checkpoint import (
+    has_checkpoint,
+    load_checkpoint,
+    rng_state,
+    save_checkpoint,
+    save_model,
+    set_rng_state,
+)
 
 from .envs import assert_same
 from .scripts import TIMES, environment
@@ -130,12 +138,91 @@ def test_a_checkpoint_is_not_unpickled_freely(tmp_path, monkeypatch):
     assert not (tmp_path / "owned").exists()
 
 
-@pytest.mark.parametrize("other", ["a pipe", "a link that never ends"])
-def test_what_is_no_file_is_no_checkpoint(tmp_path, other):
-    path = tmp_path / f"checkpoint-1-{'0' * 64}.pt"
-    os.mkfifo(path) if other == "a pipe" else path.symlink_to("/dev/zero")
+NO_FILES = {
+    "a pipe": (os.mkfifo, "it is not a file"),
+    "a directory": (os.mkdir, "it is not a file"),
+    "a link that never ends": (lambda path: path.symlink_to("/dev/zero"), "it is a link"),
+    "a link to what is gone": (lambda path: path.symlink_to("purged"), "it is a link"),
+}
+
+
+def odd_entry(directory, make, step):
+    """Put something that is no file where a checkpoint could be; return its path."""
+    path = directory / f"checkpoint-{step:012d}-{'0' * 64}.pt"
+    make(path)
+    return path
+
+
+@pytest.mark.parametrize(("make", "problem"), NO_FILES.values(), ids=NO_FILES)
+def test_what_is_no_file_is_no_checkpoint(tmp_path, caplog, make, problem):
+    path = odd_entry(tmp_path, make, 1)
+    assert not has_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="all 1 checkpoints in .* are damaged"):
         load_checkpoint(tmp_path)
+    assert [record.getMessage() for record in caplog.records] == [f"skipped the checkpoint {path}: {problem}"]
+
+
+@pytest.mark.parametrize(("make", "problem"), NO_FILES.values(), ids=NO_FILES)
+def test_what_is_no_file_keeps_no_checkpoint_from_being_saved_removed_or_loaded(tmp_path, caplog, make, problem):
+    odd = {step: odd_entry(tmp_path, make, step) for step in (0, 3, 7)}
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, state(step), step)
+    assert not caplog.records
+    files = set(saved_in(tmp_path)) - set(odd.values())
+    assert sorted(path.name.split("-")[1] for path in files) == ["000000000003", "000000000004"]
+    assert set(odd.values()) <= set(saved_in(tmp_path))
+    assert has_checkpoint(tmp_path)
+    assert_same_state(load_checkpoint(tmp_path), state(4))
+    # What is newer than the one that is loaded is named, as it may have been one.
+    assert [record.getMessage() for record in caplog.records] == [f"skipped the checkpoint {odd[7]}: {problem}"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_others_are_removed(tmp_path, caplog, monkeypatch):
+    kept, unlink = [], Path.unlink
+
+    def refuse_one(path, missing_ok=False):  # as of a file that is immutable, which root alone can make
+        if path in kept:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(path, missing_ok)
+
+    for step in (1, 2):
+        save_checkpoint(tmp_path, state(step), step)
+    kept += saved_in(tmp_path)[:1]
+    monkeypatch.setattr(Path, "unlink", refuse_one)
+    save_checkpoint(tmp_path, state(3), 3)
+    save_checkpoint(tmp_path, state(4), 4)
+    assert [path.name.split("-")[1][-1] for path in saved_in(tmp_path)] == ["1", "3", "4"]
+    text = f"cannot remove the old checkpoint {kept[0]}: Operation not permitted"
+    assert {record.getMessage() for record in caplog.records} == {text}
+    assert_same_state(load_checkpoint(tmp_path), state(4))
+
+
+LIVE = """
+import sys
+from clusterenv_runtime.script.checkpoint import save_checkpoint
+step = 0
+while True:
+    step += 1
+    save_checkpoint(sys.argv[1], {"step": step}, step)
+    if step == 1:
+        print("saved", flush=True)
+"""
+
+
+def test_whoever_reads_the_checkpoints_of_a_live_run_always_gets_a_good_one(tmp_path, caplog):
+    process = subprocess.Popen(
+        [sys.executable, "-c", LIVE, tmp_path], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "saved\n"
+        loaded = []
+        while len(set(loaded)) < 500:
+            assert process.poll() is None and has_checkpoint(tmp_path)
+            loaded.append(load_checkpoint(tmp_path)["step"])
+    finally:
+        process.kill()
+        process.communicate()
+    assert loaded == sorted(loaded) and not caplog.records
 
 
 def test_no_link_is_written_through(tmp_path):

@@ -14,10 +14,10 @@ import random
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,6 +28,16 @@ from ..errors import CheckpointError, one_line
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{64})\.pt")
+
+
+class _Entry(NamedTuple):
+    """What has a checkpoint's name: a file, or a directory or link that somebody has put there."""
+
+    step: int
+    time: int  # when it was written, in nanoseconds; 0 if it has been removed since its name was read
+    path: Path
+    digest: str
+    is_file: bool
 
 
 class _Hashed:
@@ -59,7 +69,8 @@ def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], st
     """Write ``state``, of tensors, numbers, strings, bytes, None and containers of these, and keep the last two.
 
     Whenever this process or its machine dies, the directory holds the checkpoint before this one, or this one. Any of
-    this ``step`` or of later ones gives way to it.
+    this ``step`` or of later ones gives way to it. A directory or a link with a checkpoint's name
+    stays as it is.
 
     Raises:
         TypeError: there is something else in ``state``, which `load_checkpoint` would refuse.
@@ -73,9 +84,14 @@ def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], st
     path = directory / f"checkpoint-{step:012d}-{digest}.pt"
     temporary.replace(path)
     _fsync(directory)
-    earlier = [(at, other) for at, _, other in _checkpoints(directory) if other != path]
-    for other in [other for at, other in earlier if at >= step] + [other for at, other in earlier if at < step][1:]:
-        other.unlink()
+    others = [entry for entry in _checkpoints(directory) if entry.is_file and entry.path != path]
+    replaced_by_it = [entry for entry in others if entry.step >= step]
+    before_it = [entry for entry in others if entry.step < step]
+    for entry in replaced_by_it + before_it[1:]:
+        try:
+            entry.path.unlink(missing_ok=True)
+        except OSError as error:  # the new one is there, whatever keeps an old one
+            logger.warning("cannot remove the old checkpoint %s: %s", entry.path, error.strerror)
 
 
 def save_model(path: str, state: dict[str, Any]) -> None:
@@ -125,33 +141,49 @@ def _dump(state: dict[str, Any], file: BinaryIO) -> str:
 def load_checkpoint(directory: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
     """Return the newest state in ``directory`` that is not damaged, or that of a ``step``, with tensors on the CPU.
 
+    The run may be alive, and replace its checkpoints meanwhile.
+
     Raises:
         CheckpointError: there is none.
     """
     if not os.path.isdir(directory):
         raise CheckpointError(f"there is no run {directory}")
-    checkpoints = [each for each in _checkpoints(Path(directory)) if step in (None, each[0])]
-    for _, digest, path in checkpoints:
+    passed = set[_Entry]()
+    while True:  # the directory is read anew after each failure, as a live run may have saved
+        entries = [entry for entry in _checkpoints(Path(directory)) if step in (None, entry.step)]
+        entry = next((entry for entry in entries if entry not in passed), None)
+        if entry is None:
+            damaged = f"all {len(entries)} checkpoints in {directory} are damaged"
+            raise CheckpointError(damaged if entries else f"there is no checkpoint in {directory}")
+        passed.add(entry)
         try:
-            # A link or a pipe might never end.
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise OSError(errno.EINVAL, "it is not a file")
-                if hashlib.file_digest(file, "sha256").hexdigest() == digest:
+            with _open(entry.path) as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() == entry.digest:
                     file.seek(0)
                     return torch.load(file, map_location="cpu", weights_only=True)
             problem = "it is not as it was written"
         except OSError as error:
-            problem = error.strerror
+            if error.errno in (errno.ENOENT, errno.ESTALE):  # the run has removed it, for a newer one
+                continue
+            problem = "it is a link" if error.errno == errno.ELOOP else error.strerror
         except Exception as error:  # whatever somebody's file makes torch raise
             problem = f"it is not of a run: {one_line(error)}"
-        logger.warning("skipped the checkpoint %s: %s", path, problem)
-    damaged = f"all {len(checkpoints)} checkpoints in {directory} are damaged"
-    raise CheckpointError(damaged if checkpoints else f"there is no checkpoint in {directory}")
+        logger.warning("skipped the checkpoint %s: %s", entry.path, problem)
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a checkpoint to read it, if it is a file: a link or a pipe might never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is not a file")
 
 
 def has_checkpoint(directory: str | os.PathLike[str]) -> bool:
-    return os.path.isdir(directory) and bool(_checkpoints(Path(directory)))
+    if not os.path.isdir(directory):
+        return False
+    return any(entry.is_file for entry in _checkpoints(Path(directory)))
 
 
 class _State(msgspec.Struct):
@@ -227,11 +259,18 @@ def _check(value: Any, where: str) -> None:
         raise TypeError(f"a checkpoint cannot hold {where}, which is a {type(value).__module__}.{type(value).__name__}")
 
 
-def _checkpoints(directory: Path) -> list[tuple[int, str, Path]]:
-    """Return step, digest and path of each checkpoint in ``directory``, the newest first."""
-    found = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    found.sort(key=lambda item: (int(item[0][1]), item[1].stat().st_mtime_ns), reverse=True)
-    return [(int(match[1]), match[2], path) for match, path in found]
+def _checkpoints(directory: Path) -> list[_Entry]:
+    """Return what has a checkpoint's name in ``directory``, the newest first."""
+    found = []
+    for name in os.listdir(directory):
+        if (match := _NAME.fullmatch(name)) is None:
+            continue
+        path, time, is_file = directory / name, 0, True
+        with suppress(FileNotFoundError):  # a live run has removed it since
+            info = path.lstat()
+            time, is_file = info.st_mtime_ns, stat.S_ISREG(info.st_mode)
+        found.append(_Entry(int(match[1]), time, path, match[2], is_file))
+    return sorted(found, reverse=True)
 
 
 def _fsync(directory: Path) -> None:
