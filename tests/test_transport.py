@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +15,19 @@ import zmq
 
 from clusterenv_runtime import StartupError
 from clusterenv_runtime.head import transport as module
-from clusterenv_runtime.head.transport import MAX_HELLO, Malformed, Outgoing, Received, Transport, listening_address
+from clusterenv_runtime.head.transport import (
+    MAX_HELLO,
+    PING,
+    Malformed,
+    Outgoing,
+    Received,
+    Transport,
+    listening_address,
+)
 from clusterenv_runtime.protocol import Close, Ping, Pull, decode_request, encode, frames, pulse_of
-from clusterenv_runtime.security import ADMITTED, HeadKeys, WorkerKeys, read_key_file
+from clusterenv_runtime.security import ADMITTED, Gate, HeadKeys, WorkerKeys, read_key_file
 
-from .patience import PATIENCE
+from .patience import HOUR, PATIENCE, at_most, wait_until
 from .scripts import ROOT
 
 
@@ -87,36 +96,45 @@ def test_what_is_sent_and_received(make, dial):
     assert decode_request(first.recv()) == (None, Ping())
 
 
-def test_with_no_time_it_only_sends_and_with_a_closed_connection_it_does_not_wait(make, dial):
+def test_with_no_time_it_only_sends(make, dial, monkeypatch):
+    transport = make()
+    peer = dial(transport)
+    for number in range(100):
+        peer.send_multipart(frames(None, Pull(number)))
+    monkeypatch.setattr(module, "FLOOD", 1)  # Of what has come at once, it takes the first alone.
+    for number in range(100):
+        (received,) = hear(transport)
+        assert received.read() == (None, Pull(number))
+        assert transport.exchange([Outgoing(b"peer", None, Ping())], None) == ([], [])
+
+
+def test_with_a_closed_connection_it_receives_what_is_there_and_does_not_wait(make, dial):
     transport = make()
     peer = dial(transport)
     peer.send_multipart(frames(None, Pull(1)))
     hear(transport)
     peer.send_multipart(frames(None, Pull(2)))
-    transport._poller.poll(PATIENCE * 1000)  # it is there
-    assert transport.exchange([Outgoing(b"peer", None, Ping())], None) == ([], [])
-    received, closed = transport.exchange([Outgoing(b"peer", 1, Ping()), Outgoing(b"nobody", 1, Ping())], PATIENCE)
-    assert [each.read() for each in received] == [(None, Pull(2))] and closed == [b"nobody"]
-    assert transport.exchange([Outgoing(b"nobody", 1, Ping())], 10**6) == ([], [b"nobody"])  # else for days
-    assert transport.exchange([], 0.01) == ([], [])
+    sent, received = [Outgoing(b"peer", 1, Ping()), Outgoing(b"nobody", 1, Ping())], []
+    while not received:
+        received, closed = transport.exchange(sent, PATIENCE)
+        assert closed == [b"nobody"]
+    assert [each.read() for each in received] == [(None, Pull(2))]
+    assert transport.exchange(sent[1:], 10**6) == ([], [b"nobody"])  # else for days
 
 
-def test_it_waits_for_as_many_seconds(make, monkeypatch):
-    transport, waited = make(), []
-    message = Received(b"peer", [b""])
-    there = [message, message]
-    monkeypatch.setattr(transport, "_poller", SimpleNamespace(poll=lambda ms: waited.append(ms) or there))
-    monkeypatch.setattr(transport, "_receive", there.pop)
-    assert transport.exchange([], 1.5) == ([message, message], [])
-    assert waited == [1500, 0, 0]  # for the first alone
-    for seconds, sent in ((2.5, []), (0, []), (None, []), (3.5, [Outgoing(b"nobody", 1, Ping())])):
-        transport.exchange(sent, seconds)
-    assert waited[3:] == [2500, 0, 0]
+def test_it_waits_for_as_many_seconds_or_until_the_first_message(make, dial):
+    transport, start = make(), time.monotonic()
+    assert transport.exchange([], 0.5) == ([], [])
+    assert 0.45 < time.monotonic() - start < PATIENCE
+    dial(transport).send_multipart(frames(None, Pull(1)))
+    with at_most():
+        (received,), closed = transport.exchange([], HOUR)
+    assert received.read() == (None, Pull(1)) and closed == []
 
 
 def test_any_other_error_of_a_send_is_raised(make):
     transport = make()
-    transport._socket.close()
+    transport.close()
     with pytest.raises(zmq.ZMQError, match="on non-socket"):
         transport.exchange([Outgoing(b"nobody", 1, Ping())], None)
 
@@ -130,63 +148,88 @@ def test_libzmq_reads_on_while_nothing_is_received(make):
             peer.send(bytes(100))
 
 
-@pytest.mark.parametrize("sent", [b"x" * 10, encode((None, Ping()))], ids=["something", "pings"])
+@pytest.mark.parametrize("sent", [b"x" * 10, PING], ids=["something", "pings"])
 @pytest.mark.parametrize("limit", [{"FLOOD": 5}, {"FLOOD_BYTES": 45}])
-def test_of_a_flood_only_so_much_is_received_at_once(make, monkeypatch, limit, sent):
+def test_of_a_flood_only_so_much_is_received_at_once(make, dial, monkeypatch, limit, sent):
     for name, value in limit.items():
         monkeypatch.setattr(module, name, value)
-    transport, received = make(), []
-    monkeypatch.setattr(transport, "_poller", SimpleNamespace(poll=lambda ms: True))
-    monkeypatch.setattr(transport, "_receive", lambda: received.append(sent) or Received(b"peer", [sent]))
-    messages, _ = transport.exchange([], 0)
-    assert len(received) == (5 if "FLOOD" in limit else -(-45 // len(sent)))
-    assert len(messages) == (0 if transport._pulses else len(received))
+    most = 5 if "FLOOD" in limit else -(-45 // len(sent))
+    transport, exchanges, last = make(), 0, []
+    peer = dial(transport)  # A peer whose identity begins with p, and whose pings are kept.
+    for each in [sent] * 1000 + [b"last"]:
+        peer.send(each)
+    while b"last" not in last:
+        received, _ = transport.exchange([], PATIENCE)
+        assert len(received) <= most
+        exchanges, last = exchanges + 1, [bytes(each.frames[0]) for each in received]
+    assert exchanges >= 1001 / most
+
+
+def pulsing(transport, dial, number=0):
+    """Connect a worker and its pulse, which the head then counts on; return the worker's identity, and both."""
+    identity = b"w%d" % number
+    worker, pulse = dial(transport, identity), dial(transport, pulse_of(identity))
+    pulse.send(PING)
+    for each in (pulse, worker):
+        each.send_multipart(frames(None, Pull(1)))
+    hear(transport, 2)  # The ping came before the pulse's other message.
+    return identity, worker, pulse
+
+
+def close(transport, pulse):
+    """Close a pulse, and wait until the head's socket has noticed."""
+    identity = pulse.routing_id
+    pulse.close()
+    wait_until(lambda: transport.exchange([Outgoing(identity, None, Close())], None) == ([], [identity]))
+
+
+def ping(transport, *identities):
+    """Ping these workers, and return whose connection is closed."""
+    received, closed = transport.exchange([Outgoing(identity, None, Ping()) for identity in identities], None)
+    assert received == []
+    return closed
+
+
+def test_a_worker_need_not_have_a_second_connection(make, dial):
+    transport = make()
+    worker = dial(transport, b"w0")
+    worker.send_multipart(frames(None, Pull(1)))
+    hear(transport)
+    for _ in range(3):
+        assert ping(transport, b"w0") == [] and worker.recv() == PING
 
 
 def test_a_worker_whose_second_connection_closes_is_closed_but_what_it_sent_before_is_heard(make, dial):
-    transport, ping = make(), encode((None, Ping()))
-    identity = b"w" + b"x" * 16
-    worker, pulse = dial(transport, identity), dial(transport, pulse_of(identity))
-    worker.send_multipart(frames(None, Pull(1)))
-    hear(transport)
-
-    def tries(*closed):
-        return transport.exchange([Outgoing(identity, None, Ping())], 0.01) == ([], list(closed))
-
-    assert tries()  # it need not have one
-    pulse.send(ping)
-    while not transport._pulses:
-        assert tries()
-    assert transport._pulses == {pulse_of(identity): False}
-    assert tries() and pulse.recv() == ping and worker.recv() == ping
-    pulse.close()
+    transport = make()
+    identity, worker, pulse = pulsing(transport, dial)
+    for _ in range(3):
+        assert ping(transport, identity) == [] and pulse.recv() == PING and worker.recv() == PING
     worker.send_multipart(frames(None, Pull(2)))
-    while not transport._pulses[pulse_of(identity)]:  # it takes a moment
-        received, closed = transport.exchange([Outgoing(identity, None, Ping())], 0.01)
-        assert not closed and [each.read() for each in received] in ([], [(None, Pull(2))])
-    assert tries(identity) and tries(identity)
+    close(transport, pulse)
+    assert ping(transport, identity) == []  # It may be missing once,
+    assert [each.read() for each in hear(transport)] == [(None, Pull(2))]
+    assert ping(transport, identity) == ping(transport, identity) == [identity]  # and not twice.
     transport.forget(identity)
     transport.forget(identity)
-    assert tries() and not transport._pulses
+    assert ping(transport, identity) == []
 
 
 def test_a_second_connection_may_be_missing_once_from_the_start(make, dial):
-    transport, identity = make(), b"w" + b"x" * 16
-    dial(transport, identity).send(b"")
-    hear(transport)
-    transport._pulses[pulse_of(identity)] = False
-    assert transport.exchange([Outgoing(identity, None, Ping())], None) == ([], [])
-    assert transport.exchange([Outgoing(identity, None, Ping())], None) == ([], [identity])
+    transport = make()
+    identity, _, pulse = pulsing(transport, dial)
+    close(transport, pulse)
+    assert ping(transport, identity) == []
+    assert ping(transport, identity) == [identity]
 
 
 def test_no_more_pulses_are_kept_than_there_may_be_connections(make, dial, monkeypatch):
     monkeypatch.setattr(module, "MOST_FILES", 3)
     transport = make()
-    for number in range(5):
-        dial(transport, b"p%d" % number).send(encode((None, Ping())))
-        transport._poller.poll(PATIENCE * 1000)
-        transport.exchange([], 0)
-    assert list(transport._pulses) == [b"p0", b"p1", b"p2"]
+    identities, _, pulses = zip(*(pulsing(transport, dial, number) for number in range(5)), strict=True)
+    for pulse in pulses:
+        close(transport, pulse)
+    assert ping(transport, *identities) == []
+    assert ping(transport, *identities) == [b"w0", b"w1", b"w2"]
 
 
 def test_what_is_no_message_is_told_in_one_printable_line():
@@ -243,16 +286,26 @@ def test_its_directory_is_its_owners_and_goes_with_it(tmp_path):
     assert directory.stat().st_mode & 0o777 == 0o700
     assert transport.address == f"ipc://{directory}/head" and transport.key_file is None
     if (pid := os.fork()) == 0:  # a child of the learner's does not remove it
-        transport._remove()
-        os._exit(0)
+        try:
+            transport.close()
+        finally:
+            os._exit(0)
     os.waitpid(pid, 0)
     assert directory.exists()
     transport.close()
     transport.close()
-    assert not directory.exists() and transport._context.closed
+    assert not directory.exists()
     gone = Transport(None, 0, "none", None, tmp_path, 1)
     shutil.rmtree(gone.directory)
     gone.close()
+
+
+def test_when_it_is_closed_nothing_is_left_open(make):
+    before = len(os.listdir("/proc/self/fd"))
+    transport = make("127.0.0.1", security="curve")
+    assert len(os.listdir("/proc/self/fd")) > before
+    transport.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_where_a_socket_file_has_too_long_a_name_it_says_so(tmp_path):
@@ -311,14 +364,15 @@ def test_a_peer_that_does_not_read_keeps_it_neither_from_sending_nor_from_closin
 
 @pytest.mark.parametrize(("num_workers", "most"), [(1, ADMITTED), (ADMITTED // 4, ADMITTED), (5000, 20_000)])
 def test_workers_that_connect_again_and_again_are_let_in_one_by_one(make, monkeypatch, caplog, num_workers, most):
-    now = [0.0]
+    now, gates = [0.0], []
     monkeypatch.setattr("clusterenv_runtime.security.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("clusterenv_runtime.security.ADMITTED_S", 4.0)
+    monkeypatch.setattr(module, "Gate", lambda *args: gates.append(Gate(*args)) or gates[0])
     transport = make("127.0.0.1", security="curve", num_workers=num_workers)
     key = read_key_file(transport.key_file).worker_public.encode()
 
     def let_in(times):
-        return sum(transport._gate.callback("", key) for _ in range(times))
+        return sum(gates[0].callback("", key) for _ in range(times))
 
     assert let_in(30_000) == most and let_in(10) == 0
     now[0] += 10 * 4.0
@@ -331,12 +385,14 @@ def test_workers_that_connect_again_and_again_are_let_in_one_by_one(make, monkey
 BREAKS = """
 import time, zmq
 from clusterenv_runtime import ClusterEnv
+from tests.conftest import worker_commands
 from tests.envs import CountingEnv
 with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=1) as envs:
     envs.reset()
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.linger, peer.heartbeat_ivl, peer.heartbeat_ttl = 0, 100, 300
-        peer.connect(envs._pool.transport.address)
+        *_, command = worker_commands().values()
+        peer.connect(command[command.index("--connect") + 1])
         for _ in range(300):
             peer.send(b"")
         time.sleep(0.5)
