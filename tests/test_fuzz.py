@@ -5,7 +5,11 @@ FUZZ_FRAMES=1000000 TEST_SECONDS=1800 python -m pytest tests/test_fuzz.py    # t
 
 import contextlib
 import os
+import pickle
 import random
+import subprocess
+import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -14,21 +18,29 @@ import pytest
 import zmq
 
 from clusterenv_runtime import ClusterEnv
+from clusterenv_runtime.blueprint import Blueprint
 from clusterenv_runtime.codec import pack
 from clusterenv_runtime.protocol import (
     Call,
+    Close,
     Collect,
     Error,
     Hello,
     Pull,
     Reply,
     Reset,
+    Setup,
     Step,
+    decode_answer,
     decode_request,
     frames,
 )  # fmt: skip
+from clusterenv_runtime.sync import SyncRule
 
 from .envs import CountingEnv
+from .patience import PATIENCE
+from .scripts import ROOT
+from .test_strangers import drops
 
 FRAMES = int(os.environ.get("FUZZ_FRAMES", 50_000))
 
@@ -81,18 +93,18 @@ def cluster():
         yield envs
 
 
-def test_a_strangers_mutations_change_nothing(cluster, workers):
+def test_a_strangers_mutations_change_nothing(cluster, workers, monkeypatch):
     rng, originals = random.Random(1), list(valid_messages(to_head=True))
     *_, command = workers().values()
-    sizes, steps = [], 0
+    sizes, steps, dropped = [], 0, drops(monkeypatch)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = stranger.sndhwm = 0
         stranger.connect(command[command.index("--connect") + 1])
         for _ in range(FRAMES // 100):
-            dropped = cluster._pool.transport.dropped
+            dropped.clear()
             for _ in range(100):
                 stranger.send_multipart(mutated(rng, rng.choice(originals)))
-            while cluster._pool.transport.dropped < dropped + 100:
+            while len(dropped) < 100:
                 steps += 1
                 assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
             sizes.append(resident_bytes(os.getpid()))
@@ -100,20 +112,54 @@ def test_a_strangers_mutations_change_nothing(cluster, workers):
     assert sizes[-1] < sizes[len(sizes) // 5] + 20e6  # the first warm up
 
 
-def test_a_worker_drops_what_it_cannot_decode(cluster, workers):
+class Head:
+    """Stands in for the head of one worker, to send it what no head would."""
+
+    def __init__(self, socket, directory):
+        self.socket, self.seq = socket, 0
+        socket.sndhwm, socket.rcvtimeo = 0, int(PATIENCE * 1000)
+        socket.bind(address := f"ipc://{directory}/head")
+        command = [sys.executable, "-m", "clusterenv_runtime.worker", "--index", "0", "--connect", address]
+        self.process = subprocess.Popen(command, cwd=ROOT)
+        self.identity, *_ = next(self.received())  # of its hello
+
+    def received(self):
+        """Yield whose message comes, and what it says, but not what the worker's pulse says."""
+        while True:
+            identity, header, *_ = self.socket.recv_multipart()
+            if identity.startswith(b"w"):
+                yield identity, *decode_answer(header)
+
+    def ask(self, request, argument):
+        """Ask the worker for something, and return its answer."""
+        self.seq += 1
+        self.socket.send_multipart([self.identity, *frames(self.seq, request), argument])
+        return next(answer for _, seq, answer in self.received() if seq == self.seq)
+
+
+def test_a_worker_drops_what_it_cannot_decode():
     rng, originals = random.Random(2), list(valid_messages(to_head=False))
-    worker = cluster._pool.workers[1]
-    sizes = []
-    for _ in range(10):
-        for number in range(FRAMES // 10):
-            (header, *_) = mutated(rng, rng.choice(originals)[:1])
-            with contextlib.suppress(Exception):
-                decode_request(header)
-                continue  # one that the worker would obey
-            cluster._pool.transport._socket.send_multipart([worker.identity, header])
-            if number % 500 == 0:
-                assert cluster.call("pid")[1] == worker.pid
-        assert cluster.call("pid")[1] == worker.pid
-        sizes.append(resident_bytes(worker.pid))
+    setup = Blueprint([CountingEnv], None, "same", "NextStep").setup(slice(0, 1))
+    sizes, nothing = [], pickle.dumps(((), {}))
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as socket,
+    ):
+        head = Head(socket, directory)
+        own = Reply(pack((head.process.pid,), []), pack([], []))
+        assert isinstance(head.ask(Setup([], 0, SyncRule()), setup), Reply)
+        for _ in range(10):
+            for number in range(FRAMES // 10):
+                (header, *_) = mutated(rng, rng.choice(originals)[:1])
+                with contextlib.suppress(Exception):
+                    decode_request(header)
+                    continue  # one that the worker would obey
+                socket.send_multipart([head.identity, header])
+                if number % 500 == 0:
+                    assert head.ask(Call("pid"), nothing) == own
+            assert head.ask(Call("pid"), nothing) == own
+            sizes.append(resident_bytes(head.process.pid))
+        socket.send_multipart([head.identity, *frames(None, Close())])
+        assert head.process.wait(PATIENCE) == 0
     assert sizes[-1] < sizes[2] + 20e6
-    assert worker.pid in workers()

@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from clusterenv_runtime import ClusterEnv
+from clusterenv_runtime.head.transport import Transport
 from clusterenv_runtime.protocol import Error, Hello, Pull, Reply, encode, frames
 
 from .envs import CountingEnv
@@ -19,6 +20,18 @@ def cluster():
     with ClusterEnv([partial(CountingEnv, length=10**6)] * 2, 2) as envs:
         envs.reset()
         yield envs
+
+
+def drops(monkeypatch):
+    """Return a list in which stands from now on whatever the heads of this process drop, in words."""
+    texts, drop = [], Transport.drop
+
+    def noted(transport, identity, text):
+        texts.append(text)
+        drop(transport, identity, text)
+
+    monkeypatch.setattr(Transport, "drop", noted)
+    return texts
 
 
 def address_of(workers):
@@ -59,15 +72,15 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("messages", GARBAGE.values(), ids=GARBAGE)
-def test_what_a_stranger_sends_changes_nothing(cluster, workers, caplog, messages):
+def test_what_a_stranger_sends_changes_nothing(cluster, workers, monkeypatch, caplog, messages):
     (steps,) = set(cluster.get_attr("count"))
-    dropped = cluster._pool.transport.dropped
+    dropped = drops(monkeypatch)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.sndhwm = stranger.linger = 0
         stranger.connect(address_of(workers()))
         for message in messages:
             stranger.send_multipart(message)
-        while cluster._pool.transport.dropped < dropped + len(messages):
+        while len(dropped) < len(messages):
             steps += 1
             assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
         assert tuple(sorted(cluster.call("pid"))) == tuple(sorted(workers()))
@@ -86,7 +99,17 @@ def test_a_stranger_that_does_not_speak_zeromq(cluster, workers):
             assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
 
 
-def test_workers_have_identities_that_nobody_else_knows(cluster):
-    identities = [worker.identity for worker in cluster._pool.workers]
-    assert all(len(identity) == 17 and identity.startswith(b"w") for identity in identities)
-    assert len(set(identities)) == len(identities)
+def test_workers_have_identities_that_nobody_else_knows(monkeypatch):
+    identities, exchange = set(), Transport.exchange
+
+    def noted(*args):
+        received, closed = exchange(*args)
+        identities.update(each.identity for each in received)
+        return received, closed
+
+    monkeypatch.setattr(Transport, "exchange", noted)
+    for _ in range(2):
+        with ClusterEnv([CountingEnv] * 2, 2) as envs:
+            envs.reset()
+    assert len(identities) == 4  # The same worker of another run has another one,
+    assert all(len(identity) > 16 for identity in identities)  # which is too long to be guessed.
