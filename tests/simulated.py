@@ -132,22 +132,22 @@ def opens(asked, answer, *_):
 
 
 class Simulation:
-    """A pool of ``number`` workers with one environment each, on a `Network`."""
+    """A pool of ``number`` workers with one environment each, on a `Network`; ``opener`` opens their answers."""
 
-    def __init__(self, number, max_restarts=3, launcher=Processes, start=True):
+    def __init__(self, number, max_restarts=3, launcher=Processes, start=True, opener=opens):
         self.network = Network()
         self.launcher = launcher(self.network)
         self.workers = [
             WorkerHandle(index, slice(index, index + 1), b"setup", Episodes.begun(None, 1)) for index in range(number)
         ]
-        store = PolicyStore([worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True)
-        self.recovery = Recovery(SyncRule(), store)
+        self.store = PolicyStore([worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True)
+        self.recovery = Recovery(SyncRule(), self.store)
         self.supervisor = Supervisor(
             self.workers, self.launcher, STARTUP_S, SILENCE_S, max_restarts, self.network.clock
         )
         clock = self.network.clock
         self.pool = WorkerPool(
-            self.workers, self.network, self.launcher, self.supervisor, self.recovery, store, opens, clock
+            self.workers, self.network, self.launcher, self.supervisor, self.recovery, self.store, opener, clock
         )
         self.launcher.prepare(number, [], "nowhere")
         if start:

@@ -1,14 +1,15 @@
 """Ctrl-C in a user's own loop: it ends a call where nothing is half done, and the next calls work."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from gymnasium.error import NoAsyncCallError
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, WorkerDiedError
 from clusterenv_runtime.head.ctrl_c import holds_ctrl_c
@@ -19,7 +20,7 @@ from .envs import CountingEnv
 from .nets import linear
 from .patience import PATIENCE
 from .scripts import ROOT
-from .simulated import Simulation
+from .simulated import Simulation, opens
 
 # The pool, without processes.
 
@@ -35,23 +36,43 @@ class Caller:
         return call()
 
 
-@pytest.mark.parametrize("during", ["exchange", "_handle", "look"])
+@pytest.mark.parametrize("during", ["exchange", "open", "look"])
 def test_ctrl_c_amid_a_wait_loses_nothing(monkeypatch, during):
-    simulation = Simulation(2)
+    times = []
+
+    def pressing(function):
+        def pressed(*args):
+            if not times:
+                times.append(signal.raise_signal(signal.SIGINT))
+            return function(*args)
+
+        return pressed
+
+    simulation = Simulation(2, opener=pressing(opens) if during == "open" else opens)
     simulation.launcher.of[1].cut_off = True
     seqs = [simulation.pool.ask(worker, Call("name")) for worker in simulation.workers]
-    whose = {"exchange": simulation.network, "_handle": simulation.pool, "look": simulation.pool._supervisor}[during]
-    method, times = getattr(whose, during), []
-
-    def pressed(*args):
-        times.append(signal.raise_signal(signal.SIGINT))
-        return method(*args)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(whose, during, pressed)
+    whose = {"exchange": simulation.network, "look": simulation.supervisor}.get(during)
+    if whose is not None:
+        monkeypatch.setattr(whose, during, pressing(getattr(whose, during)))
+    with pytest.raises(KeyboardInterrupt):
         Caller(simulation).hold(lambda: simulation.pool.wait_until(lambda: False, seqs))
-    assert len(times) == 1
     assert [served.message.value for served in simulation.pool.gather(seqs, timeout=9)] == [0, 1]
+
+
+def test_what_ctrl_c_interrupts_is_given_up():
+    simulation = Simulation(1)
+    simulation.launcher.of[0].stopped = True
+
+    def press():
+        signal.raise_signal(signal.SIGINT)
+        return simulation.call(0)
+
+    with pytest.raises(KeyboardInterrupt):
+        Caller(simulation).hold(press)
+    simulation.launcher.of[0].die()
+    simulation.pool.gather([simulation.pool.ask(simulation.workers[0], Call("next"))])
+    heard = simulation.launcher.of[0].heard  # what the replacement was asked
+    assert [request.name for request in heard if isinstance(request, Call)] == ["next"]
 
 
 def test_a_second_ctrl_c_does_not_wait(monkeypatch):
@@ -110,7 +131,7 @@ def test_ctrl_c_amid_the_end_leaves_nothing_open(monkeypatch, presses):
 def test_ctrl_c_comes_before_the_loss_that_comes_with_it(monkeypatch):
     simulation = Simulation(2, max_restarts=0)
     simulation.launcher.of[1].die()
-    supervisor, describe = simulation.pool._supervisor, simulation.pool._supervisor.describe
+    supervisor, describe = simulation.supervisor, simulation.supervisor.describe
 
     def pressed(worker):
         signal.raise_signal(signal.SIGINT)
@@ -161,7 +182,6 @@ def test_ctrl_c_ends_a_call_wherever_it_comes_and_the_next_ones_work(call):
         envs.rollout(policy, 2)
         after, is_over = 0, False
         while not is_over:
-            envs._pool._supervisor.next_look = time.monotonic() + 3600  # a number of functions that does not change
             press = PressAfter(after)
             try:
                 sys.setprofile(press)
@@ -171,13 +191,12 @@ def test_ctrl_c_ends_a_call_wherever_it_comes_and_the_next_ones_work(call):
             finally:
                 sys.setprofile(None)
             is_over, after = not press.has_pressed, after + 3
-            while envs._collector.granted and envs._collector.overlapped is None:
-                envs.recv()
-            if envs._collector.overlapped is not None:
-                envs.rollout(policy, 2)
+            with contextlib.suppress(NoAsyncCallError):
+                while True:
+                    envs.recv()
+            envs.rollout(policy, 2)  # perhaps the one that is overlapped
             assert envs.rollout(policy, 3).rewards.shape == (3, 2)
             assert envs.step([0, 0])[1].shape == (2,)
-            assert not envs._pool._requests.outstanding and not envs._pool._requests.answers
         assert after > 20 and envs.restarts == []
 
 

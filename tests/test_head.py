@@ -108,42 +108,16 @@ def test_who_waits_for_a_scheduler_has_all_the_time_and_it_is_said_what_for(capl
     assert set(said) == {"still waiting for worker 1 to be started: Resources"} and len(said) == 9
 
 
-def test_processes_that_the_system_refuses_end_the_start_and_are_tried_again_later():
+def test_a_process_that_the_system_refuses_ends_the_start():
     class Full(Processes):
-        refusals = 1
-
         def start_worker(self, index):
-            if index == 1 and self.refusals:
-                self.refusals -= 1
+            if index == 1:
                 raise OSError("Cannot allocate memory")
             super().start_worker(index)
 
     simulation = Simulation(2, launcher=Full, start=False)
     with pytest.raises(StartupError, match="^cannot start the workers: Cannot allocate memory$"):
         simulation.pool.start(2)
-
-    simulation = Simulation(2, launcher=Full, start=False)
-    simulation.launcher.refusals = 0
-    simulation.pool.start(2)
-    simulation.launcher.refusals = 1
-    simulation.launcher.of[1].die()
-    assert simulation.call() == [0, 1]
-    reasons = [restart["reason"] for restart in simulation.recovery.restarts]
-    assert ["died: killed by SIGKILL" in reasons[0], "it could not be started: Cannot" in reasons[1]] == [True, True]
-
-    class Dies(Processes):
-        def start_worker(self, index):
-            if len(self.started_at.get(index, [])) == 1 and not self.refused:
-                self.refused = True
-                raise OSError("Cannot allocate memory")
-            self.greets = bool(self.refused)
-            super().start_worker(index)
-            if not self.greets:
-                self.of[index].die()
-
-        refused = False
-
-    assert Simulation(1, launcher=Dies).call() == [0]  # while all must start
 
 
 def test_a_killed_process_is_replaced_when_it_is_gone():
@@ -389,17 +363,16 @@ def test_closing_asks_first_and_ends_in_time():
     simulation.pool.close(timeout=3)
 
 
-def test_what_was_under_way_when_an_exception_came_is_handled_by_the_next_wait(monkeypatch):
-    simulation = Simulation(3)
-    seqs = [simulation.pool.ask(worker, Call("name")) for worker in simulation.workers]
-    handle, times = simulation.pool._handle, iter(range(9))
+def test_what_was_under_way_when_an_exception_came_is_handled_by_the_next_wait():
+    times = iter(range(9))
 
-    def interrupted(received):
+    def interrupted(asked, answer, *_):
         if next(times) == 1:
             raise KeyboardInterrupt
-        handle(received)
+        return answer
 
-    monkeypatch.setattr(simulation.pool, "_handle", interrupted)
+    simulation = Simulation(3, opener=interrupted)
+    seqs = [simulation.pool.ask(worker, Call("name")) for worker in simulation.workers]
     with pytest.raises(KeyboardInterrupt):
         simulation.pool.wait_until(lambda: False, seqs)
     before = simulation.network.now
@@ -519,7 +492,7 @@ def test_a_worker_is_described_by_where_it_is_and_what_it_has():
 @pytest.mark.parametrize("version", [0, 1, 10**6])
 def test_who_pulls_for_something_else_than_to_act_is_lost(version):
     simulation = Simulation(1)
-    simulation.pool._store.version = 1
+    simulation.store.version = 1
     (seq,) = simulation.never()
     simulation.network.deliver(simulation.launcher.of[0].identity, seq, Pull(version))
     assert simulation.call() == [0]
@@ -537,7 +510,6 @@ def test_a_second_pull_is_only_for_a_worker_that_held_something(pulls, may):
 
 
 def test_an_answer_that_its_opener_fails_at_costs_its_worker_alone():
-    simulation = Simulation(1)
     opened = iter([RuntimeError("no"), None])
 
     def fails_once(asked, answer, *_):
@@ -545,6 +517,6 @@ def test_an_answer_that_its_opener_fails_at_costs_its_worker_alone():
             raise error
         return answer
 
-    simulation.pool._open = fails_once
+    simulation = Simulation(1, opener=fails_once)
     assert simulation.call() == [0]
     assert "its answer was wrong: no" in simulation.recovery.restarts[0]["reason"]
