@@ -24,12 +24,12 @@ def kill_marked(mark: str) -> bool:
     """
     found, start = False, f"\0{VARIABLE}={mark}".encode()
     try:
-        directories = list(Path("/proc").glob("[0-9]*"))
+        names = os.listdir("/proc")
     except OSError as error:
         return error.errno in (errno.EMFILE, errno.ENFILE)
-    for directory in directories:
+    for pid in map(int, filter(str.isdecimal, names)):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if start in b"\0" + (directory / "environ").read_bytes() and int(directory.name) != os.getpid():
-                os.kill(int(directory.name), signal.SIGKILL)
+            if start in b"\0" + Path(f"/proc/{pid}/environ").read_bytes() and pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
                 found = True
     return found

@@ -1,5 +1,6 @@
 """Launchers without a cluster: what --dry-run prints, workers started by hand, names of runs, and mistakes."""
 
+import errno
 import os
 import re
 import runpy
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import kubernetes_validate
@@ -23,7 +25,7 @@ from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file
 
 from .envs import CountingEnv
-from .patience import PATIENCE
+from .patience import PATIENCE, wait_until
 from .scripts import ROOT, check_refusal, check_refusal_here, environment, lasting, run
 
 TINY = shlex.split("--env-id CartPole-v1 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --eval-episodes 2")
@@ -99,13 +101,64 @@ def test_a_steps_environment_has_no_mark_and_nothing_that_makes_srun_divide_the_
     assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"}  # what contradicts the flags of a step with cores of its own
 
 
-@pytest.mark.parametrize(("cores", "place"), [(0, "n3"), (1, "n3"), (2, "n1"), (3, "n2")])
-def test_a_replacement_goes_to_another_node_if_that_has_cores_left(monkeypatch, path, cores, place):
+@pytest.fixture
+def start_steps(monkeypatch, path):
+    """A function that starts workers with so many cores each; it returns their launcher.
+
+    Besides the head's cores, the node n1 has 2, n2 has 4 and n3 has 2.
+    """
     for name, value in {"PATH": path, **PLAIN}.items():
         monkeypatch.setenv(name, value)
     launcher = SlurmLauncher()
-    launcher.resources, launcher._places = {"CPU": cores}, ["n3", "n2"]  # besides the head's there are n1 2, n2 4, n3 2
-    assert launcher._next_place(1) == place
+
+    def start(cores, number):
+        launcher.resources = {"CPU": cores}
+        launcher.prepare(number, [], "nowhere")
+        launcher.start()
+        return launcher
+
+    yield start
+    launcher.stop(0)
+
+
+def node_of(launcher, worker):
+    (node,) = (word for word in launcher.command(worker) if word.startswith("--nodelist="))
+    return node.removeprefix("--nodelist=")
+
+
+@pytest.mark.parametrize(
+    ("cores", "number", "index", "before", "after"),
+    [  # how many cores and workers, which of these is replaced, and its nodes
+        (0, 2, 1, "n1", "n2"),  # the next one: all cores are shared
+        (1, 2, 1, "n2", "n3"),
+        (2, 3, 2, "n3", "n2"),  # n1 is full
+        (3, 1, 0, "n2", "n2"),  # no other one has so many
+    ],
+)
+def test_a_replacement_goes_where_cores_are_left(start_steps, cores, number, index, before, after):
+    launcher = start_steps(cores, number)
+    assert node_of(launcher, index) == before
+    launcher.start_worker(index)  # srun has not said that the worker itself has ended
+    assert node_of(launcher, index) == after
+
+
+@pytest.mark.parametrize("refuses", [(tempfile, "TemporaryFile"), (subprocess, "Popen")])
+def test_a_step_that_the_system_refuses_changes_nothing(monkeypatch, start_steps, refuses):
+    def refuse(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    launcher = start_steps(1, 2)
+    before = node_of(launcher, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(*refuses, refuse)
+        for _ in range(3):
+            with pytest.raises(OSError, match="Too many open files"):
+                launcher.start_worker(1)
+    assert node_of(launcher, 1) == before
+    wait_until(lambda: launcher.exit(1) is not None)
+    assert launcher.exit(1).reason == "srun ended with exit code 1"
+    launcher.start_worker(1)
+    assert node_of(launcher, 1) != before
 
 
 def test_a_resource_is_named_once():

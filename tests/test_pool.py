@@ -1,5 +1,8 @@
 """The pool of workers without processes: who interrupts it, whom it hears and refuses, what it sends, and its end."""
 
+import errno
+import math
+
 import numpy as np
 import pytest
 
@@ -8,9 +11,19 @@ from clusterenv_runtime.head.handle import State
 from clusterenv_runtime.head.pool import PING_S, Requests
 from clusterenv_runtime.head.supervisor import LOOK_S
 from clusterenv_runtime.head.transport import MAX_HELLO, Received
-from clusterenv_runtime.protocol import Call, Close, Collect, Error, Part, Ping, Pull, Reply, SetAttr, Weights, encode
+from clusterenv_runtime.protocol import (
+    Call,
+    Close,
+    Collect,
+    Error,
+    Part,
+    Ping,
+    Reply,
+    SetAttr,
+    encode,
+)
 
-from .simulated import Process, Processes, Simulation
+from .simulated import STARTUP_S, Process, Processes, Simulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR")  # as Gymnasium logs what environments raise
 
@@ -29,22 +42,29 @@ def test_an_interrupted_wait_raises_and_the_next_goes_on():
     assert simulation.call(1) == [1]
 
 
-def test_an_interrupt_is_heeded_before_the_next_message_is_handled(monkeypatch):
-    simulation = Simulation(3)
+def test_an_interrupt_is_heeded_before_the_next_message_is_handled():
+    simulation, read = Simulation(3), []
+    for process in simulation.launcher.of.values():
+        process.stopped = True
     seqs = [simulation.pool.ask(worker, Call("name")) for worker in simulation.workers]
-    handle, handled = simulation.pool._handle, []
 
-    def interrupts(received):
-        handled.append(received)
-        simulation.pool.interrupted = Interrupted()
-        return handle(received)
+    class Interrupting(Received):
+        """A message that the pool is interrupted amid, when it is read for the first time."""
 
-    monkeypatch.setattr(simulation.pool, "_handle", interrupts)
+        def read(self, is_strange=False):
+            read.append(self.identity)
+            if len(read) == 1:
+                simulation.pool.interrupted = Interrupted()
+            return super().read(is_strange)
+
+    for worker, seq in zip(simulation.workers, seqs, strict=True):
+        message = encode((seq, Reply(worker.index)))
+        simulation.network.inbox.append(Interrupting(worker.identity, [message]))
     with pytest.raises(Interrupted):
         simulation.pool.wait_until(lambda: False, seqs)
-    assert len(handled) == 1
-    monkeypatch.undo()
+    assert read == [simulation.workers[0].identity]
     assert [served.message.value for served in simulation.pool.gather(seqs)] == [0, 1, 2]
+    assert len(read) == 3  # none is handled twice
 
 
 def test_an_interrupt_comes_before_the_loss_that_comes_with_it():
@@ -257,20 +277,6 @@ def test_only_the_answer_to_its_setup_makes_a_worker_ready():
     assert worker.state == State.READY
 
 
-def test_a_worker_that_held_something_may_pull_twice(monkeypatch):
-    simulation = Simulation(1)
-    (worker,), store = simulation.workers, simulation.pool._store
-    store.version = 9
-    monkeypatch.setattr(store, "pull", lambda copy, held: (Weights(9, 0, held), ()))
-    seq = simulation.pool.ask(worker, Collect(1, 9, 0, 0.0, []))
-    for held in (3, 0):
-        simulation.network.deliver(worker.identity, seq, Pull(held))
-        simulation.wait(1)
-    pulled = [(out.seq, out.message.checksum) for out in simulation.network.sent if isinstance(out.message, Weights)]
-    assert pulled == [(seq, 3), (seq, 0)]
-    assert not simulation.recovery.restarts
-
-
 @pytest.mark.parametrize(("timeout", "leave"), [(0, False), (3, False), (3, True)])
 def test_closing_tells_all_workers_and_leaves_the_rest_of_the_time_to_the_launcher(timeout, leave, monkeypatch):
     simulation, given = Simulation(2), []
@@ -290,3 +296,112 @@ def test_a_worker_that_is_given_up_is_named():
     with pytest.raises(WorkerDiedError, match=r"^worker 1 .*died: killed by SIGKILL$"):
         simulation.call(1)
     assert [worker.state for worker in simulation.workers] == [State.READY, State.ENDED]
+
+
+# Replacements that the system refuses to start.
+
+
+class Refusing(Processes):
+    """The system refuses to start a replacement of worker 1 until some time."""
+
+    until = math.inf
+
+    def __init__(self, network):
+        super().__init__(network)
+        self.attempts = []
+
+    def start_worker(self, index):
+        if index == 1 and index in self.started_at:
+            self.attempts.append(self.network.now)
+            if self.network.now < self.until:
+                raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        super().start_worker(index)
+
+
+def test_a_refused_replacement_is_tried_again_after_growing_pauses(caplog):
+    simulation = Simulation(2, launcher=Refusing, max_restarts=1)
+    launcher, network = simulation.launcher, simulation.network
+    launcher.until = network.now + 20
+    launcher.of[1].die()
+    seq = simulation.pool.ask(simulation.workers[1], Call("name"))
+    answered = []
+
+    def one_more():
+        if len(answered) < 10_000:
+            answered.append(network.now)
+            simulation.pool.ask(simulation.workers[0], Call("name"))  # and it answers
+        return network.now > launcher.until - 1
+
+    simulation.pool.wait_until(one_more, [seq])
+    assert max(np.diff(answered)) < LOOK_S  # the other worker was served all the time
+    assert [served.message.value for served in simulation.pool.gather([seq])] == [1]
+    pauses, promised = np.diff(launcher.attempts), np.array([1, 2, 4, 4, 4, 4, 4])
+    assert len(pauses) == len(promised)
+    assert np.all(promised <= pauses) and np.all(pauses <= promised + LOOK_S + 0.01)
+    (restart,) = simulation.recovery.restarts
+    assert "died: killed by SIGKILL" in restart["reason"]
+    loss, refusal = (record.getMessage() for record in caplog.records)
+    assert loss.startswith("worker 1 ") and loss.endswith("replacement 1 of this worker")
+    assert refusal.startswith("worker 1 cannot be started, which is tried again for up to 60 s: ")
+    assert refusal.endswith(": [Errno 11] Resource temporarily unavailable")
+
+
+def test_the_pauses_begin_anew_with_the_next_shortage():
+    simulation = Simulation(2, launcher=Refusing)
+    launcher, network = simulation.launcher, simulation.network
+    for _ in range(2):
+        launcher.until = network.now + 2.5
+        launcher.of[1].die()
+        assert simulation.call() == [0, 1]
+        first, second, third = launcher.attempts
+        assert 1 <= second - first < 1.3 and 2 <= third - second < 2.3
+        launcher.attempts.clear()
+
+
+def test_a_shortage_that_does_not_end_ends_the_run_with_its_reason():
+    simulation = Simulation(2, launcher=Refusing)
+    simulation.launcher.of[1].die()
+    text = r"^worker 1 \(no hello yet, environments 1 to 1\) could not be started for 6\d s: "
+    text += r"\[Errno 11\] Resource temporarily unavailable$"
+    with pytest.raises(WorkerDiedError, match=text):
+        simulation.call()
+    attempts = simulation.launcher.attempts
+    assert STARTUP_S <= attempts[-1] - attempts[0] < STARTUP_S + 4.5
+    assert simulation.network.now - attempts[-1] < 0.01  # no pause before an attempt never made
+    with pytest.raises(WorkerDiedError, match=r"^worker 1 \(no hello yet, .*, lost\) is gone$"):
+        simulation.call(1)
+    assert simulation.call(0) == [0]
+
+
+@pytest.mark.parametrize("attempt", [1, 2, 3, 4])
+def test_an_interrupt_between_two_attempts_is_heeded_at_once(attempt):
+    class Interrupting(Refusing):
+        def start_worker(self, index):
+            if index in self.started_at and len(self.attempts) == attempt - 1:
+                simulation.pool.interrupted = KeyboardInterrupt()
+            super().start_worker(index)
+
+    simulation = Simulation(2, launcher=Interrupting)
+    simulation.launcher.until = simulation.network.now + 10
+    simulation.launcher.of[1].die()
+    with pytest.raises(KeyboardInterrupt):
+        simulation.call(1)
+    attempts = simulation.launcher.attempts
+    assert len(attempts) == attempt and simulation.network.now - attempts[-1] < LOOK_S
+    assert simulation.call() == [0, 1]
+
+
+def test_a_shortage_while_all_must_start_is_waited_out():
+    class DiesFirst(Refusing):
+        """The first process of worker 1 is killed before its hello."""
+
+        def start_worker(self, index):
+            self.greets = index == 0 or index in self.started_at
+            super().start_worker(index)
+            if not self.greets:
+                self.of[index].die()
+
+    simulation = Simulation(2, launcher=DiesFirst, start=False)
+    simulation.launcher.until = 5.0
+    simulation.pool.start(2)
+    assert simulation.call() == [0, 1] and 5 <= simulation.network.now < 10

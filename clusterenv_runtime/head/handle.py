@@ -22,6 +22,7 @@ class State(enum.Enum):
     READY = "ready"  # it answers requests
     LOST = "lost"  # its process or its link is gone: the head reads its last words and finds out why
     KILLED = "killed"  # it is being ended for good, so that another can take its place
+    REFUSED = "refused"  # another could not be started in its place, and is tried again soon
     ENDED = "ended"  # there will be no other
 
 
@@ -69,6 +70,8 @@ class WorkerHandle:
     heard: float = 0.0  # when its last message came, or else when it was started
     noticed: float = 0.0  # when the user was last told that it has not been started
     exit: Exit | None = None  # how it was lost, once that is known
+    refusals: int = 0  # how often in a row it could not be started
+    refusal: str = ""  # why, the last time
     ended_because: str = ""  # of a worker that has ended
 
     # What it was told, and what it has said.

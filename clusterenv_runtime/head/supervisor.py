@@ -19,6 +19,7 @@ SOON_S = 0.01  # how often while one of them is lost
 REASON_S = 1.0  # how long to look for the reason of a loss: a link may break a moment before its process ends
 KILL_S = 5.0  # how long to wait for a killed process to be gone
 NOTICE_S = 60.0  # how often to say that a worker has not been started yet
+RETRY_S = 1.0, 2.0, 4.0  # the pauses between attempts to start a replacement; the last one repeats
 
 
 class Supervisor:
@@ -28,6 +29,7 @@ class Supervisor:
         workers: all of them. Only this changes their states.
         launcher: starts, kills and knows the processes.
         startup_timeout: seconds for a process to start, and then to build each of its environments.
+            For so long the system may also refuse to start a replacement.
         worker_timeout: seconds of silence after which a link is cut, for the texts.
         max_restarts: that many of one worker's processes in a row may be replaced without an answer of them.
         clock: the time in seconds.
@@ -66,6 +68,7 @@ class Supervisor:
         worker.host, worker.pid, worker.asked, worker.pulled, worker.answers = "", 0, {}, (0, 0), 0
         worker.heard = worker.noticed = self._clock()
         worker.deadline = worker.heard + self._startup_timeout
+        worker.refusals, worker.refusal = 0, ""
 
     def said_hello(self, worker: WorkerHandle, identity: bytes, host: str, pid: int) -> None:
         """Note that a worker's process is there, and is told what to build."""
@@ -120,6 +123,11 @@ class Supervisor:
                     worker.state, worker.deadline = State.KILLED, now + KILL_S
             elif worker.state == State.KILLED and (self._launcher.has_ended(worker.index) or now >= worker.deadline):
                 lost.append((worker, f"{self.describe(worker)} died: {self._why(worker, now)}"))
+            elif worker.state == State.REFUSED and now >= worker.deadline:
+                self._start(worker)
+                if worker.state == State.REFUSED and now - worker.heard >= self._startup_timeout:
+                    text = f"could not be started for {now - worker.heard:.0f} s: {worker.refusal}"
+                    lost.append((worker, f"{self.describe(worker)} {text}"))
         if late:
             self._handle_late(late)
         in_between = any(worker.state in (State.LOST, State.KILLED) for worker in self._workers)
@@ -156,8 +164,12 @@ class Supervisor:
         """Start another process in place of one that was lost.
 
         Raises:
-            WorkerDiedError: there have been too many of them; or it ended by itself before all had started.
+            WorkerDiedError: there have been too many of them, or it ended by itself before all had
+                started, or it could not be started for too long.
         """
+        if worker.state == State.REFUSED:
+            self.end(worker, "lost")
+            raise WorkerDiedError(text)
         worker.losses += 1
         cannot_start = self.all_must_start and worker.exit is not None and not worker.exit.by_signal
         if worker.losses > self._max_restarts or cannot_start:
@@ -166,10 +178,25 @@ class Supervisor:
             raise WorkerDiedError(text + again)
         worker.process += 1
         self._begin(worker)
+        self._start(worker)
+
+    def _start(self, worker: WorkerHandle) -> None:
+        """Try to start a replacement.
+
+        The system may refuse it for some seconds, for lack of memory, processes or open files.
+        Then `look` calls this again after a pause, and the attempt uses up none of the restarts.
+        """
         try:
             self._launcher.start_worker(worker.index)
-        except OSError as error:  # such as of a full disk, or too many open files: it may go better the next time
-            self.lose(worker, Exit(f"it could not be started: {error}", by_signal=True))
+        except OSError as error:
+            pause = RETRY_S[min(worker.refusals, len(RETRY_S) - 1)]
+            worker.state, worker.deadline = State.REFUSED, self._clock() + pause
+            worker.refusals, worker.refusal = worker.refusals + 1, str(error)
+            if worker.refusals == 2:  # the first time, the loss itself has yet to be logged
+                text = "worker %d cannot be started, which is tried again for up to %g s: %s"
+                logger.warning(text, worker.index, self._startup_timeout, error)
+        else:
+            self._begin(worker)
 
     def describe(self, worker: WorkerHandle) -> str:
         """Return a worker's name for the user, with where it runs and its log."""

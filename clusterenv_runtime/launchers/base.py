@@ -93,7 +93,11 @@ class Launcher:
             self.start_worker(index)
 
     def start_worker(self, index: int) -> None:
-        """Start a worker's process, the first one or one in place of another, which has been killed."""
+        """Start a worker's process: the first one, or one in place of another, which was killed.
+
+        Raises:
+            OSError: it cannot be started now. In place of another, it is tried again in seconds.
+        """
         raise NotImplementedError
 
     def pending(self, index: int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -113,8 +114,8 @@ class LocalLauncher(Launcher):
         try:
             return open(os.open(log, LOG_FLAGS, 0o666), "ab")
         except OSError as error:
-            if index not in self._processes:
-                raise
+            if index not in self._processes or error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # for lack of open files, the process could not be started either
             logger.warning("from now on worker %d has no log: %s", index, error)  # what it does is worth more
             return open(os.devnull, "ab")
 

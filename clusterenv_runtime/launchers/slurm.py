@@ -191,13 +191,23 @@ class SlurmLauncher(LocalLauncher):
         return {name: value for name, value in super().environment(mark).items() if not unset.fullmatch(name)}
 
     def start_worker(self, index: int) -> None:
-        if index in self._processes:
+        before, words = self._words.get(index), tempfile.TemporaryFile()  # noqa: SIM115
+        place = self._places[index]
+        if before is not None:
             alone = set(self._places) == {self._allocation.head}  # listening for nobody else
             if "task 0: " not in self._said(index) and not alone:  # not the worker ended: its node may be down
                 self._places[index] = self._next_place(index)
-            self._words[index].close()
-        self._words[index] = tempfile.TemporaryFile()  # noqa: SIM115
-        super().start_worker(index)
+        self._words[index] = words
+        try:
+            super().start_worker(index)
+        except OSError:  # then all is as before, and it is tried again
+            self._places[index] = place
+            if before is not None:
+                self._words[index] = before
+                words.close()
+            raise
+        if before is not None:
+            before.close()
 
     def _next_place(self, index: int) -> str:
         """Return the next node that has a place for a worker, or the one where it was."""
