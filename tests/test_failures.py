@@ -1,5 +1,6 @@
 """What breaks, breaks clearly and soon, and leaves nothing behind."""
 
+import contextlib
 import gc
 import os
 import re
@@ -22,7 +23,7 @@ from clusterenv_runtime.protocol import PROTOCOL_VERSION, Ping, decode_answer, e
 
 from .envs import BlockingEnv, CountingEnv, FailingEnv, LeavingEnv, assert_same
 from .nets import linear
-from .patience import HOUR, PATIENCE, assert_ended, at_most, kill, with_more_time
+from .patience import HOUR, PATIENCE, assert_ended, at_most, kill, wait_until, with_more_time
 from .scripts import ROOT, children_of
 
 PATIENT = {"worker_timeout": HOUR, "startup_timeout": HOUR}  # for a machine that has other things to do
@@ -188,16 +189,18 @@ def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
 # Processes that stand by.
 
 
-def standbys(launcher):
-    return [process.pid for process in launcher._standbys]
+def standbys(envs, commands):
+    """The pids of those processes that were started to stand by and have not become a worker."""
+    groups = {os.getpgid(pid) for pid in envs.call("pid")}
+    return [pid for pid in commands if "--standby" in commands[pid] and pid not in groups]
 
 
 @pytest.mark.parametrize("prefix", ["", "nice -n 1", "sh -c '\"$@\"; exit $?' sh"])
 def test_a_process_that_stands_by_takes_the_place_of_a_lost_worker(workers, tmp_path, prefix):
-    launcher = LocalLauncher(tmp_path, prefix)
-    with ClusterEnv([CountingEnv] * 2, 2, launcher=launcher, standby_workers=1, **PATIENT) as envs:
+    arguments = {"launcher": LocalLauncher(tmp_path, prefix), "standby_workers": 1, **PATIENT}
+    with ClusterEnv([CountingEnv] * 2, 2, **arguments) as envs:
         envs.reset()
-        (standby,) = standbys(launcher)
+        (standby,) = standbys(envs, workers())
         assert "torch" in workers()[standby]  # which this process has imported, and so does that
         kill(envs.call("pid")[1])
         with at_most():
@@ -207,21 +210,23 @@ def test_a_process_that_stands_by_takes_the_place_of_a_lost_worker(workers, tmp_
         assert os.getpgid(pid) == standby
         log = str(tmp_path / "worker-1.log")
         assert [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)] == [os.devnull, log, log]
-        (another,) = standbys(launcher)
-        assert another != standby and another in workers()
+        (another,) = standbys(envs, workers())
+        assert another != standby
     assert not workers()
 
 
 def test_where_those_that_stand_by_have_died_too_another_process_is_started(workers):
-    launcher = LocalLauncher()
-    with ClusterEnv([CountingEnv], 1, launcher=launcher, standby_workers=2, **PATIENT) as envs:
+    with ClusterEnv([CountingEnv], 1, standby_workers=2, **PATIENT) as envs:
         envs.reset()
-        dead = standbys(launcher)
+        dead = standbys(envs, workers())
+        assert len(dead) == 2
         for pid in (*dead, *envs.call("pid")):
             kill(pid)
         with at_most():
             envs.step([0])
-        assert len(envs.restarts) == 1 and len(standbys(launcher)) == 2 and not set(standbys(launcher)) & {*dead}
+        assert len(envs.restarts) == 1
+        others = standbys(envs, workers())
+        assert len(others) == 2 and not {*others} & {*dead}
         assert len(workers()) == 3
     assert not workers()
 
@@ -332,29 +337,61 @@ def test_a_temporary_directory_that_is_too_deep_for_a_socket(monkeypatch, tmp_pa
 # What is not a failure.
 
 
-def test_slow_is_not_dead():
-    with ClusterEnv([CountingEnv, partial(CountingEnv, delay=2)], 2) as envs:
-        envs.reset()
-        assert envs.step([0, 0])[0].tolist() == [[1], [1]]
+class SteppingEnv(FailingEnv):
+    """Writes a file as soon as it steps. Then it raises its error, or waits for ``gate``."""
+
+    def __init__(self, stepping, error=None, gate=None):
+        super().__init__("nowhere" if error is None else "step", error)
+        self.stepping, self.is_open = stepping, None if gate is None else gate.exists
+
+    def step(self, action):
+        self.stepping.touch()
+        if self.is_open is not None:
+            wait_until(self.is_open)
+        return super().step(action)
 
 
-def test_an_error_that_an_interrupt_has_overtaken_is_raised_by_the_next_call():
-    with ClusterEnv([partial(FailingEnv, "step", ValueError("on purpose")), partial(CountingEnv, delay=2)], 2) as envs:
+@contextlib.contextmanager
+def once_there_is(file, do):
+    """Do something as soon as there is a file, while the body runs."""
+
+    def wait():
+        wait_until(file.exists)
+        do()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield
+    thread.join()
+
+
+def test_an_error_that_an_interrupt_has_overtaken_is_raised_by_the_next_call(tmp_path):
+    stepping, gate = tmp_path / "stepping", tmp_path / "gate"
+    env_fns = [
+        partial(SteppingEnv, stepping, error=ValueError("on purpose")),
+        partial(SteppingEnv, tmp_path / "another", gate=gate),
+    ]
+    with ClusterEnv(env_fns, 2) as envs:
         envs.reset()
-        threading.Timer(1, envs.interrupt).start()
-        with pytest.raises(Interrupted):
+        with once_there_is(stepping, envs.interrupt), pytest.raises(Interrupted):
             envs.step([0, 0])
+        gate.touch()
         with pytest.raises(ValueError, match="on purpose"):
             envs.step([0, 0])
         assert envs.reset()[0].tolist() == [[0], [0]]
 
 
-def test_a_rollout_that_is_interrupted_does_not_hang_what_comes_after(monkeypatch):
-    with ClusterEnv([CountingEnv], 1) as envs:
+def test_a_rollout_that_is_interrupted_does_not_hang_what_comes_after(tmp_path):
+    stepping, gate = tmp_path / "stepping", tmp_path / "gate"
+    with ClusterEnv([partial(SteppingEnv, stepping, gate=gate)], 1) as envs:
         envs.reset()
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(envs._pool.transport, "exchange", lambda *_: (signal.raise_signal(signal.SIGINT) or [], []))
+
+        def press():
+            os.kill(os.getpid(), signal.SIGINT)
+
+        with once_there_is(stepping, press), pytest.raises(KeyboardInterrupt):
             envs.rollout(CategoricalPolicy(linear(1, 2)), 3)
+        gate.touch()
         envs.reset_async()
         assert_same(envs.reset_wait(timeout=PATIENCE), (np.zeros((1, 1), np.float32), {}))
 
