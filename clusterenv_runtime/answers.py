@@ -6,7 +6,6 @@ of an observation may be anything of its dtype, as environments may say what the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -120,7 +119,7 @@ class Opener:
         if not policy.since <= version <= published.version:
             possible = f"but these are {asked_at.since} to {published.version}"
             raise ProtocolError(f"it says that it acted on version {version}, {possible}")
-        if not 0 <= answer.waited < math.inf:
+        if not 0 <= answer.waited < 2**53:  # so that no sum of these is infinite
             raise ProtocolError(f"it says that it waited for {answer.waited} seconds")
         steps, episodes, example_of = (num_steps, num_envs), (_length(packed["episodes"]),), policy.example
         measured = measured_states(*steps, example_of["states"] is not None)

@@ -1,4 +1,10 @@
-"""One family of exceptions. Misuse of the vector API raises Gymnasium's own errors instead."""
+"""One family of exceptions, and how texts reach the user.
+
+Misuse of the vector API raises Gymnasium's own errors instead.
+"""
+
+import os
+import sys
 
 
 class ClusterEnvError(RuntimeError):
@@ -51,5 +57,18 @@ def printable(text: str, most: int = 1000, keeps: str = "\t") -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return what an error is and the first line of what it says."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    """Return what an error is and the first line of what it says, as `printable` escapes it."""
+    return f"{type(error).__name__}: {printable(str(error).strip().partition(chr(10))[0])}"
+
+
+def print_line(text: str) -> None:
+    """Print a line, also to an output whose encoding lacks some of it, such as a name in a path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        print(text, flush=True)
+    except UnicodeEncodeError:
+        sys.stdout.buffer.write(os.fsencode(f"{text}\n"))
+        sys.stdout.buffer.flush()

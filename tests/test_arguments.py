@@ -1,10 +1,12 @@
 """Flags of a run that goes on, and of the runtime: what is taken, and what is refused in one line."""
 
 import importlib
+import io
 import math
 import os
 import shlex
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from clusterenv_runtime.script.checkpoint import save_checkpoint
 from . import scripts
 from .envs import CountingEnv
 from .nets import linear
-from .test_checkpoint import saved_in
+from .test_checkpoint import foreign_checkpoint, saved_in
 
 
 def refusal(monkeypatch, args, *flags):
@@ -130,6 +132,7 @@ def changed(state, path, value):
     ("path", "value", "says"),
     [
         ("seconds", math.nan, "seconds"),
+        ("seconds", math.inf, "seconds"),
         ("global_step", -5, "global_step"),
         ("rng", [], "rng"),
         ("args.learning_rate", "x", "learning_rate"),
@@ -141,6 +144,50 @@ def test_a_value_that_cannot_be_is_one_line(run_x, monkeypatch, path, value, say
     changed(state, path, value)
     save_checkpoint("runs/x", state, 6)
     assert says in refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
+
+
+ESCAPE = "\x1b[2J"  # clears a terminal
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("env_id", f"Pong{ESCAPE}"),  # another than the command line's
+        ("env_kwargs", f"a={ESCAPE}"),
+        ("interface", f"lo{ESCAPE}"),  # there is none of that name
+        ("bind_address", f"127.0.0.1{ESCAPE}"),
+        ("worker_resources", f"CPU{ESCAPE}"),
+        (f"unknown{ESCAPE}", 1),  # of another script
+        ("learning_rate", ESCAPE),  # no number
+    ],
+)
+def test_what_a_checkpoint_holds_does_not_reach_the_terminal_as_it_is(run_x, monkeypatch, name, value):
+    args = {**vars(ppo_clusterenv.Args()), name: value}
+    save_checkpoint("runs/x", whole(args, 6), 6)
+    flags = ["--resume", "runs/x", "--env-id", "Acrobot-v1"] if name == "env_id" else ["--resume", "runs/x"]
+    line = refusal(monkeypatch, ppo_clusterenv.Args, *flags)
+    assert line.isprintable()
+    assert name == "learning_rate" or r"\x1b[2J" in line
+
+
+def test_what_a_foreign_checkpoint_holds_does_not_reach_the_terminal_as_it_is(run_x, monkeypatch, caplog):
+    # A pickle that asks for a class of this name, which loading refuses by name.
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("x/data.pkl", f"\x80\x02cmodule{ESCAPE}\nname\n.".encode("latin-1"))
+        archive.writestr("x/version", "3")
+    path = foreign_checkpoint("runs/x", data.getvalue())
+    monkeypatch.setattr(sys, "argv", ["script.py", "--resume", "runs/x"])
+    assert parse(ppo_clusterenv.Args)[1]["global_step"] == 5
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning == f"skipped the checkpoint {path}: it is not of a run (UnpicklingError)"
+
+
+def test_the_line_that_says_how_to_go_on_is_printable(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    args = ppo_clusterenv.Args(worker_prefix=f"nice {ESCAPE}")
+    line = arguments.resume_command(args, f"runs/{ESCAPE}", ["python"])
+    assert line == r"python script.py '--worker-prefix=nice \x1b[2J' --resume 'runs/\x1b[2J'"
 
 
 def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypatch, caplog):

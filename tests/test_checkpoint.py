@@ -1,6 +1,8 @@
 """Checkpoints: whole or not there, of two kept, never unpickled freely."""
 
 import errno
+import hashlib
+import io
 import os
 import pickle
 import random
@@ -130,9 +132,17 @@ def test_what_could_not_be_loaded_is_no_key(tmp_path):
         save_checkpoint(tmp_path, {"a": {np.int64(1): 2}}, 1)
 
 
-def test_a_checkpoint_is_not_unpickled_freely(tmp_path, monkeypatch):
-    monkeypatch.setattr("clusterenv_runtime.script.checkpoint._check", lambda *_: None)
-    save_checkpoint(tmp_path, {"a": partial(os.mkdir, tmp_path / "owned")}, 1)
+def foreign_checkpoint(directory, data):
+    """Put a checkpoint of these bytes, whose name fits them, into a directory; return its path."""
+    path = Path(directory, f"checkpoint-{999:012d}-{hashlib.sha256(data).hexdigest()}.pt")
+    path.write_bytes(data)
+    return path
+
+
+def test_a_checkpoint_is_not_unpickled_freely(tmp_path):
+    data = io.BytesIO()
+    torch.save({"a": partial(os.mkdir, tmp_path / "owned")}, data)
+    foreign_checkpoint(tmp_path, data.getvalue())
     with pytest.raises(CheckpointError, match="are damaged"):
         load_checkpoint(tmp_path)
     assert not (tmp_path / "owned").exists()

@@ -1,13 +1,23 @@
 """Parts of a checkpoint that somebody else has made: what is no state of theirs is refused before it does harm."""
 
 import functools
+import math
 import operator
 
 import pytest
 import torch
 
+from clusterenv_runtime import ClusterEnv
 from clusterenv_runtime.script.checkpoint import load_checkpoint, load_part, rng_state, save_checkpoint, set_rng_state
 from clusterenv_runtime.script.curve import LearningCurve
+
+from .envs import CountingEnv
+
+
+@pytest.fixture(scope="module")
+def envs():
+    with ClusterEnv([CountingEnv], 1) as envs:
+        yield envs
 
 
 def an_optimizer(steps=0):
@@ -84,6 +94,27 @@ def test_random_numbers_do_not_go_on_from_a_state_that_is_none(name, change):
             set_rng_state({**before, name: change(before[name])})
     finally:
         set_rng_state(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("waiting_seconds", [math.inf]),
+        ("waiting_seconds", [1e308]),  # two of which are infinite
+        ("waiting_seconds", [math.nan]),
+        ("waiting_seconds", [-1.0]),
+        ("sync_bytes", 10**400),
+        ("pulls", [10**400]),
+        ("policy_version", -1),
+        ("generators", [b"x"]),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_workers_do_not_go_on_from_a_state_that_is_none(envs, name, value):
+    before = envs.state_dict()
+    with pytest.raises(ValueError, match="this is not the state of a ClusterEnv: "):
+        envs.load_state_dict({**before, name: value})
+    assert envs.state_dict() == before
 
 
 @pytest.mark.parametrize(

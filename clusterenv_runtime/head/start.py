@@ -41,10 +41,10 @@ class HeadState(msgspec.Struct):
     """What `Head.state_dict` returns. It comes from a file, which may be anybody's."""
 
     policy_version: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    sync_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    sync_bytes: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
     pulls: list[Annotated[int, msgspec.Meta(ge=0, lt=2**53)]]
     generators: list[bytes | None]
-    waiting_seconds: list[Annotated[float, msgspec.Meta(ge=0)]]
+    waiting_seconds: list[Annotated[float, msgspec.Meta(ge=0, lt=2**53)]]
     restarts: list[Restart]
 
 

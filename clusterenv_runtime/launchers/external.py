@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 
+from ..errors import print_line
 from .base import Launcher
 
 
@@ -26,7 +27,7 @@ class ExternalLauncher(Launcher):
 
     def start_worker(self, index: int) -> None:
         with contextlib.suppress(OSError):  # nobody reads it any more; the command is the one that was printed first
-            print(shlex.join(self.command(index)), flush=True)
+            print_line(shlex.join(self.command(index)))
 
     def pending(self, index: int) -> str | None:
         return "nobody has run its command yet"

@@ -21,7 +21,7 @@ import msgspec
 import torch
 import tyro
 
-from ..errors import CheckpointError, LearnerLostError, RunLockedError, StartupError, WorkerDiedError
+from ..errors import CheckpointError, LearnerLostError, RunLockedError, StartupError, WorkerDiedError, printable
 from ..options import ClusterOptions, Name, NotNegative, Positive, PositiveNumber, Range, RunsCode, that_run_code
 from .checkpoint import check_run, has_checkpoint, load_checkpoint
 from .learners import Learners
@@ -67,12 +67,15 @@ DIVIDED = "num_workers", "min_workers", "standby_workers"  # among several learn
 
 
 def check(fine: Any, message: Any) -> None:
-    """Exit with one line if something is not ``fine``."""
+    """Exit with one line if something is not ``fine``.
+
+    Control characters in the message are escaped, as parts of it may come from somebody's checkpoint.
+    """
     if not fine:
         if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(60)  # if the first learner has found the same, torchrun ends this one meanwhile
-        sys.exit(f"error: {message}")
+        sys.exit(f"error: {printable(str(message), most=10_000)}")
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -211,7 +214,7 @@ def resume_command(args: ScriptArgs, directory: str, command: list[str]) -> str:
     if submit := os.environ.get("CLUSTERENV_RESUME"):
         usual["worker_prefix"], start = args.worker_prefix, shlex.split(submit)  # the job gives the prefix by itself
     flags = [f"{spell(name)}={value}" for name, value in that_run_code(args).items() if value != usual[name]]
-    return shlex.join([*start, *flags, "--resume", directory])
+    return printable(shlex.join([*start, *flags, "--resume", directory]), most=10_000)
 
 
 def check_for_learners(args: ScriptArgs, number: int) -> None:

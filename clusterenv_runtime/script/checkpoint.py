@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ..codec import check_torch, check_twister
-from ..errors import CheckpointError, one_line
+from ..errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{64})\.pt")
@@ -166,8 +166,8 @@ def load_checkpoint(directory: str | os.PathLike[str], step: int | None = None) 
             if error.errno in (errno.ENOENT, errno.ESTALE):  # the run has removed it, for a newer one
                 continue
             problem = "it is a link" if error.errno == errno.ELOOP else error.strerror
-        except Exception as error:  # whatever somebody's file makes torch raise
-            problem = f"it is not of a run: {one_line(error)}"
+        except Exception as error:  # whatever somebody's file makes torch raise, with its own words
+            problem = f"it is not of a run ({type(error).__name__})"
         logger.warning("skipped the checkpoint %s: %s", entry.path, problem)
 
 
@@ -193,7 +193,7 @@ class _State(msgspec.Struct):
     parts: dict[str, Any]
     rng: dict[str, Any]
     global_step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    seconds: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
     wandb_id: str | None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from ..env import ClusterEnv
-from ..errors import one_line
+from ..errors import one_line, print_line
 from ..rollout import Rollout
 from .arguments import check, resume_command
 from .checkpoint import load_part, replaced, rng_state, save_checkpoint, save_model, set_rng_state
@@ -38,7 +39,7 @@ T = TypeVar("T")
 def say(text: str) -> None:
     """Print a line if it can be written: a full disk, or a terminal that is gone, is no reason to end a run."""
     with suppress(OSError):
-        print(text, flush=True)
+        print_line(text)
 
 
 class Run:
@@ -77,7 +78,7 @@ class Run:
         is_first = self.learners.rank == 0
         if args.dry_run:
             check(number == 1, "--dry-run prints the workers' commands of one learner: run it without torchrun")
-            print("\n".join(worker_commands(args, f"runs/{self.name}/workers")))
+            print_line("\n".join(worker_commands(args, f"runs/{self.name}/workers")))
             sys.exit()
         if args.track and is_first:
             log_in()
@@ -183,8 +184,8 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """How long the run has trained, all its parts together."""
-        return time.monotonic() - self._start
+        """How long the run has trained, all its parts together; never 0, as rates are divided by it."""
+        return max(time.monotonic() - self._start, 1e-3)  # a clock may stand still
 
     def iterations(self, number: int, steps: int) -> Iterator[int]:
         """Yield the iterations that are left of ``number``, of so many environment ``steps`` each, counted from 1.
@@ -272,16 +273,15 @@ class Run:
     def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
         """Log and print the evaluation, draw the learning curve, and write ``summary.json``, with ``more`` in it.
 
-        If one of these files or the last checkpoint cannot be written, exit with one line.
+        There numbers that are not finite are null, as JSON has no others. If one of these files or the
+        last checkpoint cannot be written, exit with one line.
         """
         if len(eval_returns):
             self.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
-        args, summary = self.args, _summary(self, eval_returns, more)
+        args, summary = self.args, _finite(_summary(self, eval_returns, more))
         if self._wandb:
             self._wandb.summary.update(summary)
         pulls, means = summary["pulls_per_worker"], _means(self.curve.mean_return, eval_returns)
-        say(f"{self.global_step:,} steps in {self._trained_seconds:.0f} s; {pulls:g} pulls a worker")
-        say(f"{means}; see {self.directory}")
         try:
             with replaced(f"{self.directory}/summary.json") as file:
                 file.write(json.dumps(summary, indent=2).encode())
@@ -291,6 +291,21 @@ class Run:
                 self._write()
         except OSError as error:
             check(False, f"cannot write to {self.directory}: {error.strerror or error}")
+        finally:  # last, as no output is worth a file; but also where there is none
+            steps, seconds = self.global_step, self._trained_seconds
+            say(f"{steps:,} steps in {seconds:.0f} s; {pulls:g} pulls a worker")
+            say(f"{means}; see {self.directory}")
+
+
+def _finite(value: Any) -> Any:
+    """Return what JSON can hold of a value: None in place of numbers that are not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
 
 
 def _status(mean_return: float, kl: float) -> str:
@@ -322,7 +337,7 @@ def _summary(run: Run, eval_returns: np.ndarray, more: dict[str, Any]) -> dict[s
     return {
         "global_step": run.global_step, "wall_seconds": seconds, "sps": run.global_step / seconds, **more,
         "pulls_per_worker": float(np.mean(workers["pulls"])), "sync_bytes": workers["sync_bytes"],
-        "mean_return_100": None if np.isnan(mean_return) else mean_return,
+        "mean_return_100": mean_return,
         "eval_return_mean": evaluation[0], "eval_return_std": evaluation[1],
         "kl_threshold": run.args.kl_threshold, "seed": run.args.seed, "env_id": run.args.env_id,
         "worker_restarts": workers["restarts"], "args": vars(run.args),

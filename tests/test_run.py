@@ -1,0 +1,59 @@
+"""A run from its beginning to its summary, with workers and files, in this process."""
+
+import json
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime.script import Run, ScriptArgs
+
+from . import scripts
+from .envs import CountingEnv
+from .nets import linear
+
+
+@dataclass
+class Args(ScriptArgs):
+    env_id: str = "Counting"
+    total_timesteps: int = 16
+    run_name: str = "x"
+
+
+def train(args, eval_returns=(), **more):
+    """Train for two iterations; return what is in the summary, which must be JSON."""
+    run = Run(args, {})
+    policy = CategoricalPolicy(linear(1, 2))
+    envs = run.keep("envs", ClusterEnv([CountingEnv] * 4, **run.options()))
+    envs.reset(seed=1)
+    with run.training(envs, policy):
+        for iteration in run.iterations(2, 8):
+            rollout = envs.rollout(policy, 2)
+            run.add_episodes(rollout)
+            run.global_step += 8
+            run.report(rollout, versions=iteration)
+        run.finish(np.array(eval_returns), **more)
+    with open("runs/x/summary.json") as file:
+        return json.load(file, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def test_a_clock_that_stands_still_ends_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.monotonic", lambda: 5.0)
+    summary = train(Args())
+    assert summary["global_step"] == 16 and summary["wall_seconds"] > 0
+    assert len(scripts.scalars("runs/x", "charts/SPS")) == 2
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
+def test_what_is_not_finite_is_null_in_the_summary(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = {"list": [1.0, -math.inf], "deeper": {"a": (math.nan, 2.0)}, "numpy": np.float64("inf")}
+    summary = train(Args(kl_threshold=math.inf), eval_returns=[1.0, math.inf], found=found)
+    assert summary["found"] == {"list": [1.0, None], "deeper": {"a": [None, 2.0]}, "numpy": None}
+    assert (summary["kl_threshold"], summary["args"]["kl_threshold"]) == (None, None)
+    assert summary["eval_return_mean"] is None
+    assert summary["mean_return_100"] is None  # no episode has ended
+    assert summary["global_step"] == 16
