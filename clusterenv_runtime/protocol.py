@@ -22,7 +22,7 @@ from .errors import printable
 from .packed import Packed
 from .sync import SyncRule
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_DROPPED = 100
 MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `codec.MAX_FRAME`
 CURVE_BYTES = 33  # that CURVE adds to a frame
@@ -40,7 +40,7 @@ class Message(msgspec.Struct, tag=True):
 class Setup(Message):  # cloudpickle of what `worker.build_environments` takes
     """Build the environments. From now on pull by this rule."""
 
-    sys_path: list[str]
+    sys_path: list[bytes]  # as the file system has them: not all are UTF-8
     first_row: int
     rule: SyncRule
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -34,7 +35,7 @@ class Recovery:
 
     def __init__(self, rule: SyncRule, store: PolicyStore) -> None:
         self._rule, self._store = rule, store
-        self._sys_path = [path for path in sys.path if path]
+        self._sys_path = [os.fsencode(path) for path in sys.path if path]
         self.attributes: dict[str, list[Any]] = {}  # of all environments, as the user has set them last
         self._options: dict[str, Any] | None = None  # of the user's last reset of all
         self.restarts: list[dict[str, Any]] = []  # worker, time, reason and seeds of each

@@ -156,13 +156,14 @@ class Transport:
         except BaseException:
             self.close()
             raise
-        self.address = self._socket.last_endpoint.decode().rstrip("\0")
+        self.address = os.fsdecode(self._socket.last_endpoint).rstrip("\0")
 
     def _bind(self, address: str) -> None:
-        if address.startswith("ipc://") and len(address) > len("ipc://") + 107:
+        data = os.fsencode(address)  # the path of a socket file need not be UTF-8
+        if address.startswith("ipc://") and len(data) > len("ipc://") + 107:
             raise StartupError(f"the socket's path {address} is longer than 107 bytes: set TMPDIR to a shorter one")
         try:
-            self._socket.bind(address)
+            self._socket.bind(data)
         except zmq.ZMQError as error:
             raise StartupError(f"cannot listen on {address}: {zmq.strerror(error.errno)}") from None
 

@@ -88,7 +88,7 @@ class Connection:
             keys.secure(socket)
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSED | zmq.EVENT_DISCONNECTED)
         socket.ipv6 = "[" in address
-        socket.connect(address)
+        socket.connect(os.fsencode(address))  # the path of a socket file need not be UTF-8
         return monitor
 
     def greet(self, index: int) -> None:

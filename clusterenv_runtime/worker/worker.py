@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import random
 import sys
@@ -103,7 +104,8 @@ class Worker:
     def _handle(self, request: protocol.Request, buffers: list[Any]) -> Any:
         match request:
             case protocol.Setup():
-                sys.path.extend(path for path in request.sys_path if path not in sys.path)
+                paths = map(os.fsdecode, request.sys_path)
+                sys.path.extend(path for path in paths if path not in sys.path)
                 self._first_row, self._rule = request.first_row, request.rule
                 built = partial(self._connection.send, None, protocol.Built())
                 self._envs = build_environments(built=built, **pickle.loads(buffers[0]))

@@ -1,0 +1,84 @@
+"""Directories whose names are not UTF-8, and outputs that cannot spell a run's name."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from . import test_ppo_clusterenv as ppo
+from .scripts import ROOT, environment
+
+ODD = os.fsdecode(b"not-utf8-\xff")
+
+# Its environments are of a module that is beside it, so workers must look for it there.
+PROGRAM = """
+import sys
+import torch
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from beside import BesideEnv
+
+def main():
+    address = sys.argv[1] or None
+    with ClusterEnv([BesideEnv] * 2, 2, bind_address=address, standby_workers=1) as envs:
+        envs.reset()
+        policy = CategoricalPolicy(torch.nn.Linear(1, 2))
+        print(envs.rollout(policy, 3).rewards.tolist())
+
+if __name__ == "__main__":
+    main()
+"""
+BESIDE = """
+from tests.envs import CountingEnv
+
+class BesideEnv(CountingEnv):
+    pass
+"""
+
+
+@pytest.fixture
+def odd(tmp_path):
+    directory = tmp_path / ODD
+    directory.mkdir()
+    return directory
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1"])
+def test_temporary_files_and_modules_may_be_in_a_directory_of_any_name(odd, address):
+    (odd / "program.py").write_text(PROGRAM)
+    (odd / "beside.py").write_text(BESIDE)
+    command = [sys.executable, odd / "program.py", address]
+    variables = environment(PYTHONPATH=str(ROOT), TMPDIR=str(odd))
+    result = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert result.stdout == "[[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]\n", result.stderr
+
+
+def test_the_commands_of_workers_name_such_a_directory_as_it_is(odd, tmp_path):
+    command = [sys.executable, str(ROOT / ppo.SCRIPT), *ppo.TINY, "--dry-run"]
+    variables = environment(PYTHONPATH=f"{ROOT}{os.pathsep}{odd}", PYTHONIOENCODING="utf-8:strict")
+    result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True)
+    assert (result.returncode, result.stderr) == (0, b"")
+    lines = result.stdout.splitlines()
+    assert len(lines) == 2 and all(os.fsencode(odd) in line for line in lines)
+
+
+def test_a_name_that_the_output_cannot_spell_costs_no_file(tmp_path):
+    flags = [*ppo.TINY, "--run-name", "größe"]
+    command = [sys.executable, str(ROOT / ppo.SCRIPT), *flags]
+    variables = environment(PYTHONIOENCODING="ascii")
+    result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.splitlines()[-1].endswith("see runs/größe".encode())
+    summary = json.loads((tmp_path / "runs" / "größe" / "summary.json").read_text())
+    assert summary["global_step"] == 320
+
+
+def test_a_summary_is_written_before_its_results_are_printed(tmp_path):
+    """What reads the results may look for the file at once."""
+    command = [sys.executable, str(ROOT / ppo.SCRIPT), *ppo.TINY, "--run-name", "x"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
+    found = [(line, (tmp_path / "runs/x/summary.json").exists()) for line in process.stdout]
+    assert process.wait() == 0
+    results = [exists for line, exists in found if "in the evaluation" in line]
+    assert results == [True]
