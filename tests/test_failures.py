@@ -22,6 +22,7 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, Local
 from clusterenv_runtime.protocol import PROTOCOL_VERSION, Ping, decode_answer, encode
 
 from .envs import BlockingEnv, CountingEnv, FailingEnv, LeavingEnv, assert_same
+from .machine import process_namespace
 from .nets import linear
 from .patience import HOUR, PATIENCE, assert_ended, at_most, kill, wait_until, with_more_time
 from .scripts import ROOT, children_of
@@ -164,9 +165,7 @@ def test_ctrl_c_at_a_workers_own_terminal_is_no_error_of_its_environment(workers
 
 
 def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
-    container = ["unshare", "--pid", "--fork", "--kill-child"]
-    if shutil.which("unshare") is None or subprocess.run([*container, "true"], capture_output=True).returncode:
-        pytest.skip("this may not make process namespaces")
+    container = process_namespace()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as head:
         head.bind(f"ipc://{tmp_path}/head")
         arguments = ["--connect", f"ipc://{tmp_path}/head", "--index", "0", "--startup-timeout", str(HOUR)]

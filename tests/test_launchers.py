@@ -5,7 +5,6 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file
 
 from .envs import CountingEnv
+from .machine import process_namespace
 from .patience import PATIENCE, wait_until
 from .scripts import ROOT, check_refusal, check_refusal_here, environment, lasting, run
 
@@ -242,9 +242,7 @@ def test_a_prefix_may_have_the_worker_as_its_child(workers):
 
 
 def test_a_prefix_may_give_the_worker_processes_of_its_own():
-    container = ["unshare", "--pid", "--fork", "--kill-child"]
-    if shutil.which("unshare") is None or subprocess.run([*container, "true"], capture_output=True).returncode:
-        pytest.skip("this may not make process namespaces")
+    container = process_namespace()
     with ClusterEnv([CountingEnv] * 2, 2, worker_prefix=shlex.join(container)) as envs:
         envs.reset()
         assert envs.call("pid") == (1, 1)

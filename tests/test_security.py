@@ -24,6 +24,7 @@ from clusterenv_runtime.protocol import PROTOCOL_VERSION, Hello, Reply, frames
 from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file, write_key_file
 
 from .envs import CountingEnv
+from .machine import do_without, refusal_of_ipv6
 from .nets import linear
 from .patience import PATIENCE, assert_ended, at_most, with_more_time
 from .scripts import ROOT
@@ -349,10 +350,8 @@ def test_a_crowd_of_idle_strangers_does_not_use_up_the_open_files(tmp_path):
 
 
 def test_ipv6(workers):
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError as error:
-        pytest.skip(f"no IPv6 here: {error}")
+    if refusal := refusal_of_ipv6():
+        do_without("no IPv6", refusal)
     with ClusterEnv([CountingEnv] * 2, 2, bind_address="::1") as envs:
         addresses = [command[command.index("--connect") + 1] for command in workers().values()]
         assert sum(address.startswith("tcp://[::1]:") for address in addresses) == 2

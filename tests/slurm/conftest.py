@@ -1,20 +1,15 @@
-"""A real Slurm cluster for the tests of this folder; without one they are skipped, or fail if REQUIRE_SLURM=1."""
-
-import os
+"""A real Slurm cluster for the tests of this folder; without one they are skipped, or fail if REQUIRE_ALL=1."""
 
 import pytest
 
+from ..machine import do_without, refusal_of_namespaces
 from . import lab
-
-
-def do_without(what):
-    """Skip a test for what is missing, or fail if nothing may be."""
-    (pytest.fail if os.environ.get("REQUIRE_SLURM") == "1" else pytest.skip)(what)
 
 
 def cluster(networked):
     if reason := lab.obstacle(networked):
-        do_without(f"no Slurm cluster: {reason}")
+        refusal = refusal_of_namespaces("net", "uts", "mnt") if networked else None
+        do_without(f"no Slurm cluster: {reason}", refusal)
     with lab.start(networked=networked) as slurm:
         yield slurm
 

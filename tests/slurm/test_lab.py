@@ -152,10 +152,10 @@ def test_a_failing_start_says_why_and_leaves_nothing(slurm, monkeypatch):
 def test_without_slurm_tests_are_skipped_or_fail_as_asked(monkeypatch):
     monkeypatch.setattr(machine, "PROGRAMS", ("no-such-slurmctld",))
     reason = "no no-such-slurmctld here; on Debian or Ubuntu, as root: python3 -m tests.slurm.lab install"
-    monkeypatch.delenv("REQUIRE_SLURM", raising=False)
+    monkeypatch.delenv("REQUIRE_ALL", raising=False)
     with pytest.raises(pytest.skip.Exception, match=reason):
         next(conftest.cluster(networked=False))
-    monkeypatch.setenv("REQUIRE_SLURM", "1")
+    monkeypatch.setenv("REQUIRE_ALL", "1")
     with pytest.raises(pytest.fail.Exception, match=reason):
         next(conftest.cluster(networked=False))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

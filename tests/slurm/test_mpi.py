@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from ..machine import do_without
 from ..patience import assert_ended
 from ..scripts import children_of, ranks_of
 from ..test_docs import BLOCKS
-from .conftest import do_without
 from .test_launcher import Job, checkpoints
 
 # The documentation's environment, whose observation is made by all ranks.

@@ -1,0 +1,58 @@
+"""What tests need of this machine that it may not have, and what becomes of them without it.
+
+They are skipped. With REQUIRE_ALL=1, as in .ci/run, they fail: there all is installed, and a test
+that never runs would not be noticed. What the kernel itself refuses, when asked by a system call,
+is a reason to skip everywhere.
+"""
+
+import errno
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+NAMESPACES = {"mnt": 0x20000, "uts": 0x4000000, "pid": 0x20000000, "net": 0x40000000}  # CLONE_NEW...
+UNSHARE = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+os._exit(libc.unshare(int(sys.argv[1])) and ctypes.get_errno())
+"""
+
+
+def do_without(what, refusal=None):
+    """Skip this test for what is missing, or fail it; ``refusal`` is the kernel's, if it has one."""
+    if refusal is not None:
+        pytest.skip(f"{what}; the kernel says: {refusal}")
+    (pytest.fail if os.environ.get("REQUIRE_ALL") == "1" else pytest.skip)(what)
+
+
+def refusal_of_namespaces(*kinds):
+    """Ask for new namespaces of these kinds, in a process of its own; return the refusal, if it is one."""
+    flags = sum(NAMESPACES[kind] for kind in kinds)
+    code = subprocess.run([sys.executable, "-c", UNSHARE, str(flags)]).returncode
+    return os.strerror(code) if code else None
+
+
+def refusal_of_ipv6():
+    """Ask for a socket of the loopback's address; return the refusal, if it is one."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise
+        return error.strerror
+    return None
+
+
+def process_namespace():
+    """Return the command that runs another as a namespace's first process, or do without."""
+    container = ["unshare", "--pid", "--fork", "--kill-child"]
+    if shutil.which("unshare") is None:
+        do_without("there is no command unshare (package util-linux)")
+    result = subprocess.run([*container, "true"], capture_output=True, text=True)
+    if result.returncode:
+        do_without(f"no process namespaces: {result.stderr.strip()}", refusal_of_namespaces("pid"))
+    return container
