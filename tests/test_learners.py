@@ -3,6 +3,7 @@
 ``LEARNER_KILLS=10 python -m pytest -s tests/test_learners.py -k random_moments`` kills one so often, instead of twice.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import ppo_clusterenv
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
 from clusterenv_runtime.errors import LearnerLostError
 from clusterenv_runtime.script import Run, watch
@@ -268,7 +270,7 @@ def test_a_lost_store_ends_all_and_the_first_that_others_see_says_so(monkeypatch
     for each in watches:
         each.patience = 1e9
         each.end = lambda: ended.append(1)
-    wait_until(lambda: all(each._rounds for each in watches))
+    wait_until(partial(ranks[0].check, [f"beat/{rank}" for rank in range(3)]))  # all have left word
     del store
     wait_until(lambda: len(ended) == 3)
     for each in watches:
@@ -282,7 +284,7 @@ def test_a_lost_store_ends_all_and_the_first_that_others_see_says_so(monkeypatch
 def test_a_store_that_does_not_answer_is_lost(monkeypatch):
     monkeypatch.setattr(watch, "BEAT_S", 0.02)
     monkeypatch.setattr(watch, "SILENCE_S", 0.5)
-    answers = threading.Event()
+    answers, told = threading.Event(), []
 
     class Store:
         def clone(self):
@@ -293,12 +295,12 @@ def test_a_store_that_does_not_answer_is_lost(monkeypatch):
             return False
 
         def set(self, key, value):
-            pass
+            told.append(key)
 
     answers.set()
     one = Watch(Store(), 0, 2, [Place.here(), Place.here()])
     one.patience = 1e9
-    wait_until(lambda: one._rounds > 2)
+    wait_until(lambda: len(told) > 2)
     assert not one.store_is_lost and not one.left
     answers.clear()
     wait_until(lambda: one.store_is_lost)
@@ -314,15 +316,28 @@ def test_an_error_of_one_is_named_by_the_others(watches):
 
 
 # Their models must be the same.
-@pytest.mark.parametrize("differs, what", [(2, "model is"), (3, "random numbers are")])
-def test_a_model_that_is_another_ends_the_run_by_its_name(differs, what):
-    run = Run.__new__(Run)
-    run.args = SimpleNamespace(checkpoint_interval=1e9, max_seconds=None)
-    run.learners, run._model, run._saved_at, run.global_step = Learners(0, 2), nn.Linear(2, 2), 0, 40
-    run.learners.gather = lambda own: [own, own + np.eye(len(own))[differs]]
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda model: model.bias.data.add_(1e-3), "model is"),
+        (lambda model: np.random.random(), "random numbers are"),
+    ],
+    ids=["model", "random numbers"],
+)
+def test_a_model_that_is_another_ends_the_run_by_its_name(tmp_path, monkeypatch, change, what):
+    monkeypatch.chdir(tmp_path)
+    run, model, told = Run(ppo_clusterenv.Args(run_name="x"), {}), nn.Linear(2, 2), []
+    run.learners = Learners(0, 2)
+    run.learners.gather = lambda own: told.append(own) or [told[0], own]  # what it told first, and now
     rollout = SimpleNamespace(episodic_returns=np.zeros(3), episodic_lengths=np.zeros(3))
-    with pytest.raises(SystemExit, match=f"error: learner 1's {what} not the first one's after step 40: "):
-        run.add_episodes(rollout)
+    with run.training(contextlib.nullcontext(), model), contextlib.closing(run.iterations(1, 8)) as iterations:
+        next(iterations)
+        run.global_step = 40
+        for _ in range(2):
+            run.add_episodes(rollout)
+        change(model)
+        with pytest.raises(SystemExit, match=f"error: learner 1's {what} not the first one's after step 40: "):
+            run.add_episodes(rollout)
 
 
 def test_the_checksum_is_of_all_of_a_model():

@@ -31,12 +31,13 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy, Po
 from clusterenv_runtime import policy as policy_module
 from clusterenv_runtime.head import versions
 from clusterenv_runtime.head.probe import probe
-from clusterenv_runtime.rollout import _join_infos
+from clusterenv_runtime.rollout import Rollout
 
 from .envs import CountingEnv, EchoEnv, assert_same
 from .nets import change, linear
 from .patience import PATIENCE
 from .scripts import ROOT, environment
+from .test_parts import a_part
 
 EXACT = {"weights": "float32", "sync_mode": "always"}
 
@@ -481,9 +482,11 @@ def test_infos_of_another_shape_than_most_are_left_out_with_a_warning(lengths, r
 
 
 def test_infos_of_no_steps_have_no_shape():
-    nothing, two = (np.zeros(0, np.int64), np.zeros((0, 7))), (np.arange(4), np.ones((4, 2)))
-    joined = _join_infos([{"odd": nothing}, {"odd": two}], 4, [1, 1], {"odd": np.zeros(())})
-    assert joined["odd"].shape == (4, 2, 2) and joined["_odd"].all(0).tolist() == [False, True]
+    parts = [a_part(spaces.Box(-1, 1, (3,)), num_steps=4, num_envs=1) for _ in range(2)]
+    parts[0].infos = {"odd": (np.zeros(0, np.int64), np.zeros((0, 7)))}
+    parts[1].infos = {"odd": (np.arange(4), np.ones((4, 2)))}
+    infos = Rollout.join(parts, np.arange(2), {"odd": np.zeros(())}).infos
+    assert infos["odd"].shape == (4, 2, 2) and infos["_odd"].all(0).tolist() == [False, True]
 
 
 class Rare(CountingEnv):
@@ -610,7 +613,3 @@ def test_the_programs_of_the_page_print_what_they_say(tmp_path, name):
     )
     printed = re.search(r"print\(.*\)  # (.*)", PROGRAMS[name])[1]
     assert (result.stdout.strip(), result.returncode) == (printed, 0), result.stderr
-
-
-def test_the_page_has_programs():
-    assert len(PROGRAMS) == 6

@@ -11,6 +11,7 @@ from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, GaussianPolicy
 from clusterenv_runtime.head.versions import MANY_CHANGES, PolicyCopy, PolicyStore
+from clusterenv_runtime.trees import leaves
 
 from .nets import change, linear
 from .test_parts import a_part
@@ -231,13 +232,15 @@ IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
         (IMAGE, 100, 16),
         (spaces.Dict(a=IMAGE, b=IMAGE), 1, 74),
         (spaces.Box(-1, 1, (0,)), 1, 256),
-        (spaces.Text(5), 64, 128),
     ],
     ids=str,
 )
 def test_of_large_observations_and_of_many_workers_fewer_states_are_kept(space, num_workers, most):
-    copies = [PolicyCopy() for _ in range(num_workers)]
-    assert PolicyStore(copies, space, SPACES[1], rounds=True)._most == most
+    copy, *others = [PolicyCopy() for _ in range(num_workers)]
+    store = PolicyStore([copy, *others], space, SPACES[1], rounds=True)
+    store.acted(copy, a_part(space, num_steps=128, num_envs=2))
+    ((number, (observations, params)),) = copy.recent
+    assert number == len(leaves(observations)[0]) == len(params) == most
 
 
 class Remembers(CategoricalPolicy):
