@@ -3,6 +3,7 @@
 import threading
 from typing import NamedTuple
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributions import Distribution, Normal
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
 from clusterenv_runtime.head.versions import PolicyCopy, PolicyStore
+from clusterenv_runtime.worker.actor import Actor
 
 from .envs import CountingEnv
 from .nets import linear
@@ -139,13 +141,10 @@ WRONG = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def validates():
-    """Whatever the scripts and libraries that other tests import have set."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(True)
-    yield
-    Distribution.set_default_validate_args(before)
+    """Set torch's own default again: scripts and libraries that other tests run may have changed it."""
+    Distribution.set_default_validate_args(__debug__)
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +155,15 @@ def store():
 
 @pytest.mark.parametrize(("make", "says"), WRONG)
 def test_a_policy_that_cannot_act_is_one_line_and_changes_nothing(store, make, says):
-    store.publish(CategoricalPolicy(linear(1, 2)))
-    known = {name: value for name, value in vars(store).items() if name not in ("_copies", "_answers", "_flat")}
+    policy = CategoricalPolicy(linear(1, 2))
+    store.publish(policy)
+    published, structure, state = store.published, store.structure, store.state_dict()
     with pytest.raises(ValueError, match=says) as caught:
         store.publish(make())
     assert "\n" not in str(caught.value)
-    assert known == {name: value for name, value in vars(store).items() if name in known}
+    assert store.published is published and (store.structure, store.state_dict()) == (structure, state)
+    assert not store.publish(policy)  # It goes on as if there had been no other.
+    assert (store.published.version, store.published.since) == (published.version + 1, published.since)
 
 
 def test_before_the_first_step_it_is_an_error_and_all_goes_on():
@@ -288,17 +290,18 @@ def test_a_policy_that_is_another_each_time_is_warned_of_once(store, caplog):
 
 
 def test_trying_a_policy_leaves_its_class_alone(store):
-    before = Busy.forward
-    seen = []
+    measured = []
 
-    class Mine(CategoricalPolicy):  # travels by value
+    class Mine(CategoricalPolicy):  # travels by value, and so does the list
         def kl(self, behavior, params):
-            seen.append(1)
+            measured.append(params)
             return super().kl(behavior, params)
 
-    kl = Mine.kl
-    store.publish(Mine(linear(1, 2)))
-    assert Mine.kl is kl and Busy.forward is before
+    policy = Mine(linear(1, 2))
+    store.publish(policy)
+    measured.clear()
+    policy.kl(torch.zeros(1, 2), torch.ones(1, 2))
+    assert torch.equal(*measured, torch.ones(1, 2))
 
 
 class Picky(CategoricalPolicy):
@@ -389,8 +392,12 @@ def test_a_deviation_that_is_computed_from_a_parameter_is_refused():
 
 
 def test_a_network_that_stays_as_it_is_may_be_kept_aside(store):
-    frozen = linear(1, 2).requires_grad_(False)
-    store.publish(CategoricalPolicy(Aside([frozen])))
+    policy, actor = CategoricalPolicy(Aside([linear(1, 2).requires_grad_(False)])), Actor()
+    store.publish(policy)
+    actor.load_structure(cloudpickle.loads(store.structure))
+    actor.policy.load_flat_weights(policy.flat_weights().numpy().tobytes())
+    observations = torch.randn(5, 1)
+    assert torch.equal(actor.policy(observations), policy(observations))
 
 
 def test_trying_a_policy_leaves_the_learners_random_numbers_alone(store):
