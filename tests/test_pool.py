@@ -18,8 +18,10 @@ from clusterenv_runtime.protocol import (
     Error,
     Part,
     Ping,
+    Pull,
     Reply,
     SetAttr,
+    Weights,
     encode,
 )
 
@@ -275,6 +277,20 @@ def test_only_the_answer_to_its_setup_makes_a_worker_ready():
     simulation.network.deliver(worker.identity, worker.building, Reply(None))
     simulation.wait(1)
     assert worker.state == State.READY
+
+
+def test_a_worker_that_held_something_may_pull_twice(monkeypatch):
+    simulation = Simulation(1)
+    (worker,), store = simulation.workers, simulation.store
+    store.version = 9
+    monkeypatch.setattr(store, "pull", lambda copy, held: (Weights(9, 0, held), ()))
+    seq = simulation.pool.ask(worker, Collect(1, 9, 0, 0.0, []))
+    for held in (3, 0):
+        simulation.network.deliver(worker.identity, seq, Pull(held))
+        simulation.wait(1)
+    sent_weights = [out for out in simulation.network.sent if isinstance(out.message, Weights)]
+    assert [(out.seq, out.message.checksum) for out in sent_weights] == [(seq, 3), (seq, 0)]
+    assert not simulation.recovery.restarts
 
 
 @pytest.mark.parametrize(("timeout", "leave"), [(0, False), (3, False), (3, True)])

@@ -1,11 +1,14 @@
 """A worker that dies is replaced: batches are whole, nothing comes twice or half, and the user is told."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -19,11 +22,12 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, LocalLauncher, WorkerDiedError
 from clusterenv_runtime.head import pool, supervisor
-from clusterenv_runtime.head.handle import State
 
+from .conftest import worker_commands
 from .envs import BlockingEnv, CountingEnv, RandomEnv, Words, assert_same
 from .nets import change, linear
 from .patience import HOUR, PATIENCE, assert_ended, at_most, kill, wait_until, with_more_time
+from .scripts import ROOT, workers_of
 
 VECTOR = spaces.Box(-1, 1, (3,))
 RANDOM = partial(RandomEnv, VECTOR, end=0.1)
@@ -50,8 +54,11 @@ class OnceEnv(BlockingEnv):
             super()._block_in(place)
 
 
-def pid_of(envs, worker):
-    return envs._pool.workers[worker].pid
+def pid_of(worker):
+    """The pid of this process's worker of that index."""
+    commands = worker_commands().items()
+    pids = {command[command.index("--index") + 1]: pid for pid, command in commands}
+    return pids[str(worker)]
 
 
 @contextlib.contextmanager
@@ -78,7 +85,7 @@ def test_the_step_after_a_loss_says_that_the_episodes_are_truncated(mode, space)
         reference.reset(seed=3)
         last = reference.step([1] * 5)[0]
         assert_same(envs.step([1] * 5)[0], last)
-        kill(pid_of(envs, 1))
+        kill(pid_of(1))
         observations, rewards, terminations, truncations, infos = envs.step([2] * 5)
         expected, expected_rewards, *_ = reference.step([2] * 5)
         (restart,) = envs.restarts
@@ -127,7 +134,7 @@ def test_a_worker_lost_while_it_steps(pipe, workers, number):
         env_fns = [CountingEnv, partial(OnceEnv, pipe.path)]
         with ClusterEnv(env_fns, 2, worker_timeout=worker_timeout) as envs:
             envs.reset()
-            before = pid_of(envs, 1)
+            before = pid_of(1)
             with killing(pipe, number), at_most():
                 observations, rewards, terminations, truncations, _ = envs.step([0, 0])
             assert observations.tolist() == [[1], [0]] and rewards.tolist() == [1, 0]
@@ -154,7 +161,7 @@ def test_workers_that_are_stopped_at_once_are_replaced_at_once():
             for _ in range(4):
                 envs.recv()
             for worker in (1, 2, 3):
-                os.kill(pid_of(envs, worker), signal.SIGSTOP)
+                os.kill(pid_of(worker), signal.SIGSTOP)
             chunks = 0
             while len(envs.restarts) < 3:
                 envs.send(4, 0)  # nobody asks the others
@@ -174,7 +181,7 @@ def test_an_idle_worker_that_dies_is_replaced_while_another_is_asked(workers):
     with ClusterEnv([CountingEnv] * 2, 2) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         envs.reset()
-        kill(pid_of(envs, 1))
+        kill(pid_of(1))
         with at_most():
             while not envs.restarts or len(workers()) < 2:
                 envs.send(4, 0)
@@ -182,11 +189,16 @@ def test_an_idle_worker_that_dies_is_replaced_while_another_is_asked(workers):
         assert envs.restarts[0]["worker"] == 1
 
 
-def test_a_worker_killed_before_its_first_hello_is_replaced(tmp_path):
+def test_a_worker_killed_before_its_first_hello_is_replaced():
     class DiesFirst(LocalLauncher):
+        started = ()
+
         def command(self, index):
-            born = index in self._processes
-            return super().command(index) if born else ["sh", "-c", "kill -9 $$"]
+            return super().command(index) if index in self.started else ["sh", "-c", "kill -9 $$"]
+
+        def start_worker(self, index):
+            super().start_worker(index)
+            self.started = *self.started, index
 
     with ClusterEnv([CountingEnv] * 2, 2, launcher=DiesFirst()) as envs:
         envs.reset()
@@ -221,12 +233,15 @@ class GatedEnv(CountingEnv):
 
 
 @contextlib.contextmanager
-def losing_the_first_before_the_second_answers(envs, gate):
-    """Kill worker 0 while the body waits for worker 1, which answers once the other is replaced."""
+def losing_the_first_before_the_second_answers(envs, gate, seconds):
+    """Kill worker 0 while the body waits for worker 1, which answers once the other is replaced.
+
+    In so many seconds worker 0 has most probably answered, which nobody but the head can see.
+    """
 
     def lose():
-        time.sleep(0.5)  # so it has most probably answered
-        os.kill(pid_of(envs, 0), signal.SIGKILL)
+        time.sleep(seconds)
+        os.kill(pid_of(0), signal.SIGKILL)
         wait_until(lambda: len(envs.restarts) == 1)
         gate.touch()
 
@@ -237,24 +252,26 @@ def losing_the_first_before_the_second_answers(envs, gate):
 
 
 def test_a_worker_that_is_lost_after_its_answer_is_told_of_by_the_next_step(tmp_path):
-    gate = tmp_path / "gate"
-    gate.touch()
-    with ClusterEnv([GatedEnv, partial(GatedEnv, str(gate))], 2) as envs:
-        envs.reset()
-        envs.step([0, 0])
-        gate.unlink()
-        with losing_the_first_before_the_second_answers(envs, gate):
-            first = envs.step([0, 0])[3].tolist()
-        second = envs.step([0, 0])[3].tolist()
-        assert sorted([first, second]) == [[False, False], [True, False]]
-        assert envs.step([0, 0])[0][0].tolist() == [0 if second[0] else 1]  # the reset, or a step after it
+    def check(seconds):
+        gate = tmp_path / "gate"
+        gate.touch()
+        with ClusterEnv([GatedEnv, partial(GatedEnv, str(gate))], 2) as envs:
+            envs.reset()
+            envs.step([0, 0])
+            gate.unlink()
+            with losing_the_first_before_the_second_answers(envs, gate, seconds):
+                assert envs.step([0, 0])[3].tolist() == [False, False]
+            assert envs.step([0, 0])[3].tolist() == [True, False]
+            assert envs.step([0, 0])[0].tolist() == [[0], [4]]  # the reset
+
+    with_more_time(check, 0.5, 20)
 
 
 def test_what_is_set_is_also_set_for_a_worker_that_is_lost_after_its_answer(tmp_path):
     gate = tmp_path / "gate"
     with ClusterEnv([GatedEnv, partial(GatedEnv, str(gate))], 2) as envs:
         envs.reset()
-        with losing_the_first_before_the_second_answers(envs, gate):
+        with losing_the_first_before_the_second_answers(envs, gate, 0.5):
             envs.set_attr("x", [7, 8])
         assert envs.get_attr("x") == (7, 8)
 
@@ -272,7 +289,7 @@ def test_a_worker_lost_in_a_call_and_what_was_set_before(pipe):
         envs.set_attr("length", [7, 8])
         envs.step([0, 0])
         with killing(pipe), at_most():
-            assert envs.call("pid") == (pid_of(envs, 0),) * 2
+            assert envs.call("pid") == (pid_of(0),) * 2
         assert envs.get_attr("length") == (7, 8)
         assert envs.step([0, 0])[3].tolist() == [True, True]
 
@@ -281,7 +298,7 @@ def test_a_lost_worker_that_is_reset_is_not_truncated():
     with ClusterEnv([CountingEnv] * 2, 2) as envs:
         envs.reset()
         envs.step([0, 0])
-        kill(pid_of(envs, 0))
+        kill(pid_of(0))
         envs.call("pid")
         envs.reset()
         assert envs.step([0, 0])[3].tolist() == [False, False]
@@ -294,7 +311,7 @@ def test_an_episode_that_had_ended_is_not_truncated_once_more(mode):
         envs.reset()
         envs.step([0, 0])
         assert envs.step([0, 0])[3].tolist() == [True, False]
-        kill(pid_of(envs, 0))
+        kill(pid_of(0))
         if mode == "Disabled":
             assert envs.reset(options={"reset_mask": np.array([True, False])})[0].tolist() == [[0], [2]]
         observations, rewards, _, truncations, infos = envs.step([0, 0])
@@ -322,7 +339,7 @@ def test_a_step_that_timed_out_on_a_loss_is_told_by_the_next(tmp_path):
         envs.reset()
         envs.step([0, 0])
         gate.unlink()
-        kill(pid_of(envs, 1))
+        kill(pid_of(1))
         envs.step_async([0, 0])
         with pytest.raises(multiprocessing.TimeoutError, match="worker 1"):
             envs.step_wait(timeout=0.1)
@@ -338,7 +355,7 @@ def test_seeds_are_fresh_and_those_of_the_next_loss_fresh_again():
         with ClusterEnv([RANDOM] * 3, 2) as envs:
             envs.reset(seed=seed)
             for _ in range(2):
-                kill(pid_of(envs, 1))
+                kill(pid_of(1))
                 envs.step([0] * 3)
                 assert envs.get_attr("np_random_seed")[2:] == tuple(envs.restarts[-1]["seeds"])
             seeds.append([seed for restart in envs.restarts for seed in restart["seeds"]])
@@ -387,7 +404,7 @@ def test_rollouts_are_whole_whoever_dies(overlap, workers):
         chunks = [[] for _ in range(5)]
         for number in range(9):
             if number % 3 == 1:
-                kill(pid_of(envs, number % 2))
+                kill(pid_of(number % 2))
             rollout = envs.rollout(policy, 20, overlap=overlap and number < 8)
             assert rollout.rewards.shape == (20, 5)
             assert rollout.policy_versions.min() >= number + (not overlap or number == 0)
@@ -408,8 +425,8 @@ def test_streaming_goes_on_whoever_dies():
             envs.send(8)
         for number in range(150):
             if number % 40 == 20:
-                with contextlib.suppress(ProcessLookupError, ValueError):  # it is being replaced already
-                    kill(pid_of(envs, number // 40 % 3))
+                with contextlib.suppress(ProcessLookupError, KeyError):  # it is being replaced
+                    kill(pid_of(number // 40 % 3))
             worker, chunk = envs.recv()
             received[worker] += 1
             for i, row in enumerate(chunk.rows):
@@ -429,7 +446,7 @@ def test_a_stopped_worker_is_replaced_while_others_keep_the_head_busy():
             envs.reset()
             for _ in range(2):
                 envs.send(4)
-            os.kill(pid_of(envs, 1), signal.SIGSTOP)
+            os.kill(pid_of(1), signal.SIGSTOP)
             worker, others, deadline = 0, 0, time.monotonic() + PATIENCE
             while not envs.restarts or worker == 0:
                 assert time.monotonic() < deadline
@@ -452,7 +469,7 @@ def test_a_replacement_goes_on_with_its_predecessors_noise():
             envs.reset(seed=1)
             for number in range(4):
                 if number in losses:
-                    kill(pid_of(envs, 1))
+                    kill(pid_of(1))
                 yield envs.rollout(policy, 8, overlap=overlap and number < 3).actions.tolist()
 
     expected = list(actions(()))
@@ -469,7 +486,7 @@ def test_what_the_environments_have_started_ends_with_their_worker(tmp_path):
     with ClusterEnv([ParentEnv], 1) as envs:
         envs.reset()
         (first,) = envs.get_attr("child")
-        kill(pid_of(envs, 0))
+        kill(pid_of(0))
         (second,) = envs.get_attr("child")
         assert_ended([first])
     assert_ended([second])
@@ -508,7 +525,7 @@ def test_a_replacement_and_the_others_come_to_act_on_the_same_version_again():
         policy = CategoricalPolicy(linear())
         envs.reset(seed=1)
         envs.rollout(policy, 50)
-        kill(pid_of(envs, 1))
+        kill(pid_of(1))
         change(policy, 0.02)
         versions = [envs.rollout(policy, 50).policy_versions.tolist()]
         while versions[-1][0] == 1 and len(versions) < 50:
@@ -517,6 +534,92 @@ def test_a_replacement_and_the_others_come_to_act_on_the_same_version_again():
         assert versions[0] == versions[-2] == [1, 2]
         assert versions[-1] == [len(versions) + 1] * 2
         assert envs.pulls.tolist() == [2, 3]
+
+
+# Who is stopped for a while, and then goes on.
+
+HEAD = """
+import json, sys
+from tests.test_recovery import rollouts
+for rollout in rollouts(sys.stdin):
+    print(json.dumps(rollout), flush=True)
+"""
+STOPPED_S = 3.0  # many times as long as the link is ever silent by itself
+
+
+def rollouts(requests):
+    """Collect a rollout for each request; yield what it holds, and how many workers were lost."""
+    with ClusterEnv([RANDOM] * 3, 2, worker_timeout=HOUR) as envs:
+        policy = CategoricalPolicy(linear())
+        envs.reset(seed=1)
+        for _ in requests:
+            rollout = envs.rollout(policy, 10)
+            fields = rollout.observations, rollout.actions, rollout.rewards
+            yield [*(field.tolist() for field in fields), len(envs.restarts)]
+
+
+def test_a_head_and_a_worker_that_are_stopped_for_less_than_the_timeout_go_on():
+    head = subprocess.Popen(
+        [sys.executable, "-c", HEAD],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+    with head:
+        try:
+            head.stdin.write("one rollout\n")
+            received, workers = [json.loads(head.stdout.readline())], workers_of(head.pid)
+            assert len(workers) == 2
+            for pid in (head.pid, workers[1]):
+                os.kill(pid, signal.SIGSTOP)
+                head.stdin.write("another\n")
+                time.sleep(STOPPED_S)
+                os.kill(pid, signal.SIGCONT)
+                received.append(json.loads(head.stdout.readline()))
+                assert received[-1][-1] == 0, f"{pid} of {[head.pid, *workers]} was stopped"
+            assert workers_of(head.pid) == workers
+        finally:
+            head.kill()
+    assert received == list(rollouts(range(3)))
+
+
+# Replacements that the system refuses to start.
+
+
+@contextlib.contextmanager
+def no_more_files():
+    """Let this process open no more files while the body runs."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_shortage_of_open_files_ends_neither_the_run_nor_ctrl_c(caplog, workers):
+    arguments = {"max_worker_restarts": 1, "worker_timeout": HOUR, "startup_timeout": HOUR}
+    with ClusterEnv([CountingEnv] * 2, 2, **arguments) as envs:
+
+        def press():
+            wait_until(lambda: "worker 1 cannot be started" in caplog.text)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        envs.reset()
+        kill(pid_of(1))
+        thread = threading.Thread(target=press)
+        with no_more_files(), at_most(), pytest.raises(KeyboardInterrupt):
+            thread.start()
+            envs.step([0, 0])
+        thread.join()
+        assert "Too many open files" in caplog.text
+        observations, _, _, truncations, _ = envs.step([0, 0])
+        assert observations.tolist() == [[2], [0]] and truncations.tolist() == [False, True]
+        assert [restart["worker"] for restart in envs.restarts] == [1] and len(workers()) == 2
 
 
 # Enough is enough.
@@ -562,7 +665,7 @@ def test_replacements_that_die_as_they_build_end_the_run(tmp_path, workers):
 
     with ClusterEnv([OnlyEnv], 1, max_worker_restarts=2, startup_timeout=HOUR, worker_timeout=HOUR) as envs:
         envs.reset()
-        kill(pid_of(envs, 0))
+        kill(pid_of(0))
         with at_most(), pytest.raises(WorkerDiedError, match=r"exit code 9 \(and so did 2 before it"):
             envs.step([0])
     assert not workers()
@@ -585,7 +688,7 @@ def test_close_does_not_wait_for_a_replacement(workers, tmp_path):
         envs.step_async([0, 0])
         envs.step_wait()
         gate.unlink()
-        kill(pid_of(envs, 1))
+        kill(pid_of(1))
         envs.step_async([0, 0])
         with pytest.raises(multiprocessing.TimeoutError, match="timed out"):
             envs.step_wait(timeout=0.1)
@@ -598,10 +701,12 @@ def test_close_does_not_wait_for_a_replacement(workers, tmp_path):
 
 
 class LateLauncher(LocalLauncher):
-    """Worker 1 waits in a queue until it is started once more."""
+    """Worker 1 waits in a queue until ``is_queued`` is False and it is started once more."""
+
+    is_queued = True
 
     def command(self, index):
-        queued = index == 1 and index not in self._processes
+        queued = index == 1 and self.is_queued
         return ["sleep", str(HOUR)] if queued else super().command(index)
 
 
@@ -618,6 +723,7 @@ def test_training_starts_with_few_workers_and_grows():
             worker, chunk = envs.recv()
             assert worker == 0 and chunk.rows.tolist() == [0, 1, 2]
             envs.send(2, 0)
+        launcher.is_queued = False
         launcher.kill(1)
         launcher.start_worker(1)
         deadline = time.monotonic() + PATIENCE
@@ -631,11 +737,13 @@ def test_training_starts_with_few_workers_and_grows():
 
 
 def test_a_worker_that_is_building_when_the_others_are_reset_is_reset_too(tmp_path):
-    gate = tmp_path / "gate"
-    env_fns = [RANDOM, partial(gated, gate, os.getpid())]
+    building, gate = tmp_path / "building", tmp_path / "gate"
+    env_fns = [RANDOM, partial(gated, building, gate, os.getpid())]
     with ClusterEnv(env_fns, 2, min_workers=1, startup_timeout=HOUR) as envs:
-        late = envs._pool.workers[1]
-        wait_until(lambda: not envs._pool.gather([]) and late.state == State.BUILDING)
+        while not building.exists():  # while it waits, the head answers the late worker's hello
+            envs.call_async("render")
+            with pytest.raises(multiprocessing.TimeoutError, match="worker 1"):
+                envs.call_wait(timeout=0.1)
         envs.publish(CategoricalPolicy(linear()))
         envs.reset(seed=4)
         gate.touch()
@@ -645,9 +753,10 @@ def test_a_worker_that_is_building_when_the_others_are_reset_is_reset_too(tmp_pa
         assert chunk.observations[0].tolist() == expected.tolist()
 
 
-def gated(gate, head):
-    """Make an environment, on a worker only once there is a file."""
+def gated(building, gate, head):
+    """Make an environment. A worker writes one file first, and then waits for another one."""
     if os.getpid() != head:
+        building.touch()
         wait_until(gate.exists)
     return RANDOM()
 
