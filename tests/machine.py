@@ -14,7 +14,8 @@ import sys
 
 import pytest
 
-NAMESPACES = {"mnt": 0x20000, "uts": 0x4000000, "pid": 0x20000000, "net": 0x40000000}  # CLONE_NEW...
+# Linux's flags CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID and CLONE_NEWNET.
+NAMESPACES = {"mnt": 0x20000, "uts": 0x4000000, "pid": 0x20000000, "net": 0x40000000}
 UNSHARE = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -23,21 +24,21 @@ os._exit(libc.unshare(int(sys.argv[1])) and ctypes.get_errno())
 
 
 def do_without(what, refusal=None):
-    """Skip this test for what is missing, or fail it; ``refusal`` is the kernel's, if it has one."""
+    """Skip this test for what is missing, or fail it, unless there is a kernel's ``refusal``."""
     if refusal is not None:
         pytest.skip(f"{what}; the kernel says: {refusal}")
     (pytest.fail if os.environ.get("REQUIRE_ALL") == "1" else pytest.skip)(what)
 
 
 def refusal_of_namespaces(*kinds):
-    """Ask for new namespaces of these kinds, in a process of its own; return the refusal, if it is one."""
+    """Return why the kernel refuses new namespaces of these kinds, or None if it does not."""
     flags = sum(NAMESPACES[kind] for kind in kinds)
     code = subprocess.run([sys.executable, "-c", UNSHARE, str(flags)]).returncode
     return os.strerror(code) if code else None
 
 
 def refusal_of_ipv6():
-    """Ask for a socket of the loopback's address; return the refusal, if it is one."""
+    """Return why the kernel refuses the address ::1, or None if it does not."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:

@@ -16,6 +16,7 @@ import ppo_clusterenv
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.script import arguments, parse
 from clusterenv_runtime.script.checkpoint import save_checkpoint
+from clusterenv_runtime.security import HeadKeys, write_key_file
 
 from . import scripts
 from .envs import CountingEnv
@@ -83,13 +84,25 @@ RUNNING_CODE = [
 ]
 
 
+@pytest.fixture
+def added_launcher(tmp_path):
+    """A directory to import from, in which a package has a launcher by the name `added`."""
+    (tmp_path / "added.py").write_text("from clusterenv_runtime import LocalLauncher as Added\n")
+    information = tmp_path / "added-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: added\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[clusterenv.launchers]\nadded = added:Added\n")
+    return tmp_path
+
+
 @pytest.mark.parametrize(("name", "value", "flag"), RUNNING_CODE)
 def test_what_runs_code_is_not_taken_from_a_run_but_accepted_if_it_is_given_again(
-    run_x, monkeypatch, name, value, flag
+    run_x, added_launcher, monkeypatch, name, value, flag
 ):
-    args = ppo_clusterenv.Args(**{name: value})
+    args = ppo_clusterenv.Args(**{name: value, "bind_address": "127.0.0.1"})  # keys are for tcp
     save_checkpoint("runs/x", whole(vars(args), 6), 6)
-    monkeypatch.setattr(arguments, "_check", lambda _: None)  # there is no such program, launcher and file
+    monkeypatch.syspath_prepend(added_launcher)
+    write_key_file("their.key", HeadKeys.make())
     says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
     assert says.startswith(f"error: runs/x has {arguments.spell(name)} {value!r}: what can run someone's code, or")
     monkeypatch.setattr(sys, "argv", ["script.py"])
@@ -195,7 +208,9 @@ def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypat
     (path,) = saved_in(Path("runs/x"))
     path.write_bytes(b"")
     says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
-    assert says == "error: all 1 checkpoints in runs/x are damaged" and len(caplog.records) == 1
+    assert says == "error: all 1 checkpoints in runs/x are damaged"
+    warning = f"skipped the checkpoint {path}: it is not as it was written"
+    assert [record.getMessage() for record in caplog.records] == [warning]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +235,7 @@ def test_a_flag_of_the_runtime_out_of_range_is_one_line(monkeypatch, flags, says
     assert says in refusal(monkeypatch, dqn_clusterenv.Args, *flags.split())
 
 
-def test_a_cluster_env_takes_what_the_flags_say(monkeypatch, tmp_path):
+def test_a_cluster_env_takes_what_the_flags_say(monkeypatch, tmp_path, workers):
     monkeypatch.chdir(tmp_path)
     flags = ["--interface", "lo", "--num-workers=1", "--kl-threshold=0.5", "--min-workers=1"]
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
@@ -230,7 +245,9 @@ def test_a_cluster_env_takes_what_the_flags_say(monkeypatch, tmp_path):
     assert options["interface"] == "lo" and options["max_policy_lag"] == 40
     with ClusterEnv([CountingEnv], **options) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
-        envs.reset()
+        assert envs.reset()[0].tolist() == [[0]]
+        (command,) = workers().values()
+        assert command[command.index("--connect") + 1].startswith("tcp://127.0.0.1:")
 
 
 def test_a_link_in_place_of_the_lock_is_one_line_and_not_followed(run_x, monkeypatch, tmp_path):

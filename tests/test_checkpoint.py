@@ -165,11 +165,12 @@ def odd_entry(directory, make, step):
 
 @pytest.mark.parametrize(("make", "problem"), NO_FILES.values(), ids=NO_FILES)
 def test_what_is_no_file_is_no_checkpoint(tmp_path, caplog, make, problem):
-    path = odd_entry(tmp_path, make, 1)
+    path, descriptors = odd_entry(tmp_path, make, 1), os.listdir("/proc/self/fd")
     assert not has_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="all 1 checkpoints in .* are damaged"):
         load_checkpoint(tmp_path)
     assert [record.getMessage() for record in caplog.records] == [f"skipped the checkpoint {path}: {problem}"]
+    assert os.listdir("/proc/self/fd") == descriptors  # whoever polls would run out of them
 
 
 @pytest.mark.parametrize(("make", "problem"), NO_FILES.values(), ids=NO_FILES)

@@ -77,7 +77,8 @@ def test_a_name_that_the_output_cannot_spell_costs_no_file(tmp_path):
 def test_a_summary_is_written_before_its_results_are_printed(tmp_path):
     """What reads the results may look for the file at once."""
     command = [sys.executable, str(ROOT / ppo.SCRIPT), *ppo.TINY, "--run-name", "x"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
+    options = {"cwd": tmp_path, "env": environment(), "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **options)
     found = [(line, (tmp_path / "runs/x/summary.json").exists()) for line in process.stdout]
     assert process.wait() == 0
     results = [exists for line, exists in found if "in the evaluation" in line]
