@@ -1,19 +1,12 @@
-"""The house: which rooms may know of which, how large they are, and how far a rollout walks through them."""
+"""The house: which rooms may know of which, and how large they are."""
 
 import ast
-import itertools
-import sys
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 import clusterenv_runtime
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 
-from .envs import CountingEnv
-from .nets import linear
 from .scripts import ROOT
 
 PACKAGE = Path(clusterenv_runtime.__file__).parent
@@ -95,32 +88,3 @@ def test_files_and_classes_are_small(path):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef):
             assert node.end_lineno - node.lineno < 250, node.name
-
-
-def test_a_rollout_makes_few_changes_of_file():
-    """From call to call, at the head, with one worker; without the policy's own code, and the walking of trees."""
-    without = "policy.py", "policies.py", "structure.py", "trees.py"
-    with ClusterEnv([partial(CountingEnv)] * 2, 1) as envs:
-        policy = CategoricalPolicy(linear(1, 2))
-        envs.reset()
-        envs.rollout(policy, 16)
-        counts = []
-        for _ in range(9):
-            files = []
-            # However slow this rollout is, nobody looks after the worker meanwhile.
-            envs._pool._supervisor.next_look = time.monotonic() + 3600
-
-            def trace(frame, event, _, files=files):
-                code = frame.f_code
-                path = Path(code.co_filename)
-                own = path.is_relative_to(PACKAGE) and path.name not in without
-                if event == "call" and own and not code.co_name.startswith("<"):
-                    files.append(code.co_filename)
-
-            sys.setprofile(trace)
-            try:
-                envs.rollout(policy, 16)
-            finally:
-                sys.setprofile(None)
-            counts.append(sum(before != after for before, after in itertools.pairwise(files)))
-    assert min(counts) <= 15  # in others the head is woken for more than one message
