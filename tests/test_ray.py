@@ -13,6 +13,7 @@ from functools import partial
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
 
 from clusterenv_runtime import ClusterEnv, StartupError, WorkerDiedError
 
@@ -37,12 +38,16 @@ def nodes():
     cluster.shutdown()
 
 
-def make_cartpole():
-    return gym.make("CartPole-v1")
+class Pole(CartPoleEnv):
+    """CartPole that says whose process it is in."""
+
+    def pid(self):
+        return os.getpid()
 
 
 def worker_pids(envs):
-    return [worker.pid for worker in envs._pool.workers]
+    """The pids of the workers, in their order."""
+    return list(dict.fromkeys(envs.call("pid")))
 
 
 def check_steps(envs, reference, steps=20):
@@ -53,8 +58,8 @@ def check_steps(envs, reference, steps=20):
 
 
 def test_a_worker_is_an_actor_and_equals_its_environments_here(nodes):
-    reference = gym.vector.SyncVectorEnv([make_cartpole] * 4)
-    with ClusterEnv([make_cartpole] * 4, 2, launcher="ray", worker_resources="simulator=1", **PATIENT) as envs:
+    reference = gym.vector.SyncVectorEnv([Pole] * 4)
+    with ClusterEnv([Pole] * 4, 2, launcher="ray", worker_resources="simulator=1", **PATIENT) as envs:
         np.testing.assert_array_equal(envs.reset(seed=1)[0], reference.reset(seed=1)[0])
         check_steps(envs, reference)
         free, pids = ray.available_resources(), worker_pids(envs)
