@@ -159,6 +159,15 @@ def test_a_value_that_cannot_be_is_one_line(run_x, monkeypatch, path, value, say
     assert says in refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
 
 
+def test_a_run_is_resumed_beside_a_link_to_what_is_gone(run_x, monkeypatch, caplog):
+    link = f"runs/x/checkpoint-9-{'0' * 64}.pt"
+    os.symlink("purged", link)
+    monkeypatch.setattr(sys, "argv", ["script.py", "--resume", "runs/x"])
+    assert parse(ppo_clusterenv.Args)[1]["global_step"] == 5
+    warning = f"skipped the checkpoint {link}: it is a link"
+    assert [record.getMessage() for record in caplog.records] == [warning]
+
+
 ESCAPE = "\x1b[2J"  # clears a terminal
 
 
@@ -177,8 +186,8 @@ ESCAPE = "\x1b[2J"  # clears a terminal
 def test_what_a_checkpoint_holds_does_not_reach_the_terminal_as_it_is(run_x, monkeypatch, name, value):
     args = {**vars(ppo_clusterenv.Args()), name: value}
     save_checkpoint("runs/x", whole(args, 6), 6)
-    flags = ["--resume", "runs/x", "--env-id", "Acrobot-v1"] if name == "env_id" else ["--resume", "runs/x"]
-    line = refusal(monkeypatch, ppo_clusterenv.Args, *flags)
+    another = ["--env-id", "Acrobot-v1"] if name == "env_id" else []
+    line = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x", *another)
     assert line.isprintable()
     assert name == "learning_rate" or r"\x1b[2J" in line
 

@@ -191,7 +191,7 @@ def test_what_is_no_file_keeps_no_checkpoint_from_being_saved_removed_or_loaded(
 def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_others_are_removed(tmp_path, caplog, monkeypatch):
     kept, unlink = [], Path.unlink
 
-    def refuse_one(path, missing_ok=False):  # as of a file that is immutable, which root alone can make
+    def refuse_one(path, missing_ok=False):  # as of an immutable file, which root alone can make
         if path in kept:
             raise PermissionError(errno.EPERM, "Operation not permitted")
         unlink(path, missing_ok)

@@ -69,7 +69,7 @@ DIVIDED = "num_workers", "min_workers", "standby_workers"  # among several learn
 def check(fine: Any, message: Any) -> None:
     """Exit with one line if something is not ``fine``.
 
-    Control characters in the message are escaped, as parts of it may come from somebody's checkpoint.
+    Control characters in the message are escaped: parts of it may be of somebody's checkpoint.
     """
     if not fine:
         if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":

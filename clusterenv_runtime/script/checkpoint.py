@@ -34,7 +34,7 @@ class _Entry(NamedTuple):
     """What has a checkpoint's name: a file, or a directory or link that somebody has put there."""
 
     step: int
-    time: int  # when it was written, in nanoseconds; 0 if it has been removed since its name was read
+    time: int  # when it was written, in nanoseconds; 0 if it has been removed meanwhile
     path: Path
     digest: str
     is_file: bool
@@ -163,8 +163,8 @@ def load_checkpoint(directory: str | os.PathLike[str], step: int | None = None) 
                     return torch.load(file, map_location="cpu", weights_only=True)
             problem = "it is not as it was written"
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ESTALE):  # the run has removed it, for a newer one
-                continue
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                continue  # the run has removed it, as there is a newer one
             problem = "it is a link" if error.errno == errno.ELOOP else error.strerror
         except Exception as error:  # whatever somebody's file makes torch raise, with its own words
             problem = f"it is not of a run ({type(error).__name__})"

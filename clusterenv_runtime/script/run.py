@@ -184,7 +184,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """How long the run has trained, all its parts together; never 0, as rates are divided by it."""
+        """How long the run has trained, all its parts together; never 0, as one divides by it."""
         return max(time.monotonic() - self._start, 1e-3)  # a clock may stand still
 
     def iterations(self, number: int, steps: int) -> Iterator[int]:
@@ -273,8 +273,8 @@ class Run:
     def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
         """Log and print the evaluation, draw the learning curve, and write ``summary.json``, with ``more`` in it.
 
-        There numbers that are not finite are null, as JSON has no others. If one of these files or the
-        last checkpoint cannot be written, exit with one line.
+        There, null stands for numbers that are not finite, which JSON does not have. If one of
+        these files or the last checkpoint cannot be written, exit with one line.
         """
         if len(eval_returns):
             self.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
