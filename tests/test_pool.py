@@ -362,7 +362,7 @@ def test_a_refused_replacement_is_tried_again_after_growing_pauses(caplog):
     assert refusal.endswith(": [Errno 11] Resource temporarily unavailable")
 
 
-def test_the_pauses_begin_anew_with_the_next_shortage():
+def test_the_pauses_begin_anew_with_the_next_shortage(caplog):
     simulation = Simulation(2, launcher=Refusing)
     launcher, network = simulation.launcher, simulation.network
     for _ in range(2):
@@ -372,10 +372,12 @@ def test_the_pauses_begin_anew_with_the_next_shortage():
         first, second, third = launcher.attempts
         assert 1 <= second - first < 1.3 and 2 <= third - second < 2.3
         launcher.attempts.clear()
+    assert caplog.text.count("worker 1 cannot be started") == 2  # once each
 
 
 def test_a_shortage_that_does_not_end_ends_the_run_with_its_reason():
     simulation = Simulation(2, launcher=Refusing)
+    simulation.network.now += 30  # what has been before does not count
     simulation.launcher.of[1].die()
     text = r"^worker 1 \(no hello yet, environments 1 to 1\) could not be started for 6\d s: "
     text += r"\[Errno 11\] Resource temporarily unavailable$"

@@ -1,6 +1,5 @@
 """What a worker's process is told to become that worker, without processes."""
 
-import os
 import sys
 
 import cloudpickle
@@ -52,9 +51,10 @@ def told():
     return Told()
 
 
-def test_the_first_process_builds_its_environments_and_no_more(told):
-    paths = [os.fsencode(path) for path in sys.path if path]
-    assert told.orders() == [(None, Setup(paths, 2, SyncRule()), (b"setup",))]
+def test_the_first_process_builds_its_environments_and_no_more(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["", "/one", "/another \udcff"])  # "": the head's directory
+    setup = Setup([b"/one", b"/another \xff"], 2, SyncRule())
+    assert Told().orders() == [(None, setup, (b"setup",))]
 
 
 def test_a_process_is_told_the_policys_structure_then_what_was_set_then_to_reset_then_what_is_asked(told):
