@@ -1,10 +1,14 @@
-# make train: LunarLander through two local workers. make test: the whole suite. make lint: style. make docs: the site.
+# make train: LunarLander through two local workers. make test: the whole suite. make test-algorithms: what
+# the scripts compute, learn and resume. make lint: style. make docs: the site.
 # make figures: a small version of the figures, in runs/quick. make all-figures: those in figures/, which takes hours.
 PYTHON ?= python3
 
-.PHONY: train test lint docs figures all-figures
+.PHONY: train test test-algorithms lint docs figures all-figures
 train: .venv/installed
 	.venv/bin/python ppo_clusterenv.py
+
+test-algorithms: .venv/installed
+	.venv/bin/python -m pytest -n 2 --dist worksteal tests/algorithms
 
 test: .venv/installed
 	.venv/bin/python -m pytest -n 3 --dist worksteal

@@ -1,0 +1,94 @@
+"""A short training of each script, by which one sees whether it learns, and what it returns if a mistake is in it.
+
+    python -m tests.algorithms.learning --seeds 10     # prints, by script and mistake, the returns of each seed
+
+The environment is `toys.Corridor`, or `toys.Recall` for the script with memory. Walking to the end returns 3, leaving
+at once 1. Episodes are cut off after two steps, so a policy that is trained without a bootstrap leaves.
+"""
+
+import argparse
+import itertools
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests import scripts
+
+REACHED = 2.4  # what a script's evaluation returns at least, and no mistaken one's does
+PPO = "--num-workers 1 --envs-per-worker 16 --num-steps 16 --num-minibatches 4 --update-epochs 4 --gamma 0.95"
+PPO += " --eval-episodes 100"
+DQN = "--deterministic --num-workers 1 --envs-per-worker 8 --num-steps 8 --learning-starts 128 --gamma 0.95"
+DQN += " --exploration-fraction 0.6 --end-e 0.02 --eval-episodes 100"
+TRAININGS = {  # the environment, and flags
+    "ppo_clusterenv.py": ("Corridor-vector", f"{PPO} --total-timesteps 10240 --learning-rate 0.005 --reward-scale 1"),
+    "ppo_continuous_clusterenv.py": ("Corridor-box", f"{PPO} --total-timesteps 20480 --learning-rate 0.005"),
+    "ppo_lstm_clusterenv.py": ("Recall-vector", f"{PPO} --total-timesteps 20480 --learning-rate 0.01 --reward-scale 1"),
+    "ppo_minatar_clusterenv.py": ("Corridor-minatar", f"{PPO} --total-timesteps 10240 --learning-rate 0.003"),
+    "ppo_atari_clusterenv.py": (
+        "Corridor-atari",
+        f"{PPO} --total-timesteps 4096 --learning-rate 0.001 --update-epochs 2",
+    ),
+    "dqn_clusterenv.py": (
+        "Corridor-vector",
+        f"{DQN} --total-timesteps 10240 --learning-rate 0.002 --train-frequency 4 --target-network-frequency 64",
+    ),
+    "dqn_atari_clusterenv.py": (
+        "Corridor-atari",
+        f"{DQN} --total-timesteps 3200 --learning-rate 0.001 --buffer-size 4000 --train-frequency 8"
+        " --target-network-frequency 64",
+    ),
+}
+MISTAKES = {  # what of a script stands there, and what instead; or flags
+    "none": {"ppo": "", "dqn": ""},
+    "untrained": {"ppo": "--learning-rate 1e-30", "dqn": "--learning-starts 1000000"},
+    "flipped sign": {
+        "ppo": ("pg_loss = (weights", "pg_loss = -(weights"),
+        "dqn": ("return rewards + gamma", "return -rewards + gamma"),
+    },
+    "no bootstrap": {
+        "ppo": ("nextvalues[dones] = final_values", "nextvalues[dones] = 0"),
+        "dqn": ("(self.dones, rollout.terminations)", "(self.dones, rollout.terminations | rollout.truncations)"),
+    },
+}
+
+
+def learn(script, directory, seed=1, mistake="none"):
+    """Train with a mistake in the script; return its evaluation's mean return."""
+    env, flags = TRAININGS[script]
+    change = MISTAKES[mistake][script[:3]]
+    path = scripts.ROOT / script
+    if isinstance(change, tuple):
+        text, (old, new) = path.read_text(), change
+        if text.count(old) != 1:
+            raise ValueError(f"{script} has {old!r} {text.count(old)} times, not once")
+        path = Path(directory, script)
+        path.write_text(text.replace(old, new))
+        change = ""
+    flags = [*f"--env-id tests.algorithms.toys:{env}-v0 --seed {seed} {flags} {change}".split()]
+    _, summary = scripts.train(path, directory, *flags)
+    return summary["eval_return_mean"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Train each script, right and with mistakes, and print its returns.")
+    parser.add_argument("--seeds", type=int, default=10, help="how many")
+    parser.add_argument("--scripts", nargs="+", choices=TRAININGS, default=list(TRAININGS), help="which")
+    parser.add_argument("--mistakes", nargs="+", choices=MISTAKES, default=list(MISTAKES), help="which")
+    args = parser.parse_args()
+
+    def returns(script, mistake):
+        found = []
+        for seed in range(1, args.seeds + 1):
+            with tempfile.TemporaryDirectory() as directory:
+                found.append(learn(script, directory, seed, mistake))
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        pairs = list(itertools.product(args.scripts, args.mistakes))
+        for (script, mistake), found in zip(pairs, pool.map(lambda pair: returns(*pair), pairs), strict=True):
+            each = " ".join(f"{value:.2f}" for value in found)
+            print(f"{script}, {mistake}: {min(found):.2f} to {max(found):.2f} ({each})", flush=True)
+
+
+if __name__ == "__main__":
+    main()

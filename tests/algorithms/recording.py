@@ -1,0 +1,125 @@
+"""A script's training, and all that an independent computation needs to repeat it: what `record` returns.
+
+As a program, this is a script's run whose calls of `ClusterEnv` are written down.
+"""
+
+import pickle
+import runpy
+import signal
+import sys
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests import forked, scripts
+
+NETWORKS = "agent", "q_network", "target_network"
+
+
+@dataclass
+class Moment:
+    """A call that returned a rollout or a chunk, and the script's state when it was called."""
+
+    rollout: Any  # what was returned
+    numpy_state: tuple  # of its random numbers
+    torch_state: torch.Tensor
+    networks: dict[str, dict[str, torch.Tensor]]  # by name, their `state_dict`
+
+
+@dataclass
+class Recording:
+    args: dict[str, Any] = field(default_factory=dict)
+    moments: list[Moment] = field(default_factory=list)
+    epsilons: list[float] = field(default_factory=list)  # with which each chunk was asked for
+    seeds: list[int] = field(default_factory=list)  # with which the environments were reset
+    versions: list[int] = field(default_factory=list)  # of the policy, that were published
+    parts: dict[str, Any] = field(default_factory=dict)  # what checkpoints hold, when training was about to begin
+    networks: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # as they are after training
+    scalars: dict[str, list[float]] = field(default_factory=dict)  # that were logged
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def record(script, directory, *flags, interrupt=None):
+    """Run a script in a directory with a run named `x`; return its Recording.
+
+    ``interrupt`` is the iteration in which a SIGTERM comes, before its update.
+    """
+    output = Path(directory, "recording.pickle")
+    number = "" if interrupt is None else str(interrupt)
+    flags = [*flags] if "--resume" in flags else [*flags, "--run-name", "x"]
+    arguments = [str(output), str(scripts.ROOT / script), number, *flags]
+    result = forked.run(Path(__file__), directory, arguments, scripts.environment())
+    assert result.returncode == (0 if interrupt is None else 75), result.stderr
+    return pickle.loads(output.read_bytes())
+
+
+def main(output, script, interrupt, *flags):
+    from clusterenv_runtime import ClusterEnv
+    from clusterenv_runtime.script import Run
+
+    recording, kept = Recording(), {}
+    original = {name: getattr(ClusterEnv, name) for name in ("rollout", "recv", "send", "reset", "publish")}
+    keep, add = Run.keep, Run.add_episodes
+    add_scalars = torch.utils.tensorboard.SummaryWriter.add_scalar
+
+    def networks(variables):
+        return {name: deepcopy(variables[name].state_dict()) for name in NETWORKS if name in variables}
+
+    def collect(name):
+        def call(envs, *args, **kwargs):
+            state = np.random.get_state(), torch.get_rng_state(), networks(sys._getframe(1).f_globals)
+            result = original[name](envs, *args, **kwargs)
+            rollout = result[1] if name == "recv" else result
+            recording.moments.append(Moment(deepcopy(rollout), *state))
+            return result
+
+        return call
+
+    def send(envs, *args, **kwargs):
+        recording.epsilons.append(sys._getframe(1).f_globals["policy"].epsilon)
+        return original["send"](envs, *args, **kwargs)
+
+    def reset(envs, *, seed=None, **kwargs):
+        recording.seeds.append(seed)
+        return original["reset"](envs, seed=seed, **kwargs)
+
+    def publish(envs, *args, **kwargs):
+        if not recording.versions:
+            recording.parts = {name: deepcopy(part.state_dict()) for name, part in kept.items()}
+        original["publish"](envs, *args, **kwargs)
+        recording.versions.append(envs.policy_version)
+
+    def add_episodes(run, rollout):
+        add(run, rollout)
+        if interrupt and len(recording.moments) == int(interrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+    def keep_noted(run, name, part):
+        kept[name] = part
+        return keep(run, name, part)
+
+    def add_scalar(writer, tag, value, *args, **kwargs):
+        recording.scalars.setdefault(tag, []).append(float(value))
+        return add_scalars(writer, tag, value, *args, **kwargs)
+
+    ClusterEnv.rollout, ClusterEnv.recv = collect("rollout"), collect("recv")
+    ClusterEnv.send, ClusterEnv.reset, ClusterEnv.publish = send, reset, publish
+    Run.keep, Run.add_episodes = keep_noted, add_episodes
+    torch.utils.tensorboard.SummaryWriter.add_scalar = add_scalar
+    sys.argv = [script, *flags]
+    sys.path.insert(0, str(Path(script).parent))
+    try:
+        variables = runpy.run_path(script, run_name="__main__")
+        recording.args, recording.networks = vars(variables["args"]), networks(variables)
+    finally:
+        Path(output).write_bytes(pickle.dumps(recording))
+
+
+if __name__ == "__main__":
+    from tests.algorithms import recording as this  # so that what is pickled has a name that others know
+
+    this.main(*sys.argv[1:])

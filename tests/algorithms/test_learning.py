@@ -1,0 +1,10 @@
+"""Each script learns what neither an untrained policy nor a mistaken script returns; see `learning`."""
+
+import pytest
+
+from .learning import REACHED, TRAININGS, learn
+
+
+@pytest.mark.parametrize("script", TRAININGS)
+def test_it_learns(script, tmp_path):
+    assert learn(script, tmp_path) > REACHED

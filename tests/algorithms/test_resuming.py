@@ -1,0 +1,131 @@
+"""A resumed run is the run: checkpoints hold all that it takes, and what is loaded is what was saved.
+
+Checkpoints hold no environments. So the run that is not interrupted and the one that is resumed are the same on
+`toys.Clockwork`, whose episodes end where the checkpoint is.
+"""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from clusterenv_runtime.script.checkpoint import load_checkpoint
+
+from . import reference
+from .recording import record
+
+OF_ALL = {"curve", "envs", "optimizer"}
+OF_DQN = OF_ALL | {"q_network", "target_network", "rb", "count"}
+SCRIPTS = {  # the kind of environment, and what a checkpoint holds
+    "ppo_clusterenv.py": ("vector", OF_ALL | {"agent"}),
+    "ppo_continuous_clusterenv.py": ("box", OF_ALL | {"agent", "obs_moments", "return_moments"}),
+    "ppo_lstm_clusterenv.py": ("vector", OF_ALL | {"agent"}),
+    "ppo_minatar_clusterenv.py": ("minatar", OF_ALL | {"agent"}),
+    "ppo_atari_clusterenv.py": ("atari", OF_ALL | {"agent"}),
+    "dqn_clusterenv.py": ("vector", OF_DQN),
+    "dqn_atari_clusterenv.py": ("atari", OF_DQN),
+}
+FLAGS = "--num-workers 1 --envs-per-worker 2 --num-steps 8 --total-timesteps 64 --eval-episodes 0 --seed 5"
+FLAGS += " --sync-mode always --weights float32"
+PPO = "--num-minibatches 2 --update-epochs 2 --learning-rate 0.001"
+# Chunks are asked for before the last one is learned from. So only random actions are the same again.
+DQN = "--deterministic --learning-starts 16 --train-frequency 2 --target-network-frequency 20 --batch-size 4"
+DQN += " --buffer-size 40 --save-replay --tau 0.5"
+RANDOM = "--start-e 1 --end-e 1"
+INTERRUPT = 2  # of four iterations, which are 16 steps each
+STEP = 16 * INTERRUPT
+BY_THE_CLOCK = ("time/", "charts/SPS", "charts/collect_sps", "throughput/produced_sps", "throughput/consumed_sps")
+
+
+def flags_of(script, *more):
+    kind, _ = SCRIPTS[script]
+    own = (PPO,) if script.startswith("ppo") else (DQN, *(more or [RANDOM]))
+    return [*" ".join([f"--env-id tests.algorithms.toys:Clockwork-{kind}-v0", FLAGS, *own]).split()]
+
+
+def resume(script, directory):
+    kind, _ = SCRIPTS[script]
+    return record(script, directory, "--env-id", f"tests.algorithms.toys:Clockwork-{kind}-v0", "--resume", "runs/x")
+
+
+def assert_same(found, expected, where=""):
+    """Two trees of dicts, lists, tensors and numbers are the same to the last bit."""
+    assert type(found) is type(expected), where
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{where}[{number}]")
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected), where
+    else:
+        assert found == expected or (found != found and expected != expected), where
+
+
+def without_times(parts):
+    """What checkpoints hold, but for the seconds that were waited, and how often the policy was published."""
+    parts = {name: dict(part) for name, part in parts.items()}
+    for name, times in {"envs": ("waiting_seconds", "policy_version"), "count": ("waiting",)}.items():
+        for key in times if name in parts else ():
+            del parts[name][key]
+    return parts
+
+
+def logged(recording, after=0):
+    tags = {tag: values for tag, values in recording.scalars.items() if not tag.startswith(BY_THE_CLOCK)}
+    return {tag: values[after:] for tag, values in tags.items()}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_resumed_run_is_the_run(tmp_path, script):
+    for name in ("whole", "parted"):
+        (tmp_path / name).mkdir()
+    whole = record(script, tmp_path / "whole", *flags_of(script))
+    record(script, tmp_path / "parted", *flags_of(script), interrupt=INTERRUPT)
+    saved = load_checkpoint(tmp_path / "parted" / "runs" / "x")
+    assert saved["global_step"] == STEP and saved["parts"].keys() == SCRIPTS[script][1]
+    shutil.copytree(tmp_path / "parted", tmp_path / "again")
+    resumed, again = (resume(script, tmp_path / name) for name in ("parted", "again"))
+
+    # What is loaded is what was saved.
+    assert_same(resumed.parts, saved["parts"])
+    # Environments begin anew, with other seeds than the first time.
+    assert (whole.seeds, resumed.seeds) == ([5], [5 + STEP])
+
+    # It goes on as the run that was not interrupted, and twice in the same way.
+    ends = {name: load_checkpoint(tmp_path / name / "runs" / "x") for name in ("whole", "parted", "again")}
+    for recording, end in ((resumed, ends["parted"]), (again, ends["again"])):
+        for ours, theirs in zip(recording.moments, whole.moments[INTERRUPT:], strict=True):
+            np.testing.assert_array_equal(ours.rollout.actions, theirs.rollout.actions)
+            np.testing.assert_array_equal(ours.rollout.rewards, theirs.rollout.rewards)
+        assert_same(recording.networks, whole.networks)
+        parts = [without_times(each["parts"]) for each in (end, ends["whole"])]
+        for part in parts:  # what the policy's publication on resuming has cost
+            del part["envs"], part["curve"]
+        assert_same(*parts)
+        assert_same(end["rng"], ends["whole"]["rng"])
+        assert end["global_step"] == 64
+    losses = [{tag: v for tag, v in each.items() if tag.startswith(("losses/", "charts/"))}
+              for each in (logged(resumed), logged(again), logged(whole))]  # fmt: skip
+    assert losses[0] == losses[1]
+    for tag, values in losses[0].items():
+        assert values == losses[2][tag][len(losses[2][tag]) - len(values) :], tag
+    assert logged(resumed) == logged(again)
+
+
+@pytest.mark.parametrize("script", ["dqn_clusterenv.py", "dqn_atari_clusterenv.py"])
+def test_exploration_and_counts_go_on_where_they_were(tmp_path, script):
+    flags = "--start-e 0.9", "--end-e 0.1", "--exploration-fraction 0.9"
+    record(script, tmp_path, *flags_of(script, *flags), interrupt=INTERRUPT)
+    resumed = resume(script, tmp_path)
+    args = reference.SimpleNamespace(**resumed.args)
+    # The first chunk is asked for at once, the other after it has come, and has counted.
+    epsilons = [reference.linear_epsilon(args, step) for step in (STEP, STEP + 16)]
+    assert resumed.epsilons == pytest.approx(epsilons)
+    end = load_checkpoint(tmp_path / "runs" / "x")["parts"]
+    assert end["count"]["gradient_steps"] == (64 - 16) // 2
+    assert end["rb"]["inserted"] == 64

@@ -1,0 +1,75 @@
+"""A script's training equals the algorithm's definition, from the rollouts to the weights and the logs.
+
+Each script trains for a few iterations on an environment whose episodes end in both ways, amid rollouts and across
+them, with workers whose policy is out of date. `reference` computes the same from the recorded rollouts.
+"""
+
+import pytest
+
+from . import reference
+from .recording import record
+
+PPO = {
+    "ppo_clusterenv.py": ("vector", reference.Vector()),
+    "ppo_continuous_clusterenv.py": ("box", reference.Continuous()),
+    "ppo_lstm_clusterenv.py": ("vector", reference.Recurrent()),
+    "ppo_minatar_clusterenv.py": ("minatar", reference.MinAtar()),
+    "ppo_atari_clusterenv.py": ("atari", reference.Atari()),
+}
+DQN = {"dqn_clusterenv.py": ("vector", reference.q_vector), "dqn_atari_clusterenv.py": ("atari", reference.q_atari)}
+# Every number is one that matters: a weight is truncated, a ratio clipped, a gradient's norm limited.
+PPO_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 7 --total-timesteps 140 --eval-episodes 0"
+PPO_FLAGS += " --sync-mode never --num-minibatches 2 --update-epochs 3 --gamma 0.9 --gae-lambda 0.8 --clip-coef 0.05"
+PPO_FLAGS += " --ent-coef 0.1 --vf-coef 0.7 --max-grad-norm 0.2 --max-policy-lag None"
+WAYS = {
+    "decoupled": "--clip-rho 1.02 --clip-vloss",
+    "plain": "--no-decoupled --no-clip-vloss --no-norm-adv --no-anneal-lr --target-kl 0.002",
+}
+DQN_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 5 --eval-episodes 0 --deterministic"
+DQN_FLAGS += " --learning-starts 37 --train-frequency 3 --target-network-frequency 12 --batch-size 8 --gamma 0.9"
+DQN_FLAGS += " --learning-rate 0.003 --tau 0.6 --start-e 0.9 --end-e 0.3 --exploration-fraction 0.4"
+DQN_FLAGS += " --sync-check-frequency 5"
+TOLERANCE = 2e-4  # float32 and float64 differ by a tenth of it, at most, and mistakes by more
+
+
+def flags_of(kind, *flags):
+    return ["--env-id", f"tests.algorithms.toys:Clockwork-{kind}-v0", *" ".join(flags).split()]
+
+
+def assert_same_weights(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert (value.double() - expected[name].detach()).abs().max() < TOLERANCE, name
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("script", PPO)
+def test_ppo_is_as_defined(tmp_path, script, way):
+    kind, network = PPO[script]
+    scale = "--reward-scale 0.3" if script in ("ppo_clusterenv.py", "ppo_lstm_clusterenv.py") else ""
+    rate = "--learning-rate 0.001" if kind == "atari" else "--learning-rate 0.01"
+    recording = record(script, tmp_path, *flags_of(kind, PPO_FLAGS, WAYS[way], scale, rate))
+    assert len(recording.moments) == 5
+    weights, logged = reference.ppo(recording, network)
+    assert_same_weights(recording.networks["agent"], weights)
+    for tag, values in logged.items():
+        assert recording.scalars[tag] == pytest.approx(values, rel=1e-3, abs=1e-4), tag
+
+
+@pytest.mark.parametrize("script", DQN)
+def test_dqn_is_as_defined(tmp_path, script):
+    kind, q_values = DQN[script]
+    is_atari = script == "dqn_atari_clusterenv.py"
+    total = 100 if is_atari else 200
+    size = "--buffer-size 1000" if is_atari else "--buffer-size 60"
+    recording = record(script, tmp_path, *flags_of(kind, DQN_FLAGS, size, f"--total-timesteps {total}"))
+    weights, target, kept, logged = reference.dqn(recording, q_values, newest_first=is_atari)
+    assert_same_weights(recording.networks["q_network"], weights)
+    assert_same_weights(recording.networks["target_network"], target)
+    for tag, values in logged.items():
+        assert recording.scalars[tag] == pytest.approx(values, rel=1e-3, abs=1e-4), tag
+    args = reference.SimpleNamespace(**recording.args)
+    # The first chunks are asked for before anything is learned; each further one after another has come.
+    steps = [0] * args.num_workers + list(range(10, total - 10, 10))
+    assert recording.epsilons == pytest.approx([reference.linear_epsilon(args, step) for step in steps])
+    assert recording.versions == list(range(1, 2 + (total - 37) // 3 // 5))

@@ -1,0 +1,147 @@
+"""Environments for tests of the algorithms, each with the kinds of observations and actions that the scripts take.
+
+Ids are ``tests.algorithms.toys:NAME-KIND-v0``; KIND is `vector`, `box` (continuous actions), `minatar` or `atari`.
+"""
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+EVALUATION = 100_000  # from here on seeds are those of a script's evaluation
+ATARI_SCREEN = 210, 160
+
+
+class Toy(gym.Env):
+    """An environment that shows a list of numbers in [0, 1], and is told a number: 0, or another one."""
+
+    num_features = 0  # how many numbers it shows
+    kind = "vector"
+
+    def __init__(self, render_mode=None, frameskip=1):
+        self._frameskip, self.ale = frameskip, self  # as of Atari's games: it has one life
+        self.action_space = spaces.Box(-1, 1, (1,), np.float32) if self.kind == "box" else spaces.Discrete(2)
+        self.observation_space = {
+            "vector": spaces.Box(0, 1, (self.num_features,), np.float32),
+            "box": spaces.Box(0, 1, (self.num_features,), np.float32),
+            "minatar": spaces.Box(0, 1, (4, 4, self.num_features), bool),
+            "atari": spaces.Box(0, 255, (*ATARI_SCREEN, 3), np.uint8),
+        }[self.kind]
+
+    def features(self):
+        raise NotImplementedError
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        # Atari's wrappers begin with as many no-ops as this says, and step four frames at once.
+        self.np_random = np.random.default_rng(1)
+        self.frames = -int(np.random.default_rng(1).integers(1, 31))
+        self.begin(seed)
+        return self._observation(), {}
+
+    def step(self, action):
+        self.frames += 1
+        if self.kind == "atari" and (self.frames <= 0 or self.frames % 4):
+            return self._observation(), 0.0, False, False, {}
+        is_other = action[0] > 0 if self.kind == "box" else action == 1
+        reward, terminated, truncated = self.act(bool(is_other))
+        return self._observation(), reward, terminated, truncated, {}
+
+    def _observation(self):
+        features = np.array(self.features(), np.float32)
+        if self.kind == "minatar":
+            return np.broadcast_to(features > 0.5, self.observation_space.shape).copy()
+        if self.kind == "atari":
+            return np.broadcast_to(np.uint8(0), self.observation_space.shape)  # nobody looks: see getScreenGrayscale
+        return features
+
+    # What Atari's wrappers ask of a game.
+
+    def get_action_meanings(self):
+        return ["NOOP", "UP"]
+
+    def lives(self):
+        return 1
+
+    def getScreenGrayscale(self, screen):  # noqa: N802
+        """Draw columns as bright as the numbers."""
+        for columns, feature in zip(np.array_split(screen, self.num_features, axis=1), self.features(), strict=True):
+            columns[:] = 255 * feature
+
+
+class Clockwork(Toy):
+    """What it shows and rewards follows from the actions since it was reset, and from nothing else.
+
+    Episodes last four steps, and then are cut off or end by themselves, in turn from one to the next.
+    """
+
+    num_features = 3
+    episodes = 0
+
+    def begin(self, seed):
+        self.steps, self.phase = 0, 0.3
+
+    def act(self, is_other):
+        self.steps += 1
+        self.phase = (3.7 * self.phase * (1 - self.phase) + 0.11 * is_other) % 1
+        has_ended = self.steps == 4
+        self.episodes += has_ended
+        reward = 2 * self.phase - is_other
+        return reward, has_ended and self.episodes % 2 == 0, has_ended and self.episodes % 2 == 1
+
+    def features(self):
+        return self.phase, (7 * self.phase) % 1, self.steps / 5
+
+
+class Corridor(Toy):
+    """Walk through a corridor whose last three steps are worth 1 each, or leave at once, which is worth 1, too.
+
+    Episodes are cut off after two steps, so whoever takes that for their end leaves at once. In an evaluation each walk
+    begins where the way is longest, and none is cut off: it returns up to 3.
+    """
+
+    length, limit = 5, 2
+    num_features = length
+
+    def begin(self, seed):
+        self.steps = 0
+        if seed is not None:
+            self.is_evaluation = seed >= EVALUATION
+        self.place = 0 if self.is_evaluation else int(self.rng.integers(self.length))
+
+    def act(self, is_other):
+        self.steps += 1
+        if self.walks(is_other):
+            self.place += 1
+        reward = float(self.place > self.length - 3 or not self.walks(is_other))
+        ends = self.place == self.length or not self.walks(is_other)
+        return reward, ends, not ends and not self.is_evaluation and self.steps >= self.limit
+
+    def walks(self, is_other):
+        return is_other
+
+    def features(self):
+        return [float(place == self.place) for place in range(self.length)]
+
+
+class Recall(Corridor):
+    """A corridor in which only each second observation says which of the actions is to walk in this episode."""
+
+    num_features = Corridor.length + 2
+
+    def begin(self, seed):
+        super().begin(seed)
+        self.sign = bool(self.rng.integers(2))
+
+    def walks(self, is_other):
+        return is_other == self.sign
+
+    def features(self):
+        hints = [float(self.steps % 2 == 0 and self.sign == sign) for sign in (False, True)]
+        return [*super().features(), *hints]
+
+
+for base in (Clockwork, Corridor, Recall):
+    for kind in ("vector", "box", "minatar", "atari"):
+        toy = type(f"{base.__name__}{kind.title()}", (base,), {"kind": kind})
+        gym.register(f"{base.__name__}-{kind}-v0", toy)
