@@ -266,11 +266,11 @@ if __name__ == "__main__":
             if loss is not None:
                 writer.add_scalar("losses/td_loss", loss.item(), run.global_step)
                 writer.add_scalar("losses/q_values", old_val.mean().item(), run.global_step)
-            learned, seconds = count.gradient_steps * args.batch_size, max(run.seconds, 1e-9)  # some clocks stand still
+            learned = count.gradient_steps * args.batch_size
             writer.add_scalar("time/learner_waiting", count.waiting, run.global_step)
             writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)
-            writer.add_scalar("throughput/produced_sps", run.global_step / seconds, run.global_step)
-            writer.add_scalar("throughput/consumed_sps", learned / seconds, run.global_step)
+            writer.add_scalar("throughput/produced_sps", run.global_step / run.seconds, run.global_step)
+            writer.add_scalar("throughput/consumed_sps", learned / run.seconds, run.global_step)
             writer.add_scalar("throughput/replay_ratio", learned / run.global_step, run.global_step)
 
         def act(obs):  # as the workers act, with epsilon at its end

@@ -1,9 +1,12 @@
-"""Changes the runtime a little in one place after another, and says which changes no test notices.
+"""Changes the runtime or a script a little in one place after another, and says which changes no test notices.
 
     python -m verification.survivors sync.py codec.py          # minutes to hours; goes on where it stopped
+    python -m verification.survivors ppo_clusterenv.py --since HEAD~3       # only lines changed since that commit
 
 Each change is made to a copy of the project, in which the tests of that file are run until one fails. What survives is
 either a test that is missing, or a change that changes nothing that matters: `survivors.txt` has these, and says why.
+Of a script that is what it computes: its advantages, its loss or target, its replay buffer, and its training loop as
+far as the logs.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ import contextlib
 import csv
 import itertools
 import os
+import re
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -59,6 +64,17 @@ TESTS = {
     "head/transport.py": ["test_transport.py", "test_strangers.py", "test_security.py", "test_launchers.py"],
     "script/checkpoint.py": ["test_checkpoint.py", "test_forged_states.py", "test_arguments.py", "test_resume.py"],
 }  # fmt: skip
+# What of a script is changed: these functions and classes, and its loop from the first of these lines to the last.
+COMPUTE = {
+    "compute_gae", "discount", "ppo_loss", "Moments", "Normalize", "get_states", "get_action_and_value", "get_value",
+    "get_hidden", "ReplayBuffer", "compute_td_target", "td_loss", "linear_schedule",
+}  # fmt: skip
+LOOP = "    with run.training(", "            # TRY NOT TO MODIFY: record rewards"
+SCRIPTS = sorted(path.name for path in ROOT.glob("*_clusterenv.py"))
+for script in SCRIPTS:
+    name = script.removesuffix(".py")
+    # Those of this script, and those that are of one script only.
+    TESTS[script] = ["algorithms/test_formulas.py", "algorithms/test_training.py", "-k", f"{name} or not clusterenv"]
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -92,15 +108,34 @@ def changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
                 yield node, "return None"
 
 
-def mutants(text: str) -> Iterator[tuple[str, str]]:
-    """Return of each change a description, and the text with it."""
+def formula_changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Return more of them, for formulas: signs, extremes, and values that take another one's place."""
+    stored = Counter(
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    )
+    others = {"min": "max", "max": "min", "amax": "amin", "exp": "neg", "mean": "sum"}
+    for node in ast.walk(tree):
+        match node:
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                yield node, f"({ast.unparse(operand)})"
+            case ast.Attribute(value=value, attr=name) if name in others:
+                yield node, f"{ast.unparse(value)}.{others[name]}"
+            case ast.Assign(targets=[ast.Subscript()]):
+                yield node, "pass"
+            case ast.Assign(targets=[ast.Name(name)]) if stored[name] > 1:
+                yield node, "pass"
+
+
+def mutants(text: str, has_formulas: bool = False) -> Iterator[tuple[str, str, int]]:
+    """Return of each change a description, the text with it, and its line."""
     tree, lines = ast.parse(text), text.encode().splitlines(keepends=True)
     starts = [0, *itertools.accumulate(map(len, lines))]
     skips = [getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")]
     skips += [node for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "strict"]  # of `zip`
     skipped = {id(part) for skip in skips if skip is not None for part in ast.walk(skip)}
     seen = Counter[str]()
-    for node, new in changes(tree):
+    more = formula_changes(tree) if has_formulas else ()
+    for node, new in itertools.chain(changes(tree), more):
         start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
         old = text.encode()[start:end]
         if id(node) not in skipped and b"f" + old[:1] not in (b'f"', b"f'") and old != new.encode():
@@ -108,13 +143,40 @@ def mutants(text: str) -> Iterator[tuple[str, str]]:
             piece, line = " ".join(old.decode().split()), lines[node.lineno - 1].decode().split("  #")[0].strip()
             description = f"{piece} => {new}" + f" in {line}" * (piece != line)
             seen[description] += 1
-            yield description + f" [{seen[description]}]" * (seen[description] > 1), changed.decode()
+            again = f" [{seen[description]}]" * (seen[description] > 1)
+            yield description + again, changed.decode(), node.lineno
+
+
+def path_of(file: str) -> Path:
+    """Return where a file lies in the project."""
+    return Path(file) if file in SCRIPTS else Path("clusterenv_runtime", file)
+
+
+def computing_lines(text: str) -> set[int]:
+    """Return the lines of a script, counted from 1, in which it computes what it learns."""
+    lines = text.splitlines()
+    first, last = (next(number for number, line in enumerate(lines, 1) if line.startswith(mark)) for mark in LOOP)
+    chosen = set(range(first, last))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in COMPUTE:
+            chosen |= set(range(node.lineno, node.end_lineno + 1))
+    return chosen
+
+
+def changed_lines(path: Path, revision: str) -> set[int]:
+    """Return the lines of a file, counted from 1, that were changed since a revision."""
+    command = ["git", "diff", "--unified=0", revision, "--", str(path)]
+    difference = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    chosen = set()
+    for start, number in re.findall(r"^@@ .* \+(\d+)(?:,(\d+))? @@", difference, re.MULTILINE):
+        chosen |= set(range(int(start), int(start) + int(number or 1)))
+    return chosen
 
 
 def passes(directory: Path, file: str, seconds: float | None = None) -> bool:
     """Say whether all tests of a file pass in a copy of the project within some time."""
     if (pid := os.fork()) == 0:
-        _test(directory, [f"tests/{name}" for name in TESTS[file]])
+        _test(directory, [f"tests/{name}" if ".py" in name else name for name in TESTS[file]])
     process = os.pidfd_open(pid)
     try:
         if not select.select([process], [], [], seconds)[0]:
@@ -145,11 +207,12 @@ def _test(directory: Path, tests: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Say which changes of the runtime no test notices.")
+    parser = argparse.ArgumentParser(description="Say which changes of the runtime or of scripts no test notices.")
     parser.add_argument("files", nargs="+", choices=TESTS, metavar="FILE", help=f"of {', '.join(TESTS)}")
     parser.add_argument(
         "--done", type=Path, default="runs/survivors.csv", help="what has been tried, and survived or not"
     )
+    parser.add_argument("--since", help="change only lines that were changed since this commit")
     args = parser.parse_args()
     args.done.parent.mkdir(exist_ok=True)
     explained = {line.partition("\t")[0] for line in EXPLAINED.read_text().splitlines()}
@@ -159,12 +222,17 @@ def main() -> None:
         directory = Path(parent, "project")
         shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__"))
         for file in args.files:
-            path, seconds = directory / "clusterenv_runtime" / file, None
+            path, seconds = directory / path_of(file), None
             original = path.read_text()
-            for number, (description, changed) in enumerate(mutants(original)):
+            all_lines = set(range(1, len(original.splitlines()) + 1))
+            chosen = computing_lines(original) if file in SCRIPTS else all_lines
+            chosen &= changed_lines(path_of(file), args.since) if args.since else all_lines
+            for number, (description, changed, line) in enumerate(mutants(original, file in SCRIPTS)):
                 name = f"{file}: {description}"
                 if name in explained:
                     explained.remove(name)
+                    continue
+                if line not in chosen:
                     continue
                 if name not in done:
                     if seconds is None:

@@ -13,10 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests import scripts
+from tests.algorithms.recording import record
 
 REACHED = 2.4  # what a script's evaluation returns at least, and no mistaken one's does
 PPO = "--num-workers 1 --envs-per-worker 16 --num-steps 16 --num-minibatches 4 --update-epochs 4 --gamma 0.95"
 PPO += " --eval-episodes 100"
+SMALL = "--num-steps 8 --num-minibatches 2 --update-epochs 2 --eval-episodes 20"
 DQN = "--deterministic --num-workers 1 --envs-per-worker 8 --num-steps 8 --learning-starts 128 --gamma 0.95"
 DQN += " --exploration-fraction 0.6 --end-e 0.02 --eval-episodes 100"
 TRAININGS = {  # the environment, and flags
@@ -26,7 +28,7 @@ TRAININGS = {  # the environment, and flags
     "ppo_minatar_clusterenv.py": ("Corridor-minatar", f"{PPO} --total-timesteps 10240 --learning-rate 0.003"),
     "ppo_atari_clusterenv.py": (
         "Corridor-atari",
-        f"{PPO} --total-timesteps 4096 --learning-rate 0.001 --update-epochs 2",
+        f"{PPO} --total-timesteps 3072 --learning-rate 0.001 {SMALL}",
     ),
     "dqn_clusterenv.py": (
         "Corridor-vector",
@@ -35,7 +37,7 @@ TRAININGS = {  # the environment, and flags
     "dqn_atari_clusterenv.py": (
         "Corridor-atari",
         f"{DQN} --total-timesteps 3200 --learning-rate 0.001 --buffer-size 4000 --train-frequency 8"
-        " --target-network-frequency 64",
+        " --target-network-frequency 64 --eval-episodes 20",
     ),
 }
 MISTAKES = {  # what of a script stands there, and what instead; or flags
@@ -65,8 +67,7 @@ def learn(script, directory, seed=1, mistake="none"):
         path.write_text(text.replace(old, new))
         change = ""
     flags = [*f"--env-id tests.algorithms.toys:{env}-v0 --seed {seed} {flags} {change}".split()]
-    _, summary = scripts.train(path, directory, *flags)
-    return summary["eval_return_mean"]
+    return record(path, directory, *flags).summary["eval_return_mean"]
 
 
 def main():

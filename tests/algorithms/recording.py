@@ -3,6 +3,7 @@
 As a program, this is a script's run whose calls of `ClusterEnv` are written down.
 """
 
+import json
 import pickle
 import runpy
 import signal
@@ -54,7 +55,11 @@ def record(script, directory, *flags, interrupt=None):
     arguments = [str(output), str(scripts.ROOT / script), number, *flags]
     result = forked.run(Path(__file__), directory, arguments, scripts.environment())
     assert result.returncode == (0 if interrupt is None else 75), result.stderr
-    return pickle.loads(output.read_bytes())
+    recording = pickle.loads(output.read_bytes())
+    if interrupt is None:
+        (summary,) = Path(directory, "runs").glob("*/summary.json")
+        recording.summary = json.loads(summary.read_text())
+    return recording
 
 
 def main(output, script, interrupt, *flags):
@@ -110,6 +115,7 @@ def main(output, script, interrupt, *flags):
     ClusterEnv.send, ClusterEnv.reset, ClusterEnv.publish = send, reset, publish
     Run.keep, Run.add_episodes = keep_noted, add_episodes
     torch.utils.tensorboard.SummaryWriter.add_scalar = add_scalar
+    torch.set_num_threads(1)  # more of them wait for each other on a busy machine
     sys.argv = [script, *flags]
     sys.path.insert(0, str(Path(script).parent))
     try:
