@@ -15,16 +15,18 @@ from pathlib import Path
 from tests import scripts
 from tests.algorithms.recording import record
 
+MOST = 3  # what an episode can return
 REACHED = 2.4  # what a script's evaluation returns at least, and no mistaken one's does
 PPO = "--num-workers 1 --envs-per-worker 16 --num-steps 16 --num-minibatches 4 --update-epochs 4 --gamma 0.95"
 PPO += " --eval-episodes 100"
+LONG = "--num-steps 32 --num-minibatches 8"
 SMALL = "--num-steps 8 --num-minibatches 2 --update-epochs 2 --eval-episodes 20"
 DQN = "--deterministic --num-workers 1 --envs-per-worker 8 --num-steps 8 --learning-starts 128 --gamma 0.95"
 DQN += " --exploration-fraction 0.6 --end-e 0.02 --eval-episodes 100"
 TRAININGS = {  # the environment, and flags
     "ppo_clusterenv.py": ("Corridor-vector", f"{PPO} --total-timesteps 10240 --learning-rate 0.005 --reward-scale 1"),
-    "ppo_continuous_clusterenv.py": ("Corridor-box", f"{PPO} --total-timesteps 20480 --learning-rate 0.005"),
-    "ppo_lstm_clusterenv.py": ("Recall-vector", f"{PPO} --total-timesteps 20480 --learning-rate 0.01 --reward-scale 1"),
+    "ppo_continuous_clusterenv.py": ("Corridor-box", f"{PPO} --total-timesteps 20480 --learning-rate 0.003 {LONG}"),
+    "ppo_lstm_clusterenv.py": ("Recall-vector", f"{PPO} --total-timesteps 20480 --learning-rate 0.005 --reward-scale 1 {LONG}"),
     "ppo_minatar_clusterenv.py": ("Corridor-minatar", f"{PPO} --total-timesteps 10240 --learning-rate 0.003"),
     "ppo_atari_clusterenv.py": (
         "Corridor-atari",

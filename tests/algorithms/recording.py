@@ -18,6 +18,7 @@ import torch
 
 from tests import forked, scripts
 
+ACTS = 500  # how often the evaluation's function acts
 NETWORKS = "agent", "q_network", "target_network"
 
 
@@ -42,6 +43,7 @@ class Recording:
     networks: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # as they are after training
     scalars: dict[str, list[float]] = field(default_factory=dict)  # that were logged
     summary: dict[str, Any] = field(default_factory=dict)
+    acts: np.ndarray | None = None  # (times, num_envs, ...) of the evaluation's function, on the last observations
 
 
 def record(script, directory, *flags, interrupt=None):
@@ -121,6 +123,10 @@ def main(output, script, interrupt, *flags):
     try:
         variables = runpy.run_path(script, run_name="__main__")
         recording.args, recording.networks = vars(variables["args"]), networks(variables)
+        if "lstm_state" not in variables:  # else each action depends on those before
+            with torch.no_grad():
+                obs = recording.moments[-1].rollout.next_observations
+                recording.acts = np.stack([variables["act"](obs) for _ in range(ACTS)])
     finally:
         Path(output).write_bytes(pickle.dumps(recording))
 

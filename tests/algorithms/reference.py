@@ -183,7 +183,11 @@ def moments(seen):
 
 
 def ppo(recording, network):
-    """Return the weights after training, and by name the lists of what is logged, as the definition has them."""
+    """Return the weights after training, and by name the lists of what is logged, as the definition has them.
+
+    Under "lag" the latter has, by iteration, how far the logarithms of the actions' probabilities were from those under
+    the learner's policy.
+    """
     args = SimpleNamespace(**recording.args)
     weights, learned = parameters_of(recording.moments[0].networks["agent"])
     adam, logged = Adam(learned, eps=1e-5), defaultdict(list)
@@ -221,6 +225,9 @@ def ppo(recording, network):
             flat_actions = actions.reshape(num_steps * num_envs, *actions.shape[2:])
             proximal, _ = network.logprob_and_entropy(weights, params.flatten(0, 1), flat_actions)
             proximal = proximal.view(num_steps, num_envs)
+        logged["lag"].append((proximal - behavior).abs().max().item())
+        logged["charts/episodic_return"].append(rollout.episodic_returns.mean())
+        logged["charts/episodic_length"].append(rollout.episodic_lengths.mean())
         advantages = torch.from_numpy(
             advantages_by_definition(
                 rewards, values.numpy(), next_values.numpy(), rollout.terminations, rollout.truncations,
@@ -324,6 +331,12 @@ def linear_epsilon(args, step):
     """From `start_e` to `end_e` within a fraction of all steps, and `end_e` from there on."""
     done = step / (args.exploration_fraction * args.total_timesteps)
     return args.end_e if done >= 1 else (1 - done) * args.start_e + done * args.end_e
+
+
+def epsilon_greedy(q_values, epsilon):
+    """Return the probabilities of the actions, https://arxiv.org/abs/1312.5602."""
+    greedy = torch.nn.functional.one_hot(q_values.argmax(-1), q_values.shape[-1]).double()
+    return epsilon / q_values.shape[-1] + (1 - epsilon) * greedy
 
 
 def dqn(recording, q_values, newest_first=False):

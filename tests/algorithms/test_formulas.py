@@ -179,6 +179,23 @@ def test_a_shares_advantages_are_normalized_by_the_whole_minibatchs_moments(ppo)
     assert logged["policy_loss"] == pytest.approx(0, abs=1e-6)
 
 
+# The evaluation.
+
+
+@pytest.mark.parametrize("name", [*PPO, *DQN])
+def test_an_evaluation_returns_what_the_policy_earns_in_one_episode_each(name):
+    script = importlib.import_module(name)
+    kind = {"continuous": "box", "minatar": "minatar", "atari": "atari"}.get(name.split("_")[1], "vector")
+    args = SimpleNamespace(
+        env_id=f"tests.algorithms.toys:Corridor-{kind}-v0", env_backend="gymnasium", eval_episodes=5, seed=1,
+        make_kwargs={},
+    )  # fmt: skip
+    walks = np.array([True, False, True, True, False])
+    actions = 2.0 * walks[:, None] - 1 if kind == "box" else walks.astype(int)
+    returns = script.evaluate(args, script.make_env, lambda _: actions.astype(np.float32) if kind == "box" else actions)
+    assert returns.tolist() == np.where(walks, 3, 1).tolist()
+
+
 # What continuous PPO normalizes by.
 
 continuous = importlib.import_module("ppo_continuous_clusterenv")

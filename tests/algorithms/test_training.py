@@ -4,6 +4,7 @@ Each script trains for a few iterations on an environment whose episodes end in 
 them, with workers whose policy is out of date. `reference` computes the same from the recorded rollouts.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,11 +21,12 @@ PPO = {
 DQN = {"dqn_clusterenv.py": ("vector", reference.q_vector), "dqn_atari_clusterenv.py": ("atari", reference.q_atari)}
 # Every number is one that matters: a weight is truncated, a ratio clipped, a gradient's norm limited.
 PPO_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 7 --eval-episodes 0"
-PPO_FLAGS += " --sync-mode never --num-minibatches 2 --update-epochs 3 --gamma 0.9 --gae-lambda 0.8 --clip-coef 0.05"
+PPO_FLAGS += " --num-minibatches 2 --update-epochs 3 --gamma 0.9 --gae-lambda 0.8 --clip-coef 0.05"
 PPO_FLAGS += " --ent-coef 0.1 --vf-coef 0.7 --max-grad-norm 0.2 --max-policy-lag None"
 WAYS = {
-    "decoupled": "--clip-rho 1.02 --clip-vloss",
-    "plain": "--no-decoupled --no-clip-vloss --no-norm-adv --no-anneal-lr --target-kl 0.002",
+    "decoupled": "--sync-mode never --clip-rho 1.02 --clip-vloss",
+    "plain": "--sync-mode always --weights float32 --no-decoupled --no-clip-vloss --no-norm-adv --no-anneal-lr"
+    " --target-kl 0.002",
 }
 DQN_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 5 --eval-episodes 0 --deterministic"
 DQN_FLAGS += " --learning-starts 37 --train-frequency 3 --target-network-frequency 12 --batch-size 8 --gamma 0.9"
@@ -55,8 +57,31 @@ def test_ppo_is_as_defined(tmp_path, script, way):
     assert len(recording.moments) == number
     weights, logged = reference.ppo(recording, network)
     assert_same_weights(recording.networks["agent"], weights, recording.moments[0].networks["agent"])
+    # The first version acts as the learner would, and with --sync-mode always each does.
+    lag = logged.pop("lag")
+    assert max(lag if way == "plain" else lag[:1]) < 1e-4 and (way == "plain" or min(lag[1:]) > 1e-3)
     for tag, values in logged.items():
         assert recording.scalars[tag] == pytest.approx(values, rel=1e-3, abs=1e-4), tag
+    assert recording.summary["global_step"] == 28 * number and recording.summary["updates"] == number
+    if recording.acts is not None:
+        check_acts(recording, network, weights)
+
+
+def check_acts(recording, network, weights):
+    """The evaluation acts by the trained policy, with its noise."""
+    obs = reference.array(recording.moments[-1].rollout.next_observations)
+    with torch.no_grad():
+        params, _ = network(weights, obs)
+        if recording.acts.ndim == 3:  # continuous, and clipped
+            mean = params.numpy()
+            deviation = np.broadcast_to(np.exp(weights["actor_logstd"].detach().numpy()), mean.shape)
+            noise = np.random.default_rng(1).normal(size=(20_000, *mean.shape))
+            expected = np.clip(mean + deviation * noise, -1, 1)
+            np.testing.assert_allclose(recording.acts.mean(0), expected.mean(0), atol=0.2)
+            np.testing.assert_allclose(recording.acts.std(0), expected.std(0), atol=0.1)
+            assert np.abs(recording.acts).max() <= 1
+        else:
+            np.testing.assert_allclose(recording.acts.mean(0), params.softmax(-1)[:, 1], atol=0.1)
 
 
 @pytest.mark.parametrize("script", DQN)
@@ -72,6 +97,20 @@ def test_dqn_is_as_defined(tmp_path, script):
     for tag, values in logged.items():
         assert recording.scalars[tag] == pytest.approx(values, rel=1e-3, abs=1e-4), tag
     args = reference.SimpleNamespace(**recording.args)
+    # The first chunks are of the untrained network.
+    for moment in recording.moments[: args.num_workers]:
+        obs, actions = (reference.array(each) for each in (moment.rollout.observations, moment.rollout.actions))
+        before = {name: value.double() for name, value in moment.networks["q_network"].items()}
+        probs = reference.epsilon_greedy(q_values(before, obs.flatten(0, 1)), args.start_e)
+        chosen = probs[torch.arange(len(probs)), actions.flatten().long()]
+        torch.testing.assert_close(reference.array(moment.rollout.logprobs).flatten(), chosen.log(), atol=1e-4, rtol=0)
+    # The evaluation acts by the trained network, and explores as little as the workers do in the end.
+    with torch.no_grad():
+        probs = reference.epsilon_greedy(
+            q_values(weights, reference.array(recording.moments[-1].rollout.next_observations)), args.end_e
+        )
+    np.testing.assert_allclose(recording.acts.mean(0), probs[:, 1], atol=0.1)
+    assert recording.summary["gradient_steps"] == (total - 37) // 3
     # The first chunks are asked for before anything is learned; each further one after another has come.
     steps = [0] * args.num_workers + list(range(10, total - 10, 10))
     assert recording.epsilons == pytest.approx([reference.linear_epsilon(args, step) for step in steps])
