@@ -26,7 +26,10 @@ DQN += " --exploration-fraction 0.6 --end-e 0.02 --eval-episodes 100"
 TRAININGS = {  # the environment, and flags
     "ppo_clusterenv.py": ("Corridor-vector", f"{PPO} --total-timesteps 10240 --learning-rate 0.005 --reward-scale 1"),
     "ppo_continuous_clusterenv.py": ("Corridor-box", f"{PPO} --total-timesteps 20480 --learning-rate 0.003 {LONG}"),
-    "ppo_lstm_clusterenv.py": ("Recall-vector", f"{PPO} --total-timesteps 20480 --learning-rate 0.005 --reward-scale 1 {LONG}"),
+    "ppo_lstm_clusterenv.py": (
+        "Recall-vector",
+        f"{PPO} --total-timesteps 20480 --learning-rate 0.005 --reward-scale 1 {LONG}",
+    ),
     "ppo_minatar_clusterenv.py": ("Corridor-minatar", f"{PPO} --total-timesteps 10240 --learning-rate 0.003"),
     "ppo_atari_clusterenv.py": (
         "Corridor-atari",
