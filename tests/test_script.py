@@ -244,56 +244,6 @@ def test_arguments_that_cannot_be_are_one_line(tmp_path, monkeypatch, text, says
     scripts.check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path, flags, says)
 
 
-ENDS = """
-import gymnasium as gym
-import numpy as np
-
-class Ends(gym.Env):
-    \"\"\"Ends its episodes after five steps, with observations that are no numbers.\"\"\"
-
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,))
-    action_space = ACTIONS
-    steps = 0
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps = 0
-        return np.zeros(3, np.float32), {}
-
-    def step(self, action):
-        self.steps += 1
-        seen = np.full(3, self.steps if self.steps < 5 else np.nan, np.float32)
-        return seen, 1.0, self.steps == 5, False, {}
-
-gym.register("Ends-v0", Ends)
-"""
-
-
-@pytest.mark.parametrize(
-    ("script", "space"),
-    [
-        ("ppo_clusterenv.py", "gym.spaces.Discrete(2)"),
-        ("ppo_lstm_clusterenv.py", "gym.spaces.Discrete(2)"),
-        ("ppo_continuous_clusterenv.py", "gym.spaces.Box(-1, 1, (2,))"),
-    ],
-)
-def test_nobody_learns_from_the_observation_that_ends_an_episode(tmp_path, script, space):
-    (tmp_path / "ends.py").write_text(ENDS.replace("ACTIONS", space))
-    flags = "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --eval-episodes 1"
-    _, summary = scripts.train(script, tmp_path, *flags.split(), "--total-timesteps", "320")
-    assert summary["mean_return_100"] == 5
-
-
-def test_nothing_is_normalized_by_what_is_not_finite(tmp_path):
-    text = ENDS.replace("ACTIONS", "gym.spaces.Box(-1, 1, (2,))").replace("self.steps if", "np.inf if")
-    (tmp_path / "ends.py").write_text(text)
-    flags = "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --total-timesteps 320"
-    result = scripts.run("ppo_continuous_clusterenv.py", tmp_path, *flags.split())
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    says = "error: environments [0, 1, 2, 3] gave observations that are not finite"
-    assert result.stderr.splitlines()[-1] == says
-
-
 @pytest.mark.parametrize("script", ["ppo_clusterenv.py", "ppo_continuous_clusterenv.py", "ppo_atari_clusterenv.py"])
 def test_a_minibatch_of_one_is_refused_in_one_line(tmp_path, monkeypatch, script):
     flags = "--num-workers 1 --envs-per-worker 1 --num-steps 4 --num-minibatches 4"

@@ -84,7 +84,8 @@ CODE = [path for path in ROOT.rglob("*.py") if not {".venv", "tests", "runs", "b
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_classes_are_small(path):
     text = path.read_text()
-    assert text.count("\n") <= 350
+    is_script = path.name.endswith("_clusterenv.py")  # one file by rule, with all of an algorithm in it
+    assert text.count("\n") <= 350 or is_script
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef):
             assert node.end_lineno - node.lineno < 250, node.name

@@ -184,8 +184,8 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """How long the run has trained, all its parts together; never 0, as one divides by it."""
-        return max(time.monotonic() - self._start, 1e-3)  # a clock may stand still
+        """How long the run has trained, all its parts together; never 0, even if the clock stands still."""
+        return max(time.monotonic() - self._start, 1e-3)
 
     def iterations(self, number: int, steps: int) -> Iterator[int]:
         """Yield the iterations that are left of ``number``, of so many environment ``steps`` each, counted from 1.
@@ -273,8 +273,7 @@ class Run:
     def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
         """Log and print the evaluation, draw the learning curve, and write ``summary.json``, with ``more`` in it.
 
-        There, null stands for numbers that are not finite, which JSON does not have. If one of
-        these files or the last checkpoint cannot be written, exit with one line.
+        Numbers that are not finite are null in it. If a file cannot be written, exit with one line.
         """
         if len(eval_returns):
             self.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
@@ -292,8 +291,7 @@ class Run:
         except OSError as error:
             check(False, f"cannot write to {self.directory}: {error.strerror or error}")
         finally:  # last, as no output is worth a file; but also where there is none
-            steps, seconds = self.global_step, self._trained_seconds
-            say(f"{steps:,} steps in {seconds:.0f} s; {pulls:g} pulls a worker")
+            say(f"{self.global_step:,} steps in {self._trained_seconds:.0f} s; {pulls:g} pulls a worker")
             say(f"{means}; see {self.directory}")
 
 

@@ -227,7 +227,7 @@ def test_moments_are_those_of_all_that_came():
 def test_observations_are_normalized_and_clipped():
     normalize = continuous.Normalize(2)
     x = torch.tensor([[3.0, -50.0]])
-    assert normalize(x).tolist() == [[3, -10]]
+    assert normalize(x).tolist() == [[3, -10]] and normalize(-x).tolist() == [[-3, 10]]
     normalize.load(SimpleNamespace(mean=np.array([1.0, 2.0]), var=np.array([4.0, 100.0])))
     torch.testing.assert_close(normalize(x), torch.tensor([[1.0, -5.2]]))
 
@@ -387,6 +387,14 @@ def test_a_chunk_whose_frames_have_been_written_over_is_drawn_no_more():
         assert 8 * (number + 1) - oldest in (8 * min(number + 1, 2), 8 * min(number + 1, 3))
         saw = [number if number % 8 < 2 or (number - 2) % 3 else number - 2 for number in numbers]
         assert obs[:, 0, 0, 0].tolist() == saw
+
+
+@pytest.mark.parametrize(("size", "num_frames"), [(7, 90), (40, 50)])
+def test_a_buffer_takes_as_many_bytes_as_it_says(dqn, size, num_frames):
+    space = gym.spaces.Box(0, 255, (4, 3, 2), np.uint8)
+    sizes = (size, num_frames) if dqn.__name__ == "dqn_atari_clusterenv" else (size,)
+    tensors = [value for value in vars(dqn.ReplayBuffer(*sizes, space)).values() if torch.is_tensor(value)]
+    assert dqn.ReplayBuffer.num_bytes(*sizes, space) == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_a_checkpoint_holds_the_buffer_or_nothing_of_it(dqn):

@@ -63,8 +63,16 @@ def test_ppo_is_as_defined(tmp_path, script, way):
     for tag, values in logged.items():
         assert recording.scalars[tag] == pytest.approx(values, rel=1e-3, abs=1e-4), tag
     assert recording.summary["global_step"] == 28 * number and recording.summary["updates"] == number
+    check_episodes(recording)
     if recording.acts is not None:
         check_acts(recording, network, weights)
+
+
+def check_episodes(recording):
+    """All episodes of the run count in its mean return: they are fewer than a hundred."""
+    returns = np.concatenate([moment.rollout.episodic_returns for moment in recording.moments])
+    assert 5 < len(returns) < 100
+    assert recording.summary["mean_return_100"] == pytest.approx(returns.mean())
 
 
 def check_acts(recording, network, weights):
@@ -111,6 +119,9 @@ def test_dqn_is_as_defined(tmp_path, script):
         )
     np.testing.assert_allclose(recording.acts.mean(0), probs[:, 1], atol=0.1)
     assert recording.summary["gradient_steps"] == (total - 37) // 3
+    check_episodes(recording)
+    waited = recording.scalars["time/learner_waiting"]
+    assert waited[0] > 0 and waited == sorted(waited) and waited[-1] < recording.summary["wall_seconds"]
     # The first chunks are asked for before anything is learned; each further one after another has come.
     steps = [0] * args.num_workers + list(range(10, total - 10, 10))
     assert recording.epsilons == pytest.approx([reference.linear_epsilon(args, step) for step in steps])

@@ -1,0 +1,54 @@
+"""Observations that are no numbers: where one ends an episode nobody learns from it, elsewhere the run says so."""
+
+import pytest
+
+from tests import scripts
+
+ENDS = """
+import gymnasium as gym
+import numpy as np
+
+class Ends(gym.Env):
+    \"\"\"Ends its episodes after five steps, with observations that are no numbers.\"\"\"
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,))
+    action_space = ACTIONS
+    steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        seen = np.full(3, self.steps if self.steps < 5 else np.nan, np.float32)
+        return seen, 1.0, self.steps == 5, False, {}
+
+gym.register("Ends-v0", Ends)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "space"),
+    [
+        ("ppo_clusterenv.py", "gym.spaces.Discrete(2)"),
+        ("ppo_lstm_clusterenv.py", "gym.spaces.Discrete(2)"),
+        ("ppo_continuous_clusterenv.py", "gym.spaces.Box(-1, 1, (2,))"),
+    ],
+)
+def test_nobody_learns_from_the_observation_that_ends_an_episode(tmp_path, script, space):
+    (tmp_path / "ends.py").write_text(ENDS.replace("ACTIONS", space))
+    flags = "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --eval-episodes 1"
+    _, summary = scripts.train(script, tmp_path, *flags.split(), "--total-timesteps", "320")
+    assert summary["mean_return_100"] == 5
+
+
+def test_nothing_is_normalized_by_what_is_not_finite(tmp_path):
+    text = ENDS.replace("ACTIONS", "gym.spaces.Box(-1, 1, (2,))").replace("self.steps if", "np.inf if")
+    (tmp_path / "ends.py").write_text(text)
+    flags = "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --total-timesteps 320"
+    result = scripts.run("ppo_continuous_clusterenv.py", tmp_path, *flags.split())
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    says = "error: environments [0, 1, 2, 3] gave observations that are not finite"
+    assert result.stderr.splitlines()[-1] == says
