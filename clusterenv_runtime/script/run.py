@@ -277,22 +277,26 @@ class Run:
         """
         if len(eval_returns):
             self.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
-        args, summary = self.args, _finite(_summary(self, eval_returns, more))
+        summary = _finite(_summary(self, eval_returns, more))
         if self._wandb:
             self._wandb.summary.update(summary)
-        pulls, means = summary["pulls_per_worker"], _means(self.curve.mean_return, eval_returns)
         try:
             with replaced(f"{self.directory}/summary.json") as file:
                 file.write(json.dumps(summary, indent=2).encode())
             with replaced(f"{self.directory}/learning_curve.png") as file:
+                args = self.args
                 self.curve.plot(f"{args.exp_name} on {args.env_id}, seed {args.seed}", file)
             if self._unsaved:
                 self._write()
         except OSError as error:
             check(False, f"cannot write to {self.directory}: {error.strerror or error}")
         finally:  # last, as no output is worth a file; but also where there is none
-            say(f"{self.global_step:,} steps in {self._trained_seconds:.0f} s; {pulls:g} pulls a worker")
-            say(f"{means}; see {self.directory}")
+            _say_end(self, summary["pulls_per_worker"], eval_returns)
+
+
+def _say_end(run: Run, pulls: float, eval_returns: np.ndarray) -> None:
+    say(f"{run.global_step:,} steps in {run._trained_seconds:.0f} s; {pulls:g} pulls a worker")
+    say(f"{_means(run.curve.mean_return, eval_returns)}; see {run.directory}")
 
 
 def _finite(value: Any) -> Any:
