@@ -168,6 +168,11 @@ def discount(rewards, dones, gamma, discounted_return):
     return discounted_returns, discounted_return
 
 
+def scale_rewards(rewards, return_var):
+    """Return rewards over the deviation of discounted returns, clipped, as Gymnasium's wrappers have it."""
+    return np.clip(rewards / np.sqrt(return_var + 1e-8), -10, 10)
+
+
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
     """Return advantages and returns, https://arxiv.org/abs/1506.02438: arrays of `(num_steps, num_envs)`, as all are.
 
@@ -300,7 +305,7 @@ if __name__ == "__main__":
             dones = rollout.terminations | rollout.truncations
             discounted_returns, discounted_return = discount(rollout.rewards, dones, args.gamma, discounted_return)
             return_moments.update(discounted_returns.reshape(-1), learners)
-            rewards = np.clip(rollout.rewards / np.sqrt(return_moments.var + 1e-8), -10, 10).astype(np.float32)
+            rewards = scale_rewards(rollout.rewards, return_moments.var).astype(np.float32)
 
             with torch.no_grad():  # values of all observations, also of those that ended episodes
                 values = get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1)).view(-1, envs.num_envs)

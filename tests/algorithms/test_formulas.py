@@ -210,6 +210,12 @@ def test_discounted_returns_begin_with_their_episode_and_go_on_in_the_next_rollo
     np.testing.assert_allclose(last, [0, 0])
 
 
+def test_rewards_are_scaled_by_the_deviation_of_returns_and_clipped():
+    scaled = continuous.scale_rewards(np.array([1.0, -4.0, 23.0, -23.0]), 4.0)
+    np.testing.assert_allclose(scaled, [0.5, -2, 10, -10])
+    assert continuous.scale_rewards(np.array([1.0]), 0.0) == 10  # before there are any returns that differ
+
+
 def test_moments_are_those_of_all_that_came():
     rng, moments, seen = np.random.default_rng(3), continuous.Moments((2,)), []
     for number in range(1, 6):
@@ -230,6 +236,8 @@ def test_observations_are_normalized_and_clipped():
     assert normalize(x).tolist() == [[3, -10]] and normalize(-x).tolist() == [[-3, 10]]
     normalize.load(SimpleNamespace(mean=np.array([1.0, 2.0]), var=np.array([4.0, 100.0])))
     torch.testing.assert_close(normalize(x), torch.tensor([[1.0, -5.2]]))
+    normalize.load(SimpleNamespace(mean=np.array([3.0, 0.0]), var=np.zeros(2)))  # of what has never changed
+    assert normalize(x).tolist() == [[0, -10]]
 
 
 # Atari's frames.
