@@ -67,7 +67,8 @@ TESTS = {
 # What of a script is changed: these functions and classes, and its loop from the first of these lines to the last.
 COMPUTE = {
     "compute_gae", "discount", "scale_rewards", "ppo_loss", "Moments", "Normalize", "get_states",
-    "get_action_and_value", "get_value", "get_hidden", "ReplayBuffer", "compute_td_target", "td_loss", "linear_schedule",
+    "get_action_and_value", "get_value", "get_hidden", "ReplayBuffer", "compute_td_target", "td_loss",
+    "linear_schedule",
 }  # fmt: skip
 LOOP = "    with run.training(", "            # TRY NOT TO MODIFY: record rewards"
 SCRIPTS = sorted(path.name for path in ROOT.glob("*_clusterenv.py"))
