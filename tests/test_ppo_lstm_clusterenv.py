@@ -44,8 +44,3 @@ def test_a_minibatch_of_one_is_refused_in_one_line(tmp_path, monkeypatch):
     flags = "--num-workers 1 --envs-per-worker 2 --num-steps 1 --num-minibatches 2"
     says = "--num-minibatches 2 leaves one sample in each, whose advantage cannot be normalized"
     scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, flags.split(), says)
-
-
-def test_it_learns_what_takes_memory(tmp_path):
-    _, summary = train(tmp_path, "--total-timesteps", "75000", "--eval-episodes", "10")
-    assert summary["mean_return_100"] > 100
