@@ -75,7 +75,7 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("*_clusterenv.py"))
 for script in SCRIPTS:
     name = script.removesuffix(".py")
     # Those of this script, and those that are of one script only.
-    files = ("formulas", "training", "not_finite")
+    files = ("formulas", "training", "not_finite", "resuming")
     TESTS[script] = [*(f"algorithms/test_{file}.py" for file in files), "-k", f"{name} or not clusterenv"]
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -29,7 +29,7 @@ WAYS = {
     " --target-kl 0.002",
 }
 DQN_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 5 --eval-episodes 0 --deterministic"
-DQN_FLAGS += " --learning-starts 37 --train-frequency 3 --target-network-frequency 12 --batch-size 8 --gamma 0.9"
+DQN_FLAGS += " --learning-starts 37 --target-network-frequency 12 --batch-size 8 --gamma 0.9"
 DQN_FLAGS += " --learning-rate 0.003 --tau 0.6 --start-e 0.9 --end-e 0.3 --exploration-fraction 0.4"
 DQN_FLAGS += " --sync-check-frequency 5"
 TOLERANCE = 0.01  # of what training has changed: float32 and float64 differ by less, and mistakes by more
@@ -96,9 +96,11 @@ def check_acts(recording, network, weights):
 def test_dqn_is_as_defined(tmp_path, script):
     kind, q_values = DQN[script]
     is_atari = script == "dqn_atari_clusterenv.py"
-    total = 100 if is_atari else 200
+    total, every = (100, 3) if is_atari else (200, 1)  # environment steps, and those to a gradient step
     size = "--buffer-size 1000" if is_atari else "--buffer-size 60"
-    recording = record(script, tmp_path, *flags_of(kind, DQN_FLAGS, size, f"--total-timesteps {total}"))
+    recording = record(
+        script, tmp_path, *flags_of(kind, DQN_FLAGS, size, f"--total-timesteps {total} --train-frequency {every}")
+    )
     weights, target, kept, logged = reference.dqn(recording, q_values, newest_first=is_atari)
     for name, expected in (("q_network", weights), ("target_network", target)):
         assert_same_weights(recording.networks[name], expected, recording.moments[0].networks[name])
@@ -118,11 +120,11 @@ def test_dqn_is_as_defined(tmp_path, script):
             q_values(weights, reference.array(recording.moments[-1].rollout.next_observations)), args.end_e
         )
     np.testing.assert_allclose(recording.acts.mean(0), probs[:, 1], atol=0.1)
-    assert recording.summary["gradient_steps"] == (total - 37) // 3
+    assert recording.summary["gradient_steps"] == (total - 37) // every
     check_episodes(recording)
     waited = recording.scalars["time/learner_waiting"]
     assert waited[0] > 0 and waited == sorted(waited) and waited[-1] < recording.summary["wall_seconds"]
     # The first chunks are asked for before anything is learned; each further one after another has come.
     steps = [0] * args.num_workers + list(range(10, total - 10, 10))
     assert recording.epsilons == pytest.approx([reference.linear_epsilon(args, step) for step in steps])
-    assert recording.versions == list(range(1, 2 + (total - 37) // 3 // 5))
+    assert recording.versions == list(range(1, 2 + (total - 37) // every // 5))
