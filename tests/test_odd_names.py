@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -38,10 +40,11 @@ class BesideEnv(CountingEnv):
 
 
 @pytest.fixture
-def odd(tmp_path):
-    directory = tmp_path / ODD
-    directory.mkdir()
-    return directory
+def odd():
+    with tempfile.TemporaryDirectory() as parent:  # a short name, as that of a socket may have 107 bytes
+        directory = Path(parent, ODD)
+        directory.mkdir()
+        yield directory
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1"])
