@@ -373,6 +373,7 @@ def test_the_buffer_of_frames_holds_the_newest_transitions_whole(size):
         buffer.add(in_frames(chunk_of(8 * number, 4, 2, (4, 1, 1))))
         inserted = 8 * (number + 1)
         held = min(inserted, size)
+        assert buffer.inserted == inserted
         drawn = buffer.sample(100 * held, torch.device("cpu"))
         obs, next_obs, numbers = check_drawn(drawn, inserted, held)
         saw = np.array([number if number % 8 < 2 or (number - 2) % 3 else number - 2 for number in numbers])

@@ -121,6 +121,7 @@ def test_dqn_is_as_defined(tmp_path, script):
         )
     np.testing.assert_allclose(recording.acts.mean(0), probs[:, 1], atol=0.1)
     assert recording.summary["gradient_steps"] == (total - 37) // every
+    assert recording.summary["global_step"] == recording.summary["transitions_inserted"] == total
     check_episodes(recording)
     waited = recording.scalars["time/learner_waiting"]
     assert waited[0] > 0 and waited == sorted(waited) and waited[-1] < recording.summary["wall_seconds"]
