@@ -25,7 +25,10 @@ DQN = "--deterministic --num-workers 1 --envs-per-worker 8 --num-steps 8 --learn
 DQN += " --exploration-fraction 0.6 --end-e 0.02 --eval-episodes 100"
 TRAININGS = {  # the environment, and flags
     "ppo_clusterenv.py": ("Corridor-vector", f"{PPO} --total-timesteps 10240 --learning-rate 0.005 --reward-scale 1"),
-    "ppo_continuous_clusterenv.py": ("Corridor-box", f"{PPO} --total-timesteps 20480 --learning-rate 0.005 --ent-coef 0.02"),
+    "ppo_continuous_clusterenv.py": (
+        "Corridor-box",
+        f"{PPO} --total-timesteps 20480 --learning-rate 0.005 --ent-coef 0.02",
+    ),
     "ppo_lstm_clusterenv.py": (
         "Recall-vector",
         f"{PPO} --total-timesteps 20480 --learning-rate 0.005 --reward-scale 1 {LONG}",
