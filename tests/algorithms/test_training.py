@@ -24,7 +24,8 @@ PPO_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 7 --eval-episodes 0
 PPO_FLAGS += " --num-minibatches 2 --update-epochs 3 --gamma 0.9 --gae-lambda 0.8 --clip-coef 0.05"
 PPO_FLAGS += " --ent-coef 0.1 --vf-coef 0.7 --max-grad-norm 0.2 --max-policy-lag None"
 WAYS = {
-    "decoupled": "--sync-mode never --clip-rho 1.02 --clip-vloss",
+    "decoupled": "--sync-mode never --weights float32 --clip-rho 1.02 --clip-vloss",
+    "stale": "--sync-mode never --weights float32 --no-decoupled",
     "plain": "--sync-mode always --weights float32 --no-decoupled --no-clip-vloss --no-norm-adv --no-anneal-lr"
     " --target-kl 0.002",
 }
@@ -101,6 +102,8 @@ def test_dqn_is_as_defined(tmp_path, script):
     recording = record(
         script, tmp_path, *flags_of(kind, DQN_FLAGS, size, f"--total-timesteps {total} --train-frequency {every}")
     )
+    first = recording.moments[0].networks
+    assert all(torch.equal(value, first["target_network"][name]) for name, value in first["q_network"].items())
     weights, target, kept, logged = reference.dqn(recording, q_values, newest_first=is_atari)
     for name, expected in (("q_network", weights), ("target_network", target)):
         assert_same_weights(recording.networks[name], expected, recording.moments[0].networks[name])
