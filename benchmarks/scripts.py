@@ -38,6 +38,11 @@ def call(command, directory, timeout=None, **variables):
     return text
 
 
+def import_path(directory):
+    """Return a PYTHONPATH that begins with this directory, and goes on as this process's."""
+    return os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def torchrun(number):
     """What Python runs, with a script after it, to start so many learners."""
     return "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)
@@ -51,8 +56,13 @@ def train(script, *flags, python=sys.executable, launcher=(), timeout=None, **va
     script = Path(script).resolve()
     with tempfile.TemporaryDirectory() as directory:
         # A script of CleanRL's may import cleanrl_utils, which lies beside its folder.
-        path = os.pathsep.join([str(script.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        call([str(python), *launcher, str(script), *flags], directory, timeout, PYTHONPATH=path, **variables)
+        call(
+            [str(python), *launcher, str(script), *flags],
+            directory,
+            timeout,
+            PYTHONPATH=import_path(script.parent.parent),
+            **variables,
+        )
         (folder,) = Path(directory, "runs").iterdir()
         events = EventAccumulator(str(folder))
         events.Reload()
@@ -81,8 +91,7 @@ def measure(module, *arguments, python=sys.executable, timeout=None):
     """Run a module of benchmarks that ends with `work.report`; return what it reports."""
     with tempfile.TemporaryDirectory() as directory:
         # HOME: some peers leave their logs there.
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        variables = {"PYTHONPATH": path, "HOME": directory, "OMP_NUM_THREADS": "1"}
+        variables = {"PYTHONPATH": import_path(ROOT), "HOME": directory, "OMP_NUM_THREADS": "1"}
         text = call([str(python), "-m", module, *map(str, arguments)], directory, timeout, **variables)
     (line,) = (line for line in text.splitlines() if line.startswith('{"steps"'))
     report = json.loads(line)
