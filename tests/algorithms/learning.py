@@ -8,6 +8,7 @@ at once 1. Episodes are cut off after two steps, so a policy that is trained wit
 
 import argparse
 import itertools
+import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -83,18 +84,19 @@ def main():
     parser.add_argument("--seeds", type=int, default=10, help="how many")
     parser.add_argument("--scripts", nargs="+", choices=TRAININGS, default=list(TRAININGS), help="which")
     parser.add_argument("--mistakes", nargs="+", choices=MISTAKES, default=list(MISTAKES), help="which")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many trainings at once")
     args = parser.parse_args()
 
-    def returns(script, mistake):
-        found = []
-        for seed in range(1, args.seeds + 1):
-            with tempfile.TemporaryDirectory() as directory:
-                found.append(learn(script, directory, seed, mistake))
-        return found
+    def one(run):
+        with tempfile.TemporaryDirectory() as directory:
+            return learn(run[0], directory, run[2], run[1])
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(args.jobs) as pool:
         pairs = list(itertools.product(args.scripts, args.mistakes))
-        for (script, mistake), found in zip(pairs, pool.map(lambda pair: returns(*pair), pairs), strict=True):
+        runs = [(*pair, seed) for pair in pairs for seed in range(1, args.seeds + 1)]
+        returns = pool.map(one, runs)
+        for script, mistake in pairs:
+            found = list(itertools.islice(returns, args.seeds))
             each = " ".join(f"{value:.2f}" for value in found)
             print(f"{script}, {mistake}: {min(found):.2f} to {max(found):.2f} ({each})", flush=True)
 
