@@ -142,6 +142,7 @@ def graph_of(step, inputs):
         graph.replay()
         return loss.clone()
 
+    replay.step = step  # whose network and optimizer the graph reads and writes, wherever they are
     return replay
 
 
