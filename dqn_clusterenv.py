@@ -142,13 +142,14 @@ class ReplayBuffer:
 
 
 def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
+    """Return epsilon at step `t`: it falls from `start_e` to `end_e` within `duration` steps, and stays there."""
     slope = (end_e - start_e) / duration
     return max(slope * t + start_e, end_e)
 
 
 @torch.no_grad()
 def compute_td_target(target_network, next_obs, rewards, dones, gamma):
-    """Return what Q-values are to become, `(..., batch_size)` as `rewards` and `dones`. A truncation is no `done`."""
+    """Return the TD targets, `(..., batch_size)` as `rewards` and `dones`. A truncation is no `done`."""
     target_max = target_network(next_obs).amax(-1)
     return rewards + gamma * target_max * (1 - dones)
 

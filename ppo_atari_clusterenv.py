@@ -170,8 +170,12 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
     return advantages, advantages + values
 
 
-def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights, moments=None):
-    """The loss of a minibatch, or of a share of it with the whole one's `moments` of advantages, and what is logged."""
+def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights, adv_mean_std=None):
+    """Return the loss of a minibatch, a scalar, and the scalars that are logged, by name.
+
+    `obs` and `actions` are `(minibatch_size, ...)`, the rest `(minibatch_size,)`. `weights` multiply the policy's loss.
+    With several learners the minibatch is one learner's share, normalized by the whole one's `adv_mean_std`.
+    """
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     logratio = newlogprob - logprobs
     ratio = logratio.exp()
@@ -181,7 +185,7 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
         approx_kl = ((ratio - 1) - logratio).mean()
         clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
     if args.norm_adv:
-        mean, std = (advantages.mean(), advantages.std()) if moments is None else moments
+        mean, std = (advantages.mean(), advantages.std()) if adv_mean_std is None else adv_mean_std
         advantages = (advantages - mean) / (std + 1e-8)
 
     # Policy loss
@@ -312,9 +316,9 @@ if __name__ == "__main__":
                 np.random.shuffle(b_inds)
                 own_inds, shares = learners.share(b_inds, args.minibatch_size, args.num_envs, all_advantages.flatten())
                 own_inds = torch.as_tensor(own_inds, device=device)
-                for start, end, weight, moments in shares:
+                for start, end, weight, adv_mean_std in shares:
                     mb_inds = own_inds[start:end]
-                    loss, losses = loss_fn(agent, args, *(part[mb_inds] for part in batch), moments)
+                    loss, losses = loss_fn(agent, args, *(part[mb_inds] for part in batch), adv_mean_std)
                     clipfracs += [weight * losses["clipfrac"]]
                     optimizer.zero_grad()
                     loss.backward()

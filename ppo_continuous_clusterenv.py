@@ -156,12 +156,14 @@ class Agent(nn.Module):
         return action, probs.log_prob(action).sum(1), probs.entropy().sum(1), self.critic(x)
 
 
-def discount(rewards, dones, gamma, discounted_return):
+def discount(rewards, starts, dones, gamma, discounted_return):
     """Return the discounted return of each episode up to each step, `(num_steps, num_envs)` as `rewards` and `dones`.
 
     Also return the `(num_envs,)` to go on from, which is `discounted_return` when this function is called next.
+    `starts`, `(num_envs,)`, says which environments begin with a new episode.
     """
     discounted_returns = np.zeros_like(rewards)
+    discounted_return = np.where(starts, 0, discounted_return)
     for t in range(len(rewards)):
         discounted_returns[t] = gamma * discounted_return + rewards[t]
         discounted_return = discounted_returns[t] * (1 - dones[t])
@@ -192,8 +194,12 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
     return advantages, advantages + values
 
 
-def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights, moments=None):
-    """The loss of a minibatch, or of a share of it with the whole one's `moments` of advantages, and what is logged."""
+def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights, adv_mean_std=None):
+    """Return the loss of a minibatch, a scalar, and the scalars that are logged, by name.
+
+    `obs` and `actions` are `(minibatch_size, ...)`, the rest `(minibatch_size,)`. `weights` multiply the policy's loss.
+    With several learners the minibatch is one learner's share, normalized by the whole one's `adv_mean_std`.
+    """
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     logratio = newlogprob - logprobs
     ratio = logratio.exp()
@@ -203,7 +209,7 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
         approx_kl = ((ratio - 1) - logratio).mean()
         clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
     if args.norm_adv:
-        mean, std = (advantages.mean(), advantages.std()) if moments is None else moments
+        mean, std = (advantages.mean(), advantages.std()) if adv_mean_std is None else adv_mean_std
         advantages = (advantages - mean) / (std + 1e-8)
 
     # Policy loss
@@ -301,9 +307,10 @@ if __name__ == "__main__":
             check(not rows, f"environments {rows} gave observations that are not finite")
 
             # scale rewards by the deviation of the discounted return of each environment, which began with its episode
-            discounted_return[rollout.starts] = 0
-            dones = rollout.terminations | rollout.truncations
-            discounted_returns, discounted_return = discount(rollout.rewards, dones, args.gamma, discounted_return)
+            discounted_returns, discounted_return = discount(
+                rollout.rewards, rollout.starts, rollout.terminations | rollout.truncations,
+                args.gamma, discounted_return,
+            )  # fmt: skip
             return_moments.update(discounted_returns.reshape(-1), learners)
             rewards = scale_rewards(rollout.rewards, return_moments.var).astype(np.float32)
 
@@ -342,9 +349,9 @@ if __name__ == "__main__":
                 np.random.shuffle(b_inds)
                 own_inds, shares = learners.share(b_inds, args.minibatch_size, args.num_envs, all_advantages.flatten())
                 epoch = [part[torch.as_tensor(own_inds, device=device)] for part in batch]
-                for start, end, weight, moments in shares:
+                for start, end, weight, adv_mean_std in shares:
                     mb = [part[start:end] for part in epoch]
-                    loss, losses = loss_fn(agent, args, *mb, moments)
+                    loss, losses = loss_fn(agent, args, *mb, adv_mean_std)
                     clipfracs += [weight * losses["clipfrac"]]
                     optimizer.zero_grad()
                     loss.backward()

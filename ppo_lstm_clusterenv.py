@@ -166,11 +166,13 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
 
 
 def ppo_loss(
-    agent, args, obs, starts, actions, logprobs, advantages, returns, values, weights, lstm_state, moments=None
+    agent, args, obs, starts, actions, logprobs, advantages, returns, values, weights, lstm_state, adv_mean_std=None
 ):
-    """The loss of a minibatch of whole environments, and by name what is logged of it.
+    """Return the loss of a minibatch of whole environments, a scalar, and the scalars that are logged, by name.
 
-    With several learners this is one's share of it, and `moments` are mean and deviation of the whole one's advantages.
+    All are `(num_steps, num_envs, ...)` but `lstm_state`, from before the first step: `(num_envs, hidden_size)` each.
+    `weights` multiply the policy's loss. With several learners the minibatch is one learner's share, normalized by the
+    whole one's `adv_mean_std`.
     """
     newlogprob, entropy, newvalue = agent.get_action_and_value(obs, lstm_state, starts, actions)
     logratio = newlogprob - logprobs
@@ -181,7 +183,7 @@ def ppo_loss(
         approx_kl = ((ratio - 1) - logratio).mean()
         clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
     if args.norm_adv:
-        mean, std = (advantages.mean(), advantages.std()) if moments is None else moments
+        mean, std = (advantages.mean(), advantages.std()) if adv_mean_std is None else adv_mean_std
         advantages = (advantages - mean) / (std + 1e-8)
 
     # Policy loss
@@ -297,10 +299,10 @@ if __name__ == "__main__":
                 np.random.shuffle(env_inds)
                 own_inds, shares = learners.share(env_inds, envs_per_batch, args.num_envs, all_advantages.T)
                 own_inds = torch.as_tensor(own_inds, device=device)
-                for start, end, weight, moments in shares:
+                for start, end, weight, adv_mean_std in shares:
                     mb_inds = own_inds[start:end]
                     mb = [part[:, mb_inds] for part in batch]  # whole environments: the LSTM goes through their steps
-                    loss, losses = ppo_loss(agent, args, *mb, [state[mb_inds] for state in lstm_state], moments)
+                    loss, losses = ppo_loss(agent, args, *mb, [state[mb_inds] for state in lstm_state], adv_mean_std)
                     clipfracs += [weight * losses["clipfrac"]]
                     optimizer.zero_grad()
                     loss.backward()

@@ -84,7 +84,7 @@ def test_all_shares_of_a_minibatch_are_the_minibatch(number, size):
             found += part.tolist() if share.weight else []
             assert share.weight == (len(part) / size if share.weight else 0)
             if number > 1:
-                assert torch.equal(torch.stack(share.moments), torch.stack([minibatch.mean(), minibatch.std()]))
+                assert torch.equal(torch.stack(share.adv_mean_std), torch.stack([minibatch.mean(), minibatch.std()]))
         assert sorted(found) == sorted(minibatch.tolist())
         assert sum(share.weight for share in ranks) == 1
 
@@ -98,7 +98,8 @@ def test_shares_may_be_of_whole_environments():
         minibatch = advantages[:, torch.as_tensor(inds[start : start + 4])]
         assert sum(share.weight for share in ranks) == 1
         for share in ranks:
-            torch.testing.assert_close(torch.stack(share.moments), torch.stack([minibatch.mean(), minibatch.std()]))
+            mean_std = torch.stack([minibatch.mean(), minibatch.std()])
+            torch.testing.assert_close(torch.stack(share.adv_mean_std), mean_std)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -25,7 +25,7 @@ class Share(NamedTuple):
     start: int  # its first sample, of those that `Learners.share` returns
     end: int
     weight: float  # its part of the whole minibatch
-    moments: tuple[torch.Tensor, torch.Tensor] | None  # mean and deviation of the whole one's advantages
+    adv_mean_std: tuple[torch.Tensor, torch.Tensor] | None  # mean and deviation of the whole one's advantages
 
 
 class Exchange:
@@ -113,9 +113,9 @@ class Exchange:
 
         def shares() -> Iterator[Share]:
             for (start, end), minibatch in zip(itertools.pairwise(bounds), shuffled, strict=True):
-                moments = minibatch.mean(), minibatch.std()
+                mean_std = minibatch.mean(), minibatch.std()
                 first = min(start, len(own) - 1) if start == end else start  # where it has none: any, of no weight
-                yield Share(first, max(end, first + 1), (end - start) / size, moments)
+                yield Share(first, max(end, first + 1), (end - start) / size, mean_std)
 
         return own, shares()
 

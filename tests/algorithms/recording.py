@@ -23,7 +23,7 @@ NETWORKS = "agent", "q_network", "target_network"
 
 
 @dataclass
-class Moment:
+class Call:
     """A call that returned a rollout or a chunk, and the script's state when it was called."""
 
     rollout: Any  # what was returned
@@ -35,15 +35,19 @@ class Moment:
 @dataclass
 class Recording:
     args: dict[str, Any] = field(default_factory=dict)
-    moments: list[Moment] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     epsilons: list[float] = field(default_factory=list)  # with which each chunk was asked for
+    newest: list[int] = field(default_factory=list)  # version of the policy when each chunk was asked for
     seeds: list[int] = field(default_factory=list)  # with which the environments were reset
     versions: list[int] = field(default_factory=list)  # of the policy, that were published
+    published: list[dict[str, dict[str, torch.Tensor]]] = field(default_factory=list)  # the networks of each of these
     parts: dict[str, Any] = field(default_factory=dict)  # what checkpoints hold, when training was about to begin
     networks: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # as they are after training
     scalars: dict[str, list[float]] = field(default_factory=dict)  # that were logged
+    steps: dict[str, list[int]] = field(default_factory=dict)  # at which they were logged
     summary: dict[str, Any] = field(default_factory=dict)
-    acts: np.ndarray | None = None  # (times, num_envs, ...) of the evaluation's function, on the last observations
+    acted_on: np.ndarray | None = None  # observations, (number, ...), and with memory (steps, number, ...)
+    acts: np.ndarray | None = None  # (times, number, ...): what the evaluation's function does, at the last step
 
 
 def record(script, directory, *flags, interrupt=None):
@@ -64,6 +68,27 @@ def record(script, directory, *flags, interrupt=None):
     return recording
 
 
+def evaluated(variables, rollout):
+    """Return observations of a rollout, and what a script's `act` does on them, time after time."""
+    act = variables["act"]
+    if "lstm_state" in variables:
+        obs = rollout.observations[:2]
+
+        def once():
+            act.__globals__["lstm_state"] = variables["policy"].initial_state(obs.shape[1])
+            return [act(each) for each in obs][-1]
+
+    else:
+        obs = rollout.next_observations
+        if obs.ndim == 2:
+            obs = np.concatenate([*rollout.observations, obs])
+
+        def once():
+            return act(obs)
+
+    return obs, np.stack([once() for _ in range(ACTS)])
+
+
 def main(output, script, interrupt, *flags):
     from clusterenv_runtime import ClusterEnv
     from clusterenv_runtime.script import Run
@@ -81,13 +106,14 @@ def main(output, script, interrupt, *flags):
             state = np.random.get_state(), torch.get_rng_state(), networks(sys._getframe(1).f_globals)
             result = original[name](envs, *args, **kwargs)
             rollout = result[1] if name == "recv" else result
-            recording.moments.append(Moment(deepcopy(rollout), *state))
+            recording.calls.append(Call(deepcopy(rollout), *state))
             return result
 
         return call
 
     def send(envs, *args, **kwargs):
         recording.epsilons.append(sys._getframe(1).f_globals["policy"].epsilon)
+        recording.newest.append(envs.policy_version)
         return original["send"](envs, *args, **kwargs)
 
     def reset(envs, *, seed=None, **kwargs):
@@ -99,19 +125,21 @@ def main(output, script, interrupt, *flags):
             recording.parts = {name: deepcopy(part.state_dict()) for name, part in kept.items()}
         original["publish"](envs, *args, **kwargs)
         recording.versions.append(envs.policy_version)
+        recording.published.append(networks(sys._getframe(1).f_globals))
 
     def add_episodes(run, rollout):
         add(run, rollout)
-        if interrupt and len(recording.moments) == int(interrupt):
+        if interrupt and len(recording.calls) == int(interrupt):
             signal.raise_signal(signal.SIGTERM)
 
     def keep_noted(run, name, part):
         kept[name] = part
         return keep(run, name, part)
 
-    def add_scalar(writer, tag, value, *args, **kwargs):
+    def add_scalar(writer, tag, value, step, **kwargs):
         recording.scalars.setdefault(tag, []).append(float(value))
-        return add_scalars(writer, tag, value, *args, **kwargs)
+        recording.steps.setdefault(tag, []).append(step)
+        return add_scalars(writer, tag, value, step, **kwargs)
 
     ClusterEnv.rollout, ClusterEnv.recv = collect("rollout"), collect("recv")
     ClusterEnv.send, ClusterEnv.reset, ClusterEnv.publish = send, reset, publish
@@ -123,10 +151,11 @@ def main(output, script, interrupt, *flags):
     try:
         variables = runpy.run_path(script, run_name="__main__")
         recording.args, recording.networks = vars(variables["args"]), networks(variables)
-        if "lstm_state" not in variables:  # else each action depends on those before
-            with torch.no_grad():
-                obs = recording.moments[-1].rollout.next_observations
-                recording.acts = np.stack([variables["act"](obs) for _ in range(ACTS)])
+        with torch.no_grad():
+            if "target_network" in variables:  # whoever acts by this one acts otherwise
+                for parameter in list(variables["target_network"].parameters())[-2:]:
+                    parameter.neg_()
+            recording.acted_on, recording.acts = evaluated(variables, recording.calls[-1].rollout)
     finally:
         Path(output).write_bytes(pickle.dumps(recording))
 

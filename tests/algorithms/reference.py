@@ -105,7 +105,7 @@ def array(values):
 
 
 class Adam:
-    """https://arxiv.org/abs/1412.6980, Algorithm 1, after clipping the norm of all gradients."""
+    """https://arxiv.org/abs/1412.6980, Algorithm 1, after clipping the norm of all gradients, which `step` returns."""
 
     def __init__(self, parameters, eps):
         self.parameters, self.eps, self.time = parameters, eps, 0
@@ -113,8 +113,8 @@ class Adam:
 
     def step(self, loss, learning_rate, max_norm=np.inf):
         gradients = torch.autograd.grad(loss, self.parameters)
-        norm = sum((gradient**2).sum() for gradient in gradients).sqrt()
-        scale = min(1.0, max_norm / (float(norm) + 1e-6))
+        norm = float(sum((gradient**2).sum() for gradient in gradients).sqrt())
+        scale = min(1.0, max_norm / (norm + 1e-6))
         self.time += 1
         with torch.no_grad():
             for number, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
@@ -123,6 +123,7 @@ class Adam:
                 mean = self.mean[number] / (1 - 0.9**self.time)
                 square = self.square[number] / (1 - 0.999**self.time)
                 parameter -= learning_rate * mean / (square.sqrt() + self.eps)
+        return norm
 
 
 def is_of_normalizer(name):
@@ -154,18 +155,25 @@ def advantages_by_definition(rewards, values, next_values, terminations, truncat
     return advantages
 
 
-def ppo_objective(args, new, entropy, value, old, advantages, returns, old_values, weights):
-    """PPO's loss of a minibatch, https://arxiv.org/abs/1707.06347, and what is logged of it."""
+def ppo_objective(args, reached, new, entropy, value, old, advantages, returns, old_values, weights):
+    """Return PPO's loss of a minibatch, https://arxiv.org/abs/1707.06347, and what is logged of it.
+
+    Add to the set ``reached`` which of the objective's cases occurred.
+    """
     if args.norm_adv:
-        spread = ((advantages - advantages.mean()) ** 2).sum() / (advantages.numel() - 1)
-        advantages = (advantages - advantages.mean()) / (spread.sqrt() + 1e-8)
+        variance = ((advantages - advantages.mean()) ** 2).sum() / (advantages.numel() - 1)
+        advantages = (advantages - advantages.mean()) / (variance.sqrt() + 1e-8)
     ratio = (new - old).exp()
-    clipped = torch.minimum(torch.maximum(ratio, torch.tensor(1 - args.clip_coef)), torch.tensor(1 + args.clip_coef))
-    objective = (weights * torch.minimum(ratio * advantages, clipped * advantages)).mean()
+    low, high = (torch.full_like(ratio, 1 + sign * args.clip_coef) for sign in (-1, 1))
+    unclipped, clipped = ratio * advantages, torch.minimum(torch.maximum(ratio, low), high) * advantages
+    objective = (weights * torch.minimum(unclipped, clipped)).mean()
+    reached |= {"ratio clipped"} if (clipped < unclipped).any() else set()
     error = (value - returns) ** 2
     if args.clip_vloss:
         low, high = old_values - args.clip_coef, old_values + args.clip_coef
-        error = torch.maximum(error, (torch.minimum(torch.maximum(value, low), high) - returns) ** 2)
+        clipped = (torch.minimum(torch.maximum(value, low), high) - returns) ** 2
+        reached |= {"value clipped"} if (clipped > error).any() else set()
+        error = torch.maximum(error, clipped)
     value_loss = error.mean() / 2
     loss = -objective + args.vf_coef * value_loss - args.ent_coef * entropy.mean()
     logged = {
@@ -186,17 +194,17 @@ def ppo(recording, network):
     """Return the weights after training, and by name the lists of what is logged, as the definition has them.
 
     Under "lag" the latter has, by iteration, how far the logarithms of the actions' probabilities were from those under
-    the learner's policy.
+    the learner's policy. Also return the set of the algorithm's cases that occurred, such as "ratio clipped".
     """
     args = SimpleNamespace(**recording.args)
-    weights, learned = parameters_of(recording.moments[0].networks["agent"])
-    adam, logged = Adam(learned, eps=1e-5), defaultdict(list)
+    weights, learned = parameters_of(recording.calls[0].networks["agent"])
+    adam, logged, reached = Adam(learned, eps=1e-5), defaultdict(list), set()
     observed, discounted, running = [], [], None
     is_recurrent, is_continuous = isinstance(network, Recurrent), isinstance(network, Continuous)
-    for iteration, moment in enumerate(recording.moments):
-        rollout = moment.rollout
+    for iteration, call in enumerate(recording.calls):
+        rollout = call.rollout
         num_steps, num_envs = rollout.rewards.shape
-        learning_rate = args.learning_rate * (1 - iteration / len(recording.moments) if args.anneal_lr else 1)
+        learning_rate = args.learning_rate * (1 - iteration / len(recording.calls) if args.anneal_lr else 1)
         obs, actions = array(rollout.observations), array(rollout.actions)
         behavior = array(rollout.logprobs)
         ends = rollout.terminations | rollout.truncations
@@ -238,10 +246,12 @@ def ppo(recording, network):
         old = proximal if args.decoupled else behavior
         importance = torch.ones_like(behavior)
         if args.decoupled:
-            importance = torch.minimum((proximal - behavior).exp(), torch.tensor(args.clip_rho))
+            ratio = (proximal - behavior).exp()
+            importance = torch.minimum(ratio, torch.full_like(ratio, args.clip_rho))
+            reached |= {"weight truncated"} if (ratio > args.clip_rho).any() else set()
 
         rng = np.random.RandomState()
-        rng.set_state(moment.numpy_state)
+        rng.set_state(call.numpy_state)
         inds = np.arange(num_envs if is_recurrent else num_steps * num_envs)
         fractions = []
         for _ in range(args.update_epochs):
@@ -255,15 +265,18 @@ def ppo(recording, network):
                     pick = [each.flatten()[batch] for each in (old, advantages, returns, values, importance)]
                     params_, value = network(weights, obs.flatten(0, 1)[batch])
                     new, entropy = network.logprob_and_entropy(weights, params_, flat_actions[batch])
-                loss, last = ppo_objective(args, new, entropy, value, *pick)
+                loss, last = ppo_objective(args, reached, new, entropy, value, *pick)
                 fractions.append(last["clipfrac"])
-                adam.step(loss, learning_rate, args.max_grad_norm)
-            if args.target_kl is not None and last["approx_kl"] > args.target_kl:
-                break
-        spread = np.var(returns.numpy())
+                norm = adam.step(loss, learning_rate, args.max_grad_norm)
+                reached.add("gradient clipped" if norm > args.max_grad_norm else "gradient not clipped")
+            if args.target_kl is not None:
+                is_far = last["approx_kl"] > args.target_kl
+                reached.add("stopped" if is_far else "not stopped")
+                if is_far:
+                    break
         last |= {
             "clipfrac": np.mean(fractions),
-            "explained_variance": 1 - np.var(advantages.numpy()) / spread,
+            "explained_variance": 1 - np.var(advantages.numpy()) / np.var(returns.numpy()),
         }
         for name, value in last.items():
             logged[f"losses/{name}"].append(value)
@@ -274,7 +287,7 @@ def ppo(recording, network):
             for name in filter(is_of_normalizer, weights):
                 is_mean = name.endswith(".mean")
                 weights[name].copy_(torch.from_numpy(mean if is_mean else 1 / np.sqrt(variance + 1e-8)))
-    return weights, logged
+    return weights, logged, reached
 
 
 def _starts(rollout):
@@ -340,17 +353,17 @@ def epsilon_greedy(q_values, epsilon):
 
 
 def dqn(recording, q_values, newest_first=False):
-    """Return both networks' weights after training, the transitions kept, and what is logged.
+    """Return both networks' weights after training, and what is logged.
 
     ``newest_first`` says how a number that is drawn counts transitions: from the newest one, or as they lie.
     """
     args = SimpleNamespace(**recording.args)
-    weights, learned = parameters_of(recording.moments[0].networks["q_network"])
-    target, _ = parameters_of(recording.moments[0].networks["target_network"])
+    weights, learned = parameters_of(recording.calls[0].networks["q_network"])
+    target, _ = parameters_of(recording.calls[0].networks["target_network"])
     adam, logged, kept, inserted, gradient_steps = Adam(learned, eps=1e-8), defaultdict(list), [], 0, 0
-    for moment in recording.moments:
-        chunk = moment.rollout
-        torch.set_rng_state(moment.torch_state)
+    for call in recording.calls:
+        chunk = call.rollout
+        torch.set_rng_state(call.torch_state)
         obs, nexts = array(chunk.observations), array(chunk.next_observations)
         finals = iter(array(chunk.final_observations))
         num_steps, num_envs = chunk.rewards.shape
@@ -384,7 +397,9 @@ def dqn(recording, q_values, newest_first=False):
                 for name in target:
                     target[name] = args.tau * weights[name].detach() + (1 - args.tau) * target[name].detach()
             last = loss.item(), chosen.mean().item()
+        logged["charts/epsilon"].append(linear_epsilon(args, inserted))
+        logged["throughput/replay_ratio"].append(gradient_steps * args.batch_size / inserted)
         if gradient_steps:
             logged["losses/td_loss"].append(last[0])
             logged["losses/q_values"].append(last[1])
-    return weights, target, kept[-held:], logged
+    return weights, target, logged

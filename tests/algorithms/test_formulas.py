@@ -88,7 +88,7 @@ ARGS = {"clip_coef": 0.2, "norm_adv": False, "clip_vloss": False, "ent_coef": 0.
 
 
 def loss_of(script, logprob, old, advantages, *, value=0.0, returns=0.0, old_values=0.0, entropy=0.0, weights=1.0,
-            moments=None, **args):  # fmt: skip
+            adv_mean_std=None, **args):  # fmt: skip
     """Call a script's loss, with a stand-in for its networks; return the loss, what is logged, and the inputs."""
     number = len(logprob)
     new, entropy, value = (
@@ -104,7 +104,9 @@ def loss_of(script, logprob, old, advantages, *, value=0.0, returns=0.0, old_val
     agent = SimpleNamespace(get_action_and_value=lambda *_: says if is_recurrent else (None, *says))
     obs = (None, None) if is_recurrent else (None,)  # the latter of a recurrent network's says where episodes begin
     state = ([],) if is_recurrent else ()
-    loss, logged = script.ppo_loss(agent, SimpleNamespace(**{**ARGS, **args}), *obs, None, *others, *state, moments)
+    loss, logged = script.ppo_loss(
+        agent, SimpleNamespace(**{**ARGS, **args}), *obs, None, *others, *state, adv_mean_std
+    )
     return loss, {name: value.item() for name, value in logged.items()}, (new, entropy, value)
 
 
@@ -171,9 +173,9 @@ def test_importance_weights_multiply_the_policys_loss_alone(ppo):
     np.testing.assert_allclose(value.grad, [0.25, 0.75])  # vf_coef * (value - return) / number
 
 
-def test_a_shares_advantages_are_normalized_by_the_whole_minibatchs_moments(ppo):
-    moments = torch.tensor(1.0), torch.tensor(2.0)
-    _, logged, _ = loss_of(ppo, [0.0, 0.0], [0.0, 0.0], [5.0, 9.0], norm_adv=True, moments=moments)
+def test_a_shares_advantages_are_normalized_by_those_of_the_whole_minibatch(ppo):
+    adv_mean_std = torch.tensor(1.0), torch.tensor(2.0)
+    _, logged, _ = loss_of(ppo, [0.0, 0.0], [0.0, 0.0], [5.0, 9.0], norm_adv=True, adv_mean_std=adv_mean_std)
     assert logged["policy_loss"] == pytest.approx(-(2 + 4) / 2)
     _, logged, _ = loss_of(ppo, [0.0, 0.0], [0.0, 0.0], [5.0, 9.0], norm_adv=True)
     assert logged["policy_loss"] == pytest.approx(0, abs=1e-6)
@@ -191,7 +193,7 @@ def test_an_evaluation_returns_what_the_policy_earns_in_one_episode_each(name):
         make_kwargs={},
     )  # fmt: skip
     walks = np.array([True, False, True, True, False])
-    actions = 2.0 * walks[:, None] - 1 if kind == "box" else walks.astype(int)
+    actions = np.stack([2.0 * walks - 1] * 2, 1) if kind == "box" else walks.astype(int)
     returns = script.evaluate(args, script.make_env, lambda _: actions.astype(np.float32) if kind == "box" else actions)
     assert returns.tolist() == np.where(walks, 3, 1).tolist()
 
@@ -203,11 +205,18 @@ continuous = importlib.import_module("ppo_continuous_clusterenv")
 
 def test_discounted_returns_begin_with_their_episode_and_go_on_in_the_next_rollout():
     rewards, dones = np.ones((3, 2)), np.array([[False, False], [True, False], [False, False]])
-    returns, last = continuous.discount(rewards, dones, 0.5, np.array([0.0, 4.0]))
+    starts = np.zeros(2, bool)
+    returns, last = continuous.discount(rewards, starts, dones, 0.5, np.array([0.0, 4.0]))
     np.testing.assert_allclose(returns, [[1, 3], [1.5, 2.5], [1, 2.25]])
     np.testing.assert_allclose(last, [1, 2.25])
-    _, last = continuous.discount(rewards, ~dones, 0.5, last)
+    _, last = continuous.discount(rewards, starts, ~dones, 0.5, last)
     np.testing.assert_allclose(last, [0, 0])
+
+
+def test_discounted_returns_begin_anew_where_a_lost_workers_environments_did():
+    rewards, dones = np.ones((2, 2)), np.zeros((2, 2), bool)
+    returns, _ = continuous.discount(rewards, np.array([True, False]), dones, 0.5, np.array([4.0, 4.0]))
+    np.testing.assert_allclose(returns, [[1, 3], [1.5, 2.5]])
 
 
 def test_rewards_are_scaled_by_the_deviation_of_returns_and_clipped():

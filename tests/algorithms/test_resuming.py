@@ -19,7 +19,7 @@ OF_ALL = {"curve", "envs", "optimizer"}
 OF_DQN = OF_ALL | {"q_network", "target_network", "rb", "count"}
 SCRIPTS = {  # the kind of environment, and what a checkpoint holds
     "ppo_clusterenv.py": ("vector", OF_ALL | {"agent"}),
-    "ppo_continuous_clusterenv.py": ("box", OF_ALL | {"agent", "obs_moments", "return_moments"}),
+    "ppo_continuous_clusterenv.py": ("box", OF_ALL | {"agent", "obs_calls", "return_calls"}),
     "ppo_lstm_clusterenv.py": ("vector", OF_ALL | {"agent"}),
     "ppo_minatar_clusterenv.py": ("minatar", OF_ALL | {"agent"}),
     "ppo_atari_clusterenv.py": ("atari", OF_ALL | {"agent"}),
@@ -99,7 +99,7 @@ def test_the_resumed_run_is_the_run(tmp_path, script):
     # It goes on as the run that was not interrupted, and twice in the same way.
     ends = {name: load_checkpoint(tmp_path / name / "runs" / "x") for name in ("whole", "parted", "again")}
     for recording, end in ((resumed, ends["parted"]), (again, ends["again"])):
-        for ours, theirs in zip(recording.moments, whole.moments[INTERRUPT:], strict=True):
+        for ours, theirs in zip(recording.calls, whole.calls[INTERRUPT:], strict=True):
             np.testing.assert_array_equal(ours.rollout.actions, theirs.rollout.actions)
             np.testing.assert_array_equal(ours.rollout.rewards, theirs.rollout.rewards)
         assert_same(recording.networks, whole.networks)

@@ -9,6 +9,7 @@ from gymnasium import spaces
 
 EVALUATION = 100_000  # from here on seeds are those of a script's evaluation
 ATARI_SCREEN = 210, 160
+PIXELS = np.random.default_rng(1).random((4, 4, 8)) < 0.6  # by which each number is shown in MinAtar, if it is large
 
 
 class Toy(gym.Env):
@@ -19,7 +20,7 @@ class Toy(gym.Env):
 
     def __init__(self, render_mode=None, frameskip=1):
         self._frameskip, self.ale = frameskip, self  # as of Atari's games: it has one life
-        self.action_space = spaces.Box(-1, 1, (1,), np.float32) if self.kind == "box" else spaces.Discrete(2)
+        self.action_space = spaces.Box(-1, 1, (2,), np.float32) if self.kind == "box" else spaces.Discrete(2)
         self.observation_space = {
             "vector": spaces.Box(0, 1, (self.num_features,), np.float32),
             "box": spaces.Box(0, 1, (self.num_features,), np.float32),
@@ -50,7 +51,7 @@ class Toy(gym.Env):
     def _observation(self):
         features = np.array(self.features(), np.float32)
         if self.kind == "minatar":
-            return np.broadcast_to(features > 0.5, self.observation_space.shape).copy()
+            return PIXELS[..., : self.num_features] & (features > 0.5)
         if self.kind == "atari":
             return np.broadcast_to(np.uint8(0), self.observation_space.shape)  # nobody looks: see getScreenGrayscale
         return features
