@@ -275,6 +275,49 @@ def test_an_observation_is_the_last_four_frames_the_newest_last(name):
     env.close()
 
 
+@pytest.mark.parametrize("name", ["ppo_atari_clusterenv", "dqn_atari_clusterenv"])
+def test_an_episode_is_a_life_begins_by_firing_and_counts_in_the_return_of_the_game(name):
+    script = importlib.import_module(name)
+    env = script.make_env("tests.algorithms.toys:Lives-atari-v0", 0, False, "")()
+    env.reset(seed=1)
+    for life in (2, 1):
+        assert env.unwrapped.lives() == life and env.unwrapped.steps == 1  # it has fired
+        steps = [env.step(0) for _ in range(3)]
+        assert [reward for _, reward, *_ in steps] == [-1, 1, -1]
+        assert [terminated for _, _, terminated, _, _ in steps] == [False, False, True]
+        episodes = [info["episode"] for *_, info in steps if "episode" in info]
+        if life == 1:
+            assert [episode["r"] for episode in episodes] == [2 * (-0.5 - 0.5 + 5 - 0.5)]  # rewards are not clipped
+        else:
+            assert not episodes
+            env.reset()
+    env.reset()
+    assert env.unwrapped.lives() == 2  # a new game
+    env.close()
+
+
+# How networks begin.
+
+
+@pytest.mark.parametrize("name", PPO)
+def test_layers_begin_orthogonal_with_cleanrls_gains(name):
+    script = importlib.import_module(name)
+    kind = {"continuous": "box", "minatar": "minatar", "atari": "atari"}.get(name.split("_")[1], "vector")
+    env = script.make_env(f"tests.algorithms.toys:Clockwork-{kind}-v0", 0, False, "")()
+    envs = SimpleNamespace(single_observation_space=env.observation_space, single_action_space=env.action_space)
+    agent = script.Agent(envs) if kind in ("minatar", "atari") else script.Agent(envs, 64)
+    for key, value in agent.named_parameters():
+        if "bias" in key or key == "actor_logstd":
+            assert not value.any(), key
+            continue
+        matrix = value.detach().flatten(1).double()
+        matrix = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+        number, outputs = len(matrix), len(value)
+        gain = 1.0 if "lstm" in key or outputs == 1 else np.sqrt(2)
+        gain = 0.01 if outputs == 2 and "lstm" not in key else gain  # the actor's last layer
+        torch.testing.assert_close(matrix @ matrix.T, gain**2 * torch.eye(number).double(), atol=1e-5, rtol=1e-4)
+
+
 # DQN's target, loss and exploration.
 
 

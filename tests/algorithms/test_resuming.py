@@ -44,9 +44,10 @@ def flags_of(script, *more):
     return [*" ".join([f"--env-id tests.algorithms.toys:Clockwork-{kind}-v0", FLAGS, *own]).split()]
 
 
-def resume(script, directory):
+def resume(script, directory, *flags):
     kind, _ = SCRIPTS[script]
-    return record(script, directory, "--env-id", f"tests.algorithms.toys:Clockwork-{kind}-v0", "--resume", "runs/x")
+    env_id = f"tests.algorithms.toys:Clockwork-{kind}-v0"
+    return record(script, directory, "--env-id", env_id, "--resume", "runs/x", *flags)
 
 
 def assert_same(found, expected, where=""):
@@ -130,3 +131,15 @@ def test_exploration_and_counts_go_on_where_they_were(tmp_path, script, outstand
     end = load_checkpoint(tmp_path / "runs" / "x")["parts"]
     assert end["count"]["gradient_steps"] == (64 - 16) // 2
     assert end["rb"]["inserted"] == 64
+
+
+@pytest.mark.parametrize("script", ["dqn_clusterenv.py", "dqn_atari_clusterenv.py"])
+def test_without_its_replay_buffer_a_run_collects_before_it_learns_and_learns_at_the_new_rate(tmp_path, script):
+    record(script, tmp_path, *flags_of(script, f"{RANDOM} --no-save-replay"), interrupt=INTERRUPT)
+    resumed = resume(script, tmp_path, "--learning-rate", "0.25")
+    end = load_checkpoint(tmp_path / "runs" / "x")["parts"]
+    # Another `learning_starts` steps are collected. Then gradient steps go on from the eight that there were.
+    assert end["count"]["gradient_steps"] == (STEP - 16) // 2 + (64 - STEP - 16) // 2
+    assert resumed.summary["transitions_inserted"] == 64 - STEP and end["rb"] == {}
+    assert resumed.steps["losses/td_loss"] == [64]
+    assert end["optimizer"]["param_groups"][0]["lr"] == 0.25

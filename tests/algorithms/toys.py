@@ -142,7 +142,33 @@ class Recall(Corridor):
         return [*super().features(), *hints]
 
 
-for base in (Clockwork, Corridor, Recall):
+class Lives(Toy):
+    """A game of two lives, each of which begins when one fires. Its third step is worth 5, and the next one ends it."""
+
+    num_features = 2
+
+    def get_action_meanings(self):
+        return ["NOOP", "FIRE"]
+
+    def begin(self, seed):
+        self.left, self.steps, self.has_begun = 2, 0, False
+
+    def act(self, is_other):
+        self.has_begun |= is_other
+        self.steps += self.has_begun
+        reward = 5.0 if self.steps == 3 else -0.5 * self.has_begun
+        if self.steps == 4:
+            self.left, self.steps, self.has_begun = self.left - 1, 0, False
+        return reward, self.left == 0, False
+
+    def lives(self):
+        return self.left
+
+    def features(self):
+        return self.has_begun, self.steps / 4
+
+
+for base in (Clockwork, Corridor, Recall, Lives):
     for kind in ("vector", "box", "minatar", "atari"):
         toy = type(f"{base.__name__}{kind.title()}", (base,), {"kind": kind})
         gym.register(f"{base.__name__}-{kind}-v0", toy)
