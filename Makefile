@@ -37,8 +37,9 @@ docs: .venv/installed
 	.venv/bin/python -m docs.site
 	.venv/bin/zensical build --strict --clean
 
-.venv/installed: requirements.txt
+.venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed, this is " + sys.version.split()[0])'
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install -r requirements.txt
+	.venv/bin/python -m pip install --no-deps -e .
 	touch $@

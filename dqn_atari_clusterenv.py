@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import torch.optim as optim
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
-from clusterenv_runtime.atari import EpisodicLife, FireReset
+from clusterenv_runtime.extras.atari import EpisodicLife, FireReset
 from clusterenv_runtime.options import EnvId, Fraction, Name, Nats, NotNegative, Positive, PositiveNumber
 from clusterenv_runtime.script import Counters, Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
 

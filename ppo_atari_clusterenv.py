@@ -19,7 +19,7 @@ import torch.optim as optim
 from torch.distributions import Categorical, Distribution
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.atari import EpisodicLife, FireReset
+from clusterenv_runtime.extras.atari import EpisodicLife, FireReset
 from clusterenv_runtime.options import EnvId, Fraction, Name, Nats, NotNegativeNumber, Number, Positive, PositiveNumber
 from clusterenv_runtime.script import Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
 

@@ -23,9 +23,9 @@ import gymnasium as gym
 import numpy as np
 import tyro
 
-from clusterenv_runtime.collect import Collector
-from clusterenv_runtime.head.versions import PolicyStore
-from clusterenv_runtime.policy import Policy
+from clusterenv_runtime.head.collect import Collector
+from clusterenv_runtime.policy.base import Policy
+from clusterenv_runtime.policy.versions import PolicyStore
 
 from .scale import in_fresh_process
 from .scripts import ROOT

@@ -20,9 +20,9 @@ from gymnasium.spaces import Box, Discrete
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy
-from clusterenv_runtime.head.versions import PolicyCopy, PolicyStore
-from clusterenv_runtime.structure import pickled
-from clusterenv_runtime.worker.actor import Actor
+from clusterenv_runtime.policy.actor import Actor
+from clusterenv_runtime.policy.structure import pickled
+from clusterenv_runtime.policy.versions import PolicyCopy, PolicyStore
 
 
 @dataclass

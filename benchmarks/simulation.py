@@ -13,11 +13,12 @@ from collections import deque
 import torch
 import zmq
 
-from clusterenv_runtime import Exit, Launcher, protocol
-from clusterenv_runtime.codec import pack
-from clusterenv_runtime.packed import List
-from clusterenv_runtime.security import read_key_file
-from clusterenv_runtime.worker.actor import Actor
+from clusterenv_runtime import Exit, Launcher
+from clusterenv_runtime.policy.actor import Actor
+from clusterenv_runtime.wire import protocol
+from clusterenv_runtime.wire.codec import pack
+from clusterenv_runtime.wire.packed import List
+from clusterenv_runtime.wire.security import read_key_file
 from clusterenv_runtime.worker.worker import build_environments
 
 spawn = multiprocessing.get_context("spawn")

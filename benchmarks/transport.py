@@ -20,7 +20,7 @@ import tyro
 import zmq
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.security import Gate, read_key_file
+from clusterenv_runtime.wire.security import Gate, read_key_file
 
 from .idle import Corner, IdleEnv
 from .scale import OBSERVATIONS, TRANSPORTS

@@ -16,7 +16,7 @@ A `ClusterEnv` is also a plain ``gymnasium.vector.VectorEnv``: ``envs.step(actio
 
 from typing import TYPE_CHECKING, Any
 
-from .backends import make_vec
+from .arrays.frames import Frames
 from .env import ClusterEnv
 from .errors import (
     CheckpointError,
@@ -28,13 +28,12 @@ from .errors import (
     StartupError,
     WorkerDiedError,
 )
-from .frames import Frames
 from .launchers import Exit, ExternalLauncher, Launcher, LocalLauncher
 from .rollout import Rollout
 
 if TYPE_CHECKING:
-    from .policies import CategoricalPolicy, EpsilonGreedyPolicy, GaussianPolicy
-    from .policy import Policy
+    from .policy.base import Policy
+    from .policy.ready import CategoricalPolicy, EpsilonGreedyPolicy, GaussianPolicy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -57,14 +56,13 @@ __all__ = [
     "Rollout",
     "StartupError",
     "WorkerDiedError",
-    "make_vec",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # The policies bring torch, which a worker that only steps does not need.
     if name in ("CategoricalPolicy", "EpsilonGreedyPolicy", "GaussianPolicy", "Policy"):
-        from . import policies
+        from .policy import ready as policies
 
         return getattr(policies, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,17 +14,17 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 
-from .blueprint import Blueprint, EnvFns
-from .collect import Collector
+from .envs.blueprint import Blueprint, EnvFns
 from .errors import Interrupted
+from .head.collect import Collector
 from .head.ctrl_c import Method, holds_ctrl_c
 from .head.start import Head, start_head
+from .head.stepping import Stepper
 from .options import parse_options, with_options
 from .rollout import Rollout
-from .stepping import Stepper
 
 if TYPE_CHECKING:
-    from .policy import Policy
+    from .policy.base import Policy
 
 
 def _ends_by_ctrl_c(method: Method) -> Method:
@@ -95,9 +95,8 @@ class ClusterEnv(Counters):
     `rollout` the workers act: they keep their policy until its KL divergence from the head's exceeds ``kl_threshold``.
 
     Args:
-        env_fns: functions that make the environments; the first is also called here, to read the spaces. Or one that
-            makes a `VectorEnv` of as many as it is told, as ``functools.partial(make_vec, "envpool", "CartPole-v1")``
-            does: each worker's rows. Only `rollout` and `send` can step these.
+        env_fns: functions that make the environments; the first is also called here, to read the spaces. Or a
+            `Vectorized`, which makes each worker's rows as one vector environment. Only `rollout` and `send` step it.
         num_workers: worker processes; never more than environments. Each gets a contiguous share of the rows.
         num_envs: how many environments that one function is to make, in all.
         copy, observation_mode, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
@@ -105,7 +104,7 @@ class ClusterEnv(Counters):
         frame_stack: observations of so many arrays are stacks; a rollout has each frame of them once, as `Frames`.
         compress_frames: workers compress these frames, without loss, which is for slow links.
         log_dir: where the launcher has the workers write ``worker-I.log``; by default to this process's output. With
-            "slurm" on a file system that the nodes share: their keys are there, too.
+            workers on other machines on a file system that these share: their keys are there, too.
         first_row, sum_over_learners: for one of several learners: the number of its first environment, and what sums a
             float64 array over all of them. For each `rollout` it is called, as all workers pull together; no `send`.
         options: the fields of `clusterenv_runtime.options.ClusterOptions`, which says what they mean. ``launcher`` may

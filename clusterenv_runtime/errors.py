@@ -24,7 +24,7 @@ class DeadlineError(ClusterEnvError):
 
 
 class ProtocolError(ClusterEnvError):
-    """A message is not of the form :mod:`clusterenv_runtime.protocol` describes."""
+    """A message is not of the form :mod:`clusterenv_runtime.wire.protocol` describes."""
 
 
 class Interrupted(ClusterEnvError):

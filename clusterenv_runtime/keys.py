@@ -6,7 +6,7 @@ FILE is the head's (``--key-file FILE``) and holds the server's secret, which is
 import argparse
 import sys
 
-from .security import HeadKeys, write_key_file
+from .wire.security import HeadKeys, write_key_file
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from .launchers import OWN, Launcher, launcher_names, make_launcher
-from .security import HeadKeys, read_key_file
-from .sync import SyncRule
+from .launchers import Launcher, is_ours, launcher_names, make_launcher
+from .policy.sync import SyncRule
+from .wire.security import HeadKeys, read_key_file
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ Seconds = Annotated[float, Range("a number of seconds > 0", lambda value: value 
 Nats = Annotated[float, Range("a number of nats >= 0", lambda value: value >= 0)]
 Port = Annotated[int, Range("from 0 to 65535", lambda value: 0 <= value < 2**16)]
 _NAME = "of letters, digits and -_.+=, not begin with a dot"  # slurm/train.sh has the same rule
-LauncherName = Annotated[str, RunsCode(lambda value: value not in OWN)]
+LauncherName = Annotated[str, RunsCode(lambda value: not is_ours(value))]
 EnvId = Annotated[str, RunsCode(lambda value: ":" in str(value))]  # Gymnasium imports the module before the colon
 Name = Annotated[str, Range(_NAME, lambda value: re.fullmatch(r"[\w+=-][\w.+=-]*", value))]
 
@@ -63,11 +63,11 @@ class ClusterOptions:
     num_workers: Positive = 2
     """the number of environment worker processes, each with a contiguous share of the environments"""
     launcher: LauncherName = "local"
-    """where workers run: `local` (here), `slurm` (this job), `ray`, `external` (started by you), another package's"""
+    """where workers run: `local` (here), `external` (started by you), or as another launcher that is installed says"""
     worker_prefix: Annotated[str, RunsCode(bool)] = ""
-    """goes before each worker's Python, as in `nice -n 19` or (with the launcher `slurm`) `apptainer exec image.sif`"""
+    """goes before each worker's Python, as in `nice -n 19` or, on other machines, `apptainer exec image.sif`"""
     worker_resources: str = ""
-    """each worker's resources: `CPU=4`, for itself (launcher `slurm`); `CPU=2 GPU=0.5`, by default `CPU=1` (`ray`)"""
+    """each worker's resources, if its launcher knows them: `CPU=4` or, of some launchers, `CPU=2 GPU=0.5`"""
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
     """when workers pull weights: by divergence (APS), every `sync_interval` versions, every version, or once"""
     kl_threshold: Nats = 0.01
@@ -91,7 +91,7 @@ class ClusterOptions:
     startup_timeout: Seconds = 60.0
     """how many seconds a worker may take to start, and then to build each of its environments"""
     bind_address: str | None = None
-    """the IP address to listen on, over tcp; by default a socket file, and with `slurm` what the nodes reach"""
+    """the IP address to listen on, over tcp; by default a socket file, or what the launcher's machines reach"""
     interface: str | None = None
     """instead of an address: the network interface whose address to listen on"""
     port: Port = 0
@@ -161,7 +161,7 @@ class ClusterOptions:
     def check(self, launcher: Launcher, spell: Callable[[str], str] = str) -> str | None:
         """Check all options, and return where to listen: an address or interface for tcp, None for a socket file.
 
-        A launcher may have to ask for the address, as Slurm's does, so keep it. ``spell`` writes an option's name as
+        A launcher may have to ask a scheduler for the address, so keep it. ``spell`` writes an option's name as
         the user knows it.
 
         Raises:

@@ -1,59 +1,21 @@
-"""The arrays that cross the boundary: from a worker to the head, and from the runtime to the user's loop."""
+"""What the user's loop gets: the steps of all workers, joined."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from .codec import pack
-from .packed import Packed
-from .spaces import join
-from .trees import map_tree
+from .arrays.spaces import join
+from .arrays.trees import map_tree
+from .wire.part import RolloutPart
 
-OBSERVATIONS = "observations", "final_observations", "next_observations"
-MAX_INFO_BYTES, MAX_INFO_AXES = 2**18, 32  # of one step's: where it is missing, a rollout has zeros in its place
 MAX_INFO_ZEROS = 2**26  # bytes of these that a rollout may have, or as many times what came as the next
 MAX_INFO_RATIO = 16
-
-
-class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """What one worker sends of a rollout: ``num_steps`` steps of its ``num_envs`` environments.
-
-    Observations are arrays, or for Dict and Tuple spaces dicts and tuples of arrays. Dtypes are the spaces' own.
-    Actions, states and params are as the policy has them: arrays, or dicts and tuples of arrays.
-    """
-
-    version: int  # of the policy that acted
-    starts: np.ndarray  # (num_envs,) bool, whether the first observation is the first of an episode
-    observations: Any  # (num_steps, num_envs, ...) what the policy acted on
-    actions: Any  # (num_steps, num_envs, ...)
-    logprobs: np.ndarray  # (num_steps, num_envs) floats, of the actions under the policy that took them
-    states: Any  # (num_envs, ...) of the policy before the first step, None if it has none
-    extras: dict[str, np.ndarray]  # (num_steps, num_envs, ...) what `Policy.extras` gives
-    infos: dict[str, Any]  # for each of ``info_keys`` that has come: which steps had it, (n,) as below, and (n, ...)
-    rewards: np.ndarray  # (num_steps, num_envs) float64
-    terminations: np.ndarray  # (num_steps, num_envs) bool
-    truncations: np.ndarray  # (num_steps, num_envs) bool
-    final_observations: Any  # (ends, ...) what the steps that ended an episode led to, ordered as their nonzero()
-    next_observations: Any  # (num_envs, ...) after the last step
-    episodes: np.ndarray  # (num_episodes,) int64, which step ended each that counts: step * num_envs + environment
-    episodic_returns: np.ndarray  # (num_episodes,) float64
-    episodic_lengths: np.ndarray  # (num_episodes,) int64
-    params: Any  # (states, ...) the policy's distribution parameters at `sampled_states`
-    frames: tuple[
-        np.ndarray, ...
-    ] = ()  # of observations that are stacks each frame once: they are indices, see `fold`; or `compressed`
-
-    def pack(self, buffers: list[Any]) -> dict[str, Packed]:
-        """Return what `protocol.Part` holds, and append the data of the arrays to ``buffers``."""
-        return {name: pack(getattr(self, name), buffers) for name in self.__struct_fields__}
 
 
 @dataclass
@@ -140,16 +102,6 @@ class Rollout:
                 for name in ("observations", "actions", "extras", "logprobs", "rewards", "terminations", "truncations")
             },  # fmt: skip
         )
-
-
-def fault_of_info(values: np.ndarray) -> str | None:
-    """Say why infos ``(steps, ...)`` have no place in a rollout, where others that have none are zeros as large."""
-    if values.dtype.kind not in "biuf":
-        return "has no place in a rollout: it is neither a number nor an array of them"
-    one = values.dtype.itemsize * math.prod(values.shape[1:])
-    if values.ndim > MAX_INFO_AXES + 1 or one > MAX_INFO_BYTES:
-        return f"has no place in a rollout: it has more than {MAX_INFO_BYTES} bytes, or than {MAX_INFO_AXES} axes"
-    return None
 
 
 def _join_infos(

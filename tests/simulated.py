@@ -11,8 +11,9 @@ from clusterenv_runtime.head.pool import WorkerPool
 from clusterenv_runtime.head.recovery import Recovery
 from clusterenv_runtime.head.supervisor import Supervisor
 from clusterenv_runtime.head.transport import Received
-from clusterenv_runtime.head.versions import PolicyStore
-from clusterenv_runtime.protocol import (
+from clusterenv_runtime.policy.sync import SyncRule
+from clusterenv_runtime.policy.versions import PolicyStore
+from clusterenv_runtime.wire.protocol import (
     PROTOCOL_VERSION,
     Call,
     Close,
@@ -23,7 +24,6 @@ from clusterenv_runtime.protocol import (
     encode,
     shared_versions,
 )
-from clusterenv_runtime.sync import SyncRule
 
 SPACE, ACTIONS = spaces.Box(-1, 1, (1,)), spaces.Discrete(2)
 STARTUP_S, SILENCE_S = 60.0, 30.0

@@ -124,7 +124,7 @@ def monitored(make):
 
 
 def clusters(env_fns):
-    from clusterenv_runtime.adapters.sb3 import ClusterVecEnv
+    from clusterenv_runtime.extras.sb3 import ClusterVecEnv
 
     return ClusterVecEnv(env_fns, 2, worker_timeout=HOUR)
 

@@ -16,7 +16,7 @@ import ppo_clusterenv
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.script import arguments, parse
 from clusterenv_runtime.script.checkpoint import save_checkpoint
-from clusterenv_runtime.security import HeadKeys, write_key_file
+from clusterenv_runtime.wire.security import HeadKeys, write_key_file
 
 from . import scripts
 from .envs import CountingEnv
@@ -87,11 +87,11 @@ RUNNING_CODE = [
 @pytest.fixture
 def added_launcher(tmp_path):
     """A directory to import from, in which a package has a launcher by the name `added`."""
-    (tmp_path / "added.py").write_text("from clusterenv_runtime import LocalLauncher as Added\n")
+    (tmp_path / "added_launcher.py").write_text("from clusterenv_runtime import LocalLauncher as Added\n")
     information = tmp_path / "added-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: added\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[clusterenv.launchers]\nadded = added:Added\n")
+    (information / "entry_points.txt").write_text("[clusterenv.launchers]\nadded = added_launcher:Added\n")
     return tmp_path
 
 

@@ -16,9 +16,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from scipy import stats
 from torch import nn
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy, make_vec
-from clusterenv_runtime.policy import to_tensor
-from clusterenv_runtime.spaces import map_space
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
+from clusterenv_runtime.arrays.spaces import map_space
+from clusterenv_runtime.extras import Together, make_vec
+from clusterenv_runtime.policy.base import to_tensor
 
 from . import scripts
 from .envs import CountingEnv, RandomEnv, assert_same
@@ -37,6 +38,7 @@ def backend(request):
 
 
 def rollouts(env_fns, policy, num_steps, times, num_workers=2, seed=3, **kwargs):
+    env_fns = Together(env_fns) if callable(env_fns) else env_fns
     with ClusterEnv(env_fns, num_workers, **kwargs) as envs:
         envs.reset(seed=seed)
         return [envs.rollout(policy, num_steps) for _ in range(times)]
@@ -179,7 +181,7 @@ def test_log_probs_and_divergence_are_of_what_was_seen(mode, kind):
     def make(num_envs):
         return SyncVectorEnv([partial(RandomEnv, space, action_space)] * num_envs, autoreset_mode=mode)
 
-    with ClusterEnv(make, 2, num_envs=5, kl_threshold=np.inf, weights="float32") as envs:
+    with ClusterEnv(Together(make), 2, num_envs=5, kl_threshold=np.inf, weights="float32") as envs:
         envs.reset(seed=1)
         found = [envs.rollout(policy, 9, overlap=step < 3) for step in range(4)]
         assert envs.divergence.max() < 1e-6  # it is the same policy, wherever it looks
@@ -202,7 +204,7 @@ def test_log_probs_and_divergence_are_of_what_was_seen(mode, kind):
 
 def test_seeds(backend):
     def made(num_workers):
-        return ClusterEnv(partial(make_vec, backend, "CartPole-v1"), num_workers, num_envs=4)
+        return ClusterEnv(Together(partial(make_vec, backend, "CartPole-v1")), num_workers, num_envs=4)
 
     def begin(envs):
         return envs.reset(seed=1)[0], envs.reset()[0], envs.rollout(CategoricalPolicy(linear(4, 2)), 30)
@@ -238,7 +240,7 @@ def test_threads_change_nothing_but_the_time():
 
 def test_killed_worker_is_replaced(backend, workers):
     policy = CategoricalPolicy(linear(4, 2))
-    with ClusterEnv(partial(make_vec, backend, "CartPole-v1"), 2, num_envs=4) as envs:
+    with ClusterEnv(Together(partial(make_vec, backend, "CartPole-v1")), 2, num_envs=4) as envs:
         envs.reset(seed=1)
         envs.rollout(policy, 20)
         os.kill(next(iter(workers())), signal.SIGKILL)
@@ -273,7 +275,7 @@ def test_ales_own_version_has_one_thread_and_each_frame_once():
 
 def test_fresh_seeds_are_ones_that_every_environment_takes(workers):
     policy = CategoricalPolicy(nn.Sequential(nn.Flatten(), linear(4 * 84 * 84, 4)))
-    with ClusterEnv(make_breakout, 1, num_envs=2, worker_timeout=5) as envs:
+    with ClusterEnv(Together(make_breakout), 1, num_envs=2, worker_timeout=5) as envs:
         envs.reset(seed=7)  # whose fresh ones have 32 bits, of which ALE takes 31
         os.kill(next(iter(workers())), signal.SIGKILL)
         envs.rollout(policy, 5)
@@ -282,7 +284,7 @@ def test_fresh_seeds_are_ones_that_every_environment_takes(workers):
 
 def test_only_a_policy_steps_them():
     make = partial(make_vec, "vector", "CartPole-v1")
-    with ClusterEnv(make, 2, num_envs=4) as envs:
+    with ClusterEnv(Together(make), 2, num_envs=4) as envs:
         envs.reset(seed=1)
         for call in (
             lambda: envs.step(np.zeros(4, int)),
@@ -292,12 +294,14 @@ def test_only_a_policy_steps_them():
             with pytest.raises(ValueError, match="for a policy to act in: `rollout`"):
                 call()
         assert envs.rollout(CategoricalPolicy(linear(4, 2)), 3).rewards.shape == (3, 4)
+    with pytest.raises(TypeError, match="one for all environments goes into a Together"):
+        ClusterEnv(make, 2, num_envs=4)
     with pytest.raises(ValueError, match="needs num_envs, at least 1, got None"):
-        ClusterEnv(make, 2)
+        ClusterEnv(Together(make), 2)
     with pytest.raises(ValueError, match="num_envs is 3, but there are 2 env_fns"):
         ClusterEnv([CountingEnv] * 2, 2, num_envs=3)
     with pytest.raises(ValueError, match="observation_mode 'same', got 'different'"):
-        ClusterEnv(make, 2, num_envs=4, observation_mode="different")
+        ClusterEnv(Together(make), 2, num_envs=4, observation_mode="different")
     with pytest.raises(ValueError, match="backend must be 'vector' or 'envpool', got 'jax'"):
         make_vec("jax", "CartPole-v1", 2)
 

@@ -14,7 +14,7 @@ from gymnasium.error import NoAsyncCallError
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, WorkerDiedError
 from clusterenv_runtime.head.ctrl_c import holds_ctrl_c
 from clusterenv_runtime.head.supervisor import LOOK_S
-from clusterenv_runtime.protocol import Call
+from clusterenv_runtime.wire.protocol import Call
 
 from .envs import CountingEnv
 from .nets import linear

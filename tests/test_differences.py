@@ -12,11 +12,11 @@ from gymnasium import spaces
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.differences import FROM_HELD, FROM_ZEROS, WHOLE, Difference
-from clusterenv_runtime.head import versions
-from clusterenv_runtime.head.versions import PolicyCopy, PolicyStore
-from clusterenv_runtime.structure import pickled
-from clusterenv_runtime.worker.actor import Actor
+from clusterenv_runtime.policy import versions
+from clusterenv_runtime.policy.actor import Actor
+from clusterenv_runtime.policy.differences import FROM_HELD, FROM_ZEROS, WHOLE, Difference
+from clusterenv_runtime.policy.structure import pickled
+from clusterenv_runtime.policy.versions import PolicyCopy, PolicyStore
 
 from .envs import CountingEnv
 from .nets import change, linear

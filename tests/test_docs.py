@@ -292,7 +292,7 @@ def check(tmp_path, monkeypatch):
                 assert (ROOT / flag).exists()
             else:
                 known = {Requirement(line).name for lines in EXTRAS.values() for line in lines}
-                assert flag in {"--find-links", "DIRECTORY", "-r", "py-spy", "stable-baselines3"} | known
+                assert flag in {"--find-links", "DIRECTORY", "-e", "-r", "py-spy", "stable-baselines3"} | known
 
     def sbatch(flags):
         at = next(number for number, flag in enumerate(flags) if not re.match("--|:$", flag))

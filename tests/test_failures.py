@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, LocalLauncher, StartupError, WorkerDiedError
-from clusterenv_runtime.protocol import PROTOCOL_VERSION, Ping, decode_answer, encode
+from clusterenv_runtime.wire.protocol import PROTOCOL_VERSION, Ping, decode_answer, encode
 
 from .envs import BlockingEnv, CountingEnv, FailingEnv, LeavingEnv, assert_same
 from .machine import process_namespace

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames, ProtocolError
-from clusterenv_runtime import frames as frames_module
-from clusterenv_runtime.answers import Opener
-from clusterenv_runtime.frames import compressed, decompressed, fold
-from clusterenv_runtime.spaces import join
+from clusterenv_runtime.arrays import frames as frames_module
+from clusterenv_runtime.arrays.frames import compressed, decompressed, fold
+from clusterenv_runtime.arrays.spaces import join
+from clusterenv_runtime.head.answers import Opener
 
 from .envs import assert_same
 from .test_parts import COLLECT, NOW, a_part, packed

@@ -18,9 +18,10 @@ import pytest
 import zmq
 
 from clusterenv_runtime import ClusterEnv
-from clusterenv_runtime.blueprint import Blueprint
-from clusterenv_runtime.codec import pack
-from clusterenv_runtime.protocol import (
+from clusterenv_runtime.envs.blueprint import Blueprint
+from clusterenv_runtime.policy.sync import SyncRule
+from clusterenv_runtime.wire.codec import pack
+from clusterenv_runtime.wire.protocol import (  # fmt: skip
     Call,
     Close,
     Collect,
@@ -34,8 +35,7 @@ from clusterenv_runtime.protocol import (
     decode_answer,
     decode_request,
     frames,
-)  # fmt: skip
-from clusterenv_runtime.sync import SyncRule
+)
 
 from .envs import CountingEnv
 from .patience import PATIENCE

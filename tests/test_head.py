@@ -10,7 +10,7 @@ from clusterenv_runtime.head.episodes import Episodes
 from clusterenv_runtime.head.failures import to_exception
 from clusterenv_runtime.head.handle import State, WorkerHandle
 from clusterenv_runtime.head.supervisor import KILL_S, LOOK_S, NOTICE_S, REASON_S, SOON_S
-from clusterenv_runtime.protocol import Built, Call, Collect, Error, Part, Pull, Reply, Step
+from clusterenv_runtime.wire.protocol import Built, Call, Collect, Error, Part, Pull, Reply, Step
 
 from .simulated import SIGKILL, STARTUP_S, Processes, Simulation
 

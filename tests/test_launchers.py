@@ -17,11 +17,11 @@ import yaml
 
 from clusterenv_runtime import ClusterEnv
 from clusterenv_runtime.errors import StartupError
+from clusterenv_runtime.extras.slurm import Allocation, SlurmLauncher, srun_command
 from clusterenv_runtime.head import supervisor
 from clusterenv_runtime.launchers import ExternalLauncher, LocalLauncher
-from clusterenv_runtime.launchers.slurm import Allocation, SlurmLauncher, srun_command
 from clusterenv_runtime.options import ClusterOptions
-from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file
+from clusterenv_runtime.wire.security import HeadKeys, WorkerKeys, read_key_file
 
 from .envs import CountingEnv
 from .machine import process_namespace
@@ -438,5 +438,5 @@ def test_another_package_may_add_a_launcher(tmp_path, monkeypatch, workers):
     result = run("ppo_clusterenv.py", tmp_path, *flags, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
     assert result.returncode == 0 and "env ADDED=yes" in result.stdout, result.stderr
     (tmp_path / "empty").mkdir()
-    says = "--launcher must be one of 'local', 'slurm', 'ray', 'external', 'added', got 'nonesuch'"
+    says = "--launcher must be one of 'local', 'external', 'added', 'ray', 'slurm', got 'nonesuch'"
     check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path / "empty", [*TINY, "--launcher", "nonesuch"], says)

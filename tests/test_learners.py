@@ -28,11 +28,12 @@ from torch import nn
 import ppo_clusterenv
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
 from clusterenv_runtime.errors import LearnerLostError
-from clusterenv_runtime.script import Run, watch
-from clusterenv_runtime.script.exchange import fingerprint
-from clusterenv_runtime.script.learners import Learners
-from clusterenv_runtime.script.watch import DONE, INTERRUPTED, Place, Watch
-from clusterenv_runtime.script.workers import AllWorkers
+from clusterenv_runtime.script import Run
+from clusterenv_runtime.script.learners import watch
+from clusterenv_runtime.script.learners.exchange import fingerprint
+from clusterenv_runtime.script.learners.learners import Learners
+from clusterenv_runtime.script.learners.watch import DONE, INTERRUPTED, Place, Watch
+from clusterenv_runtime.script.learners.workers import AllWorkers
 
 from .envs import CountingEnv, assert_same
 from .nets import linear

@@ -12,12 +12,13 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector.utils import create_empty_array
 
-from clusterenv_runtime import ProtocolError, answers
-from clusterenv_runtime.answers import Opener, Published
-from clusterenv_runtime.codec import Unpacker, pack
-from clusterenv_runtime.protocol import Call, Collect, CutOff, Part, Reply, Reset, SetAttr, Step
+from clusterenv_runtime import ProtocolError
+from clusterenv_runtime.arrays.spaces import map_space
+from clusterenv_runtime.head import answers
+from clusterenv_runtime.head.answers import Opener, Published
 from clusterenv_runtime.rollout import RolloutPart
-from clusterenv_runtime.spaces import map_space
+from clusterenv_runtime.wire.codec import Unpacker, pack
+from clusterenv_runtime.wire.protocol import Call, Collect, CutOff, Part, Reply, Reset, SetAttr, Step
 
 from .envs import assert_same
 

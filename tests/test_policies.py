@@ -28,9 +28,10 @@ from torch.distributions import (
 )
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy, Policy
-from clusterenv_runtime import policy as policy_module
-from clusterenv_runtime.head import versions
-from clusterenv_runtime.head.probe import probe
+from clusterenv_runtime.extras import Together
+from clusterenv_runtime.policy import base as policy_module
+from clusterenv_runtime.policy import versions
+from clusterenv_runtime.policy.probe import probe
 from clusterenv_runtime.rollout import Rollout
 
 from .envs import CountingEnv, EchoEnv, assert_same
@@ -85,7 +86,7 @@ def together(mode, lengths, num_envs):
 
 LENGTHS = [2, 3, 5, 7]
 MAKERS = {"one by one": [partial(CountingEnv, length) for length in LENGTHS]}
-MAKERS |= {f"together, {mode.value}": partial(together, mode, LENGTHS) for mode in AutoresetMode}
+MAKERS |= {f"together, {mode.value}": Together(partial(together, mode, LENGTHS)) for mode in AutoresetMode}
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -431,7 +432,7 @@ def telling(mode, num_envs):
 
 
 TELLERS = {"one by one": [partial(Telling, length) for length in LENGTHS]}
-TELLERS |= {f"together, {mode.value}": partial(telling, mode) for mode in AutoresetMode}
+TELLERS |= {f"together, {mode.value}": Together(partial(telling, mode)) for mode in AutoresetMode}
 
 
 @pytest.mark.parametrize("make", TELLERS.values(), ids=TELLERS)

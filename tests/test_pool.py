@@ -11,7 +11,7 @@ from clusterenv_runtime.head.handle import State
 from clusterenv_runtime.head.pool import PING_S, Requests
 from clusterenv_runtime.head.supervisor import LOOK_S
 from clusterenv_runtime.head.transport import MAX_HELLO, Received
-from clusterenv_runtime.protocol import (
+from clusterenv_runtime.wire.protocol import (
     Call,
     Close,
     Collect,

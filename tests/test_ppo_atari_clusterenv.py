@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import ppo_atari_clusterenv as script
-from clusterenv_runtime import make_vec
+from clusterenv_runtime.extras import make_vec
+from clusterenv_runtime.extras.together import EnvsTogether
 from clusterenv_runtime.script import environments, evaluate, read_spaces
 from clusterenv_runtime.worker.one_by_one import EnvsOneByOne
-from clusterenv_runtime.worker.together import EnvsTogether
 
 from . import scripts
 from .scripts import scalars

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributions import Distribution, Normal
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
-from clusterenv_runtime.head.versions import PolicyCopy, PolicyStore
-from clusterenv_runtime.worker.actor import Actor
+from clusterenv_runtime.policy.actor import Actor
+from clusterenv_runtime.policy.versions import PolicyCopy, PolicyStore
 
 from .envs import CountingEnv
 from .nets import linear

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from clusterenv_runtime import ProtocolError
-from clusterenv_runtime.codec import MAX_FRAME, MAX_KEYS, SMALL, Unpacker, pack
-from clusterenv_runtime.packed import Array, Generator, List
-from clusterenv_runtime.protocol import (
+from clusterenv_runtime.wire.codec import MAX_FRAME, MAX_KEYS, SMALL, Unpacker, pack
+from clusterenv_runtime.wire.packed import Array, Generator, List
+from clusterenv_runtime.wire.protocol import (
     PROTOCOL_VERSION,
     Error,
     Hello,

@@ -9,9 +9,9 @@ import pytest
 from clusterenv_runtime.head.episodes import Episodes
 from clusterenv_runtime.head.handle import PendingRequest, WorkerHandle
 from clusterenv_runtime.head.recovery import Recovery
-from clusterenv_runtime.head.versions import PolicyStore
-from clusterenv_runtime.protocol import Call, Collect, CutOff, Reset, SetAttr, Setup, Step, Structure
-from clusterenv_runtime.sync import SyncRule
+from clusterenv_runtime.policy.sync import SyncRule
+from clusterenv_runtime.policy.versions import PolicyStore
+from clusterenv_runtime.wire.protocol import Call, Collect, CutOff, Reset, SetAttr, Setup, Step, Structure
 
 from .simulated import ACTIONS, SPACE
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributions import Categorical, Normal
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, Frames, GaussianPolicy
-from clusterenv_runtime.policy import to_tensor
+from clusterenv_runtime.arrays.spaces import map_space
+from clusterenv_runtime.policy.base import to_tensor
 from clusterenv_runtime.rollout import Rollout
-from clusterenv_runtime.spaces import map_space
 
 from .envs import BufferEnv, CountingEnv, EchoEnv, RandomEnv, Words, assert_same
 from .nets import ImageNet, MixedNet, linear

@@ -202,16 +202,17 @@ def test_help_says_each_flag_in_one_piece(monkeypatch, capsys, name):
         assert f" {flags.text_of(kind, flag)} (default: ".replace("\\|", "|") in text, flag
 
 
-def test_the_runtime_needs_nothing_of_the_scripts():
-    """All of its modules can be imported without them, and without what they alone need."""
+def test_the_core_needs_nothing_of_the_scripts_and_the_extras():
+    """All of its modules can be imported without these, and without what they alone need."""
     package = Path(ROOT, "clusterenv_runtime")
     paths = [path.relative_to(ROOT).with_suffix("") for path in package.rglob("*.py")]
-    modules = [".".join(path.parts) for path in paths if not {"script", "adapters"} & {*path.parts}]
+    modules = [".".join(path.parts) for path in paths if not {"script", "extras"} & {*path.parts}]
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     imported = {name.partition(".")[0] for name in result.stdout.split()} | set(result.stdout.split())
     assert {"clusterenv_runtime.head.pool", "torch"} <= imported
-    assert not imported & {"tyro", "rich", "tensorboard", "matplotlib", "wandb", "clusterenv_runtime.script"}
+    assert not imported & {"tyro", "rich", "tensorboard", "matplotlib", "wandb"}
+    assert not imported & {"clusterenv_runtime.script", "clusterenv_runtime.extras"}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import zmq
 
 from clusterenv_runtime import ClusterEnv
 from clusterenv_runtime.head.transport import Transport
-from clusterenv_runtime.protocol import Error, Hello, Pull, Reply, encode, frames
+from clusterenv_runtime.wire.protocol import Error, Hello, Pull, Reply, encode, frames
 
 from .envs import CountingEnv
 

@@ -13,12 +13,12 @@ from gymnasium import spaces
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, GaussianPolicy, LocalLauncher
-from clusterenv_runtime.head.versions import PolicyCopy, PolicyStore
+from clusterenv_runtime.arrays.spaces import one_of
 from clusterenv_runtime.options import ClusterOptions
-from clusterenv_runtime.protocol import Collect
-from clusterenv_runtime.spaces import one_of
-from clusterenv_runtime.structure import pickled
-from clusterenv_runtime.sync import SyncRule, sampled_states
+from clusterenv_runtime.policy.structure import pickled
+from clusterenv_runtime.policy.sync import SyncRule, sampled_states
+from clusterenv_runtime.policy.versions import PolicyCopy, PolicyStore
+from clusterenv_runtime.wire.protocol import Collect
 
 from .envs import CountingEnv, RandomEnv, assert_same
 from .nets import change, linear

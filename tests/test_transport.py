@@ -24,8 +24,8 @@ from clusterenv_runtime.head.transport import (
     Transport,
     listening_address,
 )
-from clusterenv_runtime.protocol import Close, Ping, Pull, decode_request, encode, frames, pulse_of
-from clusterenv_runtime.security import ADMITTED, Gate, HeadKeys, WorkerKeys, read_key_file
+from clusterenv_runtime.wire.protocol import Close, Ping, Pull, decode_request, encode, frames, pulse_of
+from clusterenv_runtime.wire.security import ADMITTED, Gate, HeadKeys, WorkerKeys, read_key_file
 
 from .patience import HOUR, PATIENCE, at_most, wait_until
 from .scripts import ROOT
@@ -365,8 +365,8 @@ def test_a_peer_that_does_not_read_keeps_it_neither_from_sending_nor_from_closin
 @pytest.mark.parametrize(("num_workers", "most"), [(1, ADMITTED), (ADMITTED // 4, ADMITTED), (5000, 20_000)])
 def test_workers_that_connect_again_and_again_are_let_in_one_by_one(make, monkeypatch, caplog, num_workers, most):
     now, gates = [0.0], []
-    monkeypatch.setattr("clusterenv_runtime.security.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("clusterenv_runtime.security.ADMITTED_S", 4.0)
+    monkeypatch.setattr("clusterenv_runtime.wire.security.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("clusterenv_runtime.wire.security.ADMITTED_S", 4.0)
     monkeypatch.setattr(module, "Gate", lambda *args: gates.append(Gate(*args)) or gates[0])
     transport = make("127.0.0.1", security="curve", num_workers=num_workers)
     key = read_key_file(transport.key_file).worker_public.encode()

@@ -10,8 +10,8 @@ from gymnasium import spaces
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, GaussianPolicy
-from clusterenv_runtime.head.versions import MANY_CHANGES, PolicyCopy, PolicyStore
-from clusterenv_runtime.trees import leaves
+from clusterenv_runtime.arrays.trees import leaves
+from clusterenv_runtime.policy.versions import MANY_CHANGES, PolicyCopy, PolicyStore
 
 from .nets import change, linear
 from .test_parts import a_part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from clusterenv_runtime import protocol
+from clusterenv_runtime.wire import protocol
 
 
 def lie_instead_of(

@@ -39,12 +39,12 @@ MUTATIONS = {
     "a replacement is not told the policy's structure": ("head/recovery.py", "if self._store.structure:", "if False:"),
     "the end of a lost episode is not told": ("head/recovery.py", "            worker.episodes.lost()\n", ""),
     "until 8cddea0: nor if it is lost after the answer to a step": (
-        "stepping.py",
+        "head/stepping.py",
         "        if worker.index in self._lost_since:",
         "        if False:",
     ),
     "nor if it is lost after the answer to a request to act": (
-        "collect.py",
+        "head/collect.py",
         "            worker.episodes.lost()",
         "            pass",
     ),
@@ -85,22 +85,22 @@ MUTATIONS = {
         "self._later.pop()",
     ),
     "a worker that was still building is not reset with the others": (
-        "stepping.py",
+        "head/stepping.py",
         "                    self._pool.forget([self._pending[worker.index]])\n",
         "",
     ),
     "weights are of the version before": (
-        "head/versions.py",
+        "policy/versions.py",
         "self._flat, self._answers = flat,",
         "self._flat, self._answers = getattr(self, '_flat', flat),",
     ),
     "two workers that hold different weights share a difference": (
-        "head/versions.py",
+        "policy/versions.py",
         "self._answers[id(copy.weights)] = answer",
         "self._answers = dict.fromkeys(map(id, [c.weights for c in self._copies]), answer)",
     ),
     "a worker says what it likes about its version": (
-        "answers.py",
+        "head/answers.py",
         "if not policy.since <= version <= published.version:",
         "if False:",
     ),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from clusterenv_runtime import protocol
 from clusterenv_runtime.head.transport import Outgoing, Received
 from clusterenv_runtime.launchers import Exit, Launcher
+from clusterenv_runtime.wire import protocol
 
 from .world import Process, World
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy
-from clusterenv_runtime.head.probe import Probed, probe
+from clusterenv_runtime.policy.probe import Probed, probe
 
 from .ledger import Labelled
 

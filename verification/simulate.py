@@ -251,7 +251,9 @@ def run(seed: int, trace: bool = False) -> list[str]:
                 **world.options,
             )
         user = User(world, envs)
-        with mock.patch("clusterenv_runtime.head.versions.probe", lambda policy, *_: probed(sum(policy.rounded_sizes))):
+        with mock.patch(
+            "clusterenv_runtime.policy.versions.probe", lambda policy, *_: probed(sum(policy.rounded_sizes))
+        ):
             user.run()
     except (StartupError, WorkerDiedError) as error:
         world.note(f"the run ends: {error}")

@@ -1,6 +1,6 @@
 """What the rules of `verification.model` are about: a head, its workers, and what is on its way between them.
 
-All of it is immutable. A message is a tuple of its kind, and of fields as in `clusterenv_runtime.protocol`.
+All of it is immutable. A message is a tuple of its kind, and of fields as in `clusterenv_runtime.wire.protocol`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Changes the runtime or a script a little in one place after another, and says which changes no test notices.
 
-    python -m verification.survivors sync.py codec.py          # minutes to hours; goes on where it stopped
+    python -m verification.survivors policy/sync.py wire/codec.py       # minutes to hours; goes on where it stopped
     python -m verification.survivors ppo_clusterenv.py --since HEAD~3       # only lines changed since that commit
 
 Each change is made to a copy of the project, in which the tests of that file are run until one fails. What survives is
@@ -40,16 +40,16 @@ EXPLAINED = Path(__file__).with_name("survivors.txt")
 SCHEDULES = "test_verification.py::test_no_schedule_breaks_the_runtime"
 # The tests of each file, those that fail soonest first.
 TESTS = {
-    "answers.py": ["test_parts.py", SCHEDULES],
-    "codec.py": ["test_protocol.py", "test_forged_states.py", "test_parts.py", "test_vector_env.py"],
-    "protocol.py": [
+    "head/answers.py": ["test_parts.py", SCHEDULES],
+    "wire/codec.py": ["test_protocol.py", "test_forged_states.py", "test_parts.py", "test_vector_env.py"],
+    "wire/protocol.py": [
         "test_protocol.py", "test_head.py", "test_replacement.py", "test_strangers.py", "test_security.py",
         "test_streaming.py",
     ],
-    "security.py": ["test_transport.py", "test_security.py", "test_launchers.py"],
-    "sync.py": ["test_sync.py"],
+    "wire/security.py": ["test_transport.py", "test_security.py", "test_launchers.py"],
+    "policy/sync.py": ["test_sync.py"],
     "head/ctrl_c.py": ["test_ctrl_c.py", SCHEDULES],
-    "head/versions.py": ["test_versions.py", "test_differences.py", "test_probe.py", SCHEDULES, "test_sync.py"],
+    "policy/versions.py": ["test_versions.py", "test_differences.py", "test_probe.py", SCHEDULES, "test_sync.py"],
     "head/episodes.py": ["test_replacement.py", "test_head.py", SCHEDULES, "test_vector_env.py"],
     "head/failures.py": ["test_head.py", "test_env_errors.py", "test_failures.py"],
     "head/handle.py": ["test_head.py", "test_pool.py", SCHEDULES, "test_recovery.py", "test_failures.py"],

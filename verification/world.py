@@ -16,9 +16,9 @@ from typing import Any
 
 from greenlet import greenlet
 
-from clusterenv_runtime import protocol
 from clusterenv_runtime.head.transport import Received
 from clusterenv_runtime.launchers import Exit
+from clusterenv_runtime.wire import protocol
 from clusterenv_runtime.worker.connection import HELLO_S, End
 from clusterenv_runtime.worker.worker import Worker
 

@@ -9,8 +9,8 @@ import cloudpickle
 import numpy as np
 from gymnasium import Space
 
-from ..protocol import CutOff, Message, Step
-from ..spaces import merge_rows
+from ..arrays.spaces import merge_rows
+from ..wire.protocol import CutOff, Message, Step
 
 
 @dataclass

@@ -6,9 +6,9 @@ import builtins
 
 import gymnasium as gym
 
-from ..codec import MAX_FRAME
 from ..errors import EnvError, printable
-from ..protocol import Error
+from ..wire.codec import MAX_FRAME
+from ..wire.protocol import Error
 
 FOR_ITERATION = StopIteration, StopAsyncIteration  # raised anew they would end a loop or a generator of the user's
 

@@ -6,12 +6,11 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..answers import Published
 from ..launchers import Exit
-from ..protocol import Call, Collect, Error, Message, Pull, Reply, SetAttr
-from ..rollout import RolloutPart
+from ..policy.versions import PolicyCopy, Published
+from ..wire.part import RolloutPart
+from ..wire.protocol import Call, Collect, Error, Message, Pull, Reply, SetAttr
 from .episodes import Episodes
-from .versions import PolicyCopy
 
 
 class State(enum.Enum):

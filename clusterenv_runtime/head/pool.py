@@ -10,19 +10,19 @@ from collections.abc import Callable, Collection, Iterable
 from secrets import randbits
 from typing import Any
 
-from .. import protocol
-from ..answers import Opener, Published
 from ..errors import DeadlineError, StartupError, WorkerDiedError, printable
 from ..launchers import Exit, Launcher
-from ..protocol import Built, Close, Error, Hello, Message, Part, Ping, Pull, Reply, Weights
-from ..rollout import RolloutPart
+from ..policy.versions import PolicyStore, Published
+from ..wire import protocol
+from ..wire.part import RolloutPart
+from ..wire.protocol import Built, Close, Error, Hello, Message, Part, Ping, Pull, Reply, Weights
+from .answers import Opener
 from .ctrl_c import hold_ctrl_c, let_go_of_ctrl_c
 from .failures import to_exception
 from .handle import CONNECTED, PendingRequest, Served, State, WorkerHandle
 from .recovery import Recovery
 from .supervisor import Supervisor
 from .transport import Malformed, Outgoing, Received, Transport
-from .versions import PolicyStore
 
 PING_S = 1.0  # how often the head tries whether workers can be reached
 

@@ -12,10 +12,10 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from ..protocol import Collect, CutOff, Message, Reset, SetAttr, Setup, Step, Structure
-from ..sync import SyncRule
+from ..policy.sync import SyncRule
+from ..policy.versions import PolicyStore
+from ..wire.protocol import Collect, CutOff, Message, Reset, SetAttr, Setup, Step, Structure
 from .handle import PendingRequest, WorkerHandle
-from .versions import PolicyStore
 
 logger = logging.getLogger(__name__)
 Order = tuple[int | None, Message, tuple[Any, ...]]  # seq, if it is known, message and buffers

@@ -11,21 +11,21 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from ..answers import Opener
-from ..blueprint import Blueprint
-from ..codec import check_torch
+from ..envs.blueprint import Blueprint
 from ..launchers import Launcher
 from ..launchers.base import worker_flags
 from ..options import ClusterOptions
-from ..protocol import shared_versions
-from ..sync import SyncRule
+from ..policy.sync import SyncRule
+from ..policy.versions import PolicyStore
+from ..wire.codec import check_torch
+from ..wire.protocol import shared_versions
+from .answers import Opener
 from .episodes import Episodes
 from .handle import WorkerHandle
 from .pool import WorkerPool
 from .recovery import Recovery
 from .supervisor import Supervisor
 from .transport import Transport
-from .versions import PolicyStore
 
 
 class Restart(msgspec.Struct):

@@ -18,11 +18,11 @@ from typing import Any
 
 import zmq
 
-from .. import protocol
-from ..codec import MAX_FRAME
 from ..errors import StartupError, printable
-from ..protocol import Answer, Message, Ping
-from ..security import Gate, HeadKeys
+from ..wire import protocol
+from ..wire.codec import MAX_FRAME
+from ..wire.protocol import Answer, Message, Ping
+from ..wire.security import Gate, HeadKeys
 
 logger = logging.getLogger(__name__)
 MOST_FILES = 65_536

@@ -67,7 +67,7 @@ class Launcher:
             StartupError: there are too few of them.
         """
         if resources:
-            raise ValueError(f"goes with a launcher that gives workers resources (ray, slurm), not {self.name}")
+            raise ValueError(f"goes with a launcher that gives workers resources, not {self.name}")
 
     def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
         """Note how many workers there will be, their flags, and the head's private directory."""

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
-from ..processes import LOG_FLAGS, VARIABLE, kill_marked
 from .base import Exit, Launcher
+from .processes import LOG_FLAGS, VARIABLE, kill_marked
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import tyro
 from ..errors import CheckpointError, LearnerLostError, RunLockedError, StartupError, WorkerDiedError, printable
 from ..options import ClusterOptions, Name, NotNegative, Positive, PositiveNumber, Range, RunsCode, that_run_code
 from .checkpoint import check_run, has_checkpoint, load_checkpoint
-from .learners import Learners
+from .learners.learners import Learners
 from .lock import lock
 
 T = TypeVar("T", bound="ScriptArgs")

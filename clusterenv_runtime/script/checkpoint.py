@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 import torch
 
-from ..codec import check_torch, check_twister
 from ..errors import CheckpointError
+from ..wire.codec import check_torch, check_twister
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{64})\.pt")

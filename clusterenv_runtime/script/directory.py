@@ -6,7 +6,7 @@ import os
 
 from ..errors import LearnerLostError, RunLockedError
 from .arguments import ScriptArgs, check, check_for_learners, spell
-from .learners import Learners
+from .learners.learners import Learners
 from .lock import lock
 
 

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
-from ..backends import make_vec, stats_key
 from ..errors import one_line
+from ..extras.backends import make_vec
+from ..extras.together import Together
+from ..worker.one_by_one import stats_key
 from .arguments import check
 
 EnvFn = Callable[[], gym.Env]
@@ -32,7 +34,7 @@ def by_backend(args: Any, env_fns: list[EnvFn], **envpool: Any) -> Any:
     if args.env_backend == "gymnasium":
         return env_fns
     arguments = {"num_threads": args.env_threads, **envpool} if args.env_backend == "envpool" else {}
-    return partial(make_vec, args.env_backend, args.env_id, **{**arguments, **args.make_kwargs})
+    return Together(partial(make_vec, args.env_backend, args.env_id, **{**arguments, **args.make_kwargs}))
 
 
 def make_here(args: Any, env_fns: list[EnvFn], **envpool: Any) -> VectorEnv:

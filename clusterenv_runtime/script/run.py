@@ -25,12 +25,12 @@ from .checkpoint import load_part, replaced, rng_state, save_checkpoint, save_mo
 from .curve import LearningCurve
 from .directory import meet
 from .dry_run import worker_commands
-from .exchange import fingerprint
-from .learners import Learners
+from .learners.exchange import fingerprint
+from .learners.learners import Learners
+from .learners.watch import DONE
+from .learners.workers import AllWorkers, options_of_one
 from .logs import NoLogs, log_in, open_logs, start_wandb
 from .signals import Signals
-from .watch import DONE
-from .workers import AllWorkers, options_of_one
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..env import ClusterEnv
 from ..errors import Interrupted, LearnerLostError, one_line
-from .learners import Learners
+from .learners.learners import Learners
 
 TOLD = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 PREEMPTED, CTRL_C = 75, 130  # exit codes: EX_TEMPFAIL, for which schedulers may requeue, and the shell's 128 + SIGINT

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from ..errors import StartupError
-from ..security import read_key_file
+from ..wire.security import read_key_file
 from .connection import Connection, End
 from .standby import wait_for_arguments
 from .worker import Worker

@@ -16,9 +16,9 @@ from typing import Any
 import zmq
 import zmq.utils.monitor
 
-from .. import protocol
-from ..processes import VARIABLE, kill_marked
-from ..security import WorkerKeys
+from ..launchers.processes import VARIABLE, kill_marked
+from ..wire import protocol
+from ..wire.security import WorkerKeys
 
 logger = logging.getLogger(__name__)
 HELLO_S = 5.0  # after how long a worker that waits for the head's first answer says again that it is there

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -12,14 +12,13 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, iterate
 
-from ..backends import stats_key
-from ..rollout import RolloutPart
-from ..spaces import are_stacks, map_space, merge_rows
+from ..arrays.spaces import are_stacks, map_space, merge_rows
+from ..wire.part import RolloutPart
 from .connection import End
 from .transitions import Transitions, stack
 
 if TYPE_CHECKING:
-    from .actor import Actor
+    from ..policy.actor import Actor
 
 
 class EnvRaised(Exception):
@@ -54,6 +53,12 @@ class _Envs(list[gym.Env]):
             if self.current is None or isinstance(error, End):
                 raise
             raise EnvRaised(int(self.current)) from error
+
+
+def stats_key(envs: Sequence[gym.Env]) -> str | None:
+    """Return under which info environments count their own episodes (RecordEpisodeStatistics); None if not all do."""
+    keys = [env.has_wrapper_attr("_stats_key") and env.get_wrapper_attr("_stats_key") for env in envs]
+    return keys[0] if all(keys) else None
 
 
 class EnvsOneByOne(SyncVectorEnv):

@@ -9,7 +9,7 @@ import select
 import sys
 from collections.abc import Iterable
 
-from ..processes import LOG_FLAGS
+from ..launchers.processes import LOG_FLAGS
 
 
 def wait_for_arguments(modules: Iterable[str]) -> list[str]:

@@ -8,13 +8,13 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from ..frames import compressed, fold
-from ..rollout import RolloutPart, fault_of_info
-from ..spaces import map_space
-from ..trees import map_tree
+from ..arrays.frames import compressed, fold
+from ..arrays.spaces import map_space
+from ..arrays.trees import map_tree
+from ..wire.part import RolloutPart, fault_of_info
 
 if TYPE_CHECKING:
-    from .actor import Actor
+    from ..policy.actor import Actor
 
 
 class Transitions:

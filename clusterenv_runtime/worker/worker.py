@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import protocol
-from ..answers import fault_of
-from ..codec import pack
-from ..registry import load_registry
-from ..sync import SyncRule
+from ..envs.registry import load_registry
+from ..policy.sync import SyncRule
+from ..wire import protocol
+from ..wire.codec import pack
+from ..wire.part import fault_of
 from .connection import Connection, End
 from .one_by_one import EnvRaised, EnvsOneByOne
-from .together import EnvsTogether
 
 if TYPE_CHECKING:
-    from .actor import Actor
+    from ..policy.actor import Actor
 
 MAX_TEXT_BYTES = 2**16  # of each of an error's three texts, which must fit in a frame, `codec.MAX_FRAME`
 
 
-def build_environments(registry: dict[str, bytes | str], **arguments: Any) -> EnvsOneByOne | EnvsTogether:
+def build_environments(registry: dict[str, bytes | str], **arguments: Any) -> Any:
     """Build a worker's rows as a `blueprint.Blueprint` says, with what the user has registered at the head."""
     load_registry(registry)
-    return (EnvsTogether if callable(arguments["env_fns"]) else EnvsOneByOne)(**arguments)
+    env_fns = arguments["env_fns"]
+    return env_fns.build(**arguments) if callable(env_fns) else EnvsOneByOne(**arguments)
 
 
 class Worker:
@@ -43,7 +43,7 @@ class Worker:
         self._connection = connection
         # What came while weights were awaited.
         self._later: deque[tuple[int | None, protocol.Request, list[Any]]] = deque()
-        self._envs: EnvsOneByOne | EnvsTogether | None = None
+        self._envs: Any = None  # what `build_environments` returns
         self._first_row, self._rule = 0, SyncRule()
         self._actor: Actor | None = None
         self._failed = False  # whether an environment has raised since all were reset
@@ -140,7 +140,7 @@ class Worker:
         return observations
 
     def _load_structure(self, structure: Any) -> None:
-        from .actor import Actor  # brings torch, which a worker that only steps does not need
+        from ..policy.actor import Actor  # brings torch, which a worker that only steps does not need
 
         if self._actor is None:
             import torch

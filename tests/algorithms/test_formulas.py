@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from clusterenv_runtime.frames import Frames
+from clusterenv_runtime.arrays.frames import Frames
 from clusterenv_runtime.rollout import Rollout
-from clusterenv_runtime.script.exchange import Exchange
+from clusterenv_runtime.script.learners.exchange import Exchange
 
 from .reference import advantages_by_definition
 

@@ -1,0 +1,1 @@
+"""Trees of arrays, Gymnasium's spaces as batches, and stacks of frames."""

@@ -1,0 +1,1 @@
+"""What a ClusterEnv consists of, and how workers build it."""

@@ -1,0 +1,10 @@
+"""What extends the core, which never imports it: schedulers, adapters, environments that step together, Atari."""
+
+from ..launchers import register
+from .backends import make_vec
+from .together import Together
+
+__all__ = ["Together", "make_vec"]
+
+register("slurm", f"{__name__}.slurm:SlurmLauncher")
+register("ray", f"{__name__}.ray:RayLauncher")

@@ -1,0 +1,108 @@
+"""Environments that step together: Gymnasium's own vectorized ones, and EnvPool's as Gymnasium's API."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space, create_empty_array
+
+from ..arrays.spaces import leaves_of, map_space
+
+
+class EnvPoolVectorEnv(VectorEnv):
+    """EnvPool's environments, each with its own seed, that are reset when asked (Gymnasium's disabled autoreset).
+
+    EnvPool fixes the seeds when it makes the environments, so they are made at the first `reset`, and at each with
+    seeds; where a seed is None, with a random one. Of the options there is only ``reset_mask``, of environments whose
+    episode has ended. Atari's infos have the statistics of whole games, see `_count`.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.DISABLED}
+
+    def __init__(self, env_id: str, num_envs: int, **kwargs: Any) -> None:
+        import envpool
+
+        if env_id not in envpool.list_all_envs():
+            raise gym.error.NameNotFound(f"EnvPool has no {env_id}; envpool.list_all_envs() tells what it has")
+        self.num_envs, self._pool = num_envs, None
+        # By default one thread: there is a worker for every core.
+        kwargs = {"num_threads": 1, **kwargs, "num_envs": num_envs}
+        self._make = partial(envpool.make_gymnasium, env_id, **kwargs)
+        with warnings.catch_warnings():  # of bounds that lose precision as float32
+            warnings.simplefilter("ignore")
+            spec = envpool.make_spec(env_id, **kwargs)
+            self.single_observation_space = spec.gymnasium_observation_space
+        self.single_action_space = spec.gymnasium_action_space
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> Any:
+        seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed or [None] * self.num_envs
+        mask = (options or {}).get("reset_mask")
+        if self._pool is None or any(one is not None for one in seeds):
+            self.close_extras()
+            self._pool = self._make(seed=[secrets.randbits(31) if one is None else one % 2**31 for one in seeds])
+            mask = None
+        if mask is None:
+            self._observations, infos = self._pool.reset()
+            self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
+        else:
+            space, rows = self.single_observation_space, np.flatnonzero(mask).astype(np.int32)
+            # A step after the last one resets, whatever the action. EnvPool's `reset` would begin a new game of Atari
+            # where only a life was lost.
+            some, _, _, _, infos = self._pool.step(create_empty_array(self.single_action_space, len(rows)), rows)
+            self._observations = map_space(np.copy, space, self._observations)  # the user has the one from before
+            for leaf, new in zip(*leaves_of(space, self._observations, some), strict=True):
+                leaf[mask] = new
+        return self._observations, infos
+
+    def step(self, actions: Any) -> Any:
+        self._observations, rewards, terminations, truncations, infos = self._pool.step(actions)
+        if "reward" in infos:
+            self._count(infos, truncations)
+        return self._observations, rewards, terminations, truncations, infos
+
+    def _count(self, infos: dict[str, Any], truncations: np.ndarray) -> None:
+        """Add the return, of rewards that are not clipped, and the length of games that are over, as Gymnasium has it.
+
+        An episode may be one of several lives in a game.
+        """
+        self._returns += infos["reward"]
+        self._lengths += 1
+        over = infos["terminated"].astype(bool) | truncations
+        infos |= {"episode": {"r": self._returns.copy(), "l": self._lengths.copy()}, "_episode": over}
+        self._returns[over] = self._lengths[over] = 0
+
+    def close_extras(self, **_: Any) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+def make_vec(backend: str, env_id: str, num_envs: int, **kwargs: Any) -> VectorEnv:
+    """Make environments that step together, of the backend "vector", which is their own such version, or "envpool".
+
+    ``kwargs`` go to their constructor. Gymnasium itself has such a version, with NumPy, of CartPole only. Atari's games
+    (ALE) have one in C++, which like EnvPool's gets one thread by default.
+
+    Raises:
+        gymnasium.error.Error: there is no such environment, or no such version of it.
+        ModuleNotFoundError: EnvPool is not installed.
+    """
+    if backend == "vector":
+        if "ale_py" in str(getattr(gym.registry.get(env_id), "vector_entry_point", None)):
+            kwargs = {"num_threads": 1, **kwargs}
+        return gym.make_vec(env_id, num_envs, "vector_entry_point", **kwargs)
+    if backend != "envpool":
+        raise ValueError(f"backend must be 'vector' or 'envpool', got {backend!r}")
+    try:
+        return EnvPoolVectorEnv(env_id, num_envs, **kwargs)
+    except ModuleNotFoundError as error:
+        if error.name != "envpool":
+            raise
+        raise ModuleNotFoundError("there is no EnvPool here: pip install envpool", name="envpool") from None

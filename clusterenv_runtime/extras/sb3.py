@@ -1,0 +1,139 @@
+"""Stable-Baselines3: a `VecEnv` whose environments live in worker processes.
+
+from clusterenv_runtime.extras.sb3 import ClusterVecEnv
+
+envs = ClusterVecEnv([make_env] * 8, num_workers=2)
+PPO("MlpPolicy", envs).learn(100_000)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from stable_baselines3.common.env_util import is_wrapped
+from stable_baselines3.common.vec_env.base_vec_env import VecEnv, VecEnvIndices, VecEnvObs, VecEnvStepReturn
+
+from ..env import ClusterEnv
+
+
+class Numbered(gym.Wrapper):
+    """An environment on a worker that knows its number, as some calls are for some environments only."""
+
+    def __init__(self, env_fn: Callable[[], gym.Env], number: int) -> None:
+        super().__init__(env_fn())
+        self.number = number
+
+    def call_of(self, numbers: Sequence[int], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method if this is one of these environments, else return None."""
+        return self.env.get_wrapper_attr(name)(*args, **kwargs) if self.number in numbers else None
+
+    def get_of(self, numbers: Sequence[int], name: str) -> Any:
+        """Return an attribute if this is one of these environments, else None."""
+        return self.env.get_wrapper_attr(name) if self.number in numbers else None
+
+    def set_of(self, numbers: Sequence[int], name: str, value: Any) -> None:
+        """Set an attribute if this is one of these environments."""
+        if self.number in numbers:
+            setattr(self.env, name, value)
+
+    def is_wrapped_by(self, wrapper: type[gym.Wrapper]) -> bool:
+        """Say whether a wrapper of this class is around the environment."""
+        return is_wrapped(self.env, wrapper)
+
+
+class ClusterVecEnv(VecEnv):
+    """Equals ``DummyVecEnv(env_fns)`` to the last bit, rewards, infos and seeds included.
+
+    Args:
+        env_fns: functions that make the environments, as `DummyVecEnv` takes them.
+        num_workers: worker processes.
+        options: any others of `ClusterEnv`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, StartupError, WorkerDiedError: as `ClusterEnv`.
+    """
+
+    def __init__(self, env_fns: Sequence[Callable[[], gym.Env]], num_workers: int = 2, **options: Any) -> None:
+        numbered = [partial(Numbered, env_fn, number) for number, env_fn in enumerate(env_fns)]
+        self.envs = ClusterEnv(numbered, num_workers, autoreset_mode=AutoresetMode.SAME_STEP, **options)
+        self.metadata = self.envs.metadata
+        try:
+            super().__init__(self.envs.num_envs, self.envs.single_observation_space, self.envs.single_action_space)
+        except BaseException:
+            self.envs.close()
+            raise
+
+    def reset(self) -> VecEnvObs:
+        """Reset all environments, with the seeds and the options that were set before."""
+        options = self._options[0]
+        if any(other != options for other in self._options):
+            raise ValueError(f"all environments are reset with the same options, got {self._options}")
+        self.envs.reset_async(seed=list(self._seeds), options=options or None)
+        observations, infos = self.envs._stepper.finish_reset(None)
+        self.reset_infos = [{} for _ in range(self.num_envs)]
+        for number, info in infos:
+            self.reset_infos[number] = info
+        self._reset_seeds()
+        self._reset_options()
+        return observations
+
+    def step_async(self, actions: np.ndarray) -> None:
+        """Ask for a step of all environments."""
+        self.envs.step_async(actions)
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """Return observations, float32 rewards, which episodes have ended, and each environment's info."""
+        observations, rewards, terminations, truncations, found = self.envs._stepper.finish_step(None)
+        dones, infos = terminations | truncations, [{} for _ in range(self.num_envs)]
+        for number, info in found:
+            if "final_obs" in info:
+                final = info.pop("final_obs")
+                # What is left after this is said of a worker that was lost.
+                infos[number] = {**info.pop("final_info"), **info, "terminal_observation": final}
+            elif dones[number]:
+                self.reset_infos[number] = info
+            else:
+                infos[number] = info
+        for info, terminated, truncated in zip(infos, terminations, truncations, strict=True):
+            info["TimeLimit.truncated"] = bool(truncated and not terminated)
+        return observations, rewards.astype(np.float32), dones, infos
+
+    def close(self) -> None:
+        """End the workers."""
+        self.envs.close()
+
+    def get_images(self) -> Sequence[np.ndarray | None]:
+        """Return what each environment renders."""
+        return self.envs.render()
+
+    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
+        """Return an attribute of these environments; it must be of what `ClusterEnv.call` returns."""
+        numbers = self._numbers(indices)
+        values = self.envs.call("get_of", numbers, attr_name)
+        return [values[number] for number in numbers]
+
+    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+        """Set an attribute of these environments."""
+        self.envs.call("set_of", self._numbers(indices), attr_name, value)
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
+    ) -> list[Any]:
+        """Call a method of these environments."""
+        numbers = self._numbers(indices)
+        results = self.envs.call("call_of", numbers, method_name, method_args, method_kwargs)
+        return [results[number] for number in numbers]
+
+    def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
+        """Say of these environments whether a wrapper of this class is around them."""
+        wrapped = self.envs.call("is_wrapped_by", wrapper_class)
+        return [wrapped[number] for number in self._numbers(indices)]
+
+    def _numbers(self, indices: VecEnvIndices) -> list[int]:
+        numbers: Iterable[int] = self._get_indices(indices)
+        return [range(self.num_envs)[number] for number in numbers]  # also of negative ones

@@ -1,0 +1,268 @@
+"""Workers as steps of the Slurm job that the head runs in: one ``srun`` for each, so that each can be replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import IO
+
+from ..errors import StartupError
+from ..launchers.base import Exit, Launcher
+from ..launchers.local import LocalLauncher, kill_group
+from ..launchers.processes import VARIABLE
+
+logger = logging.getLogger(__name__)
+BY_TASK = "CPUS_PER_TASK|TRES_PER_TASK|NTASKS.*|NPROCS"  # variables by which a step is divided
+OF_EXACT = "GPUS|(GPUS|CPUS|MEM)_PER_.*|MEM_BIND.*|CPU_BIND.*|GRES"  # and those that a step's own flags contradict
+# Before a command: MPI that an environment starts would find the job by these, and go to all of its nodes.
+WITHOUT_SLURM = ["bash", "-c", 'unset "${!SLURM_@}" "${!PMI@}"; exec "$@"', "worker"]
+
+
+@dataclass
+class Allocation:
+    """What a job has for its workers: in a heterogeneous job its second part, else all but the head's share.
+
+    ``free`` holds the cores of each node that the head does not need, ``cores`` is how many each task asked for.
+    """
+
+    free: dict[str, int]
+    cores: int
+    head: str | None  # the head's node, None if that is none of the job's
+    het: bool
+
+    def places(self, num_workers: int, own_cores: int = 0) -> list[str]:
+        """Return a node for each worker: the one with the most cores left; of several, the one with fewer workers.
+
+        Raises:
+            StartupError: workers are to have cores of their own, and there are too few for that.
+        """
+        free, places = dict(self.free), []
+        for index in range(num_workers):
+            node = max(free, key=lambda node: (free[node], -places.count(node)))
+            if free[node] < own_cores:
+                job = "the second part of it" if self.het else "it"
+                raise StartupError(
+                    f"no node has {own_cores} cores left for worker {index}; besides the head's this job has {self}: "
+                    f"submit {job} with --cpus-per-task={own_cores}"
+                )
+            free[node] -= own_cores or self.cores
+            places.append(node)
+        return places
+
+    def __str__(self) -> str:
+        return ", ".join(f"{node} {cores}" for node, cores in self.free.items())
+
+
+def read_allocation() -> Allocation:
+    """Read the environment that Slurm gives to what runs in a job.
+
+    Raises:
+        StartupError: there is no job, or no Slurm.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        raise StartupError(
+            "the launcher slurm starts workers inside a job, and this is none (SLURM_JOB_ID is not set): "
+            "sbatch slurm/ppo.sbatch, or run this in a shell of salloc"
+        )
+    if not shutil.which("srun"):
+        raise StartupError("there is no srun here: inside a container, Slurm's commands must be made visible in it")
+    het = "SLURM_JOB_NODELIST_HET_GROUP_1" in os.environ
+    part = "_HET_GROUP_1" if het else ""
+    nodes = _scontrol("show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{part}"]).split()
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ[f"SLURM_JOB_CPUS_PER_NODE{part}"])  # as in 4(x2),2
+    cpus = [int(number) for number, times in counts for _ in range(int(times or 1))]
+    free, head = dict(zip(nodes, cpus, strict=True)), os.environ.get("SLURMD_NODENAME")
+    cores = int(os.environ.get(f"SLURM_CPUS_PER_TASK{part}", 1))
+    if head in free:
+        free[head] -= cores
+    return Allocation(free, cores, head, het)
+
+
+def srun_command(index: int, node: str, het: bool, log: str | None, worker: list[str], own_cores: int = 0) -> list[str]:
+    """Return the command that runs a worker as a step on a node, with cores of its own or with those of all steps."""
+    if own_cores:
+        # All of the job's memory, and none of its GPUs: a step that claimed these would wait for the others to end.
+        cores = ["--exact", f"--cpus-per-task={own_cores}", "--cpu-bind=cores", "--mem=0", "--gres=none"]
+        worker = [*WITHOUT_SLURM, *worker]
+    else:
+        # All of the job's cores on that node, beside the other steps. With cores of its own a step waits for as long as
+        # others hold the job's memory or GPU, and so does a replacement while the lost one is cleaned up. Workers
+        # compute on one thread each, which the kernel spreads over the cores; bound, all would get the first.
+        cores = ["--overlap", "--cpu-bind=none"]
+    return [
+        "srun",
+        *["--het-group=1"] * het,
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={node}",
+        *cores,
+        f"--job-name=worker-{index}",  # as `squeue --steps` shows it
+        "--export=ALL",  # also if the job itself was submitted with --export=NONE
+        # Written by srun, at the head: also on a site where workers share no directory with it.
+        *([] if log is None else [f"--output={log.replace('%', '%%')}", "--open-mode=append"]),
+        "--verbose",  # so that it says when the task has started
+        *worker,
+    ]
+
+
+class SlurmLauncher(LocalLauncher):
+    """Workers as steps of the job that this process runs in. With ``log_dir`` they log to ``log_dir/worker-I.log``.
+
+    ``log_dir`` must be on a file system that the workers' nodes share: the keys are there, too. ``prefix`` may be a
+    container's, as in "apptainer exec image.sif". With the resource CPU each worker has so many cores that no other
+    step may use, on one node, and its environments do not see that they are in a job: what they start, such as MPI's
+    processes, runs on these cores, and ends with the worker.
+
+    Raises:
+        StartupError: this is no Slurm job.
+    """
+
+    name, remote, can_stand_by = "slurm", True, False
+    directory = Launcher.directory
+
+    def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
+        super().__init__(log_dir, prefix)
+        self._allocation = read_allocation()
+        self._places: list[str] = []  # each worker's node
+        self._words: dict[int, IO[bytes]] = {}  # what each srun has said
+        self._patience: dict[int, float] = {}  # until when a killed srun may end by itself, by `time.monotonic`
+
+    @property
+    def _own_cores(self) -> int:
+        """How many cores are a worker's alone; 0 if it shares the job's."""
+        return _own_cores_of(self.resources)
+
+    def check_resources(self, resources: Mapping[str, float], num_workers: int) -> None:
+        cores = resources.get("CPU", 1)
+        if set(resources) - {"CPU"} or cores < 1 or cores % 1:
+            got = " ".join(f"{name}={number:g}" for name, number in resources.items())
+            raise ValueError(f"must be CPU=NUMBER with the launcher slurm, whole cores for each worker, got {got}")
+        self._allocation.places(num_workers, _own_cores_of(resources))
+
+    def address(self, num_workers: int) -> str:
+        """Return this machine's address on its way to the workers' nodes.
+
+        Raises:
+            StartupError: there is none.
+        """
+        places = set(self._allocation.places(num_workers)) - {self._allocation.head}
+        if not places:
+            return "127.0.0.1"
+        node = sorted(places)[0]
+        found = re.search(r"\bNodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", node))
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+                sock.connect((found[1] if found else node, 9))  # sends nothing, but asks the kernel for its route
+                return sock.getsockname()[0]
+        except OSError as error:
+            raise StartupError(
+                f"found no way from here to the node {node} ({error.strerror or error}): "
+                "name the network with --interface or --bind-address"
+            ) from None
+
+    def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
+        super(LocalLauncher, self).prepare(num_workers, flags, directory)
+        self._places = self._allocation.places(num_workers, self._own_cores)
+        if sum(self._allocation.free.values()) < num_workers:
+            logger.warning("%d workers share fewer cores: besides the head's, %s", num_workers, self._allocation)
+
+    def command(self, index: int) -> list[str]:
+        # With a prefix, that is a container's: the path of this one means nothing there.
+        worker = [*self.prefix, "python" if self.prefix else sys.executable, *self.arguments(index)]
+        place = index, self._places[index], self._allocation.het
+        return srun_command(*place, self.log(index), worker, self._own_cores)
+
+    def environment(self, mark: str) -> dict[str, str]:
+        # What the job asked for by task is not for these steps: with it srun gives each cores of its own, see above.
+        # Nor is the mark: beside the head, a worker that ends what carries it would kill its own srun, which is to say
+        # why it ended. What a step has started, Slurm ends.
+        names = BY_TASK if not self._own_cores else f"{BY_TASK}|{OF_EXACT}"
+        unset = re.compile(f"{VARIABLE}|(SLURM|SRUN)_({names})(_HET_GROUP_.)?")
+        return {name: value for name, value in super().environment(mark).items() if not unset.fullmatch(name)}
+
+    def start_worker(self, index: int) -> None:
+        before, words = self._words.get(index), tempfile.TemporaryFile()  # noqa: SIM115
+        place = self._places[index]
+        if before is not None:
+            alone = set(self._places) == {self._allocation.head}  # listening for nobody else
+            if "task 0: " not in self._said(index) and not alone:  # not the worker ended: its node may be down
+                self._places[index] = self._next_place(index)
+        self._words[index] = words
+        try:
+            super().start_worker(index)
+        except OSError:  # then all is as before, and it is tried again
+            self._places[index] = place
+            if before is not None:
+                self._words[index] = before
+                words.close()
+            raise
+        if before is not None:
+            before.close()
+
+    def _next_place(self, index: int) -> str:
+        """Return the next node that has a place for a worker, or the one where it was."""
+        nodes, here = list(self._allocation.free), self._places[index]
+        at = nodes.index(here)
+        for node in [*nodes[at + 1 :], *nodes[:at]]:
+            if self._allocation.free[node] - self._own_cores * self._places.count(node) >= self._own_cores:
+                return node
+        return here
+
+    def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes]]:
+        return contextlib.nullcontext(self._words[index])  # srun's; the worker's own goes to its log, see srun_command
+
+    def pending(self, index: int) -> str | None:
+        said = self._said(index)
+        return None if "tasks started" in said else (said.splitlines() or ["srun has said nothing yet"])[-1]
+
+    def exit(self, index: int) -> Exit | None:
+        code = self._processes[index].poll()
+        if code is None:
+            return None
+        errors = "; ".join(re.findall(r"^srun: error: (.*)", self._said(index), re.MULTILINE))
+        return Exit(errors or f"srun ended with exit code {code}", by_signal=code < 0 or 128 < code <= 192)
+
+    def kill(self, index: int) -> None:
+        self._processes[index].terminate()  # srun kills its task then, if the node can be reached
+        self._patience[index] = time.monotonic() + 3
+
+    def has_ended(self, index: int) -> bool:
+        if super().has_ended(index):
+            return True
+        if time.monotonic() > self._patience[index]:
+            kill_group(self._processes[index])  # a worker that lives on ends when it finds its link closed
+        return False
+
+    def stop(self, timeout: float) -> None:
+        super().stop(timeout)
+        for words in self._words.values():
+            words.close()
+
+    def _said(self, index: int) -> str:
+        return os.pread(self._words[index].fileno(), 2**16, 0).decode(errors="replace")
+
+
+def _own_cores_of(resources: Mapping[str, float]) -> int:
+    return int(resources.get("CPU", 0))
+
+
+def _scontrol(*arguments: str) -> str:
+    try:
+        result = subprocess.run(
+            ["scontrol", *arguments], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StartupError(f"scontrol {' '.join(arguments)}: {error}") from None
+    if result.returncode != 0:
+        raise StartupError(f"scontrol {' '.join(arguments)}: {result.stderr.strip()}")
+    return result.stdout

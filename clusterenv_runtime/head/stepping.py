@@ -1,0 +1,229 @@
+"""Gymnasium's vector API on workers, with actions chosen at the head: each call is one request to each of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+from gymnasium.error import NoAsyncCallError, ResetNeeded
+from gymnasium.spaces import Box, MultiDiscrete
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.async_vector_env import AsyncState
+from gymnasium.vector.utils import create_empty_array, iterate
+
+from ..arrays.spaces import check_reset_mask, map_space
+from ..envs.blueprint import Blueprint
+from ..errors import DeadlineError, printable
+from ..wire.protocol import Call, Message, Reply, Reset, SetAttr
+from .episodes import Episodes
+from .handle import WorkerHandle
+from .start import Head
+
+Infos = list[tuple[int, dict[str, Any]]]  # (environment, info)
+
+
+class Stepper:
+    """The call that is under way, and what becomes of the answers.
+
+    Args:
+        head: the workers, and what their replacements are told.
+        blueprint: their environments.
+        copy: whether each batch of observations is made of fresh arrays.
+    """
+
+    def __init__(self, head: Head, blueprint: Blueprint, copy: bool) -> None:
+        self._pool, self._recovery, self._blueprint = head.pool, head.recovery, blueprint
+        self._space, self._copy = blueprint.single_observation_space, copy
+        self._skips_absent = head.is_partial  # a reset leaves out workers that have yet to come, and then are reset
+        self.state = AsyncState.DEFAULT
+        self.was_reset = False
+        self._pending: list[int | None] = []  # the seq each worker is to answer; None for one that is not asked
+        self._mask: np.ndarray | None = None  # of the reset under way
+        self._observations: Any = None  # of all environments, the last ones
+        self._lost_since: set[int] = set()  # workers whose process was replaced after it had answered the last call
+        self._warned: set[str] = set()  # what the user was told of infos
+
+    def _assert_none_has_raised(self, method: str) -> None:
+        if self._pool.failed:
+            raise ResetNeeded(f"Cannot call `{method}` before all environments are `reset`, as one has raised.")
+
+    def _assert_one_by_one(self) -> None:
+        if self._blueprint.steps_together:
+            raise ValueError("environments that step together are for a policy to act in: `rollout`, `send` and `recv`")
+
+    def _ask(self, state: AsyncState, request: Callable[[WorkerHandle], tuple[Message, bytes]]) -> None:
+        self._pool.require(*self._pool.workers)
+        requests = [request(worker) for worker in self._pool.workers]  # before any is asked, as this may raise
+        self._pending = [
+            self._pool.ask(worker, *each) for worker, each in zip(self._pool.workers, requests, strict=True)
+        ]
+        if self._skips_absent and state == AsyncState.WAITING_RESET and self._mask is None:
+            for worker in self._pool.workers:
+                if not worker.has_been_ready:  # it does it when it is, and nobody waits for that
+                    self._pool.forget([self._pending[worker.index]])
+                    self._pending[worker.index] = None
+        self._pool.exchange()
+        self.state = state
+
+    def _replies(self, state: AsyncState, timeout: float | None) -> list[Reply]:
+        """Return the replies, one for each worker, with their values unpacked."""
+        if self.state != state:
+            raise NoAsyncCallError(
+                f"Calling `{state.value}_wait` without any prior call to `{state.value}_async`.", state.value
+            )
+        try:
+            served = self._pool.gather([seq for seq in self._pending if seq is not None], timeout)
+        except DeadlineError as error:
+            raise multiprocessing.TimeoutError(
+                f"The call to `{state.value}_wait` has timed out after {timeout} second(s). {error}"
+            ) from None
+        finally:
+            self.state = AsyncState.DEFAULT
+        replies, self._lost_since = {}, {answer.request.worker for answer in served if answer.is_last}
+        for request, reply, _ in served:
+            replies[request.worker] = reply
+            for key in reply.dropped:
+                kinds = "only arrays, numbers, strings and their containers leave a worker"
+                self._warn(f"Info {printable(key)} is left out: {kinds}.")
+        return [replies.get(worker.index) or self._nothing(worker) for worker in self._pool.workers]
+
+    def _infos(self, replies: list[Reply]) -> Infos:
+        starts = [worker.rows.start for worker in self._pool.workers]
+        return [(start + env, info) for start, reply in zip(starts, replies, strict=True) for env, info in reply.infos]
+
+    def _note_loss(self, worker: WorkerHandle) -> None:
+        """Have the next step tell of episodes that were lost after the answer to this call."""
+        if worker.index in self._lost_since:
+            worker.episodes.lost()
+
+    def _nothing(self, worker: WorkerHandle) -> Reply:
+        return Reply(create_empty_array(self._space, worker.num_envs), [])
+
+    def join_infos(self, infos: Infos, add_info: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """Return the infos of environments as those of all, by Gymnasium's own method."""
+        joined: dict[str, Any] = {}
+        for env, info in infos:
+            try:
+                joined = add_info(joined, info, env)
+            except Exception:  # whatever it raises where infos do not go together
+                self._warn(f"Infos of environment {env} are left out: they do not go with those of others.")
+        return joined
+
+    def _warn(self, text: str) -> None:
+        """Warn once of something about infos; a worker may say what it likes, so of a hundred things at most."""
+        if text not in self._warned and len(self._warned) < 100:
+            self._warned.add(text)
+            gym.logger.warn(text)
+
+    def reset(self, seed: int | list[int | None] | None, options: dict[str, Any] | None) -> None:
+        """Ask for a reset of all environments, or of those of ``options["reset_mask"]``."""
+        mask, num_envs = None, self._blueprint.num_envs
+        if options is not None and "reset_mask" in options:
+            self._assert_one_by_one()
+            mask = options.pop("reset_mask")
+            check_reset_mask(mask, num_envs)
+            self._assert_none_has_raised("reset` with a `reset_mask")
+        seeds = seed
+        if seed is None or isinstance(seed, int):
+            seeds = [None if seed is None else seed + self._blueprint.first_row + i for i in range(num_envs)]
+        if len(seeds) != num_envs:
+            raise ValueError(
+                f"If seeds are passed as a list the length must match num_envs={num_envs} but got length={len(seeds)}."
+            )
+        self.was_reset, self._mask = True, mask
+        if mask is None:
+            self._recovery.reset(self._pool.workers, seeds, options)
+
+        def request(worker: WorkerHandle) -> tuple[Message, bytes]:
+            part = None if mask is None else mask[worker.rows]
+            return Reset(mask is not None), cloudpickle.dumps((seeds[worker.rows], options, part))
+
+        self._ask(AsyncState.WAITING_RESET, request)
+
+    def finish_reset(self, timeout: float | None) -> tuple[Any, Infos]:
+        """Return the observations and the infos."""
+        replies = self._replies(AsyncState.WAITING_RESET, timeout)
+        parts = []
+        for worker, reply in zip(self._pool.workers, replies, strict=True):
+            if self._mask is None:
+                worker.episodes = Episodes.begun(reply.value, worker.num_envs)
+                self._pool.failed.discard(worker.index)
+                parts.append(reply.value)
+            else:
+                parts.append(worker.episodes.saw_reset(self._space, reply.value, self._mask[worker.rows]))
+            self._note_loss(worker)
+        return self._join(parts), self._infos(replies)
+
+    def step(self, actions: Any) -> None:
+        """Ask for a step of all environments."""
+        self._assert_one_by_one()
+        self._assert_none_has_raised("step")
+        space, num_envs = self._blueprint.action_space, self._blueprint.num_envs
+        is_array = isinstance(actions, np.ndarray) and actions.ndim > 0
+        if not (is_array and isinstance(space, Box | MultiDiscrete)):
+            actions = list(iterate(space, actions))
+        if len(actions) != num_envs:
+            raise ValueError(f"Expected {num_envs} actions, one for each environment, got {len(actions)}")
+        self._ask(AsyncState.WAITING_STEP, lambda worker: worker.episodes.step(actions[worker.rows]))
+
+    def finish_step(self, timeout: float | None) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:
+        """Return observations, rewards, terminations, truncations and infos."""
+        replies = self._replies(AsyncState.WAITING_STEP, timeout)
+        shows_ends = self._blueprint.autoreset_mode != AutoresetMode.SAME_STEP  # before what follows them
+        for worker, reply in zip(self._pool.workers, replies, strict=True):
+            observations, _, terminations, truncations = reply.value
+            worker.episodes = Episodes(observations, (terminations | truncations) & shows_ends)
+            self._note_loss(worker)
+        parts, *arrays = zip(*(reply.value for reply in replies), strict=True)
+        return self._join(parts), *map(np.concatenate, arrays), self._infos(replies)
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Ask for a call of each environment's method, or for its attribute."""
+        self._assert_one_by_one()
+        argument = cloudpickle.dumps((args, kwargs))
+        self._ask(AsyncState.WAITING_CALL, lambda _: (Call(name), argument))
+
+    def finish_call(self, timeout: float | None) -> tuple[Any, ...]:
+        """Return one result for each environment."""
+        return tuple(result for reply in self._replies(AsyncState.WAITING_CALL, timeout) for result in reply.value)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of each environment, also of those that a replacement builds."""
+        self._assert_one_by_one()
+        num_envs = self._blueprint.num_envs
+        values = list(values) if isinstance(values, list | tuple) else [values] * num_envs
+        if len(values) != num_envs:
+            raise ValueError(
+                "Values must be a list or tuple with length equal to the number of environments. "
+                f"Got `{len(values)}` values for {num_envs} environments."
+            )
+        before, attributes = dict(self._recovery.attributes), self._recovery.attributes
+        attributes[name] = values  # from now on, as a worker may be replaced when it has answered
+        try:
+            self._ask(AsyncState.WAITING_CALL, lambda worker: (SetAttr(name), cloudpickle.dumps(values[worker.rows])))
+            self._replies(AsyncState.WAITING_CALL, None)
+        except BaseException:
+            self._recovery.attributes = before
+            raise
+
+    def _join(self, parts: Sequence[Any]) -> Any:
+        """Join the workers' observations, in the same arrays each time if the user wants no copy, as Gymnasium does."""
+        if self._copy or self._observations is None:
+            self._observations = map_space(_concatenate, self._space, *parts)
+        else:
+            self._observations = map_space(_concatenate_into, self._space, self._observations, *parts)
+        return self._observations
+
+
+def _concatenate(*leaves: Any) -> Any:
+    if isinstance(leaves[0], np.ndarray):
+        return np.concatenate(leaves)
+    return tuple(item for leaf in leaves for item in leaf)
+
+
+def _concatenate_into(out: Any, *leaves: Any) -> Any:
+    return np.concatenate(leaves, out=out) if isinstance(out, np.ndarray) else _concatenate(*leaves)

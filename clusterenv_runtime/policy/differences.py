@@ -1,0 +1,127 @@
+"""Weights as rounded differences: what a pull moves, from the weights that a worker holds towards the published ones.
+
+Of each tensor the weights that are furthest off move, a quarter or fewer, all by the same amount, up or down. That is
+at most about 1.1 bits a weight. What is left over is part of the next difference, so errors do not add up; and workers
+report the distribution that they really acted on, so the learner corrects for it. A worker that holds nothing gets all
+weights in 8 bits each: a difference from zeros, in 127 steps up or down instead of one. So does one whose weights have
+little to do with the published ones, as after a checkpoint was loaded: ten differences would lead there, too, but each
+takes a rollout.
+
+Head and worker add the same float32 numbers in the same way, so that both know the sum to the last bit. This module
+imports torch, as `base` does.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+SHARE = 0.25  # of the weights move, or fewer
+FAR = 0.5  # lengths of the weights: a worker that is further off gets all of them
+SAMPLE = 2**16  # weights of a tensor that are looked at to find those that move
+WHOLE, FROM_ZEROS, FROM_HELD = 0, 127, 1  # steps up or down that a message can tell; exact weights have none
+_POWERS = 3 ** np.arange(5, dtype=np.uint8)  # five numbers of -1, 0 or 1 make a byte
+_TRITS = (np.arange(3**5)[:, None] // _POWERS % 3 - 1).astype(np.int8)  # (243, 5), of each such byte
+
+
+@dataclass
+class Difference:
+    """``steps`` times ``scales``, which is added to the float32 weights that a worker holds."""
+
+    levels: int  # how many steps up or down a weight may go
+    steps: torch.Tensor  # (weights,) int8
+    scales: torch.Tensor  # (tensors,) float32
+
+    @classmethod
+    def between(cls, held: torch.Tensor | None, weights: torch.Tensor, sizes: Sequence[int]) -> Difference | None:
+        """Return what to add to ``held`` (None: zeros), or None if these are not all finite.
+
+        Args:
+            held: ``(weights,)`` float32.
+            weights: likewise, on the same device.
+            sizes: how many of these each tensor has.
+        """
+        rest = weights if held is None else weights - held
+        if not (length := rest.norm()).isfinite():
+            return None
+        quantize, levels = _furthest, FROM_HELD
+        if held is None or length > FAR * weights.norm():
+            rest, quantize, levels = weights, _to_bytes, FROM_ZEROS
+        parts = [quantize(part) for part in rest.split(list(sizes))]
+        steps = torch.cat([steps for steps, _ in parts])
+        return cls(levels, steps, torch.tensor([scale for _, scale in parts], dtype=torch.float32, device="cpu"))
+
+    def added_to(self, held: torch.Tensor | None, sizes: Sequence[int]) -> torch.Tensor:
+        """Return the sum with ``held``, unless it is a difference from zeros: ``(weights,)`` float32.
+
+        Only a multiplication and an addition, the same on all devices.
+        """
+        total = self.steps.float()
+        for part, scale in zip(total.split(list(sizes)), self.scales.tolist(), strict=True):
+            part *= scale
+        return total if self.levels == FROM_ZEROS else total.add_(held)
+
+    def pack(self) -> list[bytes]:
+        """Return the buffers that carry it: the scales, and the steps, compressed."""
+        steps = self.steps
+        if self.levels == FROM_HELD:
+            trits = torch.nn.functional.pad(steps + 1, (0, -len(steps) % 5)).to(torch.uint8).view(-1, 5)
+            steps = (trits * torch.from_numpy(_POWERS).to(trits.device)).sum(1, dtype=torch.uint8)
+        # By how often each byte occurs. There is nothing else to find in these, and looking for it takes time.
+        deflate = zlib.compressobj(wbits=-15, strategy=zlib.Z_HUFFMAN_ONLY)
+        packed = deflate.compress(steps.cpu().numpy().tobytes()) + deflate.flush()
+        return [self.scales.numpy().tobytes(), packed]
+
+    @classmethod
+    def unpack(cls, levels: int, scales: Any, packed: Any, num_weights: int) -> Difference:
+        """Undo `pack`.
+
+        Raises:
+            ValueError, zlib.error: these are not buffers of so many weights.
+        """
+        size = num_weights if levels == FROM_ZEROS else -(-num_weights // 5)
+        unpacked = zlib.decompressobj(wbits=-15).decompress(packed, size + 1)
+        if len(unpacked) != size:
+            raise ValueError(f"a difference of {num_weights} weights has {size} bytes, not {len(unpacked)}")
+        if levels == FROM_ZEROS:
+            steps = np.frombuffer(unpacked, np.int8).copy()
+        else:
+            steps = _TRITS.take(np.frombuffer(unpacked, np.uint8), axis=0).reshape(-1)[:num_weights].copy()
+        return cls(levels, torch.from_numpy(steps), torch.from_numpy(np.frombuffer(scales, np.float32).copy()))
+
+
+def checksum(weights: torch.Tensor, others: Any) -> int:
+    """Return a checksum of float32 weights, and of the bytes of a policy's other tensors."""
+    return zlib.crc32(others, zlib.crc32(weights.cpu().numpy()))
+
+
+def _to_bytes(weights: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return a tensor's weights in steps of a 127th of the largest, and how long a step is."""
+    largest = weights.abs().max().item() if len(weights) else 0.0
+    scale = np.float32(largest) / np.float32(FROM_ZEROS)
+    if scale == 0:
+        return torch.zeros_like(weights, dtype=torch.int8), 0.0
+    return (weights / float(scale)).round().clamp(-FROM_ZEROS, FROM_ZEROS).to(torch.int8), float(scale)
+
+
+def _furthest(rest: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return which of a tensor's weights move up (1) or down (-1), and by how much: their mean distance.
+
+    As many of the furthest, up to a quarter, as leave the least to move. With a few far off these move alone, as the
+    mean of a quarter would be too much for the others and too little for them.
+    """
+    if not len(rest):
+        return rest.to(torch.int8), 0.0
+    sample = rest[:: -(-len(rest) // SAMPLE)].abs().sort(descending=True).values
+    furthest = sample[: max(int(SHARE * len(sample)), 1)].double()
+    # Moving k weights by their mean distance takes the square of their sum, by k, off the squared distance of all.
+    gains = furthest.cumsum(0).square() / torch.arange(1, len(furthest) + 1, device=rest.device)
+    least = sample[gains.argmax()].clamp(min=torch.finfo(torch.float32).tiny)
+    steps = (rest >= least).view(torch.int8) - (rest <= -least).view(torch.int8)
+    moved = (rest * steps).sum(dtype=torch.float64).item()
+    return steps, moved / max(steps.count_nonzero().item(), 1)

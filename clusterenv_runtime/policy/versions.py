@@ -1,0 +1,302 @@
+"""The head's side of Adaptive Policy Synchronization: the published version, and how far each copy has diverged."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from gymnasium import Space
+from gymnasium.vector.utils import create_empty_array
+
+from ..arrays.frames import Frames
+from ..arrays.trees import leaves, map_tree
+from ..errors import one_line
+from ..wire.protocol import Collect, Weights
+from .probe import Probed, probe
+from .sync import KL_STATES, measured_states, sampled_rows, sampled_states
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..wire.part import RolloutPart
+    from .base import Policy
+
+logger = logging.getLogger(__name__)
+ALL_KL_STATES = 8192  # of all workers together, unless that leaves each with fewer than 16
+ALL_KL_ELEMENTS = 2**22  # numbers in their observations: 148 stacks of four 84 x 84 frames, as convolutions are slow
+HELD_BYTES = 2**30  # of all the different weights that workers hold
+MANY_CHANGES = 10  # of the policy's structure, in a row
+
+
+class Published(NamedTuple):
+    """What is known of a published policy."""
+
+    version: int = 0
+    since: int = 1  # the first version of its structure
+    example: dict[str, Any] = {}  # what it gives at one state, see `probe`
+    is_identity: bool = True  # whether environments get the actions as they are drawn
+
+
+@dataclass
+class PolicyCopy:
+    """What the head knows of one worker's copy of the policy."""
+
+    held: int = 0  # the version last sent; 0 for none of this structure
+    behavior: int = 0  # the version it acted on when last heard of; 0 for unknown
+    measured: int = 0  # the version whose divergence is known; 0 for none
+    divergence: float = math.inf  # nats per action dimension, from the published version; inf until it has acted
+    pulls: int = 0  # so far
+    # What it has seen lately under `behavior`: how many states, and these as `Policy.divergence` takes them, in parts,
+    # oldest first.
+    recent: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
+    # The weights it holds, ``(weights,)`` float32, one tensor for all that hold the same; None if not known to the bit.
+    weights: torch.Tensor | None = None
+
+    def forget(self) -> None:
+        """Another process, or another structure, comes in its place."""
+        self.held = self.behavior = self.measured = 0
+        self.divergence, self.recent, self.weights = math.inf, [], None
+
+
+class Answer(NamedTuple):
+    """What a worker that pulls is sent, and what it then holds."""
+
+    message: Weights
+    buffers: list[Any]
+    before: torch.Tensor | None  # what it held, kept so that no other has its id
+    after: torch.Tensor | None  # None if the head does not keep it
+
+
+class PolicyStore:
+    """The published version, and the measure of each `PolicyCopy` against it.
+
+    Args:
+        copies: all of them.
+        space: the single observation space.
+        action_space: the single action space.
+        rounds: whether what workers pull is a rounded difference, see `differences`.
+        needs_kl: whether they pull by divergence; else a policy may have none.
+        sum_over_learners: see `ClusterEnv`; None if there is one.
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[PolicyCopy],
+        space: Space,
+        action_space: Space,
+        rounds: bool,
+        needs_kl: bool = True,
+        sum_over_learners: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> None:
+        self._copies, self._space, self._action_space = copies, space, action_space
+        self._rounds, self._needs_kl, self._sum_over_learners = rounds, needs_kl, sum_over_learners
+        self.is_of_several_learners = sum_over_learners is not None
+        elements = sum(getattr(leaf, "size", 1) for leaf in leaves(create_empty_array(space, 1)))
+        of_all = min(ALL_KL_STATES, ALL_KL_ELEMENTS // max(elements, 1))
+        self._most = min(KL_STATES, max(of_all // len(copies), 16))
+        self.version, self.published = 0, Published()  # +1 at each publish, and what is known of it
+        self.structure = b""  # cloudpickle of the policy without its weights
+        self.bytes_sent = 0  # cumulative weight bytes, all workers
+        self.mismatches = 0  # how often a worker did not hold what it had been sent
+        self._policy: Policy | None = None
+        self._layout: dict[str, Any] = {}  # of the policy, see `structure.layout_of`
+        self._probed: Probed | None = None  # what is known of it
+        self._has_warned, self._changes = False, 0  # in a row, of the structure
+
+    def publish(self, policy: Policy, seen: Any = None) -> bool:
+        """Make the current weights of ``policy`` the next version and measure every copy's divergence from them.
+
+        Return whether ``structure`` has changed, so that the workers must be told. ``seen`` are some observations of
+        environments, if there are any yet.
+
+        Raises:
+            TypeError: it is no `Policy`.
+            ValueError: the policy cannot act in these environments. Nothing has changed then.
+        """
+        if policy is None or policy is not self._policy:
+            _check_policy(policy)
+        from .structure import layout_of, pickled  # torch, as the policy has by now
+
+        layout, structure, probed = layout_of(policy), self.structure, self._probed
+        if policy is not self._policy or not structure or self._differences(layout):
+            structure = pickled(policy)
+            probed = probe(policy, self._space, self._action_space, seen)
+            if probed.kl_fault is not None and self._needs_kl:
+                text = f"the policy has no KL divergence: {probed.kl_fault}"
+                raise ValueError(f"{text}; define its kl, or do without by sync_mode 'always'")
+        flat = policy.flat_weights()
+        changed = structure != self.structure  # a new wrapper around the same module is not a new structure
+        if changed and self.structure:
+            self._warn_of_changes(layout)
+        else:
+            self._changes = 0
+        self._policy, self._layout, self.structure, self._probed = policy, layout, structure, probed
+        self.version += 1
+        since = self.version if changed else self.published.since
+        self.published = Published(self.version, since, probed.example, policy.is_identity)
+        if changed:
+            for copy in self._copies:
+                copy.forget()
+        # A copy on the learner's device; it becomes bytes only when the first worker pulls this version.
+        self._flat, self._answers = flat, dict[int, Answer]()
+        known = [copy for copy in self._copies if copy.behavior]
+        for copy in self._copies:
+            copy.measured, copy.divergence = copy.behavior, math.inf
+        self._measure(known)
+        return changed
+
+    def _differences(self, layout: dict[str, Any]) -> list[str]:
+        """Return in what a layout is another structure's, besides what changes whenever the policy acts."""
+        keys = (layout.keys() | self._layout.keys()) - self._probed.volatile
+        return [key for key in keys if layout.get(key) != self._layout.get(key)]
+
+    def _warn_of_changes(self, layout: dict[str, Any]) -> None:
+        self._changes += 1
+        if self._changes == MANY_CHANGES and (names := self._differences(layout)):
+            text = "the policy is another with each version, by its %s, so workers get all weights: is that one of its"
+            logger.warning(f"{text} numbers, or a buffer? See docs/policies.md", " and ".join(sorted(names)[:3]))
+
+    def _measure(self, copies: list[PolicyCopy]) -> None:
+        """Measure how far copies that have acted are from the policy; where that is no number, it stays inf."""
+        if not copies or self._probed.kl_fault is not None:
+            return
+        try:
+            divergence = self._policy.divergence(*zip(*map(self._joined, copies), strict=True))
+        except Exception as error:  # their parameters may be no distribution's, or its own kl may fail
+            for copy in copies if len(copies) > 1 else []:
+                self._measure([copy])
+            if len(copies) == 1 and not self._has_warned:
+                self._has_warned = True
+                text = "worker %d's divergence could not be measured, so it pulls: %s"
+                logger.warning(text, self._number(copies[0]), one_line(error))
+        else:
+            for copy, nats in zip(copies, divergence, strict=True):
+                copy.divergence = float(nats) / self._probed.dimensions
+
+    def _number(self, copy: PolicyCopy) -> int:
+        """Return whose copy this is."""
+        return [id(each) for each in self._copies].index(id(copy))
+
+    def acted(self, copy: PolicyCopy, part: RolloutPart) -> None:
+        """Keep some of what a worker saw in its part of a rollout, and its policy's distribution parameters there."""
+        if part.version < self.published.since:
+            return  # another structure
+        # No views of what the user gets, who may write to it: of `Frames`, that is a copy.
+        recent = [self._sampled(part) if part.states is None else self._in_sequence(part)]
+        if part.version == copy.behavior and part.states is None:  # the same policy: more of the same
+            recent = [*copy.recent, *recent]
+            while sum(number for number, _ in recent[1:]) >= self._most:
+                del recent[0]
+        copy.behavior, copy.recent = part.version, recent
+
+    def _joined(self, copy: PolicyCopy) -> tuple[Any, ...]:
+        if len(copy.recent) > 1:  # joined only now, as of images each part is megabytes
+            numbers, parts = zip(*copy.recent, strict=True)
+            joined = map_tree(lambda *each: np.concatenate(each)[-self._most :], *parts)
+            copy.recent = [(min(sum(numbers), self._most), joined)]
+        return map_tree(np.asarray, copy.recent[0][1])
+
+    def _sampled(self, part: RolloutPart) -> tuple[int, tuple[Any, Any]]:
+        sent = measured_states(*part.rewards.shape, in_sequence=False)
+        chosen = sampled_states(len(sent), self._most)
+        size = part.rewards.size
+
+        def kept(leaf: Any) -> Any:
+            leaf = leaf.reshape(size, *leaf.shape[2:])
+            return leaf.only(sent[chosen]) if isinstance(leaf, Frames) else leaf[sent[chosen]]
+
+        return len(chosen), (map_tree(kept, part.observations), map_tree(lambda leaf: leaf[chosen], part.params))
+
+    def _in_sequence(self, part: RolloutPart) -> tuple[int, tuple[Any, Any, np.ndarray, Any]]:
+        num_steps, num_envs = part.rewards.shape
+        sent = sampled_rows(num_steps, num_envs)
+        chosen = sampled_rows(num_steps, len(sent), self._most)
+        rows = sent[chosen]
+        starts = np.zeros((num_steps, len(rows)), bool)  # its state is that before the first step
+        starts[1:] = (part.terminations | part.truncations)[:-1, rows]
+        params = map_tree(
+            lambda leaf: leaf.reshape(num_steps, len(sent), *leaf.shape[1:])[:, chosen].reshape(-1, *leaf.shape[1:]),
+            part.params,
+        )
+        seen = map_tree(lambda leaf: leaf[:, rows], part.observations)
+        return starts.size, (seen, params, starts, map_tree(lambda leaf: leaf[rows], part.states))
+
+    def requests(self, copies: Sequence[PolicyCopy], num_steps: int) -> list[Collect]:
+        """Return what asks each of these workers to act on the published version, or on its own.
+
+        All are told the mean divergence of those that have acted, or inf if none has: so they pull together. With
+        several learners that is of all workers of all, so each must call this as often.
+        """
+        known = [copy.divergence for copy in copies if copy.measured]
+        total, number = sum(known), len(known)
+        if self._sum_over_learners is not None:
+            total, number = self._sum_over_learners(np.array([total, number], np.float64))
+        mean = float(total / number) if number else math.inf
+        numbers = self._policy.numbers_now()
+        return [Collect(int(num_steps), self.version, copy.measured, mean, numbers) for copy in copies]
+
+    def pull(self, copy: PolicyCopy, version: int) -> tuple[Weights, list[Any]]:
+        """Return the published version and its weights, for a worker that asks and says that it holds ``version``."""
+        if version != copy.held and copy.weights is not None:
+            self.mismatches += 1
+            text = "worker %d does not hold the weights it was sent, and gets all; %d so far did not"
+            logger.warning(text, self._number(copy), self.mismatches)
+            copy.weights = None
+        if (answer := self._answers.get(id(copy.weights))) is None:
+            answer = self._encode(copy)
+        copy.pulls += 1
+        copy.held, copy.weights = self.version, answer.after
+        self.bytes_sent += sum(memoryview(buffer).nbytes for buffer in answer.buffers)
+        return answer.message, answer.buffers
+
+    def _has_room_for(self, weights: torch.Tensor, copy: PolicyCopy) -> bool:
+        """Say whether this copy's next weights may be kept; else its next pull is of all weights again."""
+        others = (other.weights for other in self._copies if other is not copy and other.weights is not None)
+        different = {id(other): other.nbytes for other in others}
+        return sum(different.values()) + weights.nbytes <= HELD_BYTES
+
+    def _encode(self, copy: PolicyCopy) -> Answer:
+        """Make what takes a worker from what it holds to the published version: once for all that hold the same."""
+        from .differences import WHOLE, Difference, checksum  # brings torch, as the policy has by now
+
+        sizes = self._policy.rounded_sizes
+        weights, others = self._policy.split_weights(self._flat)
+        held = None if copy.weights is None else copy.weights.to(weights.device)
+        others = others.cpu().numpy().data
+        difference = Difference.between(held, weights, sizes) if self._rounds and sizes else None
+        packed = [] if difference is None else [*difference.pack(), others]
+        if packed and sum(map(len, packed)) < len(self._flat):
+            after = difference.added_to(held, sizes)
+            message = Weights(self.version, difference.levels, checksum(after, others))
+            kept = after if self._has_room_for(after, copy) else None
+            answer = Answer(message, packed, copy.weights, kept)
+        else:
+            message = Weights(self.version, WHOLE, checksum(weights, others))
+            answer = Answer(message, [self._flat.cpu().numpy().data], copy.weights, None)
+        self._answers[id(copy.weights)] = answer
+        return answer
+
+    def state_dict(self) -> dict[str, Any]:
+        pulls = [copy.pulls for copy in self._copies]
+        return {"policy_version": self.version, "pulls": pulls, "sync_bytes": self.bytes_sent}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from this version, which no worker holds; the policy is that of the next `publish`."""
+        self.version, self.bytes_sent = state["policy_version"], state["sync_bytes"]
+        self.structure = b""
+        for copy, pulls in zip(self._copies, state["pulls"], strict=True):
+            copy.forget()
+            copy.pulls = pulls
+
+
+def _check_policy(policy: Any) -> None:
+    from .base import Policy  # brings torch, as every policy does
+
+    if not isinstance(policy, Policy):
+        found = policy.__name__ if isinstance(policy, type) else type(policy).__name__
+        raise TypeError(f"a Policy is wanted, such as CategoricalPolicy(actor), got {found}; see docs/policies.md")
+    policy.check()

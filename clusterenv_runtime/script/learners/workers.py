@@ -1,0 +1,77 @@
+"""The workers of several learners as if one had them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ...env import ClusterEnv
+from ..arguments import DIVIDED
+from .learners import Learners
+
+OF_WORKERS = "pulls", "generators", "waiting_seconds"  # lists in a ClusterEnv's state, of a value a worker
+
+
+def options_of_one(options: dict[str, Any], learners: Learners, first_row: int) -> dict[str, Any]:
+    """Return what one of several learners' `ClusterEnv` takes, of the options for all of them."""
+    number = learners.world_size
+    divided = {name: options[name] and options[name] // number for name in DIVIDED}
+    log_dir = f"{options['log_dir']}/learner-{learners.rank}"
+    return options | divided | {"first_row": first_row, "log_dir": log_dir, "sum_over_learners": learners.sum}
+
+
+class AllWorkers:
+    """The workers of all learners as if one had them, so that a checkpoint fits any number of learners."""
+
+    def __init__(self, envs: ClusterEnv, learners: Learners) -> None:
+        self._envs, self._learners, self._saves = envs, learners, itertools.count()
+        self._others: list[dict[str, Any]] = []  # the last known state of each other learner's, for the first one
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return to the first learner the state of all workers; those of one that has died as it was known last."""
+        own, number = self._envs.state_dict(), self._envs.num_workers
+        _, *others = self._learners.hand_in(f"workers {next(self._saves)}", msgspec.msgpack.encode(own))
+        for rank, data in enumerate(others, 1):
+            if data is not None:
+                self._others[rank - 1 : rank] = [state := msgspec.msgpack.decode(data)]
+                for restart in state["restarts"]:
+                    restart["worker"] += rank * number
+            elif len(self._others) < rank:
+                nothing = {"pulls": [0] * number, "generators": [None] * number, "waiting_seconds": [0.0] * number}
+                self._others.append({**nothing, "sync_bytes": 0, "restarts": []})
+        return self._joined(own)
+
+    def known(self) -> dict[str, Any]:
+        """Return the state of the own workers, and of others' as of the last `state_dict`."""
+        return self._joined(self._envs.state_dict())
+
+    def _joined(self, own: dict[str, Any]) -> dict[str, Any]:
+        states = [own, *self._others]
+        lists = {name: [each for state in states for each in state[name]] for name in ("restarts", *OF_WORKERS)}
+        return own | lists | {"sync_bytes": sum(state["sync_bytes"] for state in states)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the own share of it; what is counted for all, the first learner takes."""
+        number, each = self._learners.world_size, self._envs.num_workers
+        if len(state["pulls"]) != number * each:
+            raise ValueError(f"the state is of {len(state['pulls'])} workers, these are {number * each}")
+        ranks = [{name: state[name][rank * each : (rank + 1) * each] for name in OF_WORKERS} for rank in range(number)]
+        shares = [state | ranks[0], *(state | share | {"sync_bytes": 0, "restarts": []} for share in ranks[1:])]
+        self._others = shares[1:] if self._learners.rank == 0 else []
+        self._envs.load_state_dict(shares[self._learners.rank])
+
+    def totals(self, lags: np.ndarray) -> dict[str, float]:
+        """Return what is known of all workers; ``lags`` are in versions, of the own environments."""
+        envs = self._envs
+        own = [
+            envs.num_workers, envs.pulls.sum(), envs.divergence.sum(), envs.sync_bytes, len(envs.restarts), len(lags),
+            lags.sum(),
+        ]  # fmt: skip
+        workers, pulls, kl, sync_bytes, restarts, rows, lag = self._learners.sum(np.array(own, np.float64)).tolist()
+        return {
+            "pulls": pulls / workers, "kl": kl / workers, "bytes": int(sync_bytes), "restarts": int(restarts),
+            "lag": lag / max(rows, 1),
+        }  # fmt: skip

@@ -1,0 +1,1 @@
+"""What head and workers say to each other, and how it becomes bytes."""

@@ -1,0 +1,211 @@
+"""The wire: what head and workers say to each other.
+
+A message is one msgpack header followed by raw buffers. The header is a pair: ``seq``, and one of the structs below,
+validated when decoded. ``seq`` numbers a request, and comes back with its answer: exactly one `Reply`, `Part` or
+`Error`, after two `Pull`s at most. What is neither has the ``seq`` None. Towards the worker, buffers may hold pickles,
+because a worker runs the head's code anyway; towards the head, values are what `codec.pack` makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import platform
+from typing import Annotated, Any
+
+import msgspec
+import zmq
+
+from ..errors import printable
+from ..policy.sync import SyncRule
+from .codec import MAX_FRAME
+from .packed import Packed
+
+PROTOCOL_VERSION = 9
+MAX_DROPPED = 100
+MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `codec.MAX_FRAME`
+CURVE_BYTES = 33  # that CURVE adds to a frame
+PULSE_S = 0.2  # how often a worker shows that it is there
+
+
+class Message(msgspec.Struct, tag=True):
+    """Base of what a header holds; the class name travels as the tag."""
+
+    def __str__(self) -> str:
+        return f"a {type(self).__name__}"
+
+
+# Head to worker. Comments name the buffers that follow the header.
+class Setup(Message):  # cloudpickle of what `worker.build_environments` takes
+    """Build the environments. From now on pull by this rule."""
+
+    sys_path: list[bytes]  # as the file system has them: not all are UTF-8
+    first_row: int
+    rule: SyncRule
+
+
+class Reset(Message):  # pickle of (seeds, options, reset_mask or None)
+    partial: bool = False  # whether there is a mask
+
+
+class Step(Message):  # pickle of one action per environment
+    pass
+
+
+class CutOff(Message):  # pickle of (observations before, which rows are cut off)
+    """Answer as to a `Step` that ends the episodes which an earlier process took along."""
+
+
+class Call(Message):  # pickle of (args, kwargs)
+    name: str
+
+
+class SetAttr(Message):  # pickle of one value per environment
+    name: str
+
+
+class Collect(Message):  # nothing, or the state of a torch.Generator to go on from
+    """Act and step for ``num_steps``.
+
+    ``divergence`` is mean KL(version ``behavior`` || ``version``), in nats per action dimension.
+    """
+
+    num_steps: int
+    version: int
+    behavior: int  # the version that the divergence is of, which the worker may hold no longer; 0 for none
+    divergence: float
+    numbers: list[float]  # the policy's, see `Policy.numbers`
+
+
+class Structure(Message):  # cloudpickle of the policy without its weights, which the worker then pulls
+    pass
+
+
+class Weights(Message):  # all, flat; or what `differences.Difference.pack` makes, and what is never rounded
+    """Answers a `Pull`."""
+
+    version: int
+    levels: int  # of the difference, or `differences.WHOLE`
+    checksum: int  # of what the worker then holds
+
+
+class Ping(Message):  # nothing to do: it is for the head to see whether it can be sent
+    """A worker's pulse sends one, too: `transport` knows it by its bytes."""
+
+
+class Close(Message):
+    pass
+
+
+# Worker to head.
+class Hello(Message):  # its text is printed, so it may move no cursor
+    protocol: int
+    index: int
+    host: Annotated[str, msgspec.Meta(pattern=r"^[\w.:-]{0,255}\Z")]
+    pid: int
+    versions: dict[str, Annotated[str, msgspec.Meta(pattern=r"^[\w.!+-]{0,100}\Z")]]
+
+
+class Built(Message):
+    """Another environment is built, and others are to come: slow is not stuck."""
+
+
+class Reply(Message):  # the buffers of ``value`` and ``infos``
+    value: Packed
+    infos: Packed = None
+    dropped: Annotated[list[str], msgspec.Meta(max_length=MAX_DROPPED)] = []  # what of ``infos`` could not be sent
+
+
+class Part(Message):  # the buffers of ``part``
+    """Answers a `Collect`."""
+
+    part: dict[str, Packed]  # the packed fields of a `part.RolloutPart`
+    generator: bytes  # the state of the policy's random numbers afterwards, of a torch.Generator
+    waited: float  # seconds without a request to work on, or without weights, since the part before
+
+
+class Pull(Message):
+    """Asks for weights before a `Collect`, whose ``seq`` it has, is answered."""
+
+    version: int  # the version the worker holds; 0 for none, or if its weights are not those that the head sent
+
+
+class Error(Message):
+    env: int | None
+    kind: str
+    message: str
+    traceback: str
+    fatal: bool  # whether the worker ends
+    ends_episodes: bool = False  # whether it leaves what it is asked unanswered, but for a `Call`, until it resets all
+
+    @property
+    def ends(self) -> bool:
+        """Whether there will be no answer to what else was asked."""
+        return self.fatal or self.ends_episodes
+
+    def __str__(self) -> str:
+        return printable(self.message)
+
+
+Request = Setup | Reset | Step | CutOff | Call | SetAttr | Structure | Collect | Weights | Ping | Close
+Answer = Hello | Built | Reply | Part | Pull | Error
+encode = msgspec.msgpack.Encoder().encode  # of (seq, message)
+decode_request = msgspec.msgpack.Decoder(tuple[int | None, Request]).decode
+decode_answer = msgspec.msgpack.Decoder(tuple[int | None, Answer]).decode
+
+
+def frames(seq: int | None, message: Message, *buffers: Any) -> list[Any]:
+    """Return the frames of one message, ready for ``send_multipart``.
+
+    Raises:
+        ValueError: all but its arrays is too long.
+    """
+    if len(header := encode((seq, message))) > MAX_FRAME:
+        text = f"a message of {len(header)} bytes beside its arrays, {MAX_FRAME} at most"
+        raise ValueError(f"{text}: put what is long into arrays")
+    return [header, *buffers]
+
+
+@functools.cache
+def shared_versions() -> dict[str, str]:
+    """Versions that head and worker must share, because pickled code and tensors cross between them."""
+    versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in ("gymnasium", "numpy", "cloudpickle", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name).split("+")[0]  # a CPU build matches a CUDA build
+    return versions
+
+
+def mismatch(hello: Hello) -> str | None:
+    """Return why the sender of ``hello`` cannot be a worker of this head, or None if it can."""
+    if hello.protocol != PROTOCOL_VERSION:
+        both = f"speaks protocol {hello.protocol}, the head {PROTOCOL_VERSION}"
+        return f"{both}: install the same clusterenv_runtime on both"
+    ours, theirs = shared_versions(), hello.versions
+    if differing := [name for name in ours if theirs.get(name, ours[name]) != ours[name]]:
+        names = ", ".join(f"{name} {theirs[name]} (head: {ours[name]})" for name in differing)
+        return f"runs {names}: install the same versions on both"
+    return None
+
+
+def set_limits(socket: zmq.Socket[bytes], max_frame: int) -> None:
+    """Cut off a peer that sends more bytes than this in one frame. This holds for a stranger's handshake, too."""
+    socket.maxmsgsize = max_frame + CURVE_BYTES  # libzmq counts what travels
+
+
+def keep_alive(socket: zmq.Socket[bytes], silence: float) -> None:
+    """Cut off a head that has been silent for so many seconds, and tell it to do so with this worker, by ZMTP's PING.
+
+    What else is received puts off the end of a silence for ever, or hides a PONG behind it, so this is for a connection
+    that carries nothing else. The head waits for 65 seconds at most: libzmq counts milliseconds in 16 bits there.
+    """
+    milliseconds = max(int(min(silence, 10**6) * 750), 1)  # eleven days at most: here it has 32 bits
+    socket.heartbeat_timeout = milliseconds
+    socket.heartbeat_ttl = min(max(milliseconds, 100), 65_500)
+    socket.heartbeat_ivl = max(min(milliseconds // 3, int(PULSE_S * 1000)), 1)
+
+
+def pulse_of(identity: bytes) -> bytes:
+    """Return the identity of a worker's second connection, see `keep_alive`, from that of its first."""
+    return b"p" + identity[1:]

@@ -1,0 +1,141 @@
+"""Who is let in over tcp: CURVE keys for one run, and the check that only its workers' key is admitted.
+
+CURVE (https://rfc.zeromq.org/spec/26) encrypts, and proves to the worker that the head has the run's server key. Whose
+key the head admits is for ZAP (https://rfc.zeromq.org/spec/27) to say: without it, anyone who knows the server's public
+key is let in. The keys are made for each run and lie in a file that only its owner can read; or they were made before
+it, by `clusterenv_runtime.keys`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from ..errors import StartupError
+
+logger = logging.getLogger(__name__)
+# How many connections are let in at once, unless four of each worker are more; and after how long it is one more.
+ADMITTED, ADMITTED_S = 4096, 1.0
+Z85Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
+
+
+class WorkerKeys(msgspec.Struct):
+    """What a worker needs: the server's public key and the key pair of the run's workers, each 40 characters of Z85."""
+
+    server_public: Z85Key
+    worker_public: Z85Key
+    worker_secret: Z85Key
+
+    def secure(self, socket: zmq.Socket[bytes]) -> None:
+        """Make ``socket`` talk to the holder of the server's secret key alone, and show it the workers'."""
+        socket.curve_serverkey = self.server_public.encode()
+        socket.curve_publickey = self.worker_public.encode()
+        socket.curve_secretkey = self.worker_secret.encode()
+
+
+Keys = TypeVar("Keys", bound=WorkerKeys)
+
+
+class HeadKeys(WorkerKeys):
+    """What the head needs: the workers' keys, and the server's secret one."""
+
+    server_secret: Z85Key
+
+    @classmethod
+    def make(cls) -> HeadKeys:
+        """Return fresh keys."""
+        server, worker = zmq.curve_keypair(), zmq.curve_keypair()
+        return cls(*(key.decode() for key in (server[0], *worker, server[1])))
+
+    def workers(self) -> WorkerKeys:
+        """Return what the workers may know of these."""
+        return WorkerKeys(self.server_public, self.worker_public, self.worker_secret)
+
+
+def write_key_file(path: str | os.PathLike[str], keys: WorkerKeys) -> None:
+    """Write keys to a new file that only its owner can read.
+
+    Raises:
+        OSError: the file exists or cannot be written.
+    """
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(keys))
+
+
+class Gate:
+    """The head's side: writes the workers' keys, fresh ones if none are given, to ``key_file``, and admits nobody else.
+
+    Raises:
+        OSError: ``key_file`` exists or cannot be written.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        socket: zmq.Socket[bytes],
+        key_file: Path,
+        keys: HeadKeys | None,
+        num_workers: int,
+    ) -> None:
+        keys = HeadKeys.make() if keys is None else keys
+        self._worker_public = keys.worker_public.encode()
+        write_key_file(key_file, keys.workers())
+        self.refused = 0  # connections so far
+        self._most = max(ADMITTED, 4 * num_workers)  # each makes two, and all may be replaced at once
+        self._left, self._since = float(self._most), time.monotonic()  # how many more may come, and when that was so
+        self._is_crowded = False  # whether that was said
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", self)
+        socket.curve_server = True
+        socket.curve_secretkey = keys.server_secret.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Say whether the owner of this public key (Z85) is let in; what zmq.auth asks for each connection."""
+        if key == self._worker_public:
+            return self._is_within_limit()
+        self.refused += 1
+        if self.refused == 1:
+            logger.warning("refused a connection with a foreign key; others will be refused without a word")
+        return False
+
+    def _is_within_limit(self) -> bool:
+        """Say whether a worker's connection is let in: who makes very many may meet an identity that ends libzmq."""
+        now = time.monotonic()
+        self._left, self._since = min(self._left + (now - self._since) / ADMITTED_S, self._most), now
+        if self._left < 1:
+            if not self._is_crowded:
+                logger.warning("workers make too many connections: from now on one is let in each %g s", ADMITTED_S)
+            self._is_crowded = True
+            return False
+        self._left -= 1
+        return True
+
+    def close(self) -> None:
+        self._authenticator.stop()
+
+
+def read_key_file(path: str | os.PathLike[str], kind: type[Keys] = WorkerKeys) -> Keys:
+    """Return the keys in a file of `write_key_file`.
+
+    Raises:
+        StartupError: the file is not there, others can read it, or it holds no such keys; the text says what to do.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_IMODE(mode) & 0o077:
+            raise StartupError(f"others can read the key file {path} (mode {stat.S_IMODE(mode):04o}): chmod 600 it")
+        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
+    except OSError as error:
+        raise StartupError(f"cannot read the key file {path}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        whose = "worker" if kind is WorkerKeys else "head"
+        raise StartupError(f"{path} is not a {whose}'s key file: {error}") from None
