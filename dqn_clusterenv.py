@@ -163,10 +163,13 @@ def td_loss(q_network, obs, actions, td_target):
 if __name__ == "__main__":
     # saved: what --resume goes on from
     args, saved = parse(Args, fixed=("env_id", "num_steps", "buffer_size", "train_frequency"))
-    args.num_envs = int(args.num_workers * args.envs_per_worker)
-    args.chunk_size = int(args.envs_per_worker * args.num_steps)
+    even = f"--num-envs {args.num_envs} must be a multiple of --num-workers {args.num_workers}: all chunks are as large"
+    check(args.num_envs % args.num_workers == 0, even)
+    args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
-    a_chunk = f"a chunk of {args.envs_per_worker} environments x {args.num_steps} steps = {args.chunk_size}"
+    a_chunk = (
+        f"a chunk of {args.num_envs // args.num_workers} environments x {args.num_steps} steps = {args.chunk_size}"
+    )
     check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {a_chunk}")
     check(args.buffer_size >= args.chunk_size, f"--buffer-size {args.buffer_size} must be at least {a_chunk}")
     target_every, rest = divmod(args.target_network_frequency, args.train_frequency)  # in gradient steps
@@ -220,7 +223,7 @@ if __name__ == "__main__":
         # Who may send the next chunk, and whose to take next (None: whichever is ready). Nothing sent is left unused.
         turns = itertools.cycle(range(args.num_workers) if args.deterministic else [None])
         ahead = list(range(args.num_workers)) * (1 if args.deterministic else args.outstanding)
-        left = args.num_iterations - run.global_step // args.chunk_size
+        left = args.num_iterations - -(-run.global_step // args.chunk_size)
         for worker in ahead[:left]:
             envs.send(args.num_steps, worker)
         loss = None

@@ -175,7 +175,6 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
 
 if __name__ == "__main__":
     args, saved = parse(Args, fixed=("env_id", "num_steps", "hidden_size"))  # saved: what --resume goes on from
-    args.num_envs = int(args.num_workers * args.envs_per_worker)
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size

@@ -57,8 +57,9 @@ class Simulation:
             case protocol.Collect():
                 if (request.num_steps, worker.version) not in self.canned:
                     self.actor.version = worker.version
+                    self.actor.prepare(request, range(self.envs.num_envs))
                     part, part_buffers = self.envs.collect(self.actor, request.num_steps), []
-                    message = protocol.Part(part.pack(part_buffers), self.actor.generator_state, 0.0)
+                    message = protocol.Part(part.pack(part_buffers), 0.0)
                     self.canned[request.num_steps, worker.version] = message, part_buffers
                 self.send(worker, seq, *self.canned[request.num_steps, worker.version])
             case protocol.Reset():

@@ -290,15 +290,15 @@ class ClusterEnv(Counters):
         return self._collector.recv(worker)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, as plain data, counters and each worker's noise as of its last answer, but no environments."""
+        """Return, as plain data, counters and what the noise follows from, but no environments."""
         return self._head.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of as many workers. They pull the policy that is published next.
+        """Go on from a `state_dict`, of any number of workers. They pull the policy that is published next.
 
         Raises:
             AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
-            ValueError: it is of another number of workers.
+            ValueError: it is no such state.
         """
         self._assert_idle("load_state_dict")
         self._head.load_state_dict(state)

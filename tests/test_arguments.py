@@ -51,7 +51,7 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
     args, saved = parse(ppo_clusterenv.Args, fixed=["env_id"])
     changed = {"num_workers": 3, "max_policy_lag": 7, "learning_rate": 0.25, "total_timesteps": 9, "cuda": False}
-    assert vars(args) == vars(ppo_clusterenv.Args(**changed, resume="runs/x"))
+    assert vars(args) == vars(ppo_clusterenv.Args(**changed, num_envs=96, resume="runs/x"))
     assert saved["global_step"] == 5 and args.resumed_name == "x"
 
 
@@ -62,7 +62,7 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
         ("--resume runs/empty", "there is no checkpoint in runs/empty"),
         ("--resume runs", "--resume must be runs/NAME, of the working directory, got runs"),
         ("--resume elsewhere/x", "--resume must be runs/NAME, of the working directory, got elsewhere/x"),
-        ("--resume runs/x --num-workers 2", "--num-workers cannot change on the way: runs/x has 3, got 2"),
+        ("--resume runs/x --num-envs 2", "--num-envs cannot change on the way: runs/x has 96, got 2"),
         ("--resume runs/x --envs-per-worker 2", "--envs-per-worker cannot change on the way: runs/x has 32, got 2"),
         ("--resume runs/x --env-id Acrobot-v1", "--env-id cannot change on the way: runs/x has LunarLander-v3"),
         ("--resume runs/x --kl-threshold -1", "--kl-threshold must be a number of nats >= 0, got -1.0"),

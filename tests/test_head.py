@@ -380,20 +380,19 @@ def test_what_was_under_way_when_an_exception_came_is_handled_by_the_next_wait()
     assert simulation.network.now - before < 0.1
 
 
-def test_a_replacement_draws_the_noise_that_was_next_whatever_it_is_asked_first():
+def test_a_replacement_is_asked_the_same_by_which_it_draws_the_same():
     simulation = Simulation(1)
     (worker,), network = simulation.workers, simulation.network
-    collect, seqs = Collect(5, 1, 0, 0.0, []), []
-    seqs.append(simulation.pool.ask(worker, collect))
-    worker.generator = b"after the last answer"
+    collects = [Collect(5, 1, 0, 0.0, [], rollout=number) for number in range(2)]
+    seqs = [simulation.pool.ask(worker, collects[0])]
     simulation.launcher.greets = False
     simulation.launcher.of[0].die()
     simulation.pool.wait_until(lambda: worker.process == 1, seqs)
-    seqs.append(simulation.pool.ask(worker, collect, *worker.take_generator()))  # before the hello of the replacement
+    seqs.append(simulation.pool.ask(worker, collects[1]))  # before the hello of the replacement
     simulation.launcher.of[0].greet()
     simulation.pool.wait_until(lambda: worker.state == State.READY, seqs)
-    sent = [out for out in network.sent if out.identity == worker.identity and out.message == collect]
-    assert [(out.seq, out.buffers) for out in sent] == [(seqs[0], (b"after the last answer",)), (seqs[1], ())]
+    sent = [out for out in network.sent if out.identity == worker.identity and out.message in collects]
+    assert [(out.seq, out.message) for out in sent] == list(zip(seqs, collects, strict=True))
 
 
 def test_what_a_worker_says_of_an_error_moves_no_cursor():
@@ -443,7 +442,7 @@ def test_after_the_error_that_ends_it_a_worker_is_not_heard():
     assert simulation.call(1) == [1]
 
 
-@pytest.mark.parametrize("answer", [Reply(None), Part({}, b"", 0.0), Error(0, "builtins.ValueError", "", "", False)])
+@pytest.mark.parametrize("answer", [Reply(None), Part({}, 0.0), Error(0, "builtins.ValueError", "", "", False)])
 def test_who_answers_what_it_was_not_asked_is_lost_before_that_is_opened(answer):
     simulation = Simulation(1)
     for seq in range(1000, 2000):

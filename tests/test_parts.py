@@ -1,14 +1,12 @@
 """What a worker sends of a rollout: it comes back as it was, and what is not of its shape is refused by name."""
 
 import copy
-import struct
 import time
 from contextlib import nullcontext
 
 import msgspec
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 from gymnasium.vector.utils import create_empty_array
 
@@ -131,11 +129,10 @@ def packed(part, **fields):
     """Return the message and the buffers of a part, with some fields changed."""
     buffers = []
     fields = {**part.pack(buffers), **{name: pack(value, buffers) for name, value in fields.items()}}
-    return Part(fields, GENERATOR, 0.0), [bytes(buffer) for buffer in buffers]
+    return Part(fields, 0.0), [bytes(buffer) for buffer in buffers]
 
 
-COLLECT = Collect(6, 5, 0, 0.0, [])
-GENERATOR = torch.Generator().get_state().numpy().tobytes()
+COLLECT = Collect(6, 5, 0, 0.0, [], states=6)
 
 
 def test_a_parts_keys_come_in_the_order_of_the_space():
@@ -168,32 +165,6 @@ def test_a_part_is_of_the_structure_that_was_published_when_it_was_asked_or_sinc
     assert opened(COLLECT, *wide, published=NOW._replace(since=2), asked_at=before).params.shape == (12, 2)
     with pytest.raises(ProtocolError, match="version 1, but these are 2 to 5"):
         opened(COLLECT, *wide, published=NOW._replace(since=2), asked_at=NOW._replace(since=2))
-
-
-def generator_at(left, next_word):
-    """The state of random numbers whose place among its words is told twice, and so may differ."""
-    return GENERATOR[:8] + struct.pack("=i", left) + GENERATOR[12:16] + struct.pack("=Q", next_word) + GENERATOR[24:]
-
-
-# All that it draws would be zeros, as of the first word only the highest of 32 bits counts.
-DEAD = GENERATOR[:24] + struct.pack("=Q", 2**31 - 1) + struct.pack("=Q", 2**32) * 623 + GENERATOR[24 + 624 * 8 :]
-
-
-@pytest.mark.parametrize(
-    "state",
-    [bytes(5056), b"x", b"\xff" * 5056, b"", generator_at(624, 624), generator_at(1, 1), generator_at(2, 0), DEAD],
-    ids=["zeros", "short", "ones", "none", "beyond", "behind", "before", "dead"],
-)
-def test_the_state_of_random_numbers_is_one_that_can_be_loaded(state):
-    answer, buffers = packed(a_part(PART_SPACES[0]))
-    answer.generator = state
-    with pytest.raises(ProtocolError, match="the state of its random numbers"):
-        opened(COLLECT, answer, buffers)
-    generator = torch.Generator()
-    for _ in range(626):  # each place that there is
-        answer.generator = generator.get_state().numpy().tobytes()
-        opened(COLLECT, answer, buffers)
-        torch.rand(1, generator=generator)
 
 
 @pytest.mark.parametrize(("beyond", "length"), [(46, 1), (47, 1), (0, 0), (0, -5)])
@@ -277,7 +248,7 @@ def test_a_part_comes_back_and_one_that_does_not_fit_is_a_protocol_error(space):
     answer, buffers = packed(part)
     for fields in ({}, {**answer.part, "more": 1}):
         with pytest.raises(ProtocolError, match="missing|unknown field"):
-            opened(COLLECT, Part(fields, GENERATOR, 0.0), buffers, space)
+            opened(COLLECT, Part(fields, 0.0), buffers, space)
 
 
 def collide(number):

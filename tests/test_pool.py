@@ -252,9 +252,9 @@ def test_a_part_shows_that_a_worker_can_step():
         simulation.launcher.of[0].die()
         seq = simulation.pool.ask(worker, Collect(1, 1, 0, 0.0, []))
         simulation.pool.wait_until(lambda seq=seq: worker.state == State.READY and seq in worker.asked, [seq])
-        simulation.network.deliver(worker.identity, seq, Part({}, b"state", 2.0))
+        simulation.network.deliver(worker.identity, seq, Part({}, 2.0))
         simulation.pool.gather([seq])
-    assert worker.generator == b"state" and worker.waited == 10
+    assert worker.waited == 10
 
 
 def test_only_the_answer_to_its_setup_makes_a_worker_ready():

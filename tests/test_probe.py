@@ -134,7 +134,7 @@ WRONG = [
     (lambda: Silly("noise", lambda *_: None)(linear(1, 2)), "its noise must give a tensor, .* got a NoneType"),
     (
         lambda: Silly("noise", lambda self, steps, params, generator: torch.zeros(params.shape))(linear(1, 2)),
-        r"its noise gives \(5, 2\), where \(3, 5, \.\.\.\) is wanted",
+        r"its noise gives \(1, 2\), where \(3, 1, \.\.\.\) is wanted",
     ),
     (lambda: CategoricalPolicy(Aside([linear(1, 2)])), r"parameter \(8, 1\) that no module registers, as in a list"),
     (lambda: CategoricalPolicy(Aside(lambda x, net=linear(1, 2): net(x))), "no module registers, .* Use nn.ModuleList"),

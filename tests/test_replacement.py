@@ -133,29 +133,25 @@ def test_before_a_reset_no_episode_can_be_lost(told):
     assert [type(message) for _, message, _ in told.orders()] == [Setup]
 
 
-def test_the_noise_goes_on_with_the_first_request_to_act(told):
-    told.worker.generator = b"state"
-    _, call, first, second = told.orders(CALL, COLLECT, COLLECT)
-    assert (call[2], first[2], second[2]) == ((b"of it",), (b"state",), ())
-
-
-def test_a_users_reset_begins_the_noise_anew_unless_it_was_just_loaded(told):
+def test_a_users_reset_seeds_the_noise_anew_unless_its_seed_was_just_loaded(told):
     for worker in told.workers:
-        worker.generator = b"state"
+        worker.rollouts = 5
+    told.workers[1].rollouts = 7
     told.reset()
-    assert told.recovery.state_dict(told.workers) == {"generators": [None, None], "restarts": []}
-    state = {"generators": [None, b"loaded"], "restarts": [{"worker": 1}]}
+    assert told.recovery.state_dict(told.workers) == {"seed": 5, "rollouts": 0, "restarts": []}
+    state = {"seed": 8, "rollouts": 7, "restarts": [{"worker": 1}]}
     told.recovery.load_state_dict(told.workers, state)
-    assert told.workers[0].generator == b"" and told.worker.take_generator() == (b"loaded",)
     told.reset()
     assert told.recovery.state_dict(told.workers) == state
+    assert [worker.rollouts for worker in told.workers] == [7, 7]
     told.reset()
-    assert told.recovery.state_dict(told.workers)["generators"] == [None, None]
+    assert told.recovery.state_dict(told.workers) == {"seed": 5, "rollouts": 0, "restarts": [{"worker": 1}]}
 
 
-def test_a_state_of_other_workers_is_refused(told):
-    with pytest.raises(ValueError, match="the state is of 1 workers, these are 2"):
-        told.recovery.load_state_dict(told.workers, {"generators": [None], "restarts": []})
+def test_a_reset_without_a_seed_goes_on_with_the_noise(told):
+    told.workers[0].rollouts, before = 5, told.recovery.seed
+    told.recovery.reset(told.workers, [None] * 4, None)
+    assert told.recovery.state_dict(told.workers) == {"seed": before, "rollouts": 5, "restarts": []}
 
 
 def rows(*values):

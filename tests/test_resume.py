@@ -20,7 +20,6 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
-import torch
 import zmq
 from gymnasium.error import AlreadyPendingCallError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -119,11 +118,8 @@ def test_workers_go_on_with_the_random_numbers_of_the_state_and_the_counters_cou
         expected = envs.rollout(policy, 5).actions
         after = envs.state_dict()
         assert envs.rollout(policy, 5).actions.tolist() != expected.tolist()
-    generators = [torch.frombuffer(bytearray(item), dtype=torch.uint8) for item in state["generators"]]
-    assert len(generators) == 2 and not torch.equal(*generators)
-    for generator in generators:
-        torch.Generator().set_state(generator)
-    assert (state["policy_version"], state["pulls"]) == (2, [2, 2]) and min(state["waiting_seconds"]) > 0
+    assert (state["policy_version"], state["pulls"], state["seed"], state["rollouts"]) == (2, 4, 1, 2)
+    assert state["waiting_seconds"] > 0
     with ClusterEnv([CountingEnv] * 4, 2, sync_mode="always", weights="float32") as envs:
         envs.publish(policy)  # of no account
         envs.load_state_dict(state)
@@ -132,14 +128,26 @@ def test_workers_go_on_with_the_random_numbers_of_the_state_and_the_counters_cou
         assert envs.rollout(policy, 5).actions.tolist() == expected.tolist()
         assert envs.policy_version == 3 and envs.pulls.tolist() == [3, 3]
         assert envs.sync_bytes == after["sync_bytes"] == state["sync_bytes"] * 3 // 2
-        assert envs.state_dict()["generators"] == after["generators"]
+        assert envs.state_dict()["rollouts"] == after["rollouts"] == 3
         assert envs.rollout(policy, 5).actions.tolist() != expected.tolist()  # restored once, not each time
 
 
-def test_a_state_of_other_workers_or_amid_a_rollout_is_refused():
-    with ClusterEnv([CountingEnv] * 2, 2) as envs, ClusterEnv([CountingEnv], 1) as other:
-        with pytest.raises(ValueError, match="the state is of 1 workers, these are 2"):
-            envs.load_state_dict(other.state_dict())
+def test_a_state_is_for_any_number_of_workers():
+    policy = CategoricalPolicy(linear(1, 2))
+    with ClusterEnv([CountingEnv] * 4, 3, sync_mode="always") as envs:
+        envs.reset(seed=1)
+        envs.rollout(policy, 5)
+        state, expected = envs.state_dict(), envs.rollout(policy, 5).actions
+    for number in (1, 2, 4):
+        with ClusterEnv([CountingEnv] * 4, number, sync_mode="always") as envs:
+            envs.load_state_dict(state)
+            assert envs.state_dict()["pulls"] == envs.pulls.sum() == 3 and envs.pulls.max() - envs.pulls.min() <= 1
+            envs.reset(seed=2)
+            assert envs.rollout(policy, 5).actions.tolist() == expected.tolist()
+
+
+def test_no_state_is_loaded_amid_a_rollout():
+    with ClusterEnv([CountingEnv] * 2, 2) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         envs.reset()
         envs.send(3)
@@ -251,10 +259,10 @@ def resume(script, directory, folder, *flags):
 
 
 def all_have_delivered(directory):
-    """Whether the only run's newest checkpoint, if it has one, has heard from every worker."""
+    """Whether the only run has a checkpoint of something."""
     (folder,) = directory.glob("runs/*")
     saved = any(folder.glob("checkpoint-*.pt")) and load_checkpoint(folder)
-    return saved and None not in saved["parts"]["envs"]["generators"]
+    return saved and saved["global_step"] > 0
 
 
 @pytest.mark.parametrize("script", RUNS)
@@ -280,8 +288,6 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     for state in (before, after):
         del state["seconds"], state["args"]["total_timesteps"], state["args"]["resume"]
     assert_same_state(after, before)
-    generators = before["parts"]["envs"]["generators"]
-    assert len(generators) == 2 and None not in generators
 
 
 @pytest.mark.parametrize("shell", ["none", "bash", "nohup"])
@@ -346,7 +352,7 @@ def test_kill_at_random_moments_and_resume_to_the_end(tmp_path, script):
         saved = load_checkpoint(folder)
         assert saved["global_step"] < total  # none of these has come after the training
         envs = saved["parts"]["envs"]
-        counters.append([saved["global_step"], envs["policy_version"], *envs["pulls"], envs["sync_bytes"]])
+        counters.append([saved["global_step"], envs["policy_version"], envs["pulls"], envs["sync_bytes"]])
         counters[-1] += [saved["seconds"], saved["parts"].get("count", {}).get("gradient_steps", 0)]
         command = [sys.executable, str(scripts.ROOT / script), *LASTING, "--resume", f"runs/{folder.name}"]
     (tmp_path / "go").touch()

@@ -16,7 +16,7 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolic
 from clusterenv_runtime.arrays.spaces import one_of
 from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.policy.structure import pickled
-from clusterenv_runtime.policy.sync import SyncRule, sampled_states
+from clusterenv_runtime.policy.sync import SyncRule, measured_states
 from clusterenv_runtime.policy.versions import PolicyCopy, PolicyStore
 from clusterenv_runtime.wire.protocol import Collect
 
@@ -102,7 +102,8 @@ def test_kl_mode_pulls_exactly_when_the_divergence_exceeds_the_threshold():
             rollout = envs.rollout(policy, 4)
             versions[envs.policy_version] = cloudpickle.loads(cloudpickle.dumps(policy))
             pulled = envs.pulls - pulls
-            assert_same(pulled, np.full(2, envs.divergence.mean() > 0.02, np.int64))  # together
+            mean = np.average(envs.divergence, weights=[2, 1])  # of all rows
+            assert_same(pulled, np.full(2, mean > 0.02, np.int64))  # together
             if iteration == 0:
                 assert envs.divergence.tolist() == [math.inf] * 2
             else:
@@ -305,20 +306,24 @@ def test_divergence_is_of_what_workers_do_and_changes_nothing(layer, observation
     assert policy.training and layer.training
 
 
-@pytest.mark.parametrize(("num_workers", "most"), [(1, 256), (32, 256), (64, 128), (1000, 16)])
-def test_of_many_workers_fewer_states_are_kept(num_workers, most):
+@pytest.mark.parametrize(("num_rows", "most"), [(1, 1024), (16, 64), (1024, 1), (3000, 1)])
+def test_of_many_rows_fewer_states_of_each_are_kept(num_rows, most):
     class Recording(CategoricalPolicy):
         def divergence(self, observations, behavior_params):
             pairs[:] = zip(observations, behavior_params, strict=True)
             return np.zeros(len(pairs))
 
     pairs = []
-    copies, policy = [PolicyCopy() for _ in range(num_workers)], Recording(linear())
+    copies, policy = [PolicyCopy(range(row, row + 1)) for row in range(num_rows)], Recording(linear())
     store = PolicyStore(copies, spaces.Box(-1, 1, (3,)), spaces.Discrete(3), rounds=False)
     store.publish(policy)
-    for size, expected in ((most // 2, most // 2), (most // 4, most // 2 + most // 4), (most, most), (1000, most)):
+    sizes = ((most // 2, most // 2), (most // 4, most // 2 + most // 4), (most, most), (4000, most))
+    for size, expected in sizes if most > 1 else sizes[2:]:
         states = np.random.default_rng(size).normal(size=(size, 3)).astype(np.float32)
-        params = states[sampled_states(size)]  # as a worker sends them; here they are the observations themselves
+        (request,) = store.requests(copies[-1:], size)
+        assert request.states == min(size, most)
+        # As a worker sends them; here they are the observations themselves.
+        params = states[measured_states(size, copies[-1].rows, request.states, in_sequence=False)]
         rewards = np.zeros((size, 1))
         part = SimpleNamespace(version=1, rewards=rewards, observations=states[:, None], params=params, states=None)
         store.acted(copies[-1], part)
@@ -326,11 +331,34 @@ def test_of_many_workers_fewer_states_are_kept(num_workers, most):
         ((observations, behavior_params),) = pairs
         assert len(observations) == expected
         assert np.array_equal(observations, behavior_params)
-    assert np.array_equal(observations[[0, -1]], states[[0, -1]])  # evenly spread over the last part
+
+
+@pytest.mark.parametrize(("num_steps", "number"), [(1, 1), (7, 7), (128, 16), (128, 1), (100, 33)])
+def test_the_states_of_a_row_are_spread_evenly_and_are_its_own_whichever_worker_has_it(num_steps, number):
+    def steps_by_row(*shares):
+        found = {}
+        for rows in shares:
+            indices = measured_states(num_steps, rows, number, in_sequence=False)
+            steps, places = np.divmod(indices, len(rows))
+            found |= {row: sorted(steps[places == place].tolist()) for place, row in enumerate(rows)}
+        return found
+
+    of_one = steps_by_row(range(12))
+    assert of_one == steps_by_row(range(5), range(5, 6), range(6, 12))
+    for steps in of_one.values():
+        assert len(set(steps)) == number and min(steps) >= 0 and max(steps) < num_steps
+        assert max(np.diff([max(steps) - num_steps, *steps])) <= num_steps / number + 1
+    if number == 1:  # one of each row, at all times of the rollout
+        assert np.histogram(np.concatenate(list(of_one.values())), 4, (0, num_steps))[0].min() >= (num_steps > 1)
+
+
+def test_in_sequence_each_rows_first_states_are_measured():
+    found = measured_states(9, range(3, 5), 4, in_sequence=True)
+    assert found.tolist() == list(range(8))
 
 
 def test_who_acted_by_no_distribution_pulls_and_the_others_are_measured():
-    copies, policy = [PolicyCopy() for _ in range(3)], CategoricalPolicy(linear())
+    copies, policy = [PolicyCopy(range(row, row + 1)) for row in range(3)], CategoricalPolicy(linear())
     store = PolicyStore(copies, spaces.Box(-1, 1, (3,)), spaces.Discrete(3), rounds=False)
     store.publish(policy)
     for copy, logit in zip(copies, (0.0, np.inf, 1.0), strict=True):

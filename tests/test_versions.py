@@ -11,6 +11,7 @@ from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, GaussianPolicy
 from clusterenv_runtime.arrays.trees import leaves
+from clusterenv_runtime.policy.sync import states_of_each_row
 from clusterenv_runtime.policy.versions import MANY_CHANGES, PolicyCopy, PolicyStore
 
 from .nets import change, linear
@@ -21,7 +22,7 @@ SPACES = spaces.Box(-1, 1, (3,)), spaces.Discrete(3)
 
 def made(number=1, **options):
     """Return so many copies and their store."""
-    copies = [PolicyCopy() for _ in range(number)]
+    copies = [PolicyCopy(range(2 * each, 2 * each + 2)) for each in range(number)]
     return copies, PolicyStore(copies, *SPACES, rounds=True, **options)
 
 
@@ -77,7 +78,7 @@ def test_pulls_and_bytes_are_counted_and_a_state_is_loaded():
             _, buffers = store.pull(copy, copy.held)
             sizes.append(sum(memoryview(buffer).nbytes for buffer in buffers))
     state = store.state_dict()
-    assert state == {"policy_version": 1, "pulls": [1, 2], "sync_bytes": sum(sizes)}
+    assert state == {"policy_version": 1, "pulls": 3, "sync_bytes": sum(sizes)}
     others, other = made(2)
     other.load_state_dict(state)
     assert other.state_dict() == state
@@ -187,8 +188,8 @@ def test_with_several_learners_the_mean_is_of_all_their_workers():
     assert store.requests([copy], 5)[0].divergence == 3
     store.acted(copy, acted(1))
     store.publish(policy)
-    assert store.requests([copy], 5)[0].divergence == pytest.approx((copy.divergence + 3) / 2)
-    assert sums == [[0, 0], [copy.divergence, 1]]
+    assert store.requests([copy], 5)[0].divergence == pytest.approx((2 * copy.divergence + 3) / 3)
+    assert sums == [[0, 0], [2 * copy.divergence, 2]]  # of its two rows
 
 
 def test_a_worker_that_does_not_hold_what_it_was_sent_gets_all_and_is_counted(caplog):
@@ -222,25 +223,28 @@ IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
 
 
 @pytest.mark.parametrize(
-    ("space", "num_workers", "most"),
+    ("space", "num_workers", "each"),
     [
-        (SPACES[0], 1, 256),
-        (SPACES[0], 64, 128),
-        (SPACES[0], 1000, 16),
-        (IMAGE, 1, 148),
-        (IMAGE, 5, 29),
-        (IMAGE, 100, 16),
-        (spaces.Dict(a=IMAGE, b=IMAGE), 1, 74),
-        (spaces.Box(-1, 1, (0,)), 1, 256),
+        (SPACES[0], 1, 128),
+        (SPACES[0], 8, 64),
+        (SPACES[0], 1000, 1),
+        (IMAGE, 1, 74),
+        (IMAGE, 5, 14),
+        (IMAGE, 100, 1),
+        (spaces.Dict(a=IMAGE, b=IMAGE), 1, 37),
+        (spaces.Box(-1, 1, (0,)), 1, 128),
     ],
     ids=str,
 )
-def test_of_large_observations_and_of_many_workers_fewer_states_are_kept(space, num_workers, most):
-    copy, *others = [PolicyCopy() for _ in range(num_workers)]
-    store = PolicyStore([copy, *others], space, SPACES[1], rounds=True)
-    store.acted(copy, a_part(space, num_steps=128, num_envs=2))
-    ((number, (observations, params)),) = copy.recent
-    assert number == len(leaves(observations)[0]) == len(params) == most
+def test_of_large_observations_and_of_many_rows_fewer_states_are_kept(space, num_workers, each):
+    copies = [PolicyCopy(range(2 * index, 2 * index + 2)) for index in range(num_workers)]
+    store = PolicyStore(copies, space, SPACES[1], rounds=True)
+    assert states_of_each_row(128, 2 * num_workers, store._elements) == each
+    part = a_part(space, num_steps=128, num_envs=2)
+    part.params = part.params[: 2 * each]
+    store.acted(copies[0], part)
+    ((number, (observations, params)),) = copies[0].recent
+    assert number == len(leaves(observations)[0]) == len(params) == 2 * each
 
 
 class Remembers(CategoricalPolicy):
@@ -253,8 +257,9 @@ class Remembers(CategoricalPolicy):
         return self.actor(observations) * (1 + state), state + 1
 
 
-def test_of_a_policy_with_a_state_whole_rows_are_kept_and_an_episode_begins_after_an_end():
-    (copy,), store = made()
+def test_of_a_policy_with_a_state_each_rows_first_steps_are_kept_and_an_episode_begins_after_an_end():
+    copy = PolicyCopy(range(3))
+    store = PolicyStore([copy], *SPACES, rounds=True)
     policy = Remembers(linear())
     store.publish(policy)
     for number in range(2):  # the second takes the place of the first, as they are no sequence

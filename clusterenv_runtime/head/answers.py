@@ -17,9 +17,8 @@ from ..arrays.frames import Frames, decompressed
 from ..arrays.spaces import are_stacks, leaves_of, map_space
 from ..arrays.trees import map_tree
 from ..errors import ProtocolError
-from ..policy.sync import measured_states
 from ..policy.versions import Published
-from ..wire.codec import Unpacker, check_torch
+from ..wire.codec import Unpacker
 from ..wire.packed import Array
 from ..wire.part import OBSERVATIONS, RolloutPart, fault_of, fault_of_info
 from ..wire.protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
@@ -86,7 +85,7 @@ class Opener:
         if isinstance(asked, Collect) != isinstance(answer, Part):
             raise ProtocolError(f"a {type(answer).__name__} to a {type(asked).__name__}")
         if isinstance(answer, Part):
-            return self._open_part(asked.num_steps, answer, frames[1:], num_envs, asked_at, published)
+            return self._open_part(asked.num_steps, asked.states, answer, frames[1:], num_envs, asked_at, published)
         unpack = Unpacker(frames[1:])
         answer.value, answer.infos = unpack(answer.value), unpack(answer.infos)
         self._check_reply(asked, answer, num_envs)
@@ -95,6 +94,7 @@ class Opener:
     def _open_part(
         self,
         num_steps: int,
+        states: int,
         answer: Part,
         buffers: list[Any],
         num_envs: int,
@@ -113,22 +113,17 @@ class Opener:
         if not 0 <= answer.waited < 2**53:  # so that no sum of these is infinite
             raise ProtocolError(f"it says that it waited for {answer.waited} seconds")
         steps, episodes, example_of = (num_steps, num_envs), (_length(packed["episodes"]),), policy.example
-        measured = measured_states(*steps, example_of["states"] is not None)
         forms = {
             name: (packed[name], example, leading)
             for name, example, leading in (
                 ("starts", _BOOLS, (num_envs,)), ("rewards", _FLOATS, steps), ("terminations", _BOOLS, steps),
                 ("truncations", _BOOLS, steps), ("actions", example_of["actions"], steps),
                 ("logprobs", example_of["logprobs"], steps), ("extras", example_of["extras"], steps),
-                ("params", example_of["params"], (len(measured),)), ("states", example_of["states"], (num_envs,)),
+                ("params", example_of["params"], (states * num_envs,)), ("states", example_of["states"], (num_envs,)),
                 ("episodes", _INTS, episodes), ("episodic_returns", _FLOATS, episodes),
                 ("episodic_lengths", _INTS, episodes),
             )
         }  # fmt: skip
-        try:
-            check_torch(answer.generator)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from None
         unpack = Unpacker(buffers, copy=False)
         values, infos, frames = unpack.arrays(forms), unpack(packed["infos"]), unpack.tree_of(packed["frames"])
         ended = (values["terminations"] | values["truncations"]).reshape(-1)

@@ -31,7 +31,7 @@ class Collector:
     """
 
     def __init__(self, head: Head, blueprint: Blueprint) -> None:
-        self._pool, self._store, self._rule = head.pool, head.store, head.rule
+        self._pool, self._store, self._rule, self._recovery = head.pool, head.store, head.rule, head.recovery
         self._space = space = blueprint.single_observation_space
         self._is_batched = is_batched(space)
         self._infos = {key: np.zeros(()) for key in blueprint.info_keys}  # what one is like, as far as is known
@@ -140,8 +140,9 @@ class Collector:
         self._pool.require(*workers)
         granted = list(zip(workers, requests, strict=True))
         for worker, request in granted:
-            state = worker.take_generator() if worker.restores_generator else ()
-            self.granted[self._pool.ask(worker, request, *state)] = worker.index
+            request.seed, request.rollout = self._recovery.seed, worker.asked_rollouts
+            self.granted[self._pool.ask(worker, request)] = worker.index
+            worker.asked_rollouts += 1
         return granted
 
     def recv(self, worker: int | None) -> tuple[int, Rollout]:
@@ -163,6 +164,7 @@ class Collector:
         """Return a worker's part, and note what it tells of the worker."""
         worker, part = self._pool.workers[served.request.worker], served.message
         worker.episodes = Episodes(part.next_observations, np.zeros(worker.num_envs, bool))
+        worker.rollouts += 1
         if served.is_last:  # its process has been replaced since, and holds nothing
             worker.episodes.lost()
         else:

@@ -77,10 +77,10 @@ class WorkerHandle:
     copy: PolicyCopy = field(default_factory=PolicyCopy)
     seeds: list[int | None] | None = None  # of its last reset; None before the first
     user_seeds: list[int | None] | None = None  # of the user's last reset of all environments
-    generator: bytes = b""  # the state of its policy's random numbers after its last answer
+    asked_rollouts: int = 0  # since the noise was seeded
+    rollouts: int = 0  # that have come of these
     asked: dict[int, Message] = field(default_factory=dict)  # what its process was sent and has not answered, by seq
     pulled: tuple[int, int] = 0, 0  # the seq that its process has pulled for last, and what it said it held
-    restores_generator: bool = False  # whether its process gets that with its next request to act
     waited: float = 0.0  # seconds so far without a request to work on, or without weights
     has_been_ready: bool = False
     answers: int = 0  # of its process
@@ -89,7 +89,7 @@ class WorkerHandle:
     def __post_init__(self) -> None:
         self.num_envs = self.rows.stop - self.rows.start
         self.first_row = self.offset + self.rows.start  # the number of its first environment, for seeds and users
-        self.numbers = range(self.first_row, self.first_row + self.num_envs)
+        self.numbers = self.copy.rows = range(self.first_row, self.first_row + self.num_envs)
 
     def describe(self, log: str | None = None) -> str:
         """Return its name for the user, with where it runs and the path of its log."""
@@ -113,8 +113,3 @@ class WorkerHandle:
             case Error() if not (message.ends or isinstance(self.asked[seq], Call | SetAttr)):
                 return "it said that an error of its environments ends nothing"
         return ""
-
-    def take_generator(self) -> tuple[bytes, ...]:
-        """Return the buffers of its next request to act: the state of its random numbers, if its process lacks it."""
-        restores, self.restores_generator = self.restores_generator, False
-        return (self.generator,) if restores and self.generator else ()

@@ -273,7 +273,7 @@ class WorkerPool:
                 self._requests.answer(seq, answer, worker.process)
                 worker.answers += 1
                 if isinstance(message, Part):
-                    worker.generator, worker.waited = message.generator, worker.waited + message.waited
+                    worker.waited += message.waited
                 if isinstance(message, Part) or worker.answers > 2:  # a cut-off and a reset are no steps
                     worker.losses = 0
             case Reply() if seq == worker.building and worker.state == State.BUILDING:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..policy.sync import SyncRule
 from ..policy.versions import PolicyStore
-from ..wire.protocol import Collect, CutOff, Message, Reset, SetAttr, Setup, Step, Structure
+from ..wire.protocol import CutOff, Message, Reset, SetAttr, Setup, Step, Structure
 from .handle import PendingRequest, WorkerHandle
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,8 @@ class Recovery:
     """Makes a replacement what its predecessor was, except that it begins new episodes.
 
     A dead process takes its episodes with it. The one in its place builds the environments anew, resets them with fresh
-    seeds, and draws its policy's noise where the last answer left off. If the user steps the environments, the step
-    says that the old episodes are truncated.
+    seeds. Its noise follows from what it is asked. If the user steps the environments, the step says that the old
+    episodes are truncated.
     """
 
     def __init__(self, rule: SyncRule, store: PolicyStore) -> None:
@@ -39,7 +40,8 @@ class Recovery:
         self.attributes: dict[str, list[Any]] = {}  # of all environments, as the user has set them last
         self._options: dict[str, Any] | None = None  # of the user's last reset of all
         self.restarts: list[dict[str, Any]] = []  # worker, time, reason and seeds of each
-        self._loaded = False  # whether the workers' random numbers come from a checkpoint
+        self.seed = secrets.randbits(62)  # of the noise, until the user gives one
+        self._loaded = False  # whether the seed of the noise comes from a checkpoint
 
     def orders(self, worker: WorkerHandle, unanswered: list[PendingRequest]) -> list[Order]:
         """Return what makes a process this worker, and then what it is to answer."""
@@ -50,13 +52,10 @@ class Recovery:
             orders.append((None, SetAttr(name), (cloudpickle.dumps(values[worker.rows]),)))
         if worker.seeds is not None and not any(_resets_all(request.message) for request in unanswered):
             orders.append((None, Reset(), (cloudpickle.dumps((worker.seeds, self._options, None)),)))
-        worker.restores_generator = True  # with the first of these, or the first that comes
         for request in unanswered:
             message, buffers = request.message, request.buffers
             if isinstance(message, Step | CutOff) and worker.episodes.cut is not None:
                 message, *buffers = worker.episodes.step(None)
-            elif isinstance(message, Collect):
-                buffers = worker.take_generator()
             orders.append((request.seq, message, tuple(buffers)))
         return orders
 
@@ -77,23 +76,24 @@ class Recovery:
         fresh = (np.random.SeedSequence(entropy).generate_state(len(given)) >> 1).tolist()  # some take only 31 bits
         return [None if old is None else new for old, new in zip(given, fresh, strict=True)]
 
-    def reset(self, workers: Iterable[WorkerHandle], seeds: list[int | None], options: dict[str, Any] | None) -> None:
-        """Note that the user resets all environments, and the noise with them, unless that was just loaded."""
+    def reset(self, workers: Sequence[WorkerHandle], seeds: list[int | None], options: dict[str, Any] | None) -> None:
+        """Note that the user resets all environments, and with a seed the noise, unless its seed was just loaded."""
         self._options = options
+        begins_anew = seeds[0] is not None and not self._loaded
+        if begins_anew:
+            self.seed = (int(seeds[0]) - workers[0].offset) % 2**62
         for worker in workers:
             worker.user_seeds = worker.seeds = seeds[worker.rows]
             worker.episodes.reset()
-            if not self._loaded:
-                worker.generator = b""
+            if begins_anew:
+                worker.asked_rollouts = worker.rollouts = 0
         self._loaded = False
 
     def state_dict(self, workers: Iterable[WorkerHandle]) -> dict[str, Any]:
-        generators = [worker.generator or None for worker in workers]
-        return {"generators": generators, "restarts": list(self.restarts)}
+        rollouts = max(worker.rollouts for worker in workers)
+        return {"seed": self.seed, "rollouts": rollouts, "restarts": list(self.restarts)}
 
-    def load_state_dict(self, workers: list[WorkerHandle], state: dict[str, Any]) -> None:
-        if len(state["generators"]) != len(workers):
-            raise ValueError(f"the state is of {len(state['generators'])} workers, these are {len(workers)}")
-        for worker, generator in zip(workers, state["generators"], strict=True):
-            worker.generator, worker.restores_generator = generator or b"", True
-        self.restarts, self._loaded = list(state["restarts"]), True
+    def load_state_dict(self, workers: Iterable[WorkerHandle], state: dict[str, Any]) -> None:
+        self.seed, self.restarts, self._loaded = state["seed"], list(state["restarts"]), True
+        for worker in workers:
+            worker.asked_rollouts = worker.rollouts = state["rollouts"]

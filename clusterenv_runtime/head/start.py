@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from ..launchers.base import worker_flags
 from ..options import ClusterOptions
 from ..policy.sync import SyncRule
 from ..policy.versions import PolicyStore
-from ..wire.codec import check_torch
 from ..wire.protocol import shared_versions
 from .answers import Opener
 from .episodes import Episodes
@@ -26,6 +26,8 @@ from .pool import WorkerPool
 from .recovery import Recovery
 from .supervisor import Supervisor
 from .transport import Transport
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class Restart(msgspec.Struct):
@@ -37,14 +39,15 @@ class Restart(msgspec.Struct):
     seeds: list[int | None] | None
 
 
-class HeadState(msgspec.Struct):
-    """What `Head.state_dict` returns. It comes from a file, which may be anybody's."""
+class HeadState(msgspec.Struct, forbid_unknown_fields=True):
+    """What `Head.state_dict` returns: nothing of a worker alone. It comes from a file, which may be anybody's."""
 
-    policy_version: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    sync_bytes: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    pulls: list[Annotated[int, msgspec.Meta(ge=0, lt=2**53)]]
-    generators: list[bytes | None]
-    waiting_seconds: list[Annotated[float, msgspec.Meta(ge=0, lt=2**53)]]
+    policy_version: Count
+    sync_bytes: Count
+    pulls: Count
+    waiting_seconds: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+    rollouts: Count
     restarts: list[Restart]
 
 
@@ -65,25 +68,24 @@ class Head:
             self.pool.close(timeout)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters and the state of each worker's random numbers; see `ClusterEnv.state_dict`."""
-        waiting = {"waiting_seconds": [worker.waited for worker in self.pool.workers]}
+        """Return the counters, of all workers together, and what the noise follows from."""
+        waiting = {"waiting_seconds": math.fsum(worker.waited for worker in self.pool.workers)}
         return {**self.store.state_dict(), **self.recovery.state_dict(self.pool.workers), **waiting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`.
+        """Undo `state_dict`, also that of a head with another number of workers.
 
         Raises:
-            ValueError: it is of another number of workers, or is not of a head.
+            ValueError: it is not of a head.
         """
         try:
-            for generator in filter(None, msgspec.convert(state, HeadState).generators):
-                check_torch(generator)
-        except ValueError as error:  # msgspec's, too
+            msgspec.convert(state, HeadState)
+        except msgspec.ValidationError as error:
             raise ValueError(f"this is not the state of a ClusterEnv: {error}") from None
         self.recovery.load_state_dict(self.pool.workers, state)
         self.store.load_state_dict(state)
-        for worker, waited in zip(self.pool.workers, state["waiting_seconds"], strict=True):
-            worker.waited = waited
+        for worker in self.pool.workers:
+            worker.waited = state["waiting_seconds"] / len(self.pool.workers)
 
 
 def start_head(

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from ..arrays.trees import leaves, map_tree
-from ..wire.protocol import Weights
+from ..wire.protocol import Collect, Weights
 from .base import Policy, to_tensor
 from .differences import FROM_HELD, WHOLE, Difference, checksum
-from .sync import measured_states
+from .sync import measured_states, noise_seed
 
 
 class Actor:
@@ -53,18 +53,11 @@ class Actor:
         for name, number in zip(self.policy.numbers, numbers, strict=True):
             setattr(self.policy, name, number)
 
-    def seed(self, seed: list[int] | None) -> None:
-        """Draw the noise anew, from these numbers, or with None at random."""
-        self._generator.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
-
-    @property
-    def generator_state(self) -> bytes:
-        """The state of the noise, a `torch.Generator`'s."""
-        return self._generator.get_state().numpy().tobytes()
-
-    def load_generator_state(self, state: Any) -> None:
-        """Go on from that state, in any readable buffer."""
-        self._generator.set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
+    def prepare(self, request: Collect, rows: range) -> None:
+        """Take over what is asked of the next rollout, in environments of these numbers."""
+        self.set_numbers(request.numbers)
+        self._rows, self._measured = rows, request.states
+        self._seed, self._rollout = request.seed, request.rollout
 
     def start(self, num_steps: int, starts: np.ndarray) -> None:
         """Begin a rollout of environments of which those have begun an episode where ``starts`` is True."""
@@ -108,7 +101,16 @@ class Actor:
         return given
 
     def draw(self, params: Any) -> Any:
-        """Return the noise of a rollout; ``params`` are those of its first step."""
+        """Return the noise of a rollout, that of each row by its number; ``params`` are those of the first step."""
+        noise = []
+        for place, row in enumerate(self._rows):
+            self._generator.manual_seed(noise_seed(self._seed, row, self._rollout))
+            own = map_tree(lambda leaf: leaf[place : place + 1], params)  # noqa: B023
+            noise.append(self.noise_of_row(own))
+        return map_tree(lambda *each: torch.cat(each, 1), *noise)
+
+    def noise_of_row(self, params: Any) -> Any:
+        """Return the noise of the row whose parameters ``(1, ...)`` these are."""
         return self.policy.noise(self._num_steps, params, self._generator)
 
     @property
@@ -133,7 +135,8 @@ class Actor:
             params, actions = map_tree(lambda leaf: leaf[which], (params, actions))
         if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in leaves(params)):
             raise ValueError("params hold NaN: has the policy diverged?")  # before torch prints all of them
-        measured = torch.from_numpy(measured_states(self._num_steps, self._num_envs, self._states is not None))
+        places = measured_states(self._num_steps, self._rows, self._measured, self._states is not None)
+        measured = torch.from_numpy(places)
         kept = {
             "actions": actions,
             "logprobs": self.policy.distribution(params).log_prob(actions),

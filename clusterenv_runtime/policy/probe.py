@@ -12,6 +12,7 @@ from gymnasium.vector.utils import create_empty_array
 from ..arrays.spaces import check_actions, one_of
 from ..arrays.trees import leaves, map_tree
 from ..errors import one_line
+from ..wire.protocol import Collect
 
 if TYPE_CHECKING:
     from .base import Policy
@@ -73,15 +74,18 @@ def _act_there(policy: Policy, action_space: Space, observations: Any) -> Probed
     class Tried(Actor):
         def draw(self, params: Any) -> Any:
             _check_tree("forward", params)
-            noise = super().draw(params)
+            return super().draw(params)
+
+        def noise_of_row(self, params: Any) -> Any:
+            noise = super().noise_of_row(params)
             _check_tree("noise", noise)
-            _check_leading("noise", noise, (num_steps, num_envs))
+            _check_leading("noise", noise, (num_steps, 1))
             return noise
 
     actor = Tried()
     actor.load_structure(policy)  # what was pickled by value must not come back: it would replace the user's classes
     actor.policy.load_flat_weights(policy.flat_weights().cpu().numpy())
-    actor.set_numbers(policy.numbers_now())
+    actor.prepare(Collect(num_steps, 0, 0, 0.0, policy.numbers_now(), states=num_steps), range(num_envs))
     initial = actor.policy.initial_state(num_envs)
     if initial is not None:
         _check_tree("initial_state", initial)

@@ -1,14 +1,17 @@
-"""Adaptive Policy Synchronization: when a worker pulls, and on which states the divergence is measured.
+"""Adaptive Policy Synchronization: when a worker pulls, by which states, and what its policy draws at random.
 
 The head measures, the worker decides. After each update the head evaluates its new policy on observations each worker
 has just acted on, and sends it one number, its divergence, with the next request. If all are asked at once that is the
-mean of all, so they pull at once, and a rollout is of one policy. Weights move only when a worker asks for them.
+mean of all, so they pull at once, and a rollout is of one policy. Weights move only when a worker asks for them. States
+and noise follow from the numbers of rows and rollouts, so it does not matter which worker has a row.
 Source: *Adaptive Policy Synchronization for Scalable RL* (arXiv 2507.10990). The head's side is in `versions`.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import struct
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +20,9 @@ import numpy as np
 if TYPE_CHECKING:
     from ..wire.protocol import Collect
 
-KL_STATES = 256  # of each worker at most
+KL_STATES = 1024  # of all rows together, or one of each if these are more
+KL_ELEMENTS = 2**22  # numbers in their observations: 148 stacks of four 84 x 84 frames, as convolutions are slow
+GOLDEN_RATIO = (5**0.5 - 1) / 2  # whose multiples spread evenly
 
 
 class SyncRule(msgspec.Struct, frozen=True):
@@ -38,24 +43,24 @@ class SyncRule(msgspec.Struct, frozen=True):
         return self.mode == "always" and lag > 0 or self.mode == "interval" and lag >= self.interval
 
 
-@functools.cache
-def sampled_states(num_states: int, most: int = KL_STATES) -> np.ndarray:
-    """Indices of the evenly spread states the divergence is measured on, the same at worker and head."""
-    return np.linspace(0, num_states - 1, min(num_states, most)).astype(np.int64)
+def states_of_each_row(num_steps: int, num_rows: int, elements: int = 1) -> int:
+    """Return on how many states of each row the divergence is measured; ``elements`` are the numbers in one."""
+    return min(max(min(KL_STATES, KL_ELEMENTS // max(elements, 1)) // num_rows, 1), num_steps)
 
 
 @functools.cache
-def sampled_rows(num_steps: int, num_envs: int, most: int = KL_STATES) -> np.ndarray:
-    """Indices of the environments that it is measured on, from their first step to their last: one at least."""
-    return sampled_states(num_envs, max(most // num_steps, 1))
+def measured_states(num_steps: int, rows: range, number: int, in_sequence: bool) -> np.ndarray:
+    """Return the indices, step * len(rows) + environment, of the states whose distribution parameters a worker sends.
 
-
-@functools.cache
-def measured_states(num_steps: int, num_envs: int, in_sequence: bool) -> np.ndarray:
-    """Indices, step * num_envs + environment, of the states whose distribution parameters a worker sends.
-
-    If they are ``in_sequence``, as a policy with a state needs them, they are those of `sampled_rows`.
+    They follow from the rows' numbers, whichever worker has them. ``number`` states of each row are spread evenly over
+    the rollout. If they are ``in_sequence``, as a policy with a state needs them, they are each row's first ones.
     """
+    steps, places = np.arange(number)[:, None], np.arange(len(rows))
     if not in_sequence:
-        return sampled_states(num_steps * num_envs)
-    return (np.arange(num_steps)[:, None] * num_envs + sampled_rows(num_steps, num_envs)).reshape(-1)
+        steps = ((steps + np.array(rows) * GOLDEN_RATIO % 1) * num_steps / number).astype(np.int64)
+    return (steps * len(rows) + places).reshape(-1)
+
+
+def noise_seed(seed: int, row: int, rollout: int) -> int:
+    """Return what seeds the noise of one row in one rollout; it follows from these numbers, and from nothing else."""
+    return int.from_bytes(hashlib.blake2b(struct.pack("<QQQ", seed, row, rollout), digest_size=8).digest()) >> 1

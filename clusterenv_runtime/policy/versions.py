@@ -17,7 +17,7 @@ from ..arrays.trees import leaves, map_tree
 from ..errors import one_line
 from ..wire.protocol import Collect, Weights
 from .probe import Probed, probe
-from .sync import KL_STATES, measured_states, sampled_rows, sampled_states
+from .sync import KL_STATES, measured_states, states_of_each_row
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from .base import Policy
 
 logger = logging.getLogger(__name__)
-ALL_KL_STATES = 8192  # of all workers together, unless that leaves each with fewer than 16
-ALL_KL_ELEMENTS = 2**22  # numbers in their observations: 148 stacks of four 84 x 84 frames, as convolutions are slow
 HELD_BYTES = 2**30  # of all the different weights that workers hold
 MANY_CHANGES = 10  # of the policy's structure, in a row
 
@@ -45,6 +43,7 @@ class Published(NamedTuple):
 class PolicyCopy:
     """What the head knows of one worker's copy of the policy."""
 
+    rows: range = range(1)  # the numbers of the worker's environments
     held: int = 0  # the version last sent; 0 for none of this structure
     behavior: int = 0  # the version it acted on when last heard of; 0 for unknown
     measured: int = 0  # the version whose divergence is known; 0 for none
@@ -95,9 +94,7 @@ class PolicyStore:
         self._copies, self._space, self._action_space = copies, space, action_space
         self._rounds, self._needs_kl, self._sum_over_learners = rounds, needs_kl, sum_over_learners
         self.is_of_several_learners = sum_over_learners is not None
-        elements = sum(getattr(leaf, "size", 1) for leaf in leaves(create_empty_array(space, 1)))
-        of_all = min(ALL_KL_STATES, ALL_KL_ELEMENTS // max(elements, 1))
-        self._most = min(KL_STATES, max(of_all // len(copies), 16))
+        self._elements = sum(getattr(leaf, "size", 1) for leaf in leaves(create_empty_array(space, 1)))
         self.version, self.published = 0, Published()  # +1 at each publish, and what is known of it
         self.structure = b""  # cloudpickle of the policy without its weights
         self.bytes_sent = 0  # cumulative weight bytes, all workers
@@ -185,59 +182,62 @@ class PolicyStore:
         """Keep some of what a worker saw in its part of a rollout, and its policy's distribution parameters there."""
         if part.version < self.published.since:
             return  # another structure
-        # No views of what the user gets, who may write to it: of `Frames`, that is a copy.
-        recent = [self._sampled(part) if part.states is None else self._in_sequence(part)]
+        # No views of what the user gets, who may write to it, nor of a message: of `Frames`, that is a copy.
+        number = len(leaves(part.params)[0]) // len(copy.rows)
+        recent = [self._sampled(copy, part, number) if part.states is None else self._in_sequence(part, number)]
         if part.version == copy.behavior and part.states is None:  # the same policy: more of the same
             recent = [*copy.recent, *recent]
-            while sum(number for number, _ in recent[1:]) >= self._most:
+            while sum(number for number, _ in recent[1:]) >= self._most(copy):
                 del recent[0]
         copy.behavior, copy.recent = part.version, recent
+
+    def _most(self, copy: PolicyCopy) -> int:
+        """Return how many states of a worker, from several parts, its divergence is measured on."""
+        return len(copy.rows) * states_of_each_row(KL_STATES, self._num_rows, self._elements)
 
     def _joined(self, copy: PolicyCopy) -> tuple[Any, ...]:
         if len(copy.recent) > 1:  # joined only now, as of images each part is megabytes
             numbers, parts = zip(*copy.recent, strict=True)
-            joined = map_tree(lambda *each: np.concatenate(each)[-self._most :], *parts)
-            copy.recent = [(min(sum(numbers), self._most), joined)]
+            most = self._most(copy)
+            joined = map_tree(lambda *each: np.concatenate(each)[-most:], *parts)
+            copy.recent = [(min(sum(numbers), most), joined)]
         return map_tree(np.asarray, copy.recent[0][1])
 
-    def _sampled(self, part: RolloutPart) -> tuple[int, tuple[Any, Any]]:
-        sent = measured_states(*part.rewards.shape, in_sequence=False)
-        chosen = sampled_states(len(sent), self._most)
-        size = part.rewards.size
+    def _sampled(self, copy: PolicyCopy, part: RolloutPart, number: int) -> tuple[int, tuple[Any, Any]]:
+        size, num_steps = part.rewards.size, len(part.rewards)
+        sent = measured_states(num_steps, copy.rows, number, in_sequence=False)
 
         def kept(leaf: Any) -> Any:
             leaf = leaf.reshape(size, *leaf.shape[2:])
-            return leaf.only(sent[chosen]) if isinstance(leaf, Frames) else leaf[sent[chosen]]
+            return leaf.only(sent) if isinstance(leaf, Frames) else leaf[sent]
 
-        return len(chosen), (map_tree(kept, part.observations), map_tree(lambda leaf: leaf[chosen], part.params))
+        return len(sent), (map_tree(kept, part.observations), map_tree(np.copy, part.params))
 
-    def _in_sequence(self, part: RolloutPart) -> tuple[int, tuple[Any, Any, np.ndarray, Any]]:
-        num_steps, num_envs = part.rewards.shape
-        sent = sampled_rows(num_steps, num_envs)
-        chosen = sampled_rows(num_steps, len(sent), self._most)
-        rows = sent[chosen]
-        starts = np.zeros((num_steps, len(rows)), bool)  # its state is that before the first step
-        starts[1:] = (part.terminations | part.truncations)[:-1, rows]
-        params = map_tree(
-            lambda leaf: leaf.reshape(num_steps, len(sent), *leaf.shape[1:])[:, chosen].reshape(-1, *leaf.shape[1:]),
-            part.params,
-        )
-        seen = map_tree(lambda leaf: leaf[:, rows], part.observations)
-        return starts.size, (seen, params, starts, map_tree(lambda leaf: leaf[rows], part.states))
+    def _in_sequence(self, part: RolloutPart, number: int) -> tuple[int, tuple[Any, Any, np.ndarray, Any]]:
+        starts = np.zeros((number, part.rewards.shape[1]), bool)  # its state is that before the first step
+        starts[1:] = (part.terminations | part.truncations)[: number - 1]
+        seen = map_tree(lambda leaf: np.array(leaf[:number]), part.observations)
+        return starts.size, (seen, map_tree(np.copy, part.params), starts, map_tree(np.copy, part.states))
 
     def requests(self, copies: Sequence[PolicyCopy], num_steps: int) -> list[Collect]:
         """Return what asks each of these workers to act on the published version, or on its own.
 
-        All are told the mean divergence of those that have acted, or inf if none has: so they pull together. With
-        several learners that is of all workers of all, so each must call this as often.
+        All are told the mean divergence of the environments of those that have acted, or inf if none has: so they pull
+        together. With several learners that is of all environments of all, so each must call this as often.
         """
-        known = [copy.divergence for copy in copies if copy.measured]
-        total, number = sum(known), len(known)
+        known = [copy for copy in copies if copy.measured]
+        total = sum(copy.divergence * len(copy.rows) for copy in known)
+        number = sum(len(copy.rows) for copy in known)
         if self._sum_over_learners is not None:
             total, number = self._sum_over_learners(np.array([total, number], np.float64))
         mean = float(total / number) if number else math.inf
         numbers = self._policy.numbers_now()
-        return [Collect(int(num_steps), self.version, copy.measured, mean, numbers) for copy in copies]
+        states = states_of_each_row(int(num_steps), self._num_rows, self._elements)
+        return [Collect(int(num_steps), self.version, copy.measured, mean, numbers, states) for copy in copies]
+
+    @property
+    def _num_rows(self) -> int:
+        return sum(len(copy.rows) for copy in self._copies)
 
     def pull(self, copy: PolicyCopy, version: int) -> tuple[Weights, list[Any]]:
         """Return the published version and its weights, for a worker that asks and says that it holds ``version``."""
@@ -281,16 +281,17 @@ class PolicyStore:
         return answer
 
     def state_dict(self) -> dict[str, Any]:
-        pulls = [copy.pulls for copy in self._copies]
+        pulls = sum(copy.pulls for copy in self._copies)
         return {"policy_version": self.version, "pulls": pulls, "sync_bytes": self.bytes_sent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this version, which no worker holds; the policy is that of the next `publish`."""
         self.version, self.bytes_sent = state["policy_version"], state["sync_bytes"]
         self.structure = b""
-        for copy, pulls in zip(self._copies, state["pulls"], strict=True):
+        each, rest = divmod(state["pulls"], len(self._copies))
+        for number, copy in enumerate(self._copies):
             copy.forget()
-            copy.pulls = pulls
+            copy.pulls = each + (number < rest)
 
 
 def _check_policy(policy: Any) -> None:

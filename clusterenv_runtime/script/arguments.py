@@ -97,6 +97,8 @@ class ScriptArgs(ClusterOptions):
 
     envs_per_worker: Positive = 32
     """the number of parallel game environments on each worker"""
+    num_envs: Positive | None = None
+    """the number of all environments, which the workers share out; by default `--envs-per-worker` for each"""
     env_backend: Literal["gymnasium", "vector", "envpool"] = "gymnasium"
     """what steps the environments: a loop (`gymnasium`), the environment's own `vector` version, or `envpool`"""
     env_threads: Positive = 1
@@ -153,7 +155,7 @@ class ScriptArgs(ClusterOptions):
 def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str, Any]]:
     """Read the command line; with --resume also the checkpoint to go on from, else an empty one.
 
-    ``fixed`` are the flags that must stay as they were, besides the number of workers and of their environments.
+    ``fixed`` are the flags that must stay as they were, besides the number of environments.
     Mistakes end the process with one line. So do flags of the run that can run someone's code (`RunsCode`), unless the
     command line has them, too: whoever made the checkpoint chose them.
     """
@@ -198,9 +200,11 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
         has = " and ".join(f"{spell(name)} {value!r}" for name, value in code.items())
         why = "what can run someone's code, or upload yours, is not taken from a file; to accept it, give it again here"
         check(not code, f"{args.resume} has {has}: {why}")
-        for name in ("num_workers", "envs_per_worker", "env_kwargs", *fixed):
+        for name in ("num_envs", "envs_per_worker", "env_kwargs", *fixed):
             was, now = getattr(before, name), getattr(args, name)
             check(was == now, f"{spell(name)} cannot change on the way: {args.resume} has {was}, got {now}")
+    if args.num_envs is None:
+        args.num_envs = args.num_workers * args.envs_per_worker
     _check(args)
     return args, saved
 
@@ -219,7 +223,7 @@ def resume_command(args: ScriptArgs, directory: str, command: list[str]) -> str:
 
 def check_for_learners(args: ScriptArgs, number: int) -> None:
     """Exit with one line if these flags do not go with so many learners."""
-    for name in DIVIDED:
+    for name in ("num_envs", *DIVIDED):
         value = getattr(args, name) or 0
         fits = value % number == 0
         check(fits, f"{spell(name)} {value} must be a multiple of the {number} learners of torchrun")

@@ -41,7 +41,7 @@ class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     episodes: np.ndarray  # (num_episodes,) int64, which step ended each that counts: step * num_envs + environment
     episodic_returns: np.ndarray  # (num_episodes,) float64
     episodic_lengths: np.ndarray  # (num_episodes,) int64
-    params: Any  # (states, ...) the policy's distribution parameters at `sampled_states`
+    params: Any  # (states, ...) the policy's distribution parameters at `measured_states`
     frames: tuple[
         np.ndarray, ...
     ] = ()  # of observations that are stacks each frame once: they are indices, see `fold`; or `compressed`

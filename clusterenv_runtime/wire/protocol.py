@@ -22,7 +22,7 @@ from ..policy.sync import SyncRule
 from .codec import MAX_FRAME
 from .packed import Packed
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_DROPPED = 100
 MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `codec.MAX_FRAME`
 CURVE_BYTES = 33  # that CURVE adds to a frame
@@ -65,8 +65,8 @@ class SetAttr(Message):  # pickle of one value per environment
     name: str
 
 
-class Collect(Message):  # nothing, or the state of a torch.Generator to go on from
-    """Act and step for ``num_steps``.
+class Collect(Message):
+    """Act and step for ``num_steps``. A replacement is asked the same, and draws the same noise.
 
     ``divergence`` is mean KL(version ``behavior`` || ``version``), in nats per action dimension.
     """
@@ -76,6 +76,9 @@ class Collect(Message):  # nothing, or the state of a torch.Generator to go on f
     behavior: int  # the version that the divergence is of, which the worker may hold no longer; 0 for none
     divergence: float
     numbers: list[float]  # the policy's, see `Policy.numbers`
+    states: int = 1  # of each row, whose distribution parameters are wanted
+    seed: int = 0  # of the run's noise
+    rollout: int = 0  # the number of this rollout since the seed was given, for `sync.noise_seed`
 
 
 class Structure(Message):  # cloudpickle of the policy without its weights, which the worker then pulls
@@ -121,7 +124,6 @@ class Part(Message):  # the buffers of ``part``
     """Answers a `Collect`."""
 
     part: dict[str, Packed]  # the packed fields of a `part.RolloutPart`
-    generator: bytes  # the state of the policy's random numbers afterwards, of a torch.Generator
     waited: float  # seconds without a request to work on, or without weights, since the part before
 
 

@@ -47,7 +47,6 @@ class Worker:
         self._first_row, self._rule = 0, SyncRule()
         self._actor: Actor | None = None
         self._failed = False  # whether an environment has raised since all were reset
-        self._seed: list[int] | None = None  # of the policy's noise; None before the first reset with seeds
 
     def run(self) -> None:
         """Answer requests until the head says that it is enough, or one has failed."""
@@ -68,7 +67,7 @@ class Worker:
         out, dropped = list[Any](), list[str]()  # the answer's buffers, and infos that cannot be sent
         try:
             if isinstance(request, protocol.Collect):
-                answer = self._collect(seq, request, buffers, out)
+                answer = self._collect(seq, request, out)
             else:
                 value = pack(self._handle(request, buffers), out)
                 infos, self._envs.infos = self._envs.infos, []
@@ -131,10 +130,7 @@ class Worker:
         if mask is not None:
             options = {**options, "reset_mask": mask}
         if seeds[0] is not None:
-            self._seed = [seeds[0], self._first_row]
-            _seed_globals(self._seed)
-            if self._actor is not None:
-                self._actor.seed(self._seed)
+            _seed_globals([seeds[0], self._first_row])
         observations, _ = self._envs.reset(seed=seeds, options=options)
         self._connection.waited = 0.0  # from here on the head may have work
         return observations
@@ -147,20 +143,17 @@ class Worker:
 
             torch.set_num_threads(1)  # workers share their machine with other workers
             self._actor = Actor()
-            self._actor.seed(self._seed)
         self._actor.load_structure(pickle.loads(structure))
 
-    def _collect(self, seq: int | None, request: protocol.Collect, buffers: list[Any], out: list[Any]) -> protocol.Part:
-        if buffers:
-            self._actor.load_generator_state(buffers[0])
+    def _collect(self, seq: int | None, request: protocol.Collect, out: list[Any]) -> protocol.Part:
         if self._rule.wants_pull(self._actor.version, request):
             self._pull(seq)
-        self._actor.set_numbers(request.numbers)
+        self._actor.prepare(request, range(self._first_row, self._first_row + self._envs.num_envs))
         waited, self._connection.waited = self._connection.waited, 0.0
         part = self._envs.collect(self._actor, request.num_steps)
         if (fault := fault_of(part, self._envs.single_action_space, self._actor.given)) is not None:
             raise ValueError(fault)
-        return protocol.Part(part.pack(out), self._actor.generator_state, waited)
+        return protocol.Part(part.pack(out), waited)
 
     def _pull(self, seq: int | None) -> None:
         self._connection.send(seq, protocol.Pull(self._actor.version))

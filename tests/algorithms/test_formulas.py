@@ -1,6 +1,7 @@
 """What the scripts compute, function by function, against definitions and closed forms."""
 
 import importlib
+import itertools
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -192,9 +193,13 @@ def test_an_evaluation_returns_what_the_policy_earns_in_one_episode_each(name):
         env_id=f"tests.algorithms.toys:Corridor-{kind}-v0", env_backend="gymnasium", eval_episodes=5, seed=1,
         make_kwargs={},
     )  # fmt: skip
-    walks = np.array([True, False, True, True, False])
-    actions = np.stack([2.0 * walks - 1] * 2, 1) if kind == "box" else walks.astype(int)
-    returns = script.evaluate(args, script.make_env, lambda _: actions.astype(np.float32) if kind == "box" else actions)
+    walks, places = np.array([True, False, True, True, False]), itertools.count()
+
+    def act(_):
+        is_other = walks == (next(places) % 2 == 0)  # whoever leaves does so in the first place
+        return np.stack([2.0 * is_other - 1] * 2, 1).astype(np.float32) if kind == "box" else is_other.astype(int)
+
+    returns = script.evaluate(args, script.make_env, act)
     assert returns.tolist() == np.where(walks, 3, 1).tolist()
 
 
@@ -266,10 +271,10 @@ def test_an_observation_is_the_last_four_frames_the_newest_last(name):
 
     assert observation.shape == (4, 84, 84) and observation.dtype == np.uint8
     assert places(observation) == [[0]] * 4
-    after, reward, *_ = env.step(1)  # a step to the next place, on the last of the game's four frames
+    after, reward, *_ = env.step(1)  # a walk to the next place, on the last of the game's four frames
     assert places(after) == [[0], [0], [0], [0, 1]] and reward == 0  # a frame is the brightest of the last two
     for place in (2, 3, 4, 5):
-        after, reward, terminated, _, _ = env.step(1)
+        after, reward, terminated, _, _ = env.step(place % 2)
         assert (reward, terminated) == (place >= 3, place == 5)
     assert places(after)[:3] == [[1, 2], [2, 3], [3, 4]]
     env.close()

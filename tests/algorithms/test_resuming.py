@@ -19,7 +19,7 @@ OF_ALL = {"curve", "envs", "optimizer"}
 OF_DQN = OF_ALL | {"q_network", "target_network", "rb", "count"}
 SCRIPTS = {  # the kind of environment, and what a checkpoint holds
     "ppo_clusterenv.py": ("vector", OF_ALL | {"agent"}),
-    "ppo_continuous_clusterenv.py": ("box", OF_ALL | {"agent", "obs_calls", "return_calls"}),
+    "ppo_continuous_clusterenv.py": ("box", OF_ALL | {"agent", "obs_moments", "return_moments"}),
     "ppo_lstm_clusterenv.py": ("vector", OF_ALL | {"agent"}),
     "ppo_minatar_clusterenv.py": ("minatar", OF_ALL | {"agent"}),
     "ppo_atari_clusterenv.py": ("atari", OF_ALL | {"agent"}),
@@ -143,3 +143,25 @@ def test_without_its_replay_buffer_a_run_collects_before_it_learns_and_learns_at
     assert resumed.summary["transitions_inserted"] == 64 - STEP and end["rb"] == {}
     assert resumed.steps["losses/td_loss"] == [64]
     assert end["optimizer"]["param_groups"][0]["lr"] == 0.25
+
+
+def test_a_run_goes_on_with_another_number_of_workers(tmp_path):
+    flags = "--num-workers 2 --num-envs 5 --num-steps 8 --total-timesteps 160 --num-minibatches 2 --update-epochs 2"
+    flags = f"--env-id tests.algorithms.toys:Clockwork-vector-v0 {flags} --eval-episodes 0 --seed 5 --sync-mode always"
+    for name in ("whole", "parted"):
+        (tmp_path / name).mkdir()
+    whole = record("ppo_clusterenv.py", tmp_path / "whole", *flags.split())
+    record("ppo_clusterenv.py", tmp_path / "parted", *flags.split(), interrupt=1)
+    rollouts = [whole.calls[0].rollout]
+    for workers, interrupt in (("3", 1), ("2", None)):
+        resumed = record(
+            "ppo_clusterenv.py", tmp_path / "parted", "--env-id", "tests.algorithms.toys:Clockwork-vector-v0",
+            "--resume", "runs/x", "--num-workers", workers, interrupt=interrupt,
+        )  # fmt: skip
+        rollouts += [call.rollout for call in resumed.calls]
+        assert resumed.args.get("num_envs", 5) == 5
+    assert len(rollouts) == 4
+    for found, expected in zip(rollouts, (call.rollout for call in whole.calls), strict=True):
+        np.testing.assert_array_equal(found.actions, expected.actions)
+        np.testing.assert_array_equal(found.observations, expected.observations)
+    assert resumed.summary["global_step"] == 160 and resumed.summary["pulls_per_worker"] > 1

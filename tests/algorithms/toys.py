@@ -97,8 +97,9 @@ class Clockwork(Toy):
 class Corridor(Toy):
     """Walk through a corridor whose last three steps are worth 1 each, or leave at once, which is worth 1, too.
 
-    Episodes are cut off after two steps, so whoever takes that for their end leaves at once. In an evaluation each walk
-    begins where the way is longest, and none is cut off: it returns up to 3.
+    Which action walks is another from each place to the next, so no policy gets through by one action alone. Episodes
+    are cut off after two steps, so whoever takes that for their end leaves at once. In an evaluation each walk begins
+    where the way is longest, and none is cut off: it returns up to 3.
     """
 
     length, limit = 5, 2
@@ -112,14 +113,14 @@ class Corridor(Toy):
 
     def act(self, is_other):
         self.steps += 1
-        if self.walks(is_other):
-            self.place += 1
-        reward = float(self.place > self.length - 3 or not self.walks(is_other))
-        ends = self.place == self.length or not self.walks(is_other)
+        walks = self.walks(is_other)
+        self.place += walks
+        reward = float(self.place > self.length - 3 or not walks)
+        ends = self.place == self.length or not walks
         return reward, ends, not ends and not self.is_evaluation and self.steps >= self.limit
 
     def walks(self, is_other):
-        return is_other
+        return is_other == (self.place % 2 == 0)
 
     def features(self):
         return [float(place == self.place) for place in range(self.length)]

@@ -12,7 +12,7 @@ from ...env import ClusterEnv
 from ..arguments import DIVIDED
 from .learners import Learners
 
-OF_WORKERS = "pulls", "generators", "waiting_seconds"  # lists in a ClusterEnv's state, of a value a worker
+SUMS = "pulls", "waiting_seconds", "sync_bytes"  # in a ClusterEnv's state, what is counted
 
 
 def options_of_one(options: dict[str, Any], learners: Learners, first_row: int) -> dict[str, Any]:
@@ -28,7 +28,7 @@ class AllWorkers:
 
     def __init__(self, envs: ClusterEnv, learners: Learners) -> None:
         self._envs, self._learners, self._saves = envs, learners, itertools.count()
-        self._others: list[dict[str, Any]] = []  # the last known state of each other learner's, for the first one
+        self._others: dict[int, dict[str, Any]] = {}  # by rank the last known state of others', for the first one
 
     def state_dict(self) -> dict[str, Any]:
         """Return to the first learner the state of all workers; those of one that has died as it was known last."""
@@ -36,12 +36,9 @@ class AllWorkers:
         _, *others = self._learners.hand_in(f"workers {next(self._saves)}", msgspec.msgpack.encode(own))
         for rank, data in enumerate(others, 1):
             if data is not None:
-                self._others[rank - 1 : rank] = [state := msgspec.msgpack.decode(data)]
+                self._others[rank] = state = msgspec.msgpack.decode(data)
                 for restart in state["restarts"]:
                     restart["worker"] += rank * number
-            elif len(self._others) < rank:
-                nothing = {"pulls": [0] * number, "generators": [None] * number, "waiting_seconds": [0.0] * number}
-                self._others.append({**nothing, "sync_bytes": 0, "restarts": []})
         return self._joined(own)
 
     def known(self) -> dict[str, Any]:
@@ -49,19 +46,20 @@ class AllWorkers:
         return self._joined(self._envs.state_dict())
 
     def _joined(self, own: dict[str, Any]) -> dict[str, Any]:
-        states = [own, *self._others]
-        lists = {name: [each for state in states for each in state[name]] for name in ("restarts", *OF_WORKERS)}
-        return own | lists | {"sync_bytes": sum(state["sync_bytes"] for state in states)}
+        states = [own, *self._others.values()]
+        sums = {name: sum(state[name] for state in states) for name in SUMS}
+        return own | sums | {"restarts": [restart for state in states for restart in state["restarts"]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the own share of it; what is counted for all, the first learner takes."""
-        number, each = self._learners.world_size, self._envs.num_workers
-        if len(state["pulls"]) != number * each:
-            raise ValueError(f"the state is of {len(state['pulls'])} workers, these are {number * each}")
-        ranks = [{name: state[name][rank * each : (rank + 1) * each] for name in OF_WORKERS} for rank in range(number)]
-        shares = [state | ranks[0], *(state | share | {"sync_bytes": 0, "restarts": []} for share in ranks[1:])]
-        self._others = shares[1:] if self._learners.rank == 0 else []
-        self._envs.load_state_dict(shares[self._learners.rank])
+        """Take it up; what is counted for all, the first learner takes."""
+        if self._learners.rank > 0:
+            state = state | dict.fromkeys(SUMS, 0) | {"restarts": []}
+        self._envs.load_state_dict(state)
+
+    @property
+    def number(self) -> int:
+        """How many workers all learners have."""
+        return self._envs.num_workers * self._learners.world_size
 
     def totals(self, lags: np.ndarray) -> dict[str, float]:
         """Return what is known of all workers; ``lags`` are in versions, of the own environments."""
