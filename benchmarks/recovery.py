@@ -1,10 +1,10 @@
-"""How soon the rows of a killed worker answer again, without and with a process that stands by (`--standby-workers 1`).
+"""How soon the rows of a killed worker answer again.
 
     python -m benchmarks.recovery
 
 Kills one of two workers at random (`kill -9`) in the midst of rollouts, and takes the time until the rollout that
 lacked its rows is whole. Prints the median and the longest, what of it had passed when another process had its place,
-what the first rollout takes, and the memory of a process that stands by.
+and what the first rollout takes.
 """
 
 import os
@@ -15,13 +15,12 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import gymnasium as gym
 import torch
 import tyro
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, LocalLauncher
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 
 
 @dataclass
@@ -31,14 +30,7 @@ class Args:
     kills: int = 20
     """how many workers are killed, one after the other"""
     pause: float = 5
-    """seconds after each, in which the next process can get ready"""
-
-
-def memory(pid):
-    """Return the resident and the proportional set size of a process, in MB; the latter divides what is shared."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    sizes = dict(line.split()[:2] for line in lines if line.startswith(("Rss:", "Pss:")))
-    return [int(sizes[name]) / 1000 for name in ("Rss:", "Pss:")]
+    """seconds after each"""
 
 
 def recover(envs, policy):
@@ -59,10 +51,10 @@ def recover(envs, policy):
     return envs.restarts[-1]["time"] - killed[0], end - killed[1]
 
 
-def measure(args, standby_workers):
-    env_fns, launcher, median = [partial(gym.make, args.env_id)] * 8, LocalLauncher(), statistics.median
+def measure(args):
+    env_fns, median = [partial(gym.make, args.env_id)] * 8, statistics.median
     start = time.perf_counter()
-    with ClusterEnv(env_fns, 2, launcher=launcher, standby_workers=standby_workers) as envs:
+    with ClusterEnv(env_fns, 2) as envs:
         policy = CategoricalPolicy(torch.nn.Linear(envs.single_observation_space.shape[0], envs.single_action_space.n))
         envs.publish(policy)
         envs.reset(seed=1)
@@ -73,15 +65,10 @@ def measure(args, standby_workers):
             times.append(recover(envs, policy))
         replaced, answered = zip(*times, strict=True)
         print(
-            f"{standby_workers} standing by: answers after {median(answered):.2f} s, at most {max(answered):.2f}; "
+            f"answers after {median(answered):.2f} s, at most {max(answered):.2f}; "
             f"{median(replaced):.2f} s of it until replaced. The first rollout came after {begun:.2f} s"
         )
-        time.sleep(args.pause)
-        for process in launcher._standbys:
-            print("its memory: {:.0f} MB, {:.0f} if what is shared is divided".format(*memory(process.pid)))
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args)
-    for standby_workers in (0, 1):
-        measure(args, standby_workers)
+    measure(tyro.cli(Args))

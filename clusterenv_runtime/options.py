@@ -82,8 +82,6 @@ class ClusterOptions:
     """what happens when a worker dies or falls silent: another takes its place, or the run ends with an error"""
     max_worker_restarts: NotNegative = 3
     """how many replacements of one worker in a row may die without an answer, before the run ends"""
-    standby_workers: NotNegative = 0
-    """how many processes stand by to take the place of workers that die, all imports done (launcher `local`)"""
     min_workers: Positive | None = None
     """how many workers must be up to begin, by default all; the others join when they come"""
     worker_timeout: Seconds = 30.0
@@ -185,8 +183,6 @@ class ClusterOptions:
             raise ValueError(f"{needs}: pull every how many policy versions?")
         if program and not launcher.remote and shutil.which(program) is None:
             raise ValueError(f"{spell('worker_prefix')} begins with {program}, and there is no such program here")
-        if self.standby_workers and not launcher.can_stand_by:
-            raise ValueError(f"{spell('standby_workers')} goes with {spell('launcher')} local, not {launcher.name}")
         if self.bind_address and self.interface:
             raise ValueError(f"give either {either}, not both")
         if self.interface is not None and self.interface not in interfaces:

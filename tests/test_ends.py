@@ -89,13 +89,13 @@ ClusterEnv([CountingEnv] * 2, 2, startup_timeout=3600)
 
 
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a fork that lives on"])
-def test_no_process_that_stands_by_survives_a_head_that_is_killed(start_head, pipe, temporary_directory, forks):
+def test_no_worker_survives_a_head_that_is_killed_whatever_it_has_forked(start_head, pipe, temporary_directory, forks):
     code = """
 import os, signal, sys, time
 from clusterenv_runtime import ClusterEnv
 from tests.conftest import worker_commands
 from tests.envs import CountingEnv
-envs = ClusterEnv([CountingEnv], 1, standby_workers=1, worker_timeout=3600)
+envs = ClusterEnv([CountingEnv], 1, worker_timeout=3600)
 with open(sys.argv[1], "w") as pipe:
     pipe.writelines(f"{pid}\\n" for pid in worker_commands())
 if forks:
@@ -106,11 +106,11 @@ if forks:
 os.kill(os.getpid(), signal.SIGKILL)
 """
     head = start_head(f"forks = {forks}\n{code}")
-    pids = pipe.pids(2)
+    pids = pipe.pids(1)
     children = pipe.pids(int(forks))
     head.wait(PATIENCE)
     assert_ended(pids)
-    for child in children:  # which has the other ends of their pipes
+    for child in children:
         os.kill(child, signal.SIGKILL)
     assert list(temporary_directory.iterdir()) == []
 

@@ -188,48 +188,6 @@ def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
 # Processes that stand by.
 
 
-def standbys(envs, commands):
-    """The pids of those processes that were started to stand by and have not become a worker."""
-    groups = {os.getpgid(pid) for pid in envs.call("pid")}
-    return [pid for pid in commands if "--standby" in commands[pid] and pid not in groups]
-
-
-@pytest.mark.parametrize("prefix", ["", "nice -n 1", "sh -c '\"$@\"; exit $?' sh"])
-def test_a_process_that_stands_by_takes_the_place_of_a_lost_worker(workers, tmp_path, prefix):
-    arguments = {"launcher": LocalLauncher(tmp_path, prefix), "standby_workers": 1, **PATIENT}
-    with ClusterEnv([CountingEnv] * 2, 2, **arguments) as envs:
-        envs.reset()
-        (standby,) = standbys(envs, workers())
-        assert "torch" in workers()[standby]  # which this process has imported, and so does that
-        kill(envs.call("pid")[1])
-        with at_most():
-            envs.step([0, 0])
-        assert [restart["worker"] for restart in envs.restarts] == [1]
-        _, pid = envs.call("pid")
-        assert os.getpgid(pid) == standby
-        log = str(tmp_path / "worker-1.log")
-        assert [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)] == [os.devnull, log, log]
-        (another,) = standbys(envs, workers())
-        assert another != standby
-    assert not workers()
-
-
-def test_where_those_that_stand_by_have_died_too_another_process_is_started(workers):
-    with ClusterEnv([CountingEnv], 1, standby_workers=2, **PATIENT) as envs:
-        envs.reset()
-        dead = standbys(envs, workers())
-        assert len(dead) == 2
-        for pid in (*dead, *envs.call("pid")):
-            kill(pid)
-        with at_most():
-            envs.step([0])
-        assert len(envs.restarts) == 1
-        others = standbys(envs, workers())
-        assert len(others) == 2 and not {*others} & {*dead}
-        assert len(workers()) == 3
-    assert not workers()
-
-
 # Workers that do not come up.
 
 

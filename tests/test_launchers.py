@@ -190,7 +190,6 @@ def test_a_percent_sign_in_a_log_is_none_to_srun():
         ("--launcher slurm --interface lo --worker-resources CPU=3", PLAIN, "no node has 3 cores left for worker 1"),
         ("--launcher slurm --worker-resources CPU=5", HET, "submit the second part of it with --cpus-per-task=5"),
         ("--worker-resources CPU", {}, "--worker-resources must be of the form NAME=NUMBER, as in CPU=2, got 'CPU'"),
-        ("--standby-workers 1 --launcher slurm", PLAIN, "--standby-workers goes with --launcher local, not slurm"),
         ("--worker-prefix 'nice", {}, "--worker-prefix 'nice: No closing quotation"),
         ("--worker-prefix nonesuch", {}, "--worker-prefix begins with nonesuch, and there is no such program here"),
         ("--key-file key", {}, "--key-file is for tcp with --security curve"),

@@ -23,7 +23,7 @@ from beside import BesideEnv
 
 def main():
     address = sys.argv[1] or None
-    with ClusterEnv([BesideEnv] * 2, 2, bind_address=address, standby_workers=1) as envs:
+    with ClusterEnv([BesideEnv] * 2, 2, bind_address=address) as envs:
         envs.reset()
         policy = CategoricalPolicy(torch.nn.Linear(1, 2))
         print(envs.rollout(policy, 3).rewards.tolist())

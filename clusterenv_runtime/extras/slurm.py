@@ -127,7 +127,7 @@ class SlurmLauncher(LocalLauncher):
         StartupError: this is no Slurm job.
     """
 
-    name, remote, can_stand_by = "slurm", True, False
+    name, remote = "slurm", True
     directory = Launcher.directory
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:

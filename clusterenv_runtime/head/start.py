@@ -125,7 +125,7 @@ def start_head(
     pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, opener, clock)
     key_file = options.workers_key_file(launcher, transport.key_file)
     flags = worker_flags(transport.address, key_file, startup_timeout, worker_timeout)
-    launcher.resources, launcher.standby_workers = options.resources, options.standby_workers
+    launcher.resources = options.resources
     try:
         launcher.prepare(num_workers, flags, transport.directory)
         pool.start(min_workers)

@@ -33,8 +33,6 @@ class Launcher:
     name = "of your own"
     remote = True  # whether workers may run on other machines, so that the head must listen over tcp
     by_hand = False  # whether you start its workers, with your own copy of the keys that you have made
-    can_stand_by = False  # whether it can start processes ahead of their need
-    standby_workers = 0  # how many such processes it is to keep, if it can
     resources: Mapping[str, float] = MappingProxyType({})  # of each worker, as in {"CPU": 2}; the rest is up to it
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:

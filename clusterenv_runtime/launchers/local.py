@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import secrets
@@ -25,14 +24,13 @@ logger = logging.getLogger(__name__)
 class LocalLauncher(Launcher):
     """Starts workers on this machine. With ``log_dir`` their output goes to ``log_dir/worker-I.log``."""
 
-    name, remote, can_stand_by = "local", False, True
+    name, remote = "local", False
     directory = None  # the system's place for temporary files
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         super().__init__(log_dir, prefix)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._replaced: list[subprocess.Popen[bytes]] = []  # killed, and perhaps not yet reaped
-        self._standbys: list[subprocess.Popen[bytes]] = []  # started ahead, the first of them first
         # What the marks of all processes begin with, in a worker its own; and the marks by pid. See `processes`.
         self._mark, self._marks = f"{os.environ.get(VARIABLE, '')}{secrets.token_hex(8)}.", dict[int, str]()
 
@@ -40,15 +38,8 @@ class LocalLauncher(Launcher):
         flags = [*flags, "--head-directory", directory, "--head-pid", str(os.getpid())]
         super().prepare(num_workers, flags, directory)
 
-    def command(self, index: int | None) -> list[str]:
-        """Return the command that starts a worker, or with None one that is told later which it is."""
+    def command(self, index: int) -> list[str]:
         return [*self.prefix, sys.executable, *self.arguments(index)]
-
-    def arguments(self, index: int | None) -> list[str]:
-        if index is not None:
-            return super().arguments(index)
-        modules = ["torch"] * ("torch" in sys.modules)  # a worker will need it if the head acts by policies
-        return ["-m", "clusterenv_runtime.worker", "--standby", *modules]
 
     def variables(self) -> dict[str, str]:
         paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -59,53 +50,29 @@ class LocalLauncher(Launcher):
         """Return the environment variables of a command; see `processes` for the mark."""
         return {**os.environ, **self.variables(), VARIABLE: mark}
 
-    def start(self) -> None:
-        super().start()
-        self._stand_by()
-
     def start_worker(self, index: int) -> None:
         if index not in self._processes:
             self._processes[index] = self._start_process(index)
             return
         self._replaced = [process for process in self._replaced if process.poll() is None]
         self._replaced.append(self._processes[index])
-        self._processes[index] = self._hand_over(index) or self._start_process(index)
-        self._stand_by()
+        self._processes[index] = self._start_process(index)
 
-    def _start_process(self, index: int | None) -> subprocess.Popen[bytes]:
+    def _start_process(self, index: int) -> subprocess.Popen[bytes]:
         mark = f"{self._mark}{secrets.token_hex(4)}."
-        with contextlib.nullcontext() if index is None else self.output(index) as output:
+        with self.output(index) as output:
             # A process group of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.
             # No session: Linux may share the cores out between sessions, whatever the niceness of who is in them.
             process = subprocess.Popen(
                 self.command(index),
                 env=self.environment(mark),
-                stdin=subprocess.PIPE if index is None else subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 process_group=0,
             )
         self._marks[process.pid] = mark
         return process
-
-    def _stand_by(self) -> None:
-        with contextlib.suppress(OSError):  # the machine has no room for it; workers are replaced all the same
-            while len(self._standbys) < self.standby_workers:
-                self._standbys.append(self._start_process(None))
-
-    def _hand_over(self, index: int) -> subprocess.Popen[bytes] | None:
-        """Make a process that stands by this worker, and return it, or None if there is none."""
-        log = self.log(index)
-        order = json.dumps([log and os.path.abspath(log), *self.arguments(index)[2:]])
-        while self._standbys:
-            process = self._standbys.pop(0)
-            with contextlib.suppress(OSError), process.stdin as pipe:
-                pipe.write(f"{order}\n".encode())
-                pipe.flush()
-                return process
-            # It has died.
-            self._replaced.append(process)
-        return None
 
     def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes] | None]:
         """Open the file to which a command's output goes; None is this process's."""
@@ -139,12 +106,9 @@ class LocalLauncher(Launcher):
         return process.poll() is not None and not kill_marked(self._marks[process.pid])
 
     def stop(self, timeout: float) -> None:
-        for process in self._standbys:
-            process.stdin.close()
-            kill_group(process)
         replaced = [process for process in self._replaced if process.poll() is None]
         deadline = time.monotonic() + timeout
-        processes = [*self._processes.values(), *replaced, *self._standbys]
+        processes = [*self._processes.values(), *replaced]
         if not _await(processes, deadline):
             for process in processes:
                 process.terminate()

@@ -63,7 +63,7 @@ def _are_kwargs(text: str) -> bool:
 Kwargs = Annotated[str, Range("name=value pairs, as in 'gravity=-5 enable_wind=true'", _are_kwargs), RunsCode(bool)]
 
 
-DIVIDED = "num_workers", "min_workers", "standby_workers"  # among several learners
+DIVIDED = "num_workers", "min_workers"  # among several learners
 
 
 def check(fine: Any, message: Any) -> None:

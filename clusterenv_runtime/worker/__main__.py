@@ -15,7 +15,6 @@ from typing import Any
 from ..errors import StartupError
 from ..wire.security import read_key_file
 from .connection import Connection, End
-from .standby import wait_for_arguments
 from .worker import Worker
 
 
@@ -39,8 +38,7 @@ def main() -> None:
     parser.add_argument("--head-pid", type=int, help="the head's, if it is this process's parent")
     parser.add_argument("--head-directory", metavar="DIR", help="to remove, should that parent vanish")
     parser.add_argument("--key-file", metavar="FILE", help="the run's keys, for tcp; only its owner may read it")
-    arguments = sys.argv[1:]
-    args = parser.parse_args(wait_for_arguments(arguments[1:]) if arguments[:1] == ["--standby"] else arguments)
+    args = parser.parse_args()
     _handle_signals()
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(Output(file, "w", closefd=False), errors="backslashreplace", write_through=True)
