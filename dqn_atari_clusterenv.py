@@ -71,8 +71,6 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     """the number of steps in each environment per chunk that a worker sends"""
     outstanding: Positive = 2
     """chunks each worker may be ahead of the learner; with one it waits while its last one travels"""
-    compress_frames: bool = False
-    """workers compress frames, for slow links"""
     deterministic: bool = False
     """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same to the last bit"""
     sync_check_frequency: Positive = 250
@@ -241,9 +239,8 @@ if __name__ == "__main__":
     # env setup
     kwargs = args.make_kwargs
     env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in range(args.num_envs)]
-    frames = {"frame_stack": FRAME_STACK, "compress_frames": args.compress_frames}
-    options = run.options()
-    envs = ClusterEnv(by_backend(args, env_fns, **ENVPOOL), num_envs=args.num_envs, **frames, **options)
+    env_fns = by_backend(args, env_fns, **ENVPOOL)
+    envs = ClusterEnv(env_fns, num_envs=args.num_envs, frame_stack=FRAME_STACK, **run.options())
     run.keep("envs", envs)
     q_network = run.keep("q_network", QNetwork(envs).to(device))
     duration = args.exploration_fraction * args.total_timesteps

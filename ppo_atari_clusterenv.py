@@ -78,8 +78,6 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
     """clip against the policy at the update's start; against the one that acted, KL stays below clip_coef^2 / 2"""
     clip_rho: PositiveNumber = 2.0
     """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
-    compress_frames: bool = False
-    """workers compress frames, for slow links"""
     overlap: bool = False
     """collect the next rollout while learning from this one; it acts one update behind"""
     bfloat16: bool = False
@@ -243,8 +241,8 @@ if __name__ == "__main__":
 
     # env setup
     env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs) for i in run.rows]
-    frames = {"frame_stack": FRAME_STACK, "compress_frames": args.compress_frames}
-    envs = ClusterEnv(by_backend(args, env_fns, **ENVPOOL), num_envs=len(env_fns), **frames, **run.options())
+    env_fns = by_backend(args, env_fns, **ENVPOOL)
+    envs = ClusterEnv(env_fns, num_envs=len(run.rows), frame_stack=FRAME_STACK, **run.options())
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.bfloat16).to(device))
     policy = PixelPolicy(agent.network, agent.actor)

@@ -102,7 +102,6 @@ class ClusterEnv(Counters):
         copy, observation_mode, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
         info_keys: what of the steps' infos is wanted in `Rollout.infos`: numbers, or arrays of one shape.
         frame_stack: observations of so many arrays are stacks; a rollout has each frame of them once, as `Frames`.
-        compress_frames: workers compress these frames, without loss, which is for slow links.
         log_dir: where the launcher has the workers write ``worker-I.log``; by default to this process's output. With
             workers on other machines on a file system that these share: their keys are there, too.
         first_row, sum_over_learners: for one of several learners: the number of its first environment, and what sums a
@@ -127,7 +126,6 @@ class ClusterEnv(Counters):
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         info_keys: Sequence[str] = (),
         frame_stack: int | None = None,
-        compress_frames: bool = False,
         log_dir: str | os.PathLike[str] | None = None,
         first_row: int = 0,
         sum_over_learners: Callable[[np.ndarray], np.ndarray] | None = None,
@@ -135,8 +133,7 @@ class ClusterEnv(Counters):
     ) -> None:
         self.closed, self._is_amid_call = True, False  # until there is something to close
         parsed, launcher, address = parse_options({"num_workers": num_workers, **options}, log_dir)
-        frames = frame_stack, compress_frames
-        blueprint = Blueprint(env_fns, num_envs, observation_mode, autoreset_mode, info_keys, *frames, first_row)
+        blueprint = Blueprint(env_fns, num_envs, observation_mode, autoreset_mode, info_keys, frame_stack, first_row)
         blueprint.describe(self)
         self._head = start_head(blueprint, parsed, launcher, address, sum_over_learners)
         self._pool, self._store = self._head.pool, self._head.store

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import tracemalloc
 from functools import partial
 
 import gymnasium as gym
@@ -17,8 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames, ProtocolError
-from clusterenv_runtime.arrays import frames as frames_module
-from clusterenv_runtime.arrays.frames import compressed, decompressed, fold
+from clusterenv_runtime.arrays.frames import fold
 from clusterenv_runtime.arrays.spaces import join
 from clusterenv_runtime.head.answers import Opener
 
@@ -116,15 +114,11 @@ def test_a_stack_that_goes_on_adds_one_frame_and_an_episode_one():
     assert final_index.tolist() == [[2, 3, 4, 5]]
 
 
-@pytest.mark.parametrize(
-    ("make_env", "compress"),
-    [(stacked, False), (partial(stacked, "zero"), True), (with_speed, False), (with_speed, True)],
-    ids=["reset", "zero", "dict", "compressed"],
-)
-def test_rollouts_are_those_without(make_env, compress):
+@pytest.mark.parametrize("make_env", [stacked, partial(stacked, "zero"), with_speed], ids=["reset", "zero", "dict"])
+def test_rollouts_are_those_without(make_env):
     torch.manual_seed(1)
     net, rollouts = Net(), []
-    for frames in ({}, {"frame_stack": 4, "compress_frames": compress}):
+    for frames in ({}, {"frame_stack": 4}):
         with ClusterEnv([make_env] * 5, 2, **frames, weights="float32") as envs:
             envs.reset(seed=1)
             rollouts.append([envs.rollout(CategoricalPolicy(net), 20, overlap=number < 3) for number in range(4)])
@@ -267,73 +261,3 @@ def test_no_frames_at_all_where_each_is_a_number():
     answer, buffers = packed(a_part(space), frames=(np.zeros((), np.uint8),))
     with pytest.raises(ProtocolError):
         Opener(space, spaces.Discrete(2), (), 4)(COLLECT, answer, [b"header", *buffers], 2, NOW, NOW)
-
-
-@pytest.mark.parametrize(
-    ("frames", "says"),
-    [
-        (np.zeros((5, 3), np.uint8), "compressed frames must be |u1 (5,), got |u1 (5, 3)"),
-        (np.zeros((), np.uint8), "compressed frames must be |u1 (0,), got |u1 ()"),
-        (np.zeros(5, np.uint8), "frames cannot be decompressed: Error -3"),
-        (np.zeros(0, np.uint8), "they are not the bytes of at most "),
-        (compressed(np.zeros((5, 3), np.uint8))[:-1], "they are not the bytes of at most "),
-        (compressed(np.zeros(16, np.uint8)), "they are not the bytes of at most "),
-        (compressed(np.zeros((10**4, 3), np.uint8)), "they are not the bytes of at most "),
-        (np.tile(compressed(np.zeros((5, 3), np.uint8)), 2), "they are not the bytes of at most "),
-        (np.append(compressed(np.zeros((5, 3), np.uint8)), np.uint8(0)), "they are not the bytes of at most "),
-        (compressed(np.zeros((4, 3), np.uint8)), "are of 4 frames, and say that they are of others"),
-    ],
-)
-def test_frames_that_cannot_be_decompressed_are_refused(frames, says):
-    part = a_part(SPACE)
-    shapes = {
-        "observations": (6, 2),
-        "next_observations": (2,),
-        "final_observations": part.final_observations.shape[:1],
-    }
-    indices = {name: np.full((*leading, 4), 4, np.int32) for name, leading in shapes.items()}
-    opener = Opener(SPACE, spaces.Discrete(2), (), 4, True)
-
-    def opened(frames):
-        answer, buffers = packed(part, frames=(frames,), **indices)
-        return opener(COLLECT, answer, [b"header", *buffers], 2, NOW, NOW)
-
-    assert opened(compressed(np.zeros((5, 3), np.uint8))).observations.frames.flags.writeable
-    with pytest.raises(ProtocolError) as caught:
-        opened(frames)
-    assert says in str(caught.value)
-
-
-def test_what_is_decompressed_is_bounded():
-    bomb = compressed(np.zeros(10**9, np.uint8))
-    tracemalloc.start()
-    with pytest.raises(ValueError, match="they are not the bytes of at most 4 frames of 3 bytes"):
-        decompressed(bomb, np.zeros(3, np.uint8), 4)
-    assert tracemalloc.get_traced_memory()[1] < 10**7
-    tracemalloc.stop()
-
-
-@pytest.mark.parametrize("size", [1, frames_module.PIECE - 11, frames_module.PIECE, 3 * frames_module.PIECE + 1])
-def test_frames_that_do_not_get_smaller_come_back_and_nothing_may_follow_them(size):
-    data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    sent = compressed(data)
-    assert np.array_equal(decompressed(sent, np.uint8(0), size), data)
-    more = -len(sent) % frames_module.PIECE  # up to the end of a piece, and beyond
-    for wrong in (sent[:-1], *(np.concatenate([sent, np.zeros(n, np.uint8)]) for n in (1, more + 1, 2**21))):
-        with pytest.raises(ValueError, match="they are not the bytes of"):
-            decompressed(wrong, np.uint8(0), size)
-
-
-def test_what_is_decompressed_is_held_once():
-    frames = np.random.default_rng(0).integers(0, 9, (50, 10**6), np.uint8)
-    data = compressed(frames)
-    tracemalloc.start()
-    found = decompressed(data, frames[0], 50)
-    assert tracemalloc.get_traced_memory()[1] < 1.5 * frames.nbytes
-    tracemalloc.stop()
-    assert np.array_equal(found, frames)
-
-
-def test_compression_is_of_frames():
-    with pytest.raises(ValueError, match="compress_frames needs a frame_stack"):
-        ClusterEnv([stacked], compress_frames=True)

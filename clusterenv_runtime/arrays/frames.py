@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import numpy as np
-
-PIECE = 2**20  # bytes that are decompressed at once
-LEVEL = 1  # of compression: the fastest; the others make a game's frames little smaller
 
 
 class Frames:
@@ -84,31 +80,6 @@ class Frames:
             return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
 
         return Frames(moved(self.frames), moved(self.index))
-
-
-def compressed(frames: np.ndarray) -> np.ndarray:
-    """Return the bytes of frames, compressed."""
-    return np.frombuffer(zlib.compress(frames, LEVEL), np.uint8)
-
-
-def decompressed(data: np.ndarray, example: np.ndarray, most: int) -> np.ndarray:
-    """Undo `compressed`; return frames like ``example``.
-
-    Raises:
-        ValueError: these are none, or more than ``most``.
-    """
-    stream, size, found, rest = zlib.decompressobj(), max(example.nbytes, 1), bytearray(), b""
-    try:
-        for start in range(0, len(data), PIECE):  # in and out piece by piece: it is neither held nor copied twice
-            rest = data[start : start + PIECE]
-            while len(rest) and not stream.eof and len(found) <= most * size:
-                found += stream.decompress(rest, PIECE)
-                rest = stream.unconsumed_tail
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
-    if not stream.eof or stream.unused_data or len(rest) or len(found) > most * size or len(found) % size:
-        raise ValueError(f"they are not the bytes of at most {most} frames of {size} bytes")
-    return np.frombuffer(found, example.dtype).reshape(len(found) // size, *example.shape)
 
 
 def fold(stacks: np.ndarray, finals: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

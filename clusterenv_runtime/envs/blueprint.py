@@ -49,7 +49,6 @@ class Blueprint:
         autoreset_mode: str | AutoresetMode,
         info_keys: Sequence[str] = (),
         frame_stack: int | None = None,
-        compress_frames: bool = False,
         first_row: int = 0,
     ) -> None:
         self.first_row = first_row  # of all learners' environments, for seeds, noise and messages
@@ -78,10 +77,8 @@ class Blueprint:
             raise ValueError(f"info_keys must not have both {masks[0]!r} and '_{masks[0]}', which says where it is")
         if frame_stack is not None and (type(frame_stack) is not int or frame_stack < 1):
             raise ValueError(f"frame_stack must be an integer from 1, got {frame_stack!r}")
-        if compress_frames and frame_stack is None:
-            raise ValueError("compress_frames needs a frame_stack: other observations are not compressed")
         self.observation_mode, self.autoreset_mode = observation_mode, AutoresetMode(autoreset_mode)
-        self.info_keys, self.frame_stack, self.compress_frames = tuple(info_keys), frame_stack, bool(compress_frames)
+        self.info_keys, self.frame_stack = tuple(info_keys), frame_stack
         self._read_spaces()
         space = self.single_observation_space
         if frame_stack is not None and not any(leaves(are_stacks(space, frame_stack))):
@@ -133,7 +130,6 @@ class Blueprint:
             "single_action_space": self.single_action_space,
             "info_keys": self.info_keys,
             "frame_stack": self.frame_stack,
-            "compress_frames": self.compress_frames,
             "registry": self._registry,
         }
         return cloudpickle.dumps(arguments)

@@ -54,10 +54,9 @@ class EnvsTogether:
         single_action_space: gym.Space,
         info_keys: tuple[str, ...] = (),
         frame_stack: int | None = None,
-        compress_frames: bool = False,
         **_: Any,
     ) -> None:
-        self._info_keys, self._compress_frames = info_keys, compress_frames
+        self._info_keys = info_keys
         self._stacks = are_stacks(single_observation_space, frame_stack)
         self.num_envs, self._envs = num_envs, env_fns(num_envs)
         if self._envs.num_envs != num_envs:
@@ -153,7 +152,7 @@ class EnvsTogether:
         within = order[all_ends[order] < transitions.rewards.size]
         final = map_space(lambda *leaves: np.concatenate(leaves)[within], space, *final_observations)
         in_order = counted[counted[:, 0].argsort()]
-        return transitions.part(actor, final, self._stacks, self._compress_frames, in_order, step_of)
+        return transitions.part(actor, final, self._stacks, in_order, step_of)
 
     def _keep_infos(
         self, transitions: Transitions, infos: dict[str, Any], ended: np.ndarray, rows: np.ndarray, steps: np.ndarray

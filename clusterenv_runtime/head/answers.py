@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import Space
 from gymnasium.vector.utils import create_empty_array
 
-from ..arrays.frames import Frames, decompressed
+from ..arrays.frames import Frames
 from ..arrays.spaces import are_stacks, leaves_of, map_space
 from ..arrays.trees import map_tree
 from ..errors import ProtocolError
@@ -36,7 +36,6 @@ class Opener:
         action_space: the single action space.
         info_keys: what of infos is in a part.
         frame_stack: which of its observations are stacks, see `are_stacks`.
-        are_compressed: whether their frames are.
     """
 
     def __init__(
@@ -45,12 +44,10 @@ class Opener:
         action_space: Space,
         info_keys: Collection[str] = (),
         frame_stack: int | None = None,
-        are_compressed: bool = False,
     ) -> None:
         self._space, self._action_space, self._example = space, action_space, create_empty_array(space, 1)
         self._info_keys, self._stacks = info_keys, are_stacks(space, frame_stack)
         self._stack, index = frame_stack, np.empty((1, frame_stack or 0), np.int32)
-        self._are_compressed = are_compressed
         self._frames: list[np.ndarray] = []  # of each stack one, ``(frame_stack, *frame)``
 
         def sent(is_stack: bool, one: Any) -> Any:
@@ -151,13 +148,7 @@ class Opener:
             raise ProtocolError(f"frames are of {len(self._frames)} observations, got {len(found)}")
         all_frames, most = list[np.ndarray](), stacks * (self._stack or 0)
         for each, example in zip(found, self._frames, strict=True):
-            name, like = ("compressed frames", _BYTES) if self._are_compressed else ("frames", example)
-            frames = unpack.arrays({name: (each, like, (_length(each),))})[name]
-            if self._are_compressed:
-                try:
-                    frames = decompressed(frames, example[0], most)
-                except ValueError as error:
-                    raise ProtocolError(f"frames cannot be decompressed: {error}") from None
+            frames = unpack.arrays({"frames": (each, example, (_length(each),))})["frames"]
             if len(frames) > most:
                 raise ProtocolError(f"{len(frames)} frames are too many for {stacks} stacks of {self._stack}")
             all_frames.append(frames)

@@ -121,7 +121,7 @@ def start_head(
     startup_timeout, worker_timeout = options.startup_timeout, options.worker_timeout
     supervisor = Supervisor(workers, launcher, startup_timeout, worker_timeout, max_restarts, clock)
     transport = make_transport(address, options.port, options.security, options.keys(), launcher.directory, num_workers)
-    opener = Opener(*spaces, blueprint.info_keys, blueprint.frame_stack, blueprint.compress_frames)
+    opener = Opener(*spaces, blueprint.info_keys, blueprint.frame_stack)
     pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, opener, clock)
     key_file = options.workers_key_file(launcher, transport.key_file)
     flags = worker_flags(transport.address, key_file, startup_timeout, worker_timeout)

@@ -42,9 +42,7 @@ class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     episodic_returns: np.ndarray  # (num_episodes,) float64
     episodic_lengths: np.ndarray  # (num_episodes,) int64
     params: Any  # (states, ...) the policy's distribution parameters at `measured_states`
-    frames: tuple[
-        np.ndarray, ...
-    ] = ()  # of observations that are stacks each frame once: they are indices, see `fold`; or `compressed`
+    frames: tuple[np.ndarray, ...] = ()  # of observations that are stacks each frame once: they are indices, see `fold`
 
     def pack(self, buffers: list[Any]) -> dict[str, Packed]:
         """Return what `protocol.Part` holds, and append the data of the arrays to ``buffers``."""

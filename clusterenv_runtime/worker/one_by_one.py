@@ -80,11 +80,10 @@ class EnvsOneByOne(SyncVectorEnv):
         single_action_space: gym.Space,
         info_keys: tuple[str, ...] = (),
         frame_stack: int | None = None,
-        compress_frames: bool = False,
         built: Callable[[], None] = lambda: None,
         **_: Any,
     ) -> None:
-        self._info_keys, self._compress_frames = info_keys, compress_frames
+        self._info_keys = info_keys
         self._stacks = are_stacks(single_observation_space, frame_stack)
         self._batched_actions = batch_space(single_action_space, len(env_fns))
         self.infos: list[tuple[int, dict[str, Any]]] = []  # (environment, info) in the order they arose
@@ -202,7 +201,7 @@ class EnvsOneByOne(SyncVectorEnv):
                 starts = transitions.terminations[step] | transitions.truncations[step]
                 self._returns[starts] = self._lengths[starts] = 0
         self._observations = deepcopy(now)
-        return transitions.part(actor, stack(space, final_observations), self._stacks, self._compress_frames, episodes)
+        return transitions.part(actor, stack(space, final_observations), self._stacks, episodes)
 
     def _counted(self, i: int, reward: float, info: dict[str, Any]) -> dict[str, Any] | None:
         """Return the return "r" and length "l" of an episode that has ended; None if it is not to count."""

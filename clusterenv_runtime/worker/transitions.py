@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from ..arrays.frames import compressed, fold
+from ..arrays.frames import fold
 from ..arrays.spaces import map_space
 from ..arrays.trees import map_tree
 from ..wire.part import RolloutPart, fault_of_info
@@ -56,13 +56,12 @@ class Transitions:
         actor: Actor,
         final_observations: Any,
         stacks: Any,
-        compress_frames: bool,
         episodes: list[tuple[int, float, int]] | np.ndarray,
         steps: np.ndarray | None = None,
     ) -> RolloutPart:
         """Return what is sent of these steps.
 
-        ``stacks`` says which observations are stacks of frames, see `are_stacks`; these may be compressed. ``episodes``
+        ``stacks`` says which observations are stacks of frames, see `are_stacks`. ``episodes``
         are (step * num_envs + environment, return, length); ``steps``, if the actor acted more often than there are
         steps, says which of its steps each of ours is.
         """
@@ -72,7 +71,7 @@ class Transitions:
         def folded(is_stack: bool, leaf: Any, final: Any) -> int:
             if is_stack:
                 each, leaf, final = fold(leaf, final, self.terminations | self.truncations)
-                frames.append(compressed(each) if compress_frames else each)
+                frames.append(each)
             found.append((leaf, final))
             return len(found) - 1
 
