@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from clusterenv_runtime import ProtocolError
-from clusterenv_runtime.wire.codec import MAX_FRAME, MAX_KEYS, SMALL, Unpacker, pack
-from clusterenv_runtime.wire.packed import Array, Generator, List
+from clusterenv_runtime.wire.codec import MAX_FRAME, SMALL, Unpacker, pack
+from clusterenv_runtime.wire.packed import Array, List
 from clusterenv_runtime.wire.protocol import (
     PROTOCOL_VERSION,
     Error,
@@ -49,8 +49,7 @@ DTYPES = st.one_of(
 ARRAYS = DTYPES.flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0, max_side=3)))
 SCALARS = DTYPES.flatmap(lambda dtype: hnp.arrays(dtype, (1,))).map(lambda array: array[0])
 GENERATORS = st.builds(
-    lambda kind, seed: np.random.Generator(kind(seed)),
-    st.sampled_from([np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]),
+    lambda seed: np.random.Generator(np.random.PCG64(seed)),
     st.integers(0, 2**64),
 )
 KEYS = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.none(), st.tuples(st.text(max_size=2)))
@@ -110,8 +109,7 @@ def test_values_come_back_exactly(value, copy):
         [np.arange(3), np.zeros(SMALL, np.int8), np.int8(5), np.arange(1.5), np.ones(SMALL), b"x", np.zeros(3, bool)],
         [np.arange(2 * MAX_FRAME // 8 + 1), 1, np.arange(MAX_FRAME), b"x" * MAX_FRAME, b"y" * (MAX_FRAME + 1), b""],
         [np.full(SMALL - 1, number, np.uint8) for number in range(99)],
-        dict.fromkeys(range(MAX_KEYS)),
-        {str(number): number for number in range(MAX_KEYS + 1)},
+        dict.fromkeys(range(2000)),
         GraphInstance(np.zeros((2, 1)), None, None),
         [[[[[[[[[]]]]]]]]],
     ],
@@ -131,57 +129,9 @@ def test_generators_go_on_where_they_were():
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "says"),
-    [
-        ("PCG64", {"bit_generator": "seed"}, "bit generator 'seed'"),
-        ("PCG64", {"state": {"state": 1, "inc": 2}}, "the increment of a PCG64 is odd"),
-        ("PCG64DXSM", {"state": {"state": 1, "inc": 4}}, "the increment of a PCG64 is odd"),
-        ("Philox", {"buffer_pos": 5}, "the position of a Philox is from 0 to 4"),
-        ("Philox", {"buffer_pos": -1}, "the position of a Philox is from 0 to 4"),
-        ("Philox", {"buffer_pos": 1.0}, "the position of a Philox is from 0 to 4"),
-        ("MT19937", {"state": {"key": np.zeros(624, np.uint32), "pos": 0}}, "not the words of a Mersenne twister"),
-        ("MT19937", {"state": {"key": np.ones(624), "pos": 0}}, "not the words of a Mersenne twister"),
-        ("MT19937", {"state": {"key": np.ones(624, np.uint32), "pos": 625}}, "from 0 to 624, got 625"),
-    ],
-)
-def test_a_generator_in_a_state_that_cannot_be_is_refused(name, change, says):
-    state, buffers = getattr(np.random, name)(1).state, []
-    tree = Generator(pack({**state, **change}, buffers))
-    with pytest.raises(ProtocolError, match=says):
-        Unpacker(buffers)(tree)
-    buffers = []
-    tree = Generator(pack(state, buffers))
-    assert_same(Unpacker(buffers)(tree).bit_generator.state, state)
-
-
-@pytest.mark.parametrize("place", range(5))
-def test_a_philox_may_be_at_any_of_its_places(place):
-    state, buffers = {**np.random.Philox(1).state, "buffer_pos": place}, []
-    tree = Generator(pack(state, buffers))
-    assert_same(Unpacker(buffers)(tree).bit_generator.state, state)
-
-
-@pytest.mark.parametrize("place", [0, 1, 624])
-def test_a_twister_may_be_at_any_of_its_places(place):
-    state, buffers = np.random.MT19937(1).state, []
-    state["state"]["pos"] = place
-    tree = Generator(pack(state, buffers))
-    assert_same(Unpacker(buffers)(tree).bit_generator.state, state)
-
-
-@pytest.mark.parametrize(
-    ("words", "lives"), [([0] * 624, False), ([2**31 - 1] + [0] * 623, False), ([2**31] + [0] * 623, True),
-    ([0] * 623 + [1], True), ([0, 1] + [0] * 622, True)],
-)  # fmt: skip
-def test_a_twister_whose_words_lead_to_zeros_is_none(words, lives):
-    state, buffers = np.random.MT19937(1).state, []
-    state["state"]["key"] = np.array(words, np.uint32)
-    tree = Generator(pack(state, buffers))
-    with (
-        contextlib.nullcontext() if lives else pytest.raises(ProtocolError, match="not the words of a Mersenne twister")
-    ):
-        assert_same(Unpacker(buffers)(tree).bit_generator.state, state)
+def test_only_generators_like_gymnasiums_are_sent():
+    with pytest.raises(TypeError, match="a numpy.random._generator.Generator cannot be sent to the head"):
+        pack(np.random.Generator(np.random.Philox(1)), [])
 
 
 @pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64, -(2**63), -(2**63) - 1, 2**1000])
@@ -261,26 +211,6 @@ def test_keys_must_be_sendable_too():
         pack({frozenset(): 1}, [])
 
 
-def test_dicts_of_many_keys_that_are_not_text_are_a_type_error():
-    with pytest.raises(TypeError, match="more than 1000 keys that are not text cannot be sent to the head"):
-        pack(dict.fromkeys(range(MAX_KEYS + 1)), [])
-    keys = dict.fromkeys(range(MAX_KEYS + 9))
-    assert_same(over_the_wire(keys, dropped=(dropped := [])), dict.fromkeys(range(MAX_KEYS)))
-    assert len(dropped) == 9
-    large = pack(dict.fromkeys(range(MAX_KEYS)), [])
-    received(List([large] * 10), [])
-    with pytest.raises(ProtocolError, match="too many keys"):
-        received(List([large] * 11), [])
-
-
-def test_a_key_is_hashed_quickly():
-    for key in (("a",) * 65, ((1, 2), 3)):
-        with pytest.raises(TypeError, match="a long or nested tuple cannot be sent to the head as a key"):
-            pack({key: 1}, [])
-        with pytest.raises(ProtocolError, match="a long or nested tuple"):
-            received(["dict", [[pack(key, []), 1]]], [])
-
-
 def test_what_is_too_long_belongs_into_arrays():
     with pytest.raises(ValueError, match="262144 at most: put what is long into arrays"):
         frames(1, Reply("x" * MAX_FRAME))
@@ -343,7 +273,7 @@ GARBAGE = st.recursive(
         ),
         st.builds(
             lambda kind, state, more: ["generator", ["dict", [["bit_generator", kind], ["state", state], *more]]],
-            st.sampled_from(["PCG64", "MT19937", "Philox", "SFC64", "SeedSequence"]),
+            st.sampled_from(["PCG64", "MT19937", "SeedSequence"]),
             st.builds(
                 lambda a, b: ["dict", [["state", a], ["inc", b], ["key", a], ["pos", b], ["counter", a]]], trees, trees
             )
@@ -353,13 +283,6 @@ GARBAGE = st.recursive(
     ),
     max_leaves=12,
 )
-
-
-def mt19937(position):
-    """Pack a generator's state that says to read there; NumPy does not check that, and would end the process."""
-    state = np.random.MT19937(1).state
-    state["state"] |= {"key": state["state"]["key"].tolist(), "pos": position}
-    return ["generator", pack(state, [])]
 
 
 def pcg64(state, has_uint32=0):
@@ -403,12 +326,9 @@ def test_garbage_raises_protocol_error_or_nothing(tree, buffers):
         ["array", 0, 9, "<f8", [0]],
         {1: 2},
         ["list", [{1: 2}]],
-        ["dict", [[["int", hex(number * (2**61 - 1))], None] for number in range(MAX_KEYS + 1)]],  # of one hash
         ["graph", [1, 2]],
         ["generator", ["dict", [["bit_generator", "SeedSequence"]]]],
         ["generator", ["dict", [["bit_generator", "PCG64"]]]],
-        mt19937(2 * 10**9),
-        mt19937(-1),
         ["array", 0, 0, "<f8", [2**64 - 1]],
         ["array", 0, 0, "<f8", [2**31, 2**31, 2**31]],
         ["array", 0, 0, "U0", [2**45]],

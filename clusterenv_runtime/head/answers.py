@@ -23,7 +23,6 @@ from ..wire.packed import Array
 from ..wire.part import OBSERVATIONS, RolloutPart, fault_of, fault_of_info
 from ..wire.protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
 
-MAX_INFO_KEYS = 1000  # of a worker's infos; each becomes an array of all environments
 _FIELDS = set(RolloutPart.__struct_fields__)
 _BOOLS, _BYTES, _INTS, _FLOATS = (np.empty(1, dtype) for dtype in (bool, np.uint8, np.int64, np.float64))  # examples
 
@@ -199,24 +198,6 @@ class Opener:
             is_pair = isinstance(info, tuple) and len(info) == 2 and isinstance(info[1], dict)
             if not (is_pair and type(info[0]) is int and 0 <= info[0] < num_envs):
                 raise ProtocolError(f"infos are pairs of an environment and a dict, got {type(info).__name__}")
-        keys, left = dict[Any, Any](), MAX_INFO_KEYS
-        for _, info in reply.infos:
-            left = _count_down(info, keys, left)
-
-
-def _count_down(info: dict[Any, Any], known: dict[Any, Any], left: int) -> int:
-    """Add the keys of a dict, and of the dicts in it, to those ``known``; return how many more there may be.
-
-    It stops at the first that is too many: a sender can make keys collide, and then n take as long as n * n.
-    """
-    for key, value in info.items():
-        left -= key not in known
-        if left < 0:
-            raise ProtocolError(f"infos have more than {MAX_INFO_KEYS} different keys")
-        below = known.setdefault(key, {})
-        if isinstance(value, dict):
-            left = _count_down(value, below, left)
-    return left
 
 
 def _check_observations(name: str, leaves: list[Any], example: list[Any], leading: tuple[int, ...]) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import resource
-import secrets
 import shutil
 import tempfile
 import weakref
@@ -29,7 +27,7 @@ MOST_FILES = 65_536
 HANDSHAKE_MS = 10_000  # in which a peer must have shown who it is
 MAX_HELLO = 2**16  # bytes of the first message of a connection
 PING = protocol.encode((None, Ping()))
-FLOOD, FLOOD_BYTES = 1000, 2**26  # that are received at once; then the head looks after its workers
+MOST_AT_ONCE = 1000  # messages that are received at once; then the head looks after its workers
 
 
 def listening_address(bind_address: str | None, port: int | str, directory: str) -> str:
@@ -102,7 +100,6 @@ class Transport:
         security: over tcp "curve" or "none".
         keys: made ahead, or None for fresh ones.
         parent: where the private directory with socket and keys is made; None for the system's place.
-        num_workers: that are to connect.
 
     Raises:
         StartupError: it cannot listen there.
@@ -115,7 +112,6 @@ class Transport:
         security: str,
         keys: HeadKeys | None,
         parent: Path | None,
-        num_workers: int,
     ) -> None:
         raise_file_limit()
         self.dropped = 0  # messages so far that were malformed or of strangers
@@ -127,9 +123,6 @@ class Transport:
         self.directory, self.key_file = tempfile.mkdtemp(prefix="clusterenv-", dir=parent), None
         self._remove = weakref.finalize(self, remove_own, self.directory, os.getpid())
         self._context, self._gate = zmq.Context(), None
-        # A connection that brings no identity gets the next of a row which begins at C's rand(). If somebody has taken
-        # that one, libzmq aborts: nobody is to know where the row begins.
-        ctypes.CDLL(None).srand(secrets.randbits(32))
         self._socket = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -151,7 +144,7 @@ class Transport:
             self._socket.ipv6 = ":" in (bind_address or "")
             if bind_address and security == "curve":
                 self.key_file = Path(self.directory) / "key"
-                self._gate = Gate(self._context, self._socket, self.key_file, keys, num_workers)
+                self._gate = Gate(self._context, self._socket, self.key_file, keys)
             self._bind(listening_address(bind_address, port or "*", self.directory))
         except BaseException:
             self.close()
@@ -178,11 +171,11 @@ class Transport:
         Return what has come, and the identities of those whose connection is closed.
         """
         closed = [out.identity for out in outbox if not self._send(out)]
-        received, number, size = list[Received](), 0, 0
+        received, number = list[Received](), 0
         milliseconds = -1 if seconds is None else 0 if closed else seconds * 1000
-        while milliseconds >= 0 and number < FLOOD and size < FLOOD_BYTES and self._poller.poll(milliseconds):
+        while milliseconds >= 0 and number < MOST_AT_ONCE and self._poller.poll(milliseconds):
             message = self._receive()
-            number, size = number + 1, size + sum(map(len, message.frames))
+            number += 1
             if message.identity.startswith(b"p") and message.frames == [PING]:
                 if len(self._pulses) < MOST_FILES:  # more cannot be open
                     self._pulses[message.identity] = False

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from ..wire.codec import check_torch, check_twister
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{64})\.pt")
@@ -292,10 +291,7 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any]) -> None:
     """Undo `rng_state`, on those of its devices that there are."""
     random.setstate(state["python"])
-    name, key, position, *_ = state["numpy"]
-    check_twister(key, position)
     np.random.set_state(tuple(state["numpy"]))
-    check_torch(state["torch"].numpy().tobytes())
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
         for device, cuda in list(enumerate(state["cuda"]))[: torch.cuda.device_count()]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import re
-import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,13 +18,10 @@ from gymnasium.spaces import GraphInstance
 
 from ..arrays.trees import map_tree
 from ..errors import ProtocolError
-from .packed import DTYPE, MAX_DIMENSIONS, Array, Bytes, Dict, Generator, Graph, Int, List, Packed, Scalar, Tuple
+from .packed import DTYPE, Array, Bytes, Dict, Generator, Graph, Int, List, Packed, Scalar, Tuple
 
 MAX_FRAME = 2**18  # bytes; what is larger travels in several frames. A stranger's handshake may be as long
 SMALL = 2**16  # bytes; what is smaller shares a frame with others, as each frame costs several microseconds
-MAX_KEYS = 1000  # of a dict that are not text. A sender can make them collide: then n take as long as n * n
-MAX_COLLISIONS = 10 * MAX_KEYS**2  # in all of a message
-WORDS = 624  # of a Mersenne twister
 
 
 def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Packed:
@@ -62,12 +57,10 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Pa
         node = List if kind is list else Graph if kind is GraphInstance else Tuple
         return node([pack(item, buffers, dropped) for item in value])
     if isinstance(value, dict):
-        items, others = [], 0
+        items = []
         for key, item in value.items():
             used = len(buffers)
             try:
-                others += type(key) not in (str, bytes)
-                _check_key(key, others)
                 items.append((pack(key, buffers), pack(item, buffers, dropped)))
             except TypeError:
                 if dropped is None:
@@ -77,7 +70,7 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Pa
         return Dict(items)
     if dropped is not None and (plain := _plain(value)) is not None:
         return pack(plain, buffers, dropped)
-    if kind is np.random.Generator:
+    if kind is np.random.Generator and type(value.bit_generator) is np.random.PCG64:
         return Generator(pack(value.bit_generator.state, buffers))
     raise TypeError(
         f"a {kind.__module__}.{kind.__qualname__} cannot be sent to the head, only arrays, numbers, strings, bytes, "
@@ -129,7 +122,6 @@ class Unpacker:
 
     def __init__(self, buffers: list[Any], copy: bool = True) -> None:
         self._buffers, self._copy, self._bytes_left = buffers, copy, sum(map(len, buffers))
-        self._collisions = 0  # that there may have been so far
 
     def __call__(self, tree: Packed) -> Any:
         """Return the value that was packed.
@@ -151,28 +143,18 @@ class Unpacker:
                 items = [self._value_of(item) for item in tree.items]
                 return items if type(tree) is List else GraphInstance(*items) if type(tree) is Graph else tuple(items)
             case Dict():
-                return {key: self._value_of(item) for key, item in self._items_of(tree)}
+                return {self._value_of(key): self._value_of(item) for key, item in tree.items}
             case Int():
                 return int(tree.digits, 16)
             case Generator():
                 return _generator(self._value_of(tree.state))
         return tree
 
-    def _items_of(self, tree: Dict) -> list[tuple[Any, Packed]]:
-        items, others = [(self._value_of(key), item) for key, item in tree.items], 0
-        for key, _ in items:
-            others += type(key) not in (str, bytes)
-            _check_key(key, others)
-        self._collisions += others**2
-        if self._collisions > MAX_COLLISIONS:
-            raise ValueError("too many keys that are not text")
-        return items
-
     def tree_of(self, tree: Packed) -> Any:
         """Return the dicts and tuples that were packed, with all else in them as it is packed; see `__call__`."""
         if type(tree) is Dict:
             with _refusing():
-                return {key: self.tree_of(item) for key, item in self._items_of(tree)}
+                return {self._value_of(key): self.tree_of(item) for key, item in tree.items}
         return tuple(map(self.tree_of, tree.items)) if type(tree) is Tuple else tree
 
     def arrays(self, forms: dict[str, tuple[Packed, Any, tuple[int, ...]]]) -> dict[str, Any]:
@@ -239,15 +221,6 @@ def _refusing() -> Iterator[None]:
         raise ProtocolError(f"malformed value in a message: {error}") from None
 
 
-def _check_key(key: Any, others: int) -> None:
-    """Raise TypeError if this cannot be a dict's key; ``others`` are the keys so far that are not text."""
-    if others > MAX_KEYS:
-        raise TypeError(f"more than {MAX_KEYS} keys that are not text cannot be sent to the head")
-    # To hash a container takes as long as it is, each time.
-    if isinstance(key, tuple) and (len(key) > MAX_DIMENSIONS or any(isinstance(part, tuple) for part in key)):
-        raise TypeError("a long or nested tuple cannot be sent to the head as a key")
-
-
 def _name_of(key: Any) -> str:
     """Return a key's beginning as a text, whatever its own code does."""
     try:
@@ -256,57 +229,8 @@ def _name_of(key: Any) -> str:
         return f"a {type(key).__name__}"
 
 
-# States of random number generators that somebody else has made. NumPy and torch read memory where such a state says,
-# and there are states from which they would draw for ever.
-def check_twister(key: Any, position: Any) -> None:
-    """Raise ValueError if these are not a Mersenne twister's words, ``(624,)`` integers, and its place in them."""
-    words = np.asarray(key)
-    if words.shape != (WORDS,) or words.dtype.kind not in "iu" or not _twists(words):
-        raise ValueError("these are not the words of a Mersenne twister")
-    if not (type(position) is int and 0 <= position <= WORDS):
-        raise ValueError(f"the position of a Mersenne twister must be from 0 to {WORDS}, got {position!r:.100}")
-
-
-def _twists(words: np.ndarray) -> bool:
-    """Say whether these 32 bits each lead to other numbers than zeros: of the first only the highest bit counts."""
-    words = words.astype(np.uint32)
-    return bool(words[0] & 2**31 or words[1:].any())
-
-
 def _generator(state: dict[str, Any]) -> np.random.Generator:
-    """Return the generator of NumPy whose bit generator has this state, if there can be one."""
-    name, inner = state["bit_generator"], state["state"]
-    if name not in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"):
-        raise ValueError(f"bit generator {name!r:.100}")
-    if name == "MT19937":
-        check_twister(inner["key"], inner["pos"])
-    if name.startswith("PCG64") and inner["inc"] % 2 != 1:
-        raise ValueError("the increment of a PCG64 is odd")
-    if name == "Philox" and not (type(state["buffer_pos"]) is int and 0 <= state["buffer_pos"] <= 4):
-        raise ValueError("the position of a Philox is from 0 to 4")
-    bits = getattr(np.random, name)()
-    bits.state = state
+    """Return the generator of NumPy whose bit generator, a PCG64 as Gymnasium's are, has this state."""
+    bits = np.random.PCG64()
+    bits.state = state  # which refuses that of another
     return np.random.Generator(bits)
-
-
-@functools.cache
-def _torch_bytes() -> int:
-    """Return how long the state of a ``torch.Generator`` of the CPU is."""
-    import torch  # there by now, as a policy has acted
-
-    return len(torch.Generator("cpu").get_state())
-
-
-def check_torch(state: bytes) -> None:
-    """Raise ValueError if this is no state of a ``torch.Generator`` of the CPU.
-
-    Torch itself does not check that ``left`` and ``next`` say the same, and to try a state on costs more than this.
-    """
-    if len(state) != _torch_bytes():
-        raise ValueError(f"the state of its random numbers has {len(state)} bytes, not {_torch_bytes()}")
-    left, is_seeded, next_word = struct.unpack_from("=iiQ", state, 8)
-    is_place = 0 < left <= WORDS and left + next_word == WORDS + 1
-    if is_seeded != 1 or not (is_place or (left, next_word) == (1, 0)):
-        raise ValueError("the state of its random numbers: its place among its words is none")
-    if not _twists(np.frombuffer(state, np.uint64, WORDS, 24)):
-        raise ValueError("the state of its random numbers: it leads to zeros")

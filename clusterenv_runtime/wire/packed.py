@@ -1,6 +1,6 @@
 """What a value is on the wire: a tree of the structs below, which msgspec checks when it decodes a header.
 
-There is no map in it: with keys that are made to collide, a map would keep busy whoever decodes it. `codec` makes it.
+`codec` makes it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Int(_Node):
 
 
 class Generator(_Node):
-    """A generator of NumPy."""
+    """A generator of NumPy, with a PCG64, as Gymnasium's are."""
 
     state: Packed
 

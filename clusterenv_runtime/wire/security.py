@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import time
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -22,8 +21,6 @@ from zmq.auth.thread import ThreadAuthenticator
 from ..errors import StartupError
 
 logger = logging.getLogger(__name__)
-# How many connections are let in at once, unless four of each worker are more; and after how long it is one more.
-ADMITTED, ADMITTED_S = 4096, 1.0
 Z85Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
 
 
@@ -83,15 +80,11 @@ class Gate:
         socket: zmq.Socket[bytes],
         key_file: Path,
         keys: HeadKeys | None,
-        num_workers: int,
     ) -> None:
         keys = HeadKeys.make() if keys is None else keys
         self._worker_public = keys.worker_public.encode()
         write_key_file(key_file, keys.workers())
         self.refused = 0  # connections so far
-        self._most = max(ADMITTED, 4 * num_workers)  # each makes two, and all may be replaced at once
-        self._left, self._since = float(self._most), time.monotonic()  # how many more may come, and when that was so
-        self._is_crowded = False  # whether that was said
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", self)
@@ -101,23 +94,11 @@ class Gate:
     def callback(self, domain: str, key: bytes) -> bool:
         """Say whether the owner of this public key (Z85) is let in; what zmq.auth asks for each connection."""
         if key == self._worker_public:
-            return self._is_within_limit()
+            return True
         self.refused += 1
         if self.refused == 1:
             logger.warning("refused a connection with a foreign key; others will be refused without a word")
         return False
-
-    def _is_within_limit(self) -> bool:
-        """Say whether a worker's connection is let in: who makes very many may meet an identity that ends libzmq."""
-        now = time.monotonic()
-        self._left, self._since = min(self._left + (now - self._since) / ADMITTED_S, self._most), now
-        if self._left < 1:
-            if not self._is_crowded:
-                logger.warning("workers make too many connections: from now on one is let in each %g s", ADMITTED_S)
-            self._is_crowded = True
-            return False
-        self._left -= 1
-        return True
 
     def close(self) -> None:
         self._authenticator.stop()
