@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 from .envs.blueprint import Blueprint, EnvFns
 from .errors import Interrupted
 from .head.collect import Collector
-from .head.ctrl_c import Method, holds_ctrl_c
+from .head.ctrl_c import ends_by_ctrl_c
 from .head.start import Head, start_head
 from .head.stepping import Stepper
 from .options import parse_options, with_options
@@ -25,27 +24,6 @@ from .rollout import Rollout
 
 if TYPE_CHECKING:
     from .policy.base import Policy
-
-
-def _ends_by_ctrl_c(method: Method) -> Method:
-    """Have Ctrl-C end a call of this method in one of its waits, or else at its end; see `head.ctrl_c`."""
-
-    @functools.wraps(method)
-    @holds_ctrl_c
-    def held(self: ClusterEnv, *args: Any, **kwargs: Any) -> Any:
-        if self._is_amid_call:  # of another one, which is to end as a whole
-            return method(self, *args, **kwargs)
-        self._is_amid_call = True
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            self._is_amid_call = False
-            # Nothing is called here, as then Python would handle another one after it was looked for.
-            if (error := self._pool.interrupted).__class__ is KeyboardInterrupt:
-                self._pool.interrupted = None
-                raise error
-
-    return held
 
 
 class Counters(VectorEnv):
@@ -131,7 +109,7 @@ class ClusterEnv(Counters):
         sum_over_learners: Callable[[np.ndarray], np.ndarray] | None = None,
         **options: Any,
     ) -> None:
-        self.closed, self._is_amid_call = True, False  # until there is something to close
+        self.closed = True  # until there is something to close
         parsed, launcher, address = parse_options({"num_workers": num_workers, **options}, log_dir)
         blueprint = Blueprint(env_fns, num_envs, observation_mode, autoreset_mode, info_keys, frame_stack, first_row)
         blueprint.describe(self)
@@ -143,52 +121,52 @@ class ClusterEnv(Counters):
         self.closed = False
 
     # Gymnasium's API.
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def reset(self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> Any:
         """Reset all environments, or those where ``options["reset_mask"]`` is True; return observations and infos."""
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
         self._assert_idle("reset_async")
         self._stepper.reset(seed, options)
 
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         self._assert_is_running()
         observations, infos = self._stepper.finish_reset(timeout)
         return observations, self._stepper.join_infos(infos, self._add_info)
 
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Step every environment; return observations, rewards, terminations, truncations and infos."""
         self.step_async(actions)
         return self.step_wait()
 
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def step_async(self, actions: Any) -> None:
         self._assert_idle("step_async")
         self._stepper.step(actions)
 
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def step_wait(self, timeout: float | None = None) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         self._assert_is_running()
         *arrays, infos = self._stepper.finish_step(timeout)
         return *arrays, self._stepper.join_infos(infos, self._add_info)
 
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call each environment's method ``name``, or read its attribute; the results must be what `pack` takes."""
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         self._assert_idle("call_async")
         self._stepper.call(name, args, kwargs)
 
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         self._assert_is_running()
         return self._stepper.finish_call(timeout)
@@ -197,7 +175,7 @@ class ClusterEnv(Counters):
         """Return attribute ``name`` of each environment."""
         return self.call(name)
 
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def set_attr(self, name: str, values: Any) -> None:
         """Set attribute ``name`` of each environment, to one value or to a list or tuple of one for each."""
         self._assert_idle("set_attr")
@@ -214,7 +192,7 @@ class ClusterEnv(Counters):
     def np_random_seed(self) -> tuple[int, ...]:
         return self.get_attr("np_random_seed")
 
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def close(self, **kwargs: Any) -> None:
         """End the workers, see `close_extras`. Safe to call twice."""
         super().close(**kwargs)
@@ -233,7 +211,7 @@ class ClusterEnv(Counters):
         self.close()
 
     # Workers that act.
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def publish(self, policy: Policy) -> int:
         """Make the policy's current weights the next version, measure divergences, and return its number.
 
@@ -242,7 +220,7 @@ class ClusterEnv(Counters):
         self._assert_is_running()
         return self._collector.publish(policy)
 
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def rollout(self, policy: Policy, num_steps: int, *, overlap: bool = False) -> Rollout:
         """Publish ``policy`` and let all workers act on it, or on the version they hold, for ``num_steps`` steps.
 
@@ -260,7 +238,7 @@ class ClusterEnv(Counters):
         self._collector.assert_can_act("rollout", num_steps, self._stepper.was_reset)
         return self._collector.rollout(policy, num_steps, overlap)
 
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def send(self, num_steps: int, worker: int | None = None) -> None:
         """Ask one worker, or all, to act for another ``num_steps`` steps on the last published policy, or on theirs.
 
@@ -276,7 +254,7 @@ class ClusterEnv(Counters):
         self._collector.assert_can_act("send", num_steps, self._stepper.was_reset)
         self._collector.send(num_steps, worker)
 
-    @_ends_by_ctrl_c
+    @ends_by_ctrl_c
     def recv(self, worker: int | None = None) -> tuple[int, Rollout]:
         """Return the next answer to `send`, of this worker or of whichever is first: its number, and its rows' rollout.
 

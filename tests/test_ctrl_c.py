@@ -12,7 +12,7 @@ import torch
 from gymnasium.error import NoAsyncCallError
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, WorkerDiedError
-from clusterenv_runtime.head.ctrl_c import holds_ctrl_c
+from clusterenv_runtime.head.ctrl_c import ends_by_ctrl_c
 from clusterenv_runtime.head.supervisor import LOOK_S
 from clusterenv_runtime.wire.protocol import Call
 
@@ -31,7 +31,7 @@ class Caller:
     def __init__(self, simulation):
         self._pool = simulation.pool
 
-    @holds_ctrl_c
+    @ends_by_ctrl_c
     def hold(self, call):
         return call()
 
@@ -117,14 +117,9 @@ def test_ctrl_c_amid_the_end_leaves_nothing_open(monkeypatch, presses):
         return exchange(*args)
 
     monkeypatch.setattr(simulation.network, "exchange", pressed)
-    caller = Caller(simulation)
-    if presses == 1:
-        caller.hold(lambda: simulation.pool.close(timeout=3600))
-        assert isinstance(simulation.pool.interrupted, KeyboardInterrupt)  # which the call would raise now
-        assert simulation.network.now - start < 1
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            caller.hold(lambda: simulation.pool.close(timeout=1))
+    with pytest.raises(KeyboardInterrupt):
+        Caller(simulation).hold(lambda: simulation.pool.close(timeout=3600 if presses == 1 else 1))
+    assert simulation.network.now - start < 1 and simulation.pool.interrupted is None
     assert simulation.network.closed and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -1,35 +1,54 @@
 """Ctrl-C in a program that leaves it to Python: it ends a call of a `ClusterEnv` where nothing is half done.
 
-By itself KeyboardInterrupt is raised wherever Python is. Half of a message would be sent, or an answer lost, and the
-next call might have no end. So a handler looks where the program is: amid a call it only has the pool interrupted,
-whose waits raise it, or else the call's end. A second one is raised at once.
+By itself KeyboardInterrupt is raised wherever Python is. Half of a message would be sent, or an
+answer lost, and the next call might have no end. So while a call is under way, the handler only
+interrupts that call's pool. A wait of the pool raises the KeyboardInterrupt, or else the end of the
+call does. A second Ctrl-C is raised at once.
 """
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Callable
 from threading import current_thread, main_thread
-from types import CodeType, FrameType
-from typing import TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from .pool import WorkerPool
 
 Method = TypeVar("Method", bound=Callable)
-_HOLDING = set[CodeType]()
+_under_way: WorkerPool | None = None  # the pool of the main thread's outermost call
 
 
-def holds_ctrl_c(method: Method) -> Method:
-    """Let Ctrl-C amid this method of what has a ``_pool`` only interrupt that."""
-    _HOLDING.add(method.__code__)
-    return method
+def ends_by_ctrl_c(method: Method) -> Method:
+    """Have Ctrl-C end a call of this method, of an object with a ``_pool``, as described above."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _under_way
+        if _under_way is not None or current_thread() is not main_thread():
+            return method(self, *args, **kwargs)
+        _under_way = pool = self._pool
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            _under_way, error = None, pool.interrupted
+            if isinstance(error, KeyboardInterrupt):
+                pool.interrupted = None
+                raise error
+
+    return call
 
 
 def hold_ctrl_c() -> None:
-    """Set the handler, where Python's own is set; in other threads that is neither allowed nor needed."""
+    """Set the handler, where Python's own is set; other threads may not, and need not."""
     _replace(signal.default_int_handler, _handle)
 
 
 def let_go_of_ctrl_c() -> None:
-    """Set Python's own again."""
+    """Set Python's own handler again."""
     _replace(_handle, signal.default_int_handler)
 
 
@@ -39,13 +58,9 @@ def _replace(old: Callable, new: Callable) -> None:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    holding = frame
-    while holding is not None and holding.f_code not in _HOLDING:
-        holding = holding.f_back
-    if holding is None:
+    if _under_way is None:
         signal.default_int_handler(number, frame)
-    pool = holding.f_locals["self"]._pool
-    before, pool.interrupted = pool.interrupted, None
+    before, _under_way.interrupted = _under_way.interrupted, None
     if isinstance(before, KeyboardInterrupt):
         signal.default_int_handler(number, frame)
-    pool.interrupted = KeyboardInterrupt()
+    _under_way.interrupted = KeyboardInterrupt()
