@@ -203,7 +203,7 @@ def test_a_worker_that_does_not_hold_what_it_was_sent_gets_all_and_is_counted(ca
         assert store.mismatches == mismatches
     said = "worker 0 does not hold the weights it was sent, and gets all; %d so far did not"
     assert caplog.messages == [said % 1, said % 2]
-    assert torch.is_tensor(copy.weights)
+    assert torch.is_tensor(copy.weights.tensor)
 
 
 def test_a_divergence_is_told_for_each_dimension_of_an_action():

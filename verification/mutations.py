@@ -91,13 +91,13 @@ MUTATIONS = {
     ),
     "weights are of the version before": (
         "policy/versions.py",
-        "self._flat, self._answers = flat,",
-        "self._flat, self._answers = getattr(self, '_flat', flat),",
+        "self._flat = flat  # a copy",
+        "self._flat = flat if self._flat is None else self._flat  # a copy",
     ),
     "two workers that hold different weights share a difference": (
         "policy/versions.py",
-        "self._answers[id(copy.weights)] = answer",
-        "self._answers = dict.fromkeys(map(id, [c.weights for c in self._copies]), answer)",
+        "if number not in self._updates:\n            self._updates[number] = self._encode(copy)",
+        "if not self._updates:\n            self._updates = dict.fromkeys(range(10**4), self._encode(copy))",
     ),
     "a worker says what it likes about its version": (
         "head/answers.py",

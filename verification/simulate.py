@@ -225,7 +225,7 @@ class User:
             if copy.weights is None:
                 continue
             actor = process.worker._actor
-            if actor.version != copy.held or not torch.equal(actor._held, copy.weights):
+            if actor.version != copy.held or not torch.equal(actor._held, copy.weights.tensor):
                 raise Wrong(f"{process.name} holds version {actor.version}, the head believes {copy.held}, or others")
 
 

@@ -99,14 +99,15 @@ class WorkerHandle:
         return f"worker {self.index} ({where}{'' if log is None else f', log {log}'})"
 
     def fault_of(self, seq: int | None, message: Pull | Error, version: int) -> str:
-        """Note what its process says of a request, and return why it may not; ``version`` is the published one.
+        """Return why its process may not say this of a request, if it may not; ``version`` is the published one.
 
         For each request to act, in order, it may pull once, and again if what it held was of no use for the answer.
         """
         match message:
             case Pull(held):
-                (last, before), self.pulled = self.pulled, ((seq or 0), held)
-                may = isinstance(self.asked.get(seq), Collect) and (seq > last or (seq == last and before > 0 == held))
+                last, before = self.pulled
+                pulls_again = seq == last and before > 0 == held
+                may = isinstance(self.asked.get(seq), Collect) and (seq > last or pulls_again)
                 return "" if may and 0 <= held < version else "it pulled for what it was not asked"
             case Error(env) if env is not None and env not in self.numbers:
                 return f"it said that environment {env} raised, which is none of its own"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -52,8 +53,7 @@ class PolicyCopy:
     # What it has seen lately under `behavior`: how many states, and these as `Policy.divergence` takes them, in parts,
     # oldest first.
     recent: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
-    # The weights it holds, ``(weights,)`` float32, one tensor for all that hold the same; None if not known to the bit.
-    weights: torch.Tensor | None = None
+    weights: HeldWeights | None = None  # that it holds; None if they are not known to the bit
 
     def forget(self) -> None:
         """Another process, or another structure, comes in its place."""
@@ -61,13 +61,19 @@ class PolicyCopy:
         self.divergence, self.recent, self.weights = math.inf, [], None
 
 
-class Answer(NamedTuple):
+class HeldWeights(NamedTuple):
+    """Weights that some workers hold."""
+
+    number: int  # by which they are told from others, from 1
+    tensor: torch.Tensor  # ``(weights,)`` float32
+
+
+class Update(NamedTuple):
     """What a worker that pulls is sent, and what it then holds."""
 
     message: Weights
     buffers: list[Any]
-    before: torch.Tensor | None  # what it held, kept so that no other has its id
-    after: torch.Tensor | None  # None if the head does not keep it
+    weights: HeldWeights | None  # None if the head does not keep them
 
 
 class PolicyStore:
@@ -103,6 +109,9 @@ class PolicyStore:
         self._layout: dict[str, Any] = {}  # of the policy, see `structure.layout_of`
         self._probed: Probed | None = None  # what is known of it
         self._has_warned, self._changes = False, 0  # in a row, of the structure
+        self._flat: torch.Tensor | None = None  # all weights of the version, on the learner's device
+        self._updates: dict[int, Update] = {}  # to the version, by the number of the weights held, or 0
+        self._numbers = itertools.count(1)  # of `HeldWeights`
 
     def publish(self, policy: Policy, seen: Any = None) -> bool:
         """Make the current weights of ``policy`` the next version and measure every copy's divergence from them.
@@ -138,8 +147,8 @@ class PolicyStore:
         if changed:
             for copy in self._copies:
                 copy.forget()
-        # A copy on the learner's device; it becomes bytes only when the first worker pulls this version.
-        self._flat, self._answers = flat, dict[int, Answer]()
+        self._flat = flat  # a copy; it becomes bytes only when the first worker pulls this version
+        self._updates = {}
         known = [copy for copy in self._copies if copy.behavior]
         for copy in self._copies:
             copy.measured, copy.divergence = copy.behavior, math.inf
@@ -176,7 +185,7 @@ class PolicyStore:
 
     def _number(self, copy: PolicyCopy) -> int:
         """Return whose copy this is."""
-        return [id(each) for each in self._copies].index(id(copy))
+        return next(number for number, each in enumerate(self._copies) if each is copy)
 
     def acted(self, copy: PolicyCopy, part: RolloutPart) -> None:
         """Keep some of what a worker saw in its part of a rollout, and its policy's distribution parameters there."""
@@ -246,39 +255,38 @@ class PolicyStore:
             text = "worker %d does not hold the weights it was sent, and gets all; %d so far did not"
             logger.warning(text, self._number(copy), self.mismatches)
             copy.weights = None
-        if (answer := self._answers.get(id(copy.weights))) is None:
-            answer = self._encode(copy)
+        number = 0 if copy.weights is None else copy.weights.number
+        if number not in self._updates:
+            self._updates[number] = self._encode(copy)
+        update = self._updates[number]
         copy.pulls += 1
-        copy.held, copy.weights = self.version, answer.after
-        self.bytes_sent += sum(memoryview(buffer).nbytes for buffer in answer.buffers)
-        return answer.message, answer.buffers
+        copy.held, copy.weights = self.version, update.weights
+        self.bytes_sent += sum(memoryview(buffer).nbytes for buffer in update.buffers)
+        return update.message, update.buffers
 
     def _has_room_for(self, weights: torch.Tensor, copy: PolicyCopy) -> bool:
         """Say whether this copy's next weights may be kept; else its next pull is of all weights again."""
-        others = (other.weights for other in self._copies if other is not copy and other.weights is not None)
-        different = {id(other): other.nbytes for other in others}
+        others = [other.weights for other in self._copies if other is not copy and other.weights is not None]
+        different = {other.number: other.tensor.nbytes for other in others}
         return sum(different.values()) + weights.nbytes <= HELD_BYTES
 
-    def _encode(self, copy: PolicyCopy) -> Answer:
-        """Make what takes a worker from what it holds to the published version: once for all that hold the same."""
+    def _encode(self, copy: PolicyCopy) -> Update:
+        """Make what takes a worker from the weights it holds to the published version."""
         from .differences import WHOLE, Difference, checksum  # brings torch, as the policy has by now
 
         sizes = self._policy.rounded_sizes
         weights, others = self._policy.split_weights(self._flat)
-        held = None if copy.weights is None else copy.weights.to(weights.device)
+        held = None if copy.weights is None else copy.weights.tensor.to(weights.device)
         others = others.cpu().numpy().data
         difference = Difference.between(held, weights, sizes) if self._rounds and sizes else None
         packed = [] if difference is None else [*difference.pack(), others]
         if packed and sum(map(len, packed)) < len(self._flat):
             after = difference.added_to(held, sizes)
             message = Weights(self.version, difference.levels, checksum(after, others))
-            kept = after if self._has_room_for(after, copy) else None
-            answer = Answer(message, packed, copy.weights, kept)
-        else:
-            message = Weights(self.version, WHOLE, checksum(weights, others))
-            answer = Answer(message, [self._flat.cpu().numpy().data], copy.weights, None)
-        self._answers[id(copy.weights)] = answer
-        return answer
+            is_kept = self._has_room_for(after, copy)
+            return Update(message, packed, HeldWeights(next(self._numbers), after) if is_kept else None)
+        message = Weights(self.version, WHOLE, checksum(weights, others))
+        return Update(message, [self._flat.cpu().numpy().data], None)
 
     def state_dict(self) -> dict[str, Any]:
         pulls = sum(copy.pulls for copy in self._copies)
