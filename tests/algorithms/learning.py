@@ -28,7 +28,7 @@ TRAININGS = {  # the environment, and flags
     "ppo_clusterenv.py": ("Corridor-vector", f"{PPO} --total-timesteps 10240 --learning-rate 0.005 --reward-scale 1"),
     "ppo_continuous_clusterenv.py": (
         "Corridor-box",
-        f"{PPO} --total-timesteps 20480 --learning-rate 0.005 --ent-coef 0.02",
+        f"{PPO} --total-timesteps 20480 --learning-rate 0.005 --ent-coef 0.06",
     ),
     "ppo_lstm_clusterenv.py": (
         "Recall-vector",

@@ -95,11 +95,12 @@ class Clockwork(Toy):
 
 
 class Corridor(Toy):
-    """Walk through a corridor whose last three steps are worth 1 each, or leave at once, which is worth 1, too.
+    """Walk through a corridor whose last three steps are worth 1 each, or leave before them, which is worth 1, too.
 
-    Which action walks is another from each place to the next, so no policy gets through by one action alone. Episodes
-    are cut off after two steps, so whoever takes that for their end leaves at once. In an evaluation each walk begins
-    where the way is longest, and none is cut off: it returns up to 3.
+    To leave among them is worth nothing, so whoever learns with the wrong sign leaves there at the latest. Which action
+    walks is another from each place to the next, so no policy gets through by one action alone. Episodes are cut off
+    after two steps, so whoever takes that for their end leaves at once. In an evaluation each walk begins where the way
+    is longest, and none is cut off: it returns up to 3.
     """
 
     length, limit = 5, 2
@@ -113,9 +114,9 @@ class Corridor(Toy):
 
     def act(self, is_other):
         self.steps += 1
-        walks = self.walks(is_other)
+        walks, is_early = self.walks(is_other), self.place < self.length - 3
         self.place += walks
-        reward = float(self.place > self.length - 3 or not walks)
+        reward = float(walks != is_early)
         ends = self.place == self.length or not walks
         return reward, ends, not ends and not self.is_evaluation and self.steps >= self.limit
 
