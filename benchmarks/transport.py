@@ -73,7 +73,7 @@ class Raw:
         self.context, self.directory = zmq.Context(), tempfile.TemporaryDirectory()
         self.socket = self.context.socket(zmq.ROUTER)
         key_file = Path(self.directory.name) / "key" if transport == "tcp+curve" else None
-        self.gate = Gate(self.context, self.socket, key_file) if key_file else None
+        self.gate = Gate(self.context, self.socket, key_file, None) if key_file else None
         self.socket.bind(f"ipc://{self.directory.name}/head" if transport == "ipc" else "tcp://127.0.0.1:*")
         address = self.socket.last_endpoint.decode().rstrip("\0")
         arguments = num_workers, address, key_file, sizes

@@ -185,9 +185,6 @@ def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
             process.wait()
 
 
-# Processes that stand by.
-
-
 # Workers that do not come up.
 
 

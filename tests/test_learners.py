@@ -180,7 +180,7 @@ class FakeEnvs:
     def state_dict(self):
         return {
             "policy_version": 5, "sync_bytes": 10, "restarts": self.restarts, "pulls": 3,
-            "seed": 1, "rollouts": 4, "waiting_seconds": 1.0,
+            "seed": 1, "rollouts": 4, "workers": 2, "waiting_seconds": 1.0,
         }  # fmt: skip
 
     def load_state_dict(self, state):
@@ -206,7 +206,8 @@ def test_a_checkpoint_has_the_workers_of_all_and_of_the_dead_what_was_known():
     for one in workers:
         one.load_state_dict(state)
     assert envs[0].loaded["sync_bytes"] == 20 and envs[1].loaded["sync_bytes"] == 0
-    assert [env.loaded["pulls"] for env in envs] == [6, 0] and envs[1].loaded["restarts"] == []
+    assert [(env.loaded["pulls"], env.loaded["workers"]) for env in envs] == [(6, 4)] * 2
+    assert envs[1].loaded["restarts"] == []
     assert [(env.loaded["seed"], env.loaded["rollouts"]) for env in envs] == [(1, 4), (1, 4)]
 
 

@@ -141,7 +141,7 @@ def test_a_state_is_for_any_number_of_workers():
     for number in (1, 2, 4):
         with ClusterEnv([CountingEnv] * 4, number, sync_mode="always") as envs:
             envs.load_state_dict(state)
-            assert envs.state_dict()["pulls"] == envs.pulls.sum() == 3 and envs.pulls.max() - envs.pulls.min() <= 1
+            assert envs.pulls.tolist() == [1] * number
             envs.reset(seed=2)
             assert envs.rollout(policy, 5).actions.tolist() == expected.tolist()
 
@@ -258,8 +258,8 @@ def resume(script, directory, folder, *flags):
     return result
 
 
-def all_have_delivered(directory):
-    """Whether the only run has a checkpoint of something."""
+def has_begun(directory):
+    """Whether the only run has a checkpoint of some steps."""
     (folder,) = directory.glob("runs/*")
     saved = any(folder.glob("checkpoint-*.pt")) and load_checkpoint(folder)
     return saved and saved["global_step"] > 0
@@ -270,7 +270,7 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     flags, unit, _ = RUNS[script]
     total = (60 if script == ppo.SCRIPT else 600) * unit
     process, workers = scripts.start_and_await_training(script, tmp_path, *flags, "--total-timesteps", str(total))
-    while not all_have_delivered(tmp_path):  # DQN learns from the first chunk of any worker; the other's may come late
+    while not has_begun(tmp_path):  # DQN learns from the first chunk of any worker; the other's may come late
         assert process.poll() is None
         time.sleep(0.01)
     folder = tmp_path / scripts.check_interruption(process, workers, signal.SIGTERM, 75)

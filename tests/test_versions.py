@@ -78,7 +78,7 @@ def test_pulls_and_bytes_are_counted_and_a_state_is_loaded():
             _, buffers = store.pull(copy, copy.held)
             sizes.append(sum(memoryview(buffer).nbytes for buffer in buffers))
     state = store.state_dict()
-    assert state == {"policy_version": 1, "pulls": 3, "sync_bytes": sum(sizes)}
+    assert state == {"policy_version": 1, "workers": 2, "pulls": 3, "sync_bytes": sum(sizes)}
     others, other = made(2)
     other.load_state_dict(state)
     assert other.state_dict() == state
@@ -179,7 +179,7 @@ def test_with_several_learners_the_mean_is_of_all_their_workers():
 
     def sum_over_learners(numbers):
         sums.append(numbers.tolist())
-        return numbers + [3.0, 1.0]
+        return numbers + [3.0, 1.0, 62.0]
 
     (copy,), store = made(sum_over_learners=sum_over_learners)
     assert store.is_of_several_learners and not made()[1].is_of_several_learners
@@ -189,7 +189,9 @@ def test_with_several_learners_the_mean_is_of_all_their_workers():
     store.acted(copy, acted(1))
     store.publish(policy)
     assert store.requests([copy], 5)[0].divergence == pytest.approx((2 * copy.divergence + 3) / 3)
-    assert sums == [[0, 0], [2 * copy.divergence, 2]]  # of its two rows
+    assert sums == [[0, 0, 2], [2 * copy.divergence, 2, 2]]  # of its two rows
+    # As one learner that has all of these rows.
+    assert store.requests([copy], 128)[0].states == states_of_each_row(128, 64, 3) == 16
 
 
 def test_a_worker_that_does_not_hold_what_it_was_sent_gets_all_and_is_counted(caplog):

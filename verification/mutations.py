@@ -22,8 +22,8 @@ MUTATIONS = {
     ),
     "until b661e7f: Ctrl-C raises where something is half done": (
         "head/ctrl_c.py",
-        "        _under_way = pool = self._pool\n",
-        "        pool = self._pool\n",
+        "        _under_way = pool\n",
+        "",
     ),
     "until 851c8d7: who pulls before anything is published ends the run": (
         "head/handle.py",

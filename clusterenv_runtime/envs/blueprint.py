@@ -26,8 +26,9 @@ class Vectorized(Protocol):
     def build(self, **arguments: Any) -> Any:
         """Make a worker's environments; the arguments are those of `Blueprint.setup`.
 
-        They have `reset(seed=, options=)`, `collect(actor, num_steps)`, `close()`, `infos` and `single_action_space`,
-        as `worker.one_by_one.EnvsOneByOne` has them.
+        They have `reset(seed=, options=)`, `collect(actor, num_steps)`, `close()`, `infos`, `num_envs` and
+        `single_action_space`, as `worker.one_by_one.EnvsOneByOne` has them. It also gets ``built``, to be called after
+        each environment that takes long to build.
         """
 
 

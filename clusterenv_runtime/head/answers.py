@@ -24,7 +24,7 @@ from ..wire.part import OBSERVATIONS, RolloutPart, fault_of, fault_of_info
 from ..wire.protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
 
 _FIELDS = set(RolloutPart.__struct_fields__)
-_BOOLS, _BYTES, _INTS, _FLOATS = (np.empty(1, dtype) for dtype in (bool, np.uint8, np.int64, np.float64))  # examples
+_BOOLS, _INTS, _FLOATS = (np.empty(1, dtype) for dtype in (bool, np.int64, np.float64))  # examples
 
 
 class Opener:

@@ -45,9 +45,16 @@ class Collector:
             yield
         except BaseException:
             if self._has_raised:
-                self._pool.forget(self.granted)
-                self.granted = {}
+                self._give_up()
             raise
+
+    def _give_up(self) -> None:
+        """Forget all that is outstanding; the next rollout has the same number on all workers again."""
+        self._pool.forget(self.granted)
+        self.granted = {}
+        asked = max(worker.asked_rollouts for worker in self._pool.workers)
+        for worker in self._pool.workers:
+            worker.asked_rollouts = asked
 
     @property
     def _has_raised(self) -> bool:
@@ -87,10 +94,9 @@ class Collector:
             seqs = sorted(self.granted, key=self.granted.__getitem__)
             parts = [self._open(served) for served in self._pool.gather(seqs)]
         except BaseException:  # also of an interrupted rollout nothing is left
-            self._pool.forget(self.granted)
+            self._give_up()
             raise
-        finally:
-            self.granted = {}
+        self.granted = {}
         if was_ahead:
             self.publish(policy)
         if overlap:
@@ -139,6 +145,7 @@ class Collector:
         requests = self._store.requests([worker.copy for worker in workers], num_steps)
         self._pool.require(*workers)
         granted = list(zip(workers, requests, strict=True))
+        self._recovery.is_loaded = False
         for worker, request in granted:
             request.seed, request.rollout = self._recovery.seed, worker.asked_rollouts
             self.granted[self._pool.ask(worker, request)] = worker.index
@@ -164,7 +171,7 @@ class Collector:
         """Return a worker's part, and note what it tells of the worker."""
         worker, part = self._pool.workers[served.request.worker], served.message
         worker.episodes = Episodes(part.next_observations, np.zeros(worker.num_envs, bool))
-        worker.rollouts += 1
+        worker.rollouts = served.request.message.rollout + 1
         if served.is_last:  # its process has been replaced since, and holds nothing
             worker.episodes.lost()
         else:

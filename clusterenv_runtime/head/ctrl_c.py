@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .pool import WorkerPool
 
 Method = TypeVar("Method", bound=Callable)
-_under_way: WorkerPool | None = None  # the pool of the main thread's outermost call
+_under_way: WorkerPool | None = None  # the pool of the main thread's call, of one within another the inner one's
 
 
 def ends_by_ctrl_c(method: Method) -> Method:
@@ -28,14 +28,16 @@ def ends_by_ctrl_c(method: Method) -> Method:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _under_way
-        if _under_way is not None or current_thread() is not main_thread():
+        before, pool = _under_way, self._pool
+        if pool is before or current_thread() is not main_thread():
             return method(self, *args, **kwargs)
-        _under_way = pool = self._pool
+        _under_way = pool
         try:
             return method(self, *args, **kwargs)
         finally:
-            _under_way, error = None, pool.interrupted
-            if isinstance(error, KeyboardInterrupt):
+            _under_way, error = before, pool.interrupted
+            # Nothing is called here: in a call, Python may handle another Ctrl-C.
+            if error.__class__ is KeyboardInterrupt:
                 pool.interrupted = None
                 raise error
 

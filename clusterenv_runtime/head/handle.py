@@ -89,7 +89,7 @@ class WorkerHandle:
     def __post_init__(self) -> None:
         self.num_envs = self.rows.stop - self.rows.start
         self.first_row = self.offset + self.rows.start  # the number of its first environment, for seeds and users
-        self.numbers = self.copy.rows = range(self.first_row, self.first_row + self.num_envs)
+        self.numbers = self.copy.numbers = range(self.first_row, self.first_row + self.num_envs)
 
     def describe(self, log: str | None = None) -> str:
         """Return its name for the user, with where it runs and the path of its log."""

@@ -249,10 +249,10 @@ class WorkerPool:
             case Pull() | Error() if fault := worker.fault_of(seq, message, self._store.version):
                 self._refuse(worker, fault)
             case Pull():  # also for a request given up since: that worker waits all the same
-                worker.pulled = seq, message.version
                 if worker.state in CONNECTED:
                     weights, buffers = self._store.pull(worker.copy, message.version)
                     self._post(worker, seq, weights, *buffers)
+                worker.pulled = seq, message.version
             case Error() if request is not None or message.ends:
                 self.errors.append((self._supervisor.describe(worker), message))
                 self._requests.forget([seq])

@@ -29,8 +29,8 @@ def _resets_all(message: Message) -> bool:
 class Recovery:
     """Makes a replacement what its predecessor was, except that it begins new episodes.
 
-    A dead process takes its episodes with it. The one in its place builds the environments anew, resets them with fresh
-    seeds. Its noise follows from what it is asked. If the user steps the environments, the step says that the old
+    A dead process takes its episodes with it. The one in its place builds the environments anew and resets them with
+    fresh seeds. Its noise follows from what it is asked. If the user steps the environments, the step says that the old
     episodes are truncated.
     """
 
@@ -41,7 +41,7 @@ class Recovery:
         self._options: dict[str, Any] | None = None  # of the user's last reset of all
         self.restarts: list[dict[str, Any]] = []  # worker, time, reason and seeds of each
         self.seed = secrets.randbits(62)  # of the noise, until the user gives one
-        self._loaded = False  # whether the seed of the noise comes from a checkpoint
+        self.is_loaded = False  # whether that comes from a checkpoint, and no rollout has been asked since
 
     def orders(self, worker: WorkerHandle, unanswered: list[PendingRequest]) -> list[Order]:
         """Return what makes a process this worker, and then what it is to answer."""
@@ -77,23 +77,26 @@ class Recovery:
         return [None if old is None else new for old, new in zip(given, fresh, strict=True)]
 
     def reset(self, workers: Sequence[WorkerHandle], seeds: list[int | None], options: dict[str, Any] | None) -> None:
-        """Note that the user resets all environments, and with a seed the noise, unless its seed was just loaded."""
+        """Note that the user resets all environments, and with a seed the noise, unless its seed was just loaded.
+
+        Of several seeds, that of the noise is the first.
+        """
         self._options = options
-        begins_anew = seeds[0] is not None and not self._loaded
+        given = [seed - row for row, seed in enumerate(seeds, workers[0].offset) if seed is not None]
+        begins_anew = bool(given) and not self.is_loaded
         if begins_anew:
-            self.seed = (int(seeds[0]) - workers[0].offset) % 2**62
+            self.seed = given[0] % 2**62
         for worker in workers:
             worker.user_seeds = worker.seeds = seeds[worker.rows]
             worker.episodes.reset()
             if begins_anew:
                 worker.asked_rollouts = worker.rollouts = 0
-        self._loaded = False
 
     def state_dict(self, workers: Iterable[WorkerHandle]) -> dict[str, Any]:
         rollouts = max(worker.rollouts for worker in workers)
         return {"seed": self.seed, "rollouts": rollouts, "restarts": list(self.restarts)}
 
     def load_state_dict(self, workers: Iterable[WorkerHandle], state: dict[str, Any]) -> None:
-        self.seed, self.restarts, self._loaded = state["seed"], list(state["restarts"]), True
+        self.seed, self.restarts, self.is_loaded = state["seed"], list(state["restarts"]), True
         for worker in workers:
             worker.asked_rollouts = worker.rollouts = state["rollouts"]

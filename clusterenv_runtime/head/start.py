@@ -44,6 +44,7 @@ class HeadState(msgspec.Struct, forbid_unknown_fields=True):
 
     policy_version: Count
     sync_bytes: Count
+    workers: Annotated[int, msgspec.Meta(ge=1, lt=2**53)]  # of which the next two are sums
     pulls: Count
     waiting_seconds: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
@@ -69,8 +70,9 @@ class Head:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, of all workers together, and what the noise follows from."""
-        waiting = {"waiting_seconds": math.fsum(worker.waited for worker in self.pool.workers)}
-        return {**self.store.state_dict(), **self.recovery.state_dict(self.pool.workers), **waiting}
+        workers = self.pool.workers
+        waiting = {"waiting_seconds": math.fsum(worker.waited for worker in workers)}
+        return {**self.store.state_dict(), **self.recovery.state_dict(workers), **waiting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`, also that of a head with another number of workers.
@@ -85,7 +87,7 @@ class Head:
         self.recovery.load_state_dict(self.pool.workers, state)
         self.store.load_state_dict(state)
         for worker in self.pool.workers:
-            worker.waited = state["waiting_seconds"] / len(self.pool.workers)
+            worker.waited = state["waiting_seconds"] / state["workers"]
 
 
 def start_head(

@@ -102,9 +102,9 @@ class Actor:
 
     def draw(self, params: Any) -> Any:
         """Return the noise of a rollout, that of each row by its number; ``params`` are those of the first step."""
-        noise = []
+        noise, again = [], len(self._actions) // self._num_steps
         for place, row in enumerate(self._rows):
-            self._generator.manual_seed(noise_seed(self._seed, row, self._rollout))
+            self._generator.manual_seed(noise_seed(self._seed, row, self._rollout, again))
             own = map_tree(lambda leaf: leaf[place : place + 1], params)  # noqa: B023
             noise.append(self.noise_of_row(own))
         return map_tree(lambda *each: torch.cat(each, 1), *noise)

@@ -61,7 +61,10 @@ class Policy(nn.Module):
         return None
 
     def noise(self, num_steps: int, params: Any, generator: torch.Generator) -> Any:
-        """Draw the randomness of a rollout, ``(num_steps, batch, ...)``; ``params`` are those of its first step."""
+        """Draw the randomness of a rollout, ``(num_steps, batch, ...)``; ``params`` are those of its first step.
+
+        A worker asks for each of its environments by itself, with a batch of one and the environment's own generator.
+        """
         raise NotImplementedError
 
     def act(self, params: Any, noise: Any) -> Any:

@@ -3,7 +3,7 @@
 The head measures, the worker decides. After each update the head evaluates its new policy on observations each worker
 has just acted on, and sends it one number, its divergence, with the next request. If all are asked at once that is the
 mean of all, so they pull at once, and a rollout is of one policy. Weights move only when a worker asks for them. States
-and noise follow from the numbers of rows and rollouts, so it does not matter which worker has a row.
+and noise follow from the numbers of rows and rollouts, whichever worker has a row.
 Source: *Adaptive Policy Synchronization for Scalable RL* (arXiv 2507.10990). The head's side is in `versions`.
 """
 
@@ -61,6 +61,10 @@ def measured_states(num_steps: int, rows: range, number: int, in_sequence: bool)
     return (steps * len(rows) + places).reshape(-1)
 
 
-def noise_seed(seed: int, row: int, rollout: int) -> int:
-    """Return what seeds the noise of one row in one rollout; it follows from these numbers, and from nothing else."""
-    return int.from_bytes(hashlib.blake2b(struct.pack("<QQQ", seed, row, rollout), digest_size=8).digest()) >> 1
+def noise_seed(seed: int, row: int, rollout: int, again: int = 0) -> int:
+    """Return what seeds the noise of one row in one rollout; it follows from these numbers, and from nothing else.
+
+    ``again`` is how often the noise of this rollout has been used up. Of a seed, torch's generators use 32 bits.
+    """
+    numbers = struct.pack("<4Q", seed, row, rollout, again)
+    return int.from_bytes(hashlib.blake2b(numbers, digest_size=4).digest())

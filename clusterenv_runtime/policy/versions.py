@@ -44,7 +44,7 @@ class Published(NamedTuple):
 class PolicyCopy:
     """What the head knows of one worker's copy of the policy."""
 
-    rows: range = range(1)  # the numbers of the worker's environments
+    numbers: range = range(1)  # of the worker's environments
     held: int = 0  # the version last sent; 0 for none of this structure
     behavior: int = 0  # the version it acted on when last heard of; 0 for unknown
     measured: int = 0  # the version whose divergence is known; 0 for none
@@ -100,6 +100,8 @@ class PolicyStore:
         self._copies, self._space, self._action_space = copies, space, action_space
         self._rounds, self._needs_kl, self._sum_over_learners = rounds, needs_kl, sum_over_learners
         self.is_of_several_learners = sum_over_learners is not None
+        # Of all learners, once they have told each other.
+        self._num_rows = self._own_rows = sum(len(copy.numbers) for copy in copies)
         self._elements = sum(getattr(leaf, "size", 1) for leaf in leaves(create_empty_array(space, 1)))
         self.version, self.published = 0, Published()  # +1 at each publish, and what is known of it
         self.structure = b""  # cloudpickle of the policy without its weights
@@ -192,7 +194,7 @@ class PolicyStore:
         if part.version < self.published.since:
             return  # another structure
         # No views of what the user gets, who may write to it, nor of a message: of `Frames`, that is a copy.
-        number = len(leaves(part.params)[0]) // len(copy.rows)
+        number = len(leaves(part.params)[0]) // len(copy.numbers)
         recent = [self._sampled(copy, part, number) if part.states is None else self._in_sequence(part, number)]
         if part.version == copy.behavior and part.states is None:  # the same policy: more of the same
             recent = [*copy.recent, *recent]
@@ -202,7 +204,7 @@ class PolicyStore:
 
     def _most(self, copy: PolicyCopy) -> int:
         """Return how many states of a worker, from several parts, its divergence is measured on."""
-        return len(copy.rows) * states_of_each_row(KL_STATES, self._num_rows, self._elements)
+        return len(copy.numbers) * states_of_each_row(KL_STATES, self._num_rows, self._elements)
 
     def _joined(self, copy: PolicyCopy) -> tuple[Any, ...]:
         if len(copy.recent) > 1:  # joined only now, as of images each part is megabytes
@@ -214,7 +216,7 @@ class PolicyStore:
 
     def _sampled(self, copy: PolicyCopy, part: RolloutPart, number: int) -> tuple[int, tuple[Any, Any]]:
         size, num_steps = part.rewards.size, len(part.rewards)
-        sent = measured_states(num_steps, copy.rows, number, in_sequence=False)
+        sent = measured_states(num_steps, copy.numbers, number, in_sequence=False)
 
         def kept(leaf: Any) -> Any:
             leaf = leaf.reshape(size, *leaf.shape[2:])
@@ -235,18 +237,15 @@ class PolicyStore:
         together. With several learners that is of all environments of all, so each must call this as often.
         """
         known = [copy for copy in copies if copy.measured]
-        total = sum(copy.divergence * len(copy.rows) for copy in known)
-        number = sum(len(copy.rows) for copy in known)
+        total = sum(copy.divergence * len(copy.numbers) for copy in known)
+        number = sum(len(copy.numbers) for copy in known)
         if self._sum_over_learners is not None:
-            total, number = self._sum_over_learners(np.array([total, number], np.float64))
+            sums = self._sum_over_learners(np.array([total, number, self._own_rows], np.float64))
+            total, number, self._num_rows = sums[0], sums[1], int(sums[2])
         mean = float(total / number) if number else math.inf
         numbers = self._policy.numbers_now()
         states = states_of_each_row(int(num_steps), self._num_rows, self._elements)
         return [Collect(int(num_steps), self.version, copy.measured, mean, numbers, states) for copy in copies]
-
-    @property
-    def _num_rows(self) -> int:
-        return sum(len(copy.rows) for copy in self._copies)
 
     def pull(self, copy: PolicyCopy, version: int) -> tuple[Weights, list[Any]]:
         """Return the published version and its weights, for a worker that asks and says that it holds ``version``."""
@@ -290,13 +289,17 @@ class PolicyStore:
 
     def state_dict(self) -> dict[str, Any]:
         pulls = sum(copy.pulls for copy in self._copies)
-        return {"policy_version": self.version, "pulls": pulls, "sync_bytes": self.bytes_sent}
+        counts = {"workers": len(self._copies), "pulls": pulls, "sync_bytes": self.bytes_sent}
+        return {"policy_version": self.version, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this version, which no worker holds; the policy is that of the next `publish`."""
         self.version, self.bytes_sent = state["policy_version"], state["sync_bytes"]
         self.structure = b""
-        each, rest = divmod(state["pulls"], len(self._copies))
+        pulls, number = state["pulls"], len(self._copies)
+        if state["workers"] != number:  # as many for each worker as before
+            pulls = round(pulls * number / state["workers"])
+        each, rest = divmod(pulls, number)
         for number, copy in enumerate(self._copies):
             copy.forget()
             copy.pulls = each + (number < rest)

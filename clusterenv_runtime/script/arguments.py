@@ -98,7 +98,7 @@ class ScriptArgs(ClusterOptions):
     envs_per_worker: Positive = 32
     """the number of parallel game environments on each worker"""
     num_envs: Positive | None = None
-    """the number of all environments, which the workers share out; by default `--envs-per-worker` for each"""
+    """the number of all environments, shared out among the workers; by default `--envs-per-worker` times as many"""
     env_backend: Literal["gymnasium", "vector", "envpool"] = "gymnasium"
     """what steps the environments: a loop (`gymnasium`), the environment's own `vector` version, or `envpool`"""
     env_threads: Positive = 1
@@ -245,6 +245,8 @@ def _check(args: ScriptArgs) -> None:
         check(False, error)
     except OSError as error:
         check(False, f"cannot listen on --bind-address {args.bind_address}, port {args.port}: {error.strerror}")
+    too_few = f"--num-envs {args.num_envs} must be at least as many as --num-workers {args.num_workers}"
+    check(args.num_envs >= args.num_workers, too_few)
     video = args.env_backend == "gymnasium" or not args.capture_video
     check(video, f"--capture-video needs --env-backend gymnasium, not {args.env_backend}")
     threaded = args.env_backend == "envpool" or args.env_threads == 1

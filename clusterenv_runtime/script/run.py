@@ -194,17 +194,17 @@ class Run:
         `report`s after --max-seconds, if that comes first. Then there is a checkpoint, and the workers end. Do not
         leave it by ``break``, or there is neither.
         """
-        self._number, self._steps = number, steps
+        self._number = number
         done, self._saved_at = -(-self.global_step // steps), time.monotonic()
         self._agreed = False, False  # what `_by_clock` of the first learner has said, for all
         self._task = self._progress.add_task("train", total=number, completed=done, status="starting")
         self._printed, self._stop = done * 20 // number, False
-        for iteration in range(done + 1, number + 1):
+        for self._iteration in range(done + 1, number + 1):
             self._signals.raise_if_received()
             if self._due[0]:
                 self._try_to_save()
                 self._saved_at, self._agreed = time.monotonic(), (False, False)
-            yield iteration
+            yield self._iteration
             if self._stop:
                 break
         self._trained_seconds = self.seconds
@@ -239,8 +239,8 @@ class Run:
 
     def report_is_due(self) -> bool:
         """Whether to `report` this iteration, where there are many short ones: 200 times in a run, and the last."""
-        iteration, every = self.global_step // self._steps, max(self._number // 200, 1)
-        return iteration % every == 0 or iteration == self._number or self._due[1]
+        every = max(self._number // 200, 1)
+        return self._iteration % every == 0 or self._iteration == self._number or self._due[1]
 
     def report(self, rollout: Rollout, versions: int) -> None:
         """Log what all scripts do: the episodes since the last report, and the synchronization of the policy.
@@ -261,7 +261,7 @@ class Run:
             scalars["sync/kl"] = kl
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        iteration, mean_return = step // self._steps, self.curve.mean_return
+        iteration, mean_return = self._iteration, self.curve.mean_return
         status = f"step {step:,} SPS {sps} {_status(mean_return, kl)}, pulled {pulls:g} of {versions} versions"
         self._progress.update(self._task, completed=iteration, status=status)
         if not self._is_live and iteration * 20 // self._number > self._printed:

@@ -167,7 +167,7 @@ class Connection:
                         self._shown_at = time.monotonic()
                         self._shows.set()
             if REFUSED in events:
-                logger.error("the head refuses this worker, as it has other keys, or too many have connected: exiting")
+                logger.error("the head refuses this worker, as it has other keys: exiting")
             else:
                 logger.error("there is no head at the other end: exiting")
             deadline = time.monotonic() + 1  # a process's links close a moment before it has ended

@@ -12,7 +12,7 @@ from ...env import ClusterEnv
 from ..arguments import DIVIDED
 from .learners import Learners
 
-SUMS = "pulls", "waiting_seconds", "sync_bytes"  # in a ClusterEnv's state, what is counted
+SUMS = "workers", "pulls", "waiting_seconds", "sync_bytes"  # in a ClusterEnv's state, what is counted
 
 
 def options_of_one(options: dict[str, Any], learners: Learners, first_row: int) -> dict[str, Any]:
@@ -51,9 +51,9 @@ class AllWorkers:
         return own | sums | {"restarts": [restart for state in states for restart in state["restarts"]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it up; what is counted for all, the first learner takes."""
+        """Take it up; what is counted for all workers together, the first learner takes."""
         if self._learners.rank > 0:
-            state = state | dict.fromkeys(SUMS, 0) | {"restarts": []}
+            state = state | {"sync_bytes": 0, "restarts": []}
         self._envs.load_state_dict(state)
 
     @property
@@ -64,12 +64,14 @@ class AllWorkers:
     def totals(self, lags: np.ndarray) -> dict[str, float]:
         """Return what is known of all workers; ``lags`` are in versions, of the own environments."""
         envs = self._envs
+        shares = list(map(len, np.array_split(range(envs.num_envs), envs.num_workers)))
         own = [
-            envs.num_workers, envs.pulls.sum(), envs.divergence.sum(), envs.sync_bytes, len(envs.restarts), len(lags),
-            lags.sum(),
+            envs.num_workers, envs.pulls.sum(), envs.num_envs, envs.divergence @ shares, envs.sync_bytes,
+            len(envs.restarts), len(lags), lags.sum(),
         ]  # fmt: skip
-        workers, pulls, kl, sync_bytes, restarts, rows, lag = self._learners.sum(np.array(own, np.float64)).tolist()
+        sums = self._learners.sum(np.array(own, np.float64)).tolist()
+        workers, pulls, num_envs, kl, sync_bytes, restarts, rows, lag = sums
         return {
-            "pulls": pulls / workers, "kl": kl / workers, "bytes": int(sync_bytes), "restarts": int(restarts),
+            "pulls": pulls / workers, "kl": kl / num_envs, "bytes": int(sync_bytes), "restarts": int(restarts),
             "lag": lag / max(rows, 1),
         }  # fmt: skip
