@@ -42,7 +42,7 @@ def run_x(tmp_path, monkeypatch):
     """A working directory with a run, runs/x, whose flags are not the default ones."""
     monkeypatch.chdir(tmp_path)
     os.makedirs("runs/x")
-    args = vars(ppo_clusterenv.Args(num_workers=3, learning_rate=0.5, anneal_lr=False, max_policy_lag=7))
+    args = vars(ppo_clusterenv.Args(num_workers=3, num_envs=96, learning_rate=0.5, anneal_lr=False, max_policy_lag=7))
     save_checkpoint("runs/x", whole(args, 5), 5)
 
 
@@ -62,7 +62,7 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
         ("--resume runs/empty", "there is no checkpoint in runs/empty"),
         ("--resume runs", "--resume must be runs/NAME, of the working directory, got runs"),
         ("--resume elsewhere/x", "--resume must be runs/NAME, of the working directory, got elsewhere/x"),
-        ("--resume runs/x --num-envs 2", "--num-envs cannot change on the way: runs/x has 96, got 2"),
+        ("--resume runs/x --num-envs 6", "--num-envs cannot change on the way: runs/x has 96, got 6"),
         ("--resume runs/x --envs-per-worker 2", "--envs-per-worker cannot change on the way: runs/x has 32, got 2"),
         ("--resume runs/x --env-id Acrobot-v1", "--env-id cannot change on the way: runs/x has LunarLander-v3"),
         ("--resume runs/x --kl-threshold -1", "--kl-threshold must be a number of nats >= 0, got -1.0"),

@@ -270,7 +270,7 @@ def test_a_launcher_serves_one_cluster():
     ],
 )
 def test_workers_that_do_not_match(workers, instead_of_python, patch, text):
-    imports = "from clusterenv_runtime import protocol; from clusterenv_runtime.worker.__main__ import main"
+    imports = "from clusterenv_runtime.wire import protocol; from clusterenv_runtime.worker.__main__ import main"
     code = f"{imports}; protocol.{patch}; main()"
     instead_of_python(f'exec {sys.executable} -c "{code}" "$@"')
     with at_most(), pytest.raises(StartupError, match=text):

@@ -148,14 +148,14 @@ def test_workers_pull_by_the_mean_divergence_of_all_learners_workers(others, pul
 
     def sum_over_learners(own):
         asked.append(own.tolist())
-        return own + (others if own[1] else 0)
+        return own + ([*others, 2.0] if own[1] else 0)
 
     options = {"kl_threshold": 1.0, "sum_over_learners": sum_over_learners}
     with ClusterEnv([CountingEnv] * 2, 2, **options) as envs:
         envs.reset()
         for _ in range(2):
             envs.rollout(policy, 3)
-        assert asked == [[0, 0], [pytest.approx(0, abs=1e-5), 2]]
+        assert asked == [[0, 0, 2], [pytest.approx(0, abs=1e-5), 2, 2]]
         assert envs.pulls.tolist() == pulls
         with pytest.raises(ValueError, match="with several learners there is `rollout`, and no `send`"):
             envs.send(3)

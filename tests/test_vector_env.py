@@ -365,7 +365,7 @@ def test_unknown_observation_modes(observation_mode):
             [CountingEnv],
             {"launcher": "slurp"},
             ValueError,
-            "launcher must be one of 'local', 'slurm', 'ray', 'external', got 'slurp'",
+            "launcher must be one of 'local', 'external', 'ray', 'slurm', got 'slurp'",
         ),
         ([CountingEnv], {"worker_timeuot": 3}, TypeError, "ClusterEnv has no option 'worker_timeuot'; its options are"),
         ([CountingEnv], {"autoreset_mode": "Never"}, ValueError, "'Never' is not a valid AutoresetMode"),
