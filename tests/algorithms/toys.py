@@ -98,9 +98,9 @@ class Corridor(Toy):
     """Walk through a corridor whose last three steps are worth 1 each, or leave before them, which is worth 1, too.
 
     To leave among them is worth nothing, so whoever learns with the wrong sign leaves there at the latest. Which action
-    walks is another from each place to the next, so no policy gets through by one action alone. Episodes are cut off
-    after two steps, so whoever takes that for their end leaves at once. In an evaluation each walk begins where the way
-    is longest, and none is cut off: it returns up to 3.
+    walks is another from each place to the next, so no policy gets through by one action alone. (Of pixels, which take
+    long to learn from, one action does.) Episodes are cut off after two steps, so whoever takes that for their end
+    leaves at once. In an evaluation each walk begins where the way is longest, and none is cut off: it returns up to 3.
     """
 
     length, limit = 5, 2
@@ -121,7 +121,7 @@ class Corridor(Toy):
         return reward, ends, not ends and not self.is_evaluation and self.steps >= self.limit
 
     def walks(self, is_other):
-        return is_other == (self.place % 2 == 0)
+        return is_other == (self.place % 2 == 0 or self.kind == "atari")
 
     def features(self):
         return [float(place == self.place) for place in range(self.length)]
