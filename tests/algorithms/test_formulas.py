@@ -15,10 +15,16 @@ from clusterenv_runtime.rollout import Rollout
 from clusterenv_runtime.script.learners.exchange import Exchange
 
 from .reference import advantages_by_definition
+from .toys import spaces_of
 
 PPO = "ppo_clusterenv", "ppo_continuous_clusterenv", "ppo_lstm_clusterenv", "ppo_minatar_clusterenv"
 PPO += ("ppo_atari_clusterenv",)
 DQN = "dqn_clusterenv", "dqn_atari_clusterenv"
+
+
+def kind_of(name):
+    """Return of which kind of `toys` a script's environments are."""
+    return {"continuous": "box", "minatar": "minatar", "atari": "atari"}.get(name.split("_")[1], "vector")
 
 
 @pytest.fixture(params=PPO)
@@ -188,7 +194,7 @@ def test_a_shares_advantages_are_normalized_by_those_of_the_whole_minibatch(ppo)
 @pytest.mark.parametrize("name", [*PPO, *DQN])
 def test_an_evaluation_returns_what_the_policy_earns_in_one_episode_each(name):
     script = importlib.import_module(name)
-    kind = {"continuous": "box", "minatar": "minatar", "atari": "atari"}.get(name.split("_")[1], "vector")
+    kind = kind_of(name)
     args = SimpleNamespace(
         env_id=f"tests.algorithms.toys:Corridor-{kind}-v0", env_backend="gymnasium", eval_episodes=5, seed=1,
         make_kwargs={},
@@ -307,9 +313,8 @@ def test_an_episode_is_a_life_begins_by_firing_and_counts_in_the_return_of_the_g
 @pytest.mark.parametrize("name", PPO)
 def test_layers_begin_orthogonal_with_cleanrls_gains(name):
     script = importlib.import_module(name)
-    kind = {"continuous": "box", "minatar": "minatar", "atari": "atari"}.get(name.split("_")[1], "vector")
-    env = script.make_env(f"tests.algorithms.toys:Clockwork-{kind}-v0", 0, False, "")()
-    envs = SimpleNamespace(single_observation_space=env.observation_space, single_action_space=env.action_space)
+    kind = kind_of(name)
+    envs = spaces_of(script.make_env(f"tests.algorithms.toys:Clockwork-{kind}-v0", 0, False, "")())
     agent = script.Agent(envs) if kind in ("minatar", "atari") else script.Agent(envs, 64)
     for key, value in agent.named_parameters():
         if "bias" in key or key == "actor_logstd":

@@ -14,6 +14,7 @@ import torch
 
 from . import reference
 from .recording import record
+from .toys import spaces_of
 
 PPO = {
     "ppo_clusterenv.py": ("vector", reference.Vector()),
@@ -47,26 +48,28 @@ DQN_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 5 --eval-episodes 0
 DQN_FLAGS += " --learning-starts 37 --target-network-frequency 12 --batch-size 8 --gamma 0.9"
 DQN_FLAGS += " --learning-rate 0.003 --tau 0.6 --start-e 0.9 --end-e 0.3 --exploration-fraction 0.4"
 DQN_FLAGS += " --sync-check-frequency 5 --sync-mode always --weights float32"
-# Of what training has changed: float32 and float64 differ by less, and mistakes by more. Of so large a network as
-# Atari's, some activation or ratio is always close to a kink, on one side of it in float32 and on the other in float64.
-TOLERANCE = {"vector": 0.01, "box": 0.01, "minatar": 0.01, "atari": 0.1}
+TOLERANCE = 0.01  # of what training has changed: float32 and float64 differ by less, and mistakes by more
+# Of large networks an activation may lie at a kink, on one side of it in float32 and on the other in float64. Then they
+# differ by some hundredths, and else by less than a ten-thousandth, as with this seed in all of Atari's cases here.
+SEED = {"atari": 3}
 
 
 def flags_of(kind, *flags):
-    return ["--env-id", f"tests.algorithms.toys:Clockwork-{kind}-v0", *" ".join(flags).split()]
+    seed = str(SEED.get(kind, 1))
+    return ["--env-id", f"tests.algorithms.toys:Clockwork-{kind}-v0", "--seed", seed, *" ".join(flags).split()]
 
 
-def assert_same_weights(found, expected, before, tolerance):
+def assert_same_weights(found, expected, before):
     assert found.keys() == expected.keys()
     for name, value in found.items():
         change, error = (torch.linalg.norm(expected[name] - other.double()) for other in (before[name], value))
-        assert error <= tolerance * change, f"{name}: {error:.3g} of a change of {change:.3g}"
+        assert error <= TOLERANCE * change, f"{name}: {error:.3g} of a change of {change:.3g}"
 
 
-def assert_same_logs(recording, expected, tolerance):
+def assert_same_logs(recording, expected):
     """What is logged is what is expected, at the step at which it is known."""
     for tag, values in expected.items():
-        assert recording.scalars[tag] == pytest.approx(values, rel=tolerance / 2, abs=1e-4), tag
+        assert recording.scalars[tag] == pytest.approx(values, rel=1e-3, abs=1e-4), tag
         steps = np.cumsum([call.rollout.rewards.size for call in recording.calls])
         assert recording.steps[tag] == steps[-len(values) :].tolist(), tag
 
@@ -84,14 +87,14 @@ def test_ppo_is_as_defined(tmp_path, script, way):
     assert_first_networks(recording, script, "agent")
     weights, logged, reached = reference.ppo(recording, network)
     assert cases <= reached
-    assert_same_weights(recording.networks["agent"], weights, recording.calls[0].networks["agent"], TOLERANCE[kind])
+    assert_same_weights(recording.networks["agent"], weights, recording.calls[0].networks["agent"])
     # The first version acts as the learner would. With --sync-mode always each does, or the one before if it overlaps.
     lag = logged.pop("lag")
     assert max(lag if way == "plain" else lag[:1]) < 1e-4 and (way == "plain" or min(lag[1:]) > 1e-3)
     versions = [call.rollout.policy_versions.tolist() for call in recording.calls]
     newer = {"plain": range(number), "overlap": [0, *range(number - 1)]}.get(way, [0] * number)
     assert versions == [[versions[0][0] + number] * 4 for number in newer]
-    assert_same_logs(recording, logged, TOLERANCE[kind])
+    assert_same_logs(recording, logged)
     assert recording.summary["global_step"] == 28 * number and recording.summary["updates"] == number
     assert len({pickle.dumps(call.numpy_state) for call in recording.calls}) == number  # each shuffles otherwise
     check_episodes(recording)
@@ -102,8 +105,7 @@ def assert_first_networks(recording, script, name):
     """A script's network begins as one that is made from the run's seed."""
     module = importlib.import_module(script.removesuffix(".py"))
     args = SimpleNamespace(**recording.args)
-    env = module.make_env(args.env_id, 0, False, "")()
-    envs = SimpleNamespace(single_observation_space=env.observation_space, single_action_space=env.action_space)
+    envs = spaces_of(module.make_env(args.env_id, 0, False, "")())
     torch.manual_seed(args.seed)
     sizes = [args.hidden_size] if hasattr(args, "hidden_size") else []
     network = module.Agent(envs, *sizes) if name == "agent" else module.QNetwork(envs)
@@ -157,8 +159,8 @@ def test_dqn_is_as_defined(tmp_path, script, every):
     assert all(torch.equal(value, first["target_network"][name]) for name, value in first["q_network"].items())
     weights, target, logged = reference.dqn(recording, q_values, newest_first=is_atari)
     for name, expected in (("q_network", weights), ("target_network", target)):
-        assert_same_weights(recording.networks[name], expected, first[name], TOLERANCE[kind])
-    assert_same_logs(recording, logged, TOLERANCE[kind])
+        assert_same_weights(recording.networks[name], expected, first[name])
+    assert_same_logs(recording, logged)
     args = SimpleNamespace(**recording.args)
     # Workers act by the newest version of the network that is trained, and explore as they were told.
     assert recording.versions == list(range(1, 2 + (total - 37) // every // 5))

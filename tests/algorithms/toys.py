@@ -3,6 +3,8 @@
 Ids are ``tests.algorithms.toys:NAME-KIND-v0``; KIND is `vector`, `box` (continuous actions), `minatar` or `atari`.
 """
 
+from types import SimpleNamespace
+
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
@@ -10,6 +12,11 @@ from gymnasium import spaces
 EVALUATION = 100_000  # from here on seeds are those of a script's evaluation
 ATARI_SCREEN = 210, 160
 PIXELS = np.random.default_rng(1).random((4, 4, 8)) < 0.6  # by which each number is shown in MinAtar, if it is large
+
+
+def spaces_of(env):
+    """Return what the scripts' networks want to know of environments like this one."""
+    return SimpleNamespace(single_observation_space=env.observation_space, single_action_space=env.action_space)
 
 
 class Toy(gym.Env):
