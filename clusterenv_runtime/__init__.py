@@ -62,7 +62,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # The policies bring torch, which a worker that only steps does not need.
     if name in ("CategoricalPolicy", "EpsilonGreedyPolicy", "GaussianPolicy", "Policy"):
-        from .policy import ready as policies
+        from .policy import ready
 
-        return getattr(policies, name)
+        return getattr(ready, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import IO
 
 from .base import Exit, Launcher
-from .processes import LOG_FLAGS, VARIABLE, kill_marked
+from .processes import VARIABLE, kill_marked
 
 logger = logging.getLogger(__name__)
+LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # somebody may have put a link there
 
 
 class LocalLauncher(Launcher):

@@ -14,7 +14,6 @@ import signal
 from pathlib import Path
 
 VARIABLE = "CLUSTERENV_WORKER"
-LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # somebody may have put a link there
 
 
 def kill_marked(mark: str) -> bool:

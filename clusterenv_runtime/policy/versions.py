@@ -289,20 +289,21 @@ class PolicyStore:
 
     def state_dict(self) -> dict[str, Any]:
         pulls = sum(copy.pulls for copy in self._copies)
-        counts = {"workers": len(self._copies), "pulls": pulls, "sync_bytes": self.bytes_sent}
-        return {"policy_version": self.version, **counts}
+        return {
+            "policy_version": self.version, "sync_bytes": self.bytes_sent,
+            "workers": len(self._copies), "pulls": pulls,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this version, which no worker holds; the policy is that of the next `publish`."""
         self.version, self.bytes_sent = state["policy_version"], state["sync_bytes"]
         self.structure = b""
-        pulls, number = state["pulls"], len(self._copies)
-        if state["workers"] != number:  # as many for each worker as before
-            pulls = round(pulls * number / state["workers"])
-        each, rest = divmod(pulls, number)
-        for number, copy in enumerate(self._copies):
+        # As many for each worker as before, in the mean.
+        pulls = round(state["pulls"] * len(self._copies) / state["workers"])
+        each, rest = divmod(pulls, len(self._copies))
+        for index, copy in enumerate(self._copies):
             copy.forget()
-            copy.pulls = each + (number < rest)
+            copy.pulls = each + (index < rest)
 
 
 def _check_policy(policy: Any) -> None:

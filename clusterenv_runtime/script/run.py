@@ -338,7 +338,7 @@ def _summary(run: Run, eval_returns: np.ndarray, more: dict[str, Any]) -> dict[s
     evaluation = [float(eval_returns.mean()), float(eval_returns.std())] if len(eval_returns) else [None, None]
     return {
         "global_step": run.global_step, "wall_seconds": seconds, "sps": run.global_step / seconds, **more,
-        "pulls_per_worker": workers["pulls"] / run._workers.number, "sync_bytes": workers["sync_bytes"],
+        "pulls_per_worker": workers["pulls"] / workers["workers"], "sync_bytes": workers["sync_bytes"],
         "mean_return_100": mean_return,
         "eval_return_mean": evaluation[0], "eval_return_std": evaluation[1],
         "kl_threshold": run.args.kl_threshold, "seed": run.args.seed, "env_id": run.args.env_id,

@@ -56,11 +56,6 @@ class AllWorkers:
             state = state | {"sync_bytes": 0, "restarts": []}
         self._envs.load_state_dict(state)
 
-    @property
-    def number(self) -> int:
-        """How many workers all learners have."""
-        return self._envs.num_workers * self._learners.world_size
-
     def totals(self, lags: np.ndarray) -> dict[str, float]:
         """Return what is known of all workers; ``lags`` are in versions, of the own environments."""
         envs = self._envs
