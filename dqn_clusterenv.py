@@ -18,12 +18,31 @@ import torch.nn.functional as F
 import torch.optim as optim
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
-from clusterenv_runtime.options import EnvId, Fraction, Name, Nats, NotNegative, Positive, PositiveNumber
-from clusterenv_runtime.script import Counters, Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
+from clusterenv_runtime.options import (
+    EnvId,
+    Fraction,
+    Name,
+    Nats,
+    NotNegative,
+    Positive,
+    PositiveNumber,
+)
+from clusterenv_runtime.script import (
+    Counters,
+    Run,
+    ScriptArgs,
+    by_backend,
+    check,
+    evaluate,
+    parse,
+    read_spaces,
+)
 
 
 @dataclass
-class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and sync_mode, it inherits
+class Args(
+    ScriptArgs
+):  # what all scripts share, such as seed, num_workers and sync_mode, it inherits
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -73,7 +92,11 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
     def thunk():
         record = capture_video and idx == 0
-        env = gym.make(env_id, render_mode="rgb_array", **kwargs) if record else gym.make(env_id, **kwargs)
+        env = (
+            gym.make(env_id, render_mode="rgb_array", **kwargs)
+            if record
+            else gym.make(env_id, **kwargs)
+        )
         env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
         return gym.wrappers.RecordEpisodeStatistics(env)
 
@@ -106,10 +129,14 @@ class ReplayBuffer:
 
     @staticmethod
     def num_bytes(size, observation_space):
-        return size * (2 * int(np.prod(observation_space.shape)) * observation_space.dtype.itemsize + 8 + 4 + 4)
+        return size * (
+            2 * int(np.prod(observation_space.shape)) * observation_space.dtype.itemsize + 8 + 4 + 4
+        )
 
     def add(self, rollout):
-        next_observations = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
+        next_observations = np.concatenate(
+            [rollout.observations[1:], rollout.next_observations[None]]
+        )
         # An episode's last step leads to its final observation, not to the one its environment was reset to.
         next_observations[rollout.terminations | rollout.truncations] = rollout.final_observations
         num = rollout.rewards.size
@@ -130,7 +157,10 @@ class ReplayBuffer:
         inds = torch.randint(min(self.inserted, self.size), (num_batches * batch_size,))
         columns = self.observations, self.actions, self.next_observations, self.rewards, self.dones
         shape = num_batches, batch_size
-        drawn = (column.index_select(0, inds).view(*shape, *column.shape[1:]).to(device) for column in columns)
+        drawn = (
+            column.index_select(0, inds).view(*shape, *column.shape[1:]).to(device)
+            for column in columns
+        )
         obs, actions, next_obs, rewards, dones = drawn
         return obs.float(), actions, next_obs.float(), rewards, dones
 
@@ -167,21 +197,35 @@ if __name__ == "__main__":
     check(args.num_envs % args.num_workers == 0, even)
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
-    a_chunk = (
-        f"a chunk of {args.num_envs // args.num_workers} environments x {args.num_steps} steps = {args.chunk_size}"
+    a_chunk = f"a chunk of {args.num_envs // args.num_workers} environments x {args.num_steps} steps = {args.chunk_size}"
+    check(
+        args.num_iterations >= 1,
+        f"--total-timesteps {args.total_timesteps} must be at least {a_chunk}",
     )
-    check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {a_chunk}")
-    check(args.buffer_size >= args.chunk_size, f"--buffer-size {args.buffer_size} must be at least {a_chunk}")
-    target_every, rest = divmod(args.target_network_frequency, args.train_frequency)  # in gradient steps
-    check(rest == 0, "--target-network-frequency must be a multiple of --train-frequency: it counts environment steps")
+    check(
+        args.buffer_size >= args.chunk_size,
+        f"--buffer-size {args.buffer_size} must be at least {a_chunk}",
+    )
+    target_every, rest = divmod(
+        args.target_network_frequency, args.train_frequency
+    )  # in gradient steps
+    check(
+        rest == 0,
+        "--target-network-frequency must be a multiple of --train-frequency: it counts environment steps",
+    )
     obs_space, action_space = read_spaces(args, make_env)
     discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
     check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
     flatten = "have make_env put FlattenObservation around the environment"
-    check(len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}; {flatten}")
+    check(
+        len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}; {flatten}"
+    )
     needed = ReplayBuffer.num_bytes(args.buffer_size, obs_space) / 2**30
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    check(needed < memory, f"--buffer-size {args.buffer_size} takes {needed:.1f} GiB, this machine has {memory:.1f}")
+    check(
+        needed < memory,
+        f"--buffer-size {args.buffer_size} takes {needed:.1f} GiB, this machine has {memory:.1f}",
+    )
     run = Run(args, saved, alone="all transitions go into one replay buffer, as they come")
     writer = run.writer
     where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
@@ -192,30 +236,45 @@ if __name__ == "__main__":
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.set_num_threads(1)  # networks this small gain nothing from more, and runs side by side would stall each other
+    torch.set_num_threads(
+        1
+    )  # networks this small gain nothing from more, and runs side by side would stall each other
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
     kwargs = args.make_kwargs
-    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **kwargs) for i in range(args.num_envs)]
+    env_fns = [
+        make_env(args.env_id, i, args.capture_video, run.name, **kwargs)
+        for i in range(args.num_envs)
+    ]
     envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, **run.options())
     run.keep("envs", envs)
     q_network = run.keep("q_network", QNetwork(envs).to(device))
     duration = args.exploration_fraction * args.total_timesteps
     epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
     policy = EpsilonGreedyPolicy(q_network, epsilon)  # what travels to the workers
-    optimizer = run.keep("optimizer", optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True))
-    optimizer.param_groups[0]["lr"] = args.learning_rate  # which may have changed since the checkpoint
+    optimizer = run.keep(
+        "optimizer", optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
+    )
+    optimizer.param_groups[0]["lr"] = (
+        args.learning_rate
+    )  # which may have changed since the checkpoint
     target_network = QNetwork(envs).to(device)
     target_network.load_state_dict(q_network.state_dict())
     run.keep("target_network", target_network)
-    rb = run.keep("rb", ReplayBuffer(args.buffer_size, envs.single_observation_space, args.save_replay))
+    rb = run.keep(
+        "rb", ReplayBuffer(args.buffer_size, envs.single_observation_space, args.save_replay)
+    )
     # warm_up: environment steps before learning; waiting: seconds of waiting for chunks
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts, waiting=0.0))
     if run.global_step and not rb.inserted:
         # After another `learning_starts` steps, gradient steps go on where they were.
-        count.warm_up = run.global_step + args.learning_starts - count.gradient_steps * args.train_frequency
-        print(f"no replay buffer in the checkpoint: collecting {args.learning_starts:,} steps before learning")
+        count.warm_up = (
+            run.global_step + args.learning_starts - count.gradient_steps * args.train_frequency
+        )
+        print(
+            f"no replay buffer in the checkpoint: collecting {args.learning_starts:,} steps before learning"
+        )
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
@@ -232,7 +291,9 @@ if __name__ == "__main__":
             collect_start = time.monotonic()
             worker, chunk = envs.recv(next(turns))
             count.waiting += time.monotonic() - collect_start
-            policy.epsilon = linear_schedule(args.start_e, args.end_e, duration, iteration * args.chunk_size)
+            policy.epsilon = linear_schedule(
+                args.start_e, args.end_e, duration, iteration * args.chunk_size
+            )
             if iteration + len(ahead) <= args.num_iterations:
                 envs.send(args.num_steps, worker)
             # From here to the next chunk nothing waits for workers, so a checkpoint holds all of this one or nothing.
@@ -245,10 +306,16 @@ if __name__ == "__main__":
             while count.gradient_steps < due:
                 # As many as the target network stays the same for: their batches and targets come in one go.
                 until_target = target_every - count.gradient_steps % target_every
-                until_check = args.sync_check_frequency - count.gradient_steps % args.sync_check_frequency
+                until_check = (
+                    args.sync_check_frequency - count.gradient_steps % args.sync_check_frequency
+                )
                 burst = min(due - count.gradient_steps, until_target, until_check)
-                b_obs, b_actions, b_next_obs, b_rewards, b_dones = rb.sample(burst, args.batch_size, device)
-                b_td_target = compute_td_target(target_network, b_next_obs, b_rewards, b_dones, args.gamma)
+                b_obs, b_actions, b_next_obs, b_rewards, b_dones = rb.sample(
+                    burst, args.batch_size, device
+                )
+                b_td_target = compute_td_target(
+                    target_network, b_next_obs, b_rewards, b_dones, args.gamma
+                )
                 for obs, actions, td_target in zip(b_obs, b_actions, b_td_target, strict=True):
                     loss, old_val = td_loss(q_network, obs, actions, td_target)
                     optimizer.zero_grad()
@@ -257,7 +324,9 @@ if __name__ == "__main__":
                 count.gradient_steps += burst
                 # update target network
                 if count.gradient_steps % target_every == 0:
-                    for target_param, q_param in zip(target_network.parameters(), q_network.parameters(), strict=True):
+                    for target_param, q_param in zip(
+                        target_network.parameters(), q_network.parameters(), strict=True
+                    ):
                         target_param.data.lerp_(q_param.data, args.tau)
                 if count.gradient_steps % args.sync_check_frequency == 0:
                     envs.publish(policy)
@@ -273,7 +342,9 @@ if __name__ == "__main__":
             learned = count.gradient_steps * args.batch_size
             writer.add_scalar("time/learner_waiting", count.waiting, run.global_step)
             writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)
-            writer.add_scalar("throughput/produced_sps", run.global_step / run.seconds, run.global_step)
+            writer.add_scalar(
+                "throughput/produced_sps", run.global_step / run.seconds, run.global_step
+            )
             writer.add_scalar("throughput/consumed_sps", learned / run.seconds, run.global_step)
             writer.add_scalar("throughput/replay_ratio", learned / run.global_step, run.global_step)
 

@@ -20,8 +20,25 @@ from torch.distributions import Categorical, Distribution
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.extras.atari import EpisodicLife, FireReset
-from clusterenv_runtime.options import EnvId, Fraction, Name, Nats, NotNegativeNumber, Number, Positive, PositiveNumber
-from clusterenv_runtime.script import Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
+from clusterenv_runtime.options import (
+    EnvId,
+    Fraction,
+    Name,
+    Nats,
+    NotNegativeNumber,
+    Number,
+    Positive,
+    PositiveNumber,
+)
+from clusterenv_runtime.script import (
+    Run,
+    ScriptArgs,
+    by_backend,
+    check,
+    evaluate,
+    parse,
+    read_spaces,
+)
 
 with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
     import ale_py
@@ -30,11 +47,19 @@ with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
 FRAME_STACK = 4
 ENVPOOL = {"episodic_life": True, "reward_clip": True}  # the rest of make_env it does by default
 # The wrappers of make_env whose work EnvPool does.
-OF_ENVPOOL = "AtariPreprocessing", "EpisodicLife", "FireReset", "TransformReward", "FrameStackObservation"
+OF_ENVPOOL = (
+    "AtariPreprocessing",
+    "EpisodicLife",
+    "FireReset",
+    "TransformReward",
+    "FrameStackObservation",
+)
 
 
 @dataclass
-class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and kl_threshold, it inherits
+class Args(
+    ScriptArgs
+):  # what all scripts share, such as seed, num_workers and kl_threshold, it inherits
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -91,7 +116,9 @@ def make_env(env_id, idx, capture_video, run_name, **kwargs):
         record = capture_video and idx == 0
         env = gym.make(env_id, frameskip=1, render_mode="rgb_array" if record else None, **kwargs)
         env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
-        env = gym.wrappers.RecordEpisodeStatistics(env)  # of whole games, and rewards that are not clipped
+        env = gym.wrappers.RecordEpisodeStatistics(
+            env
+        )  # of whole games, and rewards that are not clipped
         env = gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
         env = EpisodicLife(env)
         env = FireReset(env) if "FIRE" in env.unwrapped.get_action_meanings() else env
@@ -168,7 +195,9 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
     return advantages, advantages + values
 
 
-def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights, adv_mean_std=None):
+def ppo_loss(
+    agent, args, obs, actions, logprobs, advantages, returns, values, weights, adv_mean_std=None
+):
     """Return the loss of a minibatch, a scalar, and the scalars that are logged, by name.
 
     `obs` and `actions` are `(minibatch_size, ...)`, the rest `(minibatch_size,)`. `weights` multiply the policy's loss.
@@ -212,24 +241,40 @@ if __name__ == "__main__":
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
-    the_batch = f"the batch of {args.num_envs} environments x {args.num_steps} steps = {args.batch_size}"
+    the_batch = (
+        f"the batch of {args.num_envs} environments x {args.num_steps} steps = {args.batch_size}"
+    )
     divides = args.batch_size % args.num_minibatches == 0
     check(divides, f"--num-minibatches {args.num_minibatches} must divide {the_batch}")
     of_one = f"--num-minibatches {args.num_minibatches} leaves one sample in each, whose advantage cannot be normalized"
     check(args.minibatch_size > 1 or not args.norm_adv, f"{of_one}; use fewer, or --no-norm-adv")
-    check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {the_batch}")
+    check(
+        args.num_iterations >= 1,
+        f"--total-timesteps {args.total_timesteps} must be at least {the_batch}",
+    )
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    check(not args.compile or compiler, "--compile needs a C++ compiler, g++ or clang++, and there is none")
+    check(
+        not args.compile or compiler,
+        "--compile needs a C++ compiler, g++ or clang++, and there is none",
+    )
     spec = gym.registry.get(args.env_id)
     is_atari = args.env_backend == "envpool" or spec is None or "ale_py" in str(spec.entry_point)
-    check(is_atari, f"--env-id must be one of Atari's games, such as ALE/Pong-v5, got {args.env_id}")
+    check(
+        is_atari, f"--env-id must be one of Atari's games, such as ALE/Pong-v5, got {args.env_id}"
+    )
     obs_space, action_space = read_spaces(args, make_env, of_envpool=OF_ENVPOOL)
     discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
     check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
     stack = FRAME_STACK, 84, 84
-    check(obs_space.shape == stack, f"observations must be {stack}, as of Atari's games, not {obs_space}")
+    check(
+        obs_space.shape == stack,
+        f"observations must be {stack}, as of Atari's games, not {obs_space}",
+    )
     run = Run(args, saved)
-    writer, learners = run.writer, run.learners  # there is one learner, or as many as torchrun has started
+    writer, learners = (
+        run.writer,
+        run.learners,
+    )  # there is one learner, or as many as torchrun has started
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
@@ -240,19 +285,25 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
-    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs) for i in run.rows]
+    env_fns = [
+        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs) for i in run.rows
+    ]
     env_fns = by_backend(args, env_fns, **ENVPOOL)
     envs = ClusterEnv(env_fns, num_envs=len(run.rows), frame_stack=FRAME_STACK, **run.options())
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.bfloat16).to(device))
     policy = PixelPolicy(agent.network, agent.actor)
-    optimizer = run.keep("optimizer", optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True))
+    optimizer = run.keep(
+        "optimizer", optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    )
     loss_fn, look = ppo_loss, agent.get_action_and_value
     if args.compile:
         alone = learners.world_size == 1  # else a minibatch has samples of a learner's as it comes
         look = torch.compile(look, dynamic=not alone)
         cudagraphs = alone and device.type == "cuda"
-        loss_fn = torch.compile(ppo_loss, dynamic=not alone, options={"triton.cudagraphs": cudagraphs})
+        loss_fn = torch.compile(
+            ppo_loss, dynamic=not alone, options={"triton.cudagraphs": cudagraphs}
+        )
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
@@ -263,11 +314,15 @@ if __name__ == "__main__":
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate
             # Collect: the workers act and step; those whose policy has diverged pull this one first.
             collect_start = time.monotonic()
-            rollout = envs.rollout(policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations)
+            rollout = envs.rollout(
+                policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations
+            )
             learn_start = time.monotonic()
             run.add_episodes(rollout)
             run.global_step += args.batch_size
-            obs = rollout.observations.to(device)  # (num_steps, num_envs, ...) stacks, which gather frames when indexed
+            obs = rollout.observations.to(
+                device
+            )  # (num_steps, num_envs, ...) stacks, which gather frames when indexed
             next_obs = torch.as_tensor(rollout.next_observations, device=device)  # (num_envs, ...)
             actions = torch.as_tensor(rollout.actions).to(device)  # (num_steps, num_envs)
             logprobs = torch.Tensor(rollout.logprobs).to(device)
@@ -277,13 +332,20 @@ if __name__ == "__main__":
             b_obs = obs.reshape((-1,) + envs.single_observation_space.shape)
             b_logprobs = logprobs.reshape(-1)
             b_actions = actions.reshape((-1,) + envs.single_action_space.shape)
-            with torch.no_grad():  # one look at all of it, for the values and for the policy as it is now
+            with (
+                torch.no_grad()
+            ):  # one look at all of it, for the values and for the policy as it is now
                 looks = [
-                    look(b_obs[start : start + args.minibatch_size], b_actions[start : start + args.minibatch_size])
+                    look(
+                        b_obs[start : start + args.minibatch_size],
+                        b_actions[start : start + args.minibatch_size],
+                    )
                     for start in range(0, len(b_obs), args.minibatch_size)
                 ]
                 proximal = torch.cat([logprob for _, logprob, _, _ in looks])
-                values = torch.cat([value for _, _, _, value in looks] + [agent.get_value(next_obs)])
+                values = torch.cat(
+                    [value for _, _, _, value in looks] + [agent.get_value(next_obs)]
+                )
                 values = values.view(-1, envs.num_envs)
                 final_obs = torch.as_tensor(rollout.final_observations, device=device)
                 final_values = agent.get_value(final_obs).flatten()
@@ -291,7 +353,10 @@ if __name__ == "__main__":
                 rewards, values.cpu().numpy(), final_values.cpu().numpy(), rollout.terminations, rollout.truncations,
                 args.gamma, args.gae_lambda,
             )  # fmt: skip
-            advantages, returns = torch.from_numpy(advantages).to(device), torch.from_numpy(returns).to(device)
+            advantages, returns = (
+                torch.from_numpy(advantages).to(device),
+                torch.from_numpy(returns).to(device),
+            )
             values = values[:-1]
             b_advantages = advantages.reshape(-1)
             b_returns = returns.reshape(-1)
@@ -311,18 +376,25 @@ if __name__ == "__main__":
             clipfracs = []
             for _ in range(args.update_epochs):
                 np.random.shuffle(b_inds)
-                own_inds, shares = learners.share(b_inds, args.minibatch_size, args.num_envs, all_advantages.flatten())
+                own_inds, shares = learners.share(
+                    b_inds, args.minibatch_size, args.num_envs, all_advantages.flatten()
+                )
                 own_inds = torch.as_tensor(own_inds, device=device)
                 for start, end, weight, adv_mean_std in shares:
                     mb_inds = own_inds[start:end]
-                    loss, losses = loss_fn(agent, args, *(part[mb_inds] for part in batch), adv_mean_std)
+                    loss, losses = loss_fn(
+                        agent, args, *(part[mb_inds] for part in batch), adv_mean_std
+                    )
                     clipfracs += [weight * losses["clipfrac"]]
                     optimizer.zero_grad()
                     loss.backward()
                     learners.add_gradients(agent.parameters(), weight)
                     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                     optimizer.step()
-                if args.target_kl is not None and learners.add(weight * losses["approx_kl"]) > args.target_kl:
+                if (
+                    args.target_kl is not None
+                    and learners.add(weight * losses["approx_kl"]) > args.target_kl
+                ):
                     break
 
             y_pred, y_true = all_values.cpu().numpy(), (all_advantages + all_values).cpu().numpy()
@@ -330,14 +402,22 @@ if __name__ == "__main__":
             explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
-            losses = {name: weight * value for name, value in losses.items()}  # of the last minibatch
+            losses = {
+                name: weight * value for name, value in losses.items()
+            }  # of the last minibatch
             losses["clipfrac"] = torch.stack(clipfracs).mean()
-            for name, value in zip(losses, learners.add(torch.stack([*losses.values()])), strict=True):
+            for name, value in zip(
+                losses, learners.add(torch.stack([*losses.values()])), strict=True
+            ):
                 writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
-            writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step)
+            writer.add_scalar(
+                "charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step
+            )
             collect_seconds = max(learn_start - collect_start, 1e-9)  # some clocks stand still
-            writer.add_scalar("charts/collect_sps", args.batch_size / collect_seconds, run.global_step)
+            writer.add_scalar(
+                "charts/collect_sps", args.batch_size / collect_seconds, run.global_step
+            )
             writer.add_scalar("time/collect", collect_seconds, run.global_step)
             writer.add_scalar("time/learn", time.monotonic() - learn_start, run.global_step)
 
@@ -345,4 +425,6 @@ if __name__ == "__main__":
             action, _, _, _ = agent.get_action_and_value(torch.as_tensor(obs, device=device))
             return action.cpu().numpy()
 
-        run.finish(evaluate(args, make_env, act, **ENVPOOL), updates=run.global_step // args.batch_size)
+        run.finish(
+            evaluate(args, make_env, act, **ENVPOOL), updates=run.global_step // args.batch_size
+        )

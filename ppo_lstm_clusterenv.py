@@ -17,12 +17,31 @@ import torch.optim as optim
 from torch.distributions import Categorical, Distribution
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.options import EnvId, Fraction, Name, Nats, NotNegativeNumber, Number, Positive, PositiveNumber
-from clusterenv_runtime.script import Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
+from clusterenv_runtime.options import (
+    EnvId,
+    Fraction,
+    Name,
+    Nats,
+    NotNegativeNumber,
+    Number,
+    Positive,
+    PositiveNumber,
+)
+from clusterenv_runtime.script import (
+    Run,
+    ScriptArgs,
+    by_backend,
+    check,
+    evaluate,
+    parse,
+    read_spaces,
+)
 
 
 @dataclass
-class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and kl_threshold, it inherits
+class Args(
+    ScriptArgs
+):  # what all scripts share, such as seed, num_workers and kl_threshold, it inherits
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -80,7 +99,9 @@ class HideVelocities(gym.ObservationWrapper):
     def __init__(self, env):
         super().__init__(env)
         bounds = env.observation_space
-        self.observation_space = gym.spaces.Box(bounds.low[::2], bounds.high[::2], dtype=bounds.dtype)
+        self.observation_space = gym.spaces.Box(
+            bounds.low[::2], bounds.high[::2], dtype=bounds.dtype
+        )
 
     def observation(self, observation):
         return observation[::2]
@@ -89,7 +110,11 @@ class HideVelocities(gym.ObservationWrapper):
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
     def thunk():
         record = capture_video and idx == 0
-        env = gym.make(env_id, render_mode="rgb_array", **kwargs) if record else gym.make(env_id, **kwargs)
+        env = (
+            gym.make(env_id, render_mode="rgb_array", **kwargs)
+            if record
+            else gym.make(env_id, **kwargs)
+        )
         env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
         return HideVelocities(env) if env_id == "CartPole-v1" else env
 
@@ -110,7 +135,9 @@ class RecurrentPolicy(CategoricalPolicy):
         self.network, self.lstm = network, lstm
 
     def initial_state(self, num_envs):
-        return torch.zeros(num_envs, self.lstm.hidden_size), torch.zeros(num_envs, self.lstm.hidden_size)
+        return torch.zeros(num_envs, self.lstm.hidden_size), torch.zeros(
+            num_envs, self.lstm.hidden_size
+        )
 
     def forward(self, x, lstm_state):
         lstm_state = self.lstm(self.network(x), lstm_state)
@@ -166,7 +193,18 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
 
 
 def ppo_loss(
-    agent, args, obs, starts, actions, logprobs, advantages, returns, values, weights, lstm_state, adv_mean_std=None
+    agent,
+    args,
+    obs,
+    starts,
+    actions,
+    logprobs,
+    advantages,
+    returns,
+    values,
+    weights,
+    lstm_state,
+    adv_mean_std=None,
 ):
     """Return the loss of a minibatch of whole environments, a scalar, and the scalars that are logged, by name.
 
@@ -208,23 +246,38 @@ def ppo_loss(
 
 
 if __name__ == "__main__":
-    args, saved = parse(Args, fixed=("env_id", "num_steps", "hidden_size"))  # saved: what --resume goes on from
+    args, saved = parse(
+        Args, fixed=("env_id", "num_steps", "hidden_size")
+    )  # saved: what --resume goes on from
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
-    the_batch = f"the batch of {args.num_envs} environments x {args.num_steps} steps = {args.batch_size}"
+    the_batch = (
+        f"the batch of {args.num_envs} environments x {args.num_steps} steps = {args.batch_size}"
+    )
     divides = args.num_envs % args.num_minibatches == 0
-    check(divides, f"--num-minibatches {args.num_minibatches} must divide the {args.num_envs} environments")
+    check(
+        divides,
+        f"--num-minibatches {args.num_minibatches} must divide the {args.num_envs} environments",
+    )
     of_one = f"--num-minibatches {args.num_minibatches} leaves one sample in each, whose advantage cannot be normalized"
     check(args.minibatch_size > 1 or not args.norm_adv, f"{of_one}; use fewer, or --no-norm-adv")
-    check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {the_batch}")
+    check(
+        args.num_iterations >= 1,
+        f"--total-timesteps {args.total_timesteps} must be at least {the_batch}",
+    )
     obs_space, action_space = read_spaces(args, make_env)
     discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
     check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
     flatten = "have make_env put FlattenObservation around the environment"
-    check(len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}; {flatten}")
+    check(
+        len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}; {flatten}"
+    )
     run = Run(args, saved)
-    writer, learners = run.writer, run.learners  # there is one learner, or as many as torchrun has started
+    writer, learners = (
+        run.writer,
+        run.learners,
+    )  # there is one learner, or as many as torchrun has started
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
@@ -232,16 +285,22 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     Distribution.set_default_validate_args(False)  # the workers, who act, check theirs
-    torch.set_num_threads(1)  # networks this small gain nothing from more, and runs side by side would stall each other
+    torch.set_num_threads(
+        1
+    )  # networks this small gain nothing from more, and runs side by side would stall each other
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
-    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs) for i in run.rows]
+    env_fns = [
+        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs) for i in run.rows
+    ]
     envs = ClusterEnv(by_backend(args, env_fns), num_envs=len(env_fns), **run.options())
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))
     policy = RecurrentPolicy(agent.network, agent.lstm, agent.actor)
-    optimizer = run.keep("optimizer", optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True))
+    optimizer = run.keep(
+        "optimizer", optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    )
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
@@ -252,7 +311,9 @@ if __name__ == "__main__":
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate
             # Collect: the workers act and step; those whose policy has diverged pull this one first.
             collect_start = time.monotonic()
-            rollout = envs.rollout(policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations)
+            rollout = envs.rollout(
+                policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations
+            )
             learn_start = time.monotonic()
             run.add_episodes(rollout)
             run.global_step += args.batch_size
@@ -262,12 +323,18 @@ if __name__ == "__main__":
             logprobs = torch.Tensor(rollout.logprobs).to(device)
             rewards = rollout.rewards.astype(np.float32) * args.reward_scale
             dones = torch.Tensor(rollout.terminations | rollout.truncations).to(device)
-            lstm_state = [torch.Tensor(state).to(device) for state in rollout.states]  # (num_envs, hidden_size) each
-            starts = torch.cat([torch.zeros_like(dones[:1]), dones[:-1]])  # where it begins anew, after the first step
+            lstm_state = [
+                torch.Tensor(state).to(device) for state in rollout.states
+            ]  # (num_envs, hidden_size) each
+            starts = torch.cat(
+                [torch.zeros_like(dones[:1]), dones[:-1]]
+            )  # where it begins anew, after the first step
 
             with torch.no_grad():  # values of all observations, also of those that ended episodes
                 hidden, cell = agent.get_states(obs, lstm_state, starts)
-                next_hidden, _ = agent.get_states(next_obs[None], (hidden[-1], cell[-1]), dones[-1:])
+                next_hidden, _ = agent.get_states(
+                    next_obs[None], (hidden[-1], cell[-1]), dones[-1:]
+                )
                 values = agent.critic(torch.cat([hidden, next_hidden])).squeeze(-1)
                 ends, final_obs = dones.bool(), torch.Tensor(rollout.final_observations).to(device)
                 final_hidden, _ = agent.lstm(agent.network(final_obs), (hidden[ends], cell[ends]))
@@ -276,7 +343,10 @@ if __name__ == "__main__":
                 rewards, values.cpu().numpy(), final_values.cpu().numpy(), rollout.terminations, rollout.truncations,
                 args.gamma, args.gae_lambda,
             )  # fmt: skip
-            advantages, returns = torch.from_numpy(advantages).to(device), torch.from_numpy(returns).to(device)
+            advantages, returns = (
+                torch.from_numpy(advantages).to(device),
+                torch.from_numpy(returns).to(device),
+            )
             values = values[:-1]
             weights = torch.ones_like(logprobs)
             if args.decoupled:
@@ -296,19 +366,28 @@ if __name__ == "__main__":
             clipfracs = []
             for _ in range(args.update_epochs):
                 np.random.shuffle(env_inds)
-                own_inds, shares = learners.share(env_inds, envs_per_batch, args.num_envs, all_advantages.T)
+                own_inds, shares = learners.share(
+                    env_inds, envs_per_batch, args.num_envs, all_advantages.T
+                )
                 own_inds = torch.as_tensor(own_inds, device=device)
                 for start, end, weight, adv_mean_std in shares:
                     mb_inds = own_inds[start:end]
-                    mb = [part[:, mb_inds] for part in batch]  # whole environments: the LSTM goes through their steps
-                    loss, losses = ppo_loss(agent, args, *mb, [state[mb_inds] for state in lstm_state], adv_mean_std)
+                    mb = [
+                        part[:, mb_inds] for part in batch
+                    ]  # whole environments: the LSTM goes through their steps
+                    loss, losses = ppo_loss(
+                        agent, args, *mb, [state[mb_inds] for state in lstm_state], adv_mean_std
+                    )
                     clipfracs += [weight * losses["clipfrac"]]
                     optimizer.zero_grad()
                     loss.backward()
                     learners.add_gradients(agent.parameters(), weight)
                     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                     optimizer.step()
-                if args.target_kl is not None and learners.add(weight * losses["approx_kl"]) > args.target_kl:
+                if (
+                    args.target_kl is not None
+                    and learners.add(weight * losses["approx_kl"]) > args.target_kl
+                ):
                     break
 
             y_pred, y_true = all_values.cpu().numpy(), (all_advantages + all_values).cpu().numpy()
@@ -316,14 +395,22 @@ if __name__ == "__main__":
             explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
-            losses = {name: weight * value for name, value in losses.items()}  # of the last minibatch
+            losses = {
+                name: weight * value for name, value in losses.items()
+            }  # of the last minibatch
             losses["clipfrac"] = torch.stack(clipfracs).mean()
-            for name, value in zip(losses, learners.add(torch.stack([*losses.values()])), strict=True):
+            for name, value in zip(
+                losses, learners.add(torch.stack([*losses.values()])), strict=True
+            ):
                 writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
-            writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step)
+            writer.add_scalar(
+                "charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step
+            )
             collect_seconds = max(learn_start - collect_start, 1e-9)  # some clocks stand still
-            writer.add_scalar("charts/collect_sps", args.batch_size / collect_seconds, run.global_step)
+            writer.add_scalar(
+                "charts/collect_sps", args.batch_size / collect_seconds, run.global_step
+            )
             writer.add_scalar("time/collect", collect_seconds, run.global_step)
             writer.add_scalar("time/learn", time.monotonic() - learn_start, run.global_step)
 

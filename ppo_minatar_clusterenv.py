@@ -18,8 +18,25 @@ import torch.optim as optim
 from torch.distributions import Categorical, Distribution
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.options import EnvId, Fraction, Name, Nats, NotNegativeNumber, Number, Positive, PositiveNumber
-from clusterenv_runtime.script import Run, ScriptArgs, by_backend, check, evaluate, parse, read_spaces
+from clusterenv_runtime.options import (
+    EnvId,
+    Fraction,
+    Name,
+    Nats,
+    NotNegativeNumber,
+    Number,
+    Positive,
+    PositiveNumber,
+)
+from clusterenv_runtime.script import (
+    Run,
+    ScriptArgs,
+    by_backend,
+    check,
+    evaluate,
+    parse,
+    read_spaces,
+)
 
 with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
     import minatar.gym
@@ -28,7 +45,9 @@ with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
 
 
 @dataclass
-class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and kl_threshold, it inherits
+class Args(
+    ScriptArgs
+):  # what all scripts share, such as seed, num_workers and kl_threshold, it inherits
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -79,7 +98,11 @@ class Args(ScriptArgs):  # what all scripts share, such as seed, num_workers and
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
     def thunk():
         record = capture_video and idx == 0
-        env = gym.make(env_id, render_mode="rgb_array", **kwargs) if record else gym.make(env_id, **kwargs)
+        env = (
+            gym.make(env_id, render_mode="rgb_array", **kwargs)
+            if record
+            else gym.make(env_id, **kwargs)
+        )
         return gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
 
     return thunk
@@ -141,7 +164,9 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
     return advantages, advantages + values
 
 
-def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights, adv_mean_std=None):
+def ppo_loss(
+    agent, args, obs, actions, logprobs, advantages, returns, values, weights, adv_mean_std=None
+):
     """Return the loss of a minibatch, a scalar, and the scalars that are logged, by name.
 
     `obs` and `actions` are `(minibatch_size, ...)`, the rest `(minibatch_size,)`. `weights` multiply the policy's loss.
@@ -185,19 +210,30 @@ if __name__ == "__main__":
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
-    the_batch = f"the batch of {args.num_envs} environments x {args.num_steps} steps = {args.batch_size}"
+    the_batch = (
+        f"the batch of {args.num_envs} environments x {args.num_steps} steps = {args.batch_size}"
+    )
     divides = args.batch_size % args.num_minibatches == 0
     check(divides, f"--num-minibatches {args.num_minibatches} must divide {the_batch}")
     of_one = f"--num-minibatches {args.num_minibatches} leaves one sample in each, whose advantage cannot be normalized"
     check(args.minibatch_size > 1 or not args.norm_adv, f"{of_one}; use fewer, or --no-norm-adv")
-    check(args.num_iterations >= 1, f"--total-timesteps {args.total_timesteps} must be at least {the_batch}")
+    check(
+        args.num_iterations >= 1,
+        f"--total-timesteps {args.total_timesteps} must be at least {the_batch}",
+    )
     obs_space, action_space = read_spaces(args, make_env)
     discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
     check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
     pixels = len(obs_space.shape or ()) == 3 and obs_space.dtype == bool
-    check(pixels, f"observations must be pixels of MinAtar, (height, width, channels) of booleans, not {obs_space}")
+    check(
+        pixels,
+        f"observations must be pixels of MinAtar, (height, width, channels) of booleans, not {obs_space}",
+    )
     run = Run(args, saved)
-    writer, learners = run.writer, run.learners  # there is one learner, or as many as torchrun has started
+    writer, learners = (
+        run.writer,
+        run.learners,
+    )  # there is one learner, or as many as torchrun has started
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
@@ -205,16 +241,24 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     Distribution.set_default_validate_args(False)  # the workers, who act, check theirs
-    torch.set_num_threads(1)  # networks this small gain nothing from more, and runs side by side would stall each other
+    torch.set_num_threads(
+        1
+    )  # networks this small gain nothing from more, and runs side by side would stall each other
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
-    env_fns = [make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs) for i in run.rows]
+    env_fns = [
+        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs) for i in run.rows
+    ]
     envs = ClusterEnv(by_backend(args, env_fns), num_envs=len(env_fns), **run.options())
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs).to(device))
-    policy = CategoricalPolicy(nn.Sequential(agent.network, agent.actor))  # what travels to the workers
-    optimizer = run.keep("optimizer", optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True))
+    policy = CategoricalPolicy(
+        nn.Sequential(agent.network, agent.actor)
+    )  # what travels to the workers
+    optimizer = run.keep(
+        "optimizer", optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    )
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
@@ -225,7 +269,9 @@ if __name__ == "__main__":
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate
             # Collect: the workers act and step; those whose policy has diverged pull this one first.
             collect_start = time.monotonic()
-            rollout = envs.rollout(policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations)
+            rollout = envs.rollout(
+                policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations
+            )
             learn_start = time.monotonic()
             run.add_episodes(rollout)
             run.global_step += args.batch_size
@@ -236,13 +282,20 @@ if __name__ == "__main__":
             rewards = rollout.rewards.astype(np.float32)
 
             with torch.no_grad():  # values of all observations, also of those that ended episodes
-                values = agent.get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1)).view(-1, envs.num_envs)
-                final_values = agent.get_value(torch.as_tensor(rollout.final_observations).to(device)).flatten()
+                values = agent.get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1)).view(
+                    -1, envs.num_envs
+                )
+                final_values = agent.get_value(
+                    torch.as_tensor(rollout.final_observations).to(device)
+                ).flatten()
             advantages, returns = compute_gae(
                 rewards, values.cpu().numpy(), final_values.cpu().numpy(), rollout.terminations, rollout.truncations,
                 args.gamma, args.gae_lambda,
             )  # fmt: skip
-            advantages, returns = torch.from_numpy(advantages).to(device), torch.from_numpy(returns).to(device)
+            advantages, returns = (
+                torch.from_numpy(advantages).to(device),
+                torch.from_numpy(returns).to(device),
+            )
             values = values[:-1]
             # flatten the batch
             b_obs = obs.reshape((-1,) + envs.single_observation_space.shape)
@@ -268,7 +321,9 @@ if __name__ == "__main__":
             clipfracs = []
             for _ in range(args.update_epochs):
                 np.random.shuffle(b_inds)
-                own_inds, shares = learners.share(b_inds, args.minibatch_size, args.num_envs, all_advantages.flatten())
+                own_inds, shares = learners.share(
+                    b_inds, args.minibatch_size, args.num_envs, all_advantages.flatten()
+                )
                 epoch = [part[torch.as_tensor(own_inds, device=device)] for part in batch]
                 for start, end, weight, adv_mean_std in shares:
                     mb = [part[start:end] for part in epoch]
@@ -279,7 +334,10 @@ if __name__ == "__main__":
                     learners.add_gradients(agent.parameters(), weight)
                     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                     optimizer.step()
-                if args.target_kl is not None and learners.add(weight * losses["approx_kl"]) > args.target_kl:
+                if (
+                    args.target_kl is not None
+                    and learners.add(weight * losses["approx_kl"]) > args.target_kl
+                ):
                     break
 
             y_pred, y_true = all_values.cpu().numpy(), (all_advantages + all_values).cpu().numpy()
@@ -287,14 +345,22 @@ if __name__ == "__main__":
             explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
-            losses = {name: weight * value for name, value in losses.items()}  # of the last minibatch
+            losses = {
+                name: weight * value for name, value in losses.items()
+            }  # of the last minibatch
             losses["clipfrac"] = torch.stack(clipfracs).mean()
-            for name, value in zip(losses, learners.add(torch.stack([*losses.values()])), strict=True):
+            for name, value in zip(
+                losses, learners.add(torch.stack([*losses.values()])), strict=True
+            ):
                 writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
-            writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step)
+            writer.add_scalar(
+                "charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step
+            )
             collect_seconds = max(learn_start - collect_start, 1e-9)  # some clocks stand still
-            writer.add_scalar("charts/collect_sps", args.batch_size / collect_seconds, run.global_step)
+            writer.add_scalar(
+                "charts/collect_sps", args.batch_size / collect_seconds, run.global_step
+            )
             writer.add_scalar("time/collect", collect_seconds, run.global_step)
             writer.add_scalar("time/learn", time.monotonic() - learn_start, run.global_step)
 

@@ -85,7 +85,11 @@ def head(args, num_envs, iterations, flags, pipe):
         return nats[-1]
 
     Collector.rollout, PolicyStore._measure, Policy.kl = timed_rollout, timed_measure, noted_kl
-    flags += [f"--env-id={args.env_id}", f"--env-backend={args.env_backend}", f"--num-workers={args.workers}"]
+    flags += [
+        f"--env-id={args.env_id}",
+        f"--env-backend={args.env_backend}",
+        f"--num-workers={args.workers}",
+    ]
     sys.argv = ["ppo_atari_clusterenv.py", *flags, f"--envs-per-worker={num_envs // args.workers}"]
     with tempfile.TemporaryDirectory() as directory, open(os.devnull, "w") as nowhere:
         os.chdir(directory)
@@ -100,16 +104,26 @@ def head(args, num_envs, iterations, flags, pipe):
 def main():
     args = tyro.cli(Args)
     flags = shlex.split(args.flags)
-    seconds, measuring, nats, _ = in_fresh_process(head, args, 8, args.iterations, flags, timeout=args.timeout)
+    seconds, measuring, nats, _ = in_fresh_process(
+        head, args, 8, args.iterations, flags, timeout=args.timeout
+    )
     share, states = sum(measuring) / sum(seconds), len(nats[-1])
     errors = [each.std() / each.mean() / states**0.5 for each in nats]
-    print(f"8 environments x 128 steps: an iteration takes {np.median(seconds):.2f} s, of which the divergence on")
-    print(f"{states} states {np.median(measuring) * 1e3:.0f} ms: {share:.1%} of all {len(seconds)} iterations; its")
-    print(f"standard error is {np.median(errors):.1%} of it (median; {min(errors):.1%} to {max(errors):.1%})")
+    print(
+        f"8 environments x 128 steps: an iteration takes {np.median(seconds):.2f} s, of which the divergence on"
+    )
+    print(
+        f"{states} states {np.median(measuring) * 1e3:.0f} ms: {share:.1%} of all {len(seconds)} iterations; its"
+    )
+    print(
+        f"standard error is {np.median(errors):.1%} of it (median; {min(errors):.1%} to {max(errors):.1%})"
+    )
 
     *_, peaks = in_fresh_process(head, args, 64, 1, ["--update-epochs=1"], timeout=args.timeout)
     before, collected, learned = (f"{peak:,.0f} MB" for peak in peaks)
-    print(f"64 environments x 128 steps: the head's peak is {before} before the first rollout, {collected} with it,")
+    print(
+        f"64 environments x 128 steps: the head's peak is {before} before the first rollout, {collected} with it,"
+    )
     print(f"and {learned} with a pass of learning")
 
     space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -117,9 +131,14 @@ def main():
     chunk = script["Args"](exp_name="atari")
     num_frames = int(args.buffer_size * (1 + 2 * 4 / chunk.num_steps))
     buffer = script["ReplayBuffer"](args.buffer_size, num_frames, space)
-    size = sum(leaf.nbytes for leaf in vars(buffer).values() if hasattr(leaf, "nbytes")) / args.buffer_size
+    size = (
+        sum(leaf.nbytes for leaf in vars(buffer).values() if hasattr(leaf, "nbytes"))
+        / args.buffer_size
+    )
     whole = 2 * np.prod(space.shape) + 16
-    print(f"replay buffer, chunks of {chunk.num_steps} steps: {size:,.0f} bytes a transition; whole stacks: {whole:,}")
+    print(
+        f"replay buffer, chunks of {chunk.num_steps} steps: {size:,.0f} bytes a transition; whole stacks: {whole:,}"
+    )
 
 
 if __name__ == "__main__":

@@ -45,7 +45,10 @@ HEAD = (
 OWN = r"<\w+> \(" + re.escape(SCRIPT.name) + r"|\((numpy|torch/_tensor\.py)"
 WORKER = (
     (r"forward \(torch/nn/modules/container|_call_impl", "policy: forward"),
-    (r"(act|finish|noise|to_tensor) \(clusterenv_runtime/(policy|worker/actor)", "policy: noise, sampling, log-probs"),
+    (
+        r"(act|finish|noise|to_tensor) \(clusterenv_runtime/(policy|worker/actor)",
+        "policy: noise, sampling, log-probs",
+    ),
     (r"step \((?!clusterenv_runtime)", "environments: step"),
     (r"reset \((?!clusterenv_runtime)", "environments: reset"),
     (r"collect", "bookkeeping of steps"),
@@ -91,7 +94,9 @@ if __name__ == "__main__":
         "--total-timesteps", str(args.iterations * work.BATCH_SIZE), *shlex.split(args.flags),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
-        spy = shlex.split(f"py-spy record --nonblocking --subprocesses --rate {RATE} --format raw --output stacks --")
+        spy = shlex.split(
+            f"py-spy record --nonblocking --subprocesses --rate {RATE} --format raw --output stacks --"
+        )
         call([*spy, *train], directory, OMP_NUM_THREADS="1")
         lines = Path(directory, "stacks").read_text().splitlines()
     for line in lines:

@@ -48,7 +48,10 @@ class Pool(gym.Env):
 
     def __init__(self, *args, **kwargs):
         self.envs = envpool.make_gymnasium(*args, **kwargs)
-        self.observation_space, self.action_space = self.envs.observation_space, self.envs.action_space
+        self.observation_space, self.action_space = (
+            self.envs.observation_space,
+            self.envs.action_space,
+        )
         self.sums = 0
 
     def reset(self, **kwargs):
@@ -67,8 +70,13 @@ if __name__ == "__main__":
     make, wrappers = gym.make, gym.wrappers
     TransformObservation = wrappers.TransformObservation
     gym.make = lambda *args, **kwargs: Episodes(make(*args, **kwargs))
-    wrappers.TransformObservation = lambda env, function: TransformObservation(env, function, env.observation_space)
-    wrappers.GrayScaleObservation, wrappers.FrameStack = wrappers.GrayscaleObservation, wrappers.FrameStackObservation
+    wrappers.TransformObservation = lambda env, function: TransformObservation(
+        env, function, env.observation_space
+    )
+    wrappers.GrayScaleObservation, wrappers.FrameStack = (
+        wrappers.GrayscaleObservation,
+        wrappers.FrameStackObservation,
+    )
     with suppress(ModuleNotFoundError):
         import envpool
 
@@ -77,7 +85,9 @@ if __name__ == "__main__":
     with suppress(ModuleNotFoundError):
         gym.register_envs(importlib.import_module("ale_py"))
     del sys.argv[0]
-    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent.parent))  # where its cleanrl_utils are
+    sys.path.insert(
+        0, str(Path(sys.argv[0]).resolve().parent.parent)
+    )  # where its cleanrl_utils are
     runpy.run_path(sys.argv[0], run_name="__main__")
     (folder,) = Path("runs").iterdir()
     (folder / "summary.json").write_text(json.dumps({"mean_return_100": float(np.mean(returns))}))

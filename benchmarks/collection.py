@@ -49,7 +49,9 @@ def make_policy(env_id):
 def alone(args, seed, pipe):
     """Step and act in one process, keeping what a rollout keeps, sending nothing."""
     torch.set_num_threads(1)
-    envs = SyncVectorEnv([make_env(args.env_id)] * args.envs_per_worker, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs = SyncVectorEnv(
+        [make_env(args.env_id)] * args.envs_per_worker, autoreset_mode=AutoresetMode.SAME_STEP
+    )
     policy, generator = make_policy(args.env_id), torch.Generator().manual_seed(seed)
     observations, _ = envs.reset(seed=seed)
     while pipe.recv():
@@ -78,9 +80,14 @@ if __name__ == "__main__":
     pipes = []
     for index in range(args.num_workers):
         ours, theirs = context.Pipe()
-        context.Process(target=alone, args=(args, 1 + index * args.envs_per_worker, theirs), daemon=True).start()
+        context.Process(
+            target=alone, args=(args, 1 + index * args.envs_per_worker, theirs), daemon=True
+        ).start()
         pipes.append(ours)
-    envs = ClusterEnv([make_env(args.env_id)] * args.num_workers * args.envs_per_worker, num_workers=args.num_workers)
+    envs = ClusterEnv(
+        [make_env(args.env_id)] * args.num_workers * args.envs_per_worker,
+        num_workers=args.num_workers,
+    )
     policy = make_policy(args.env_id)
     envs.reset(seed=1)
     envs.rollout(policy, args.num_steps)
@@ -99,8 +106,13 @@ if __name__ == "__main__":
             continue  # warm-up
         alone_sps, cluster_sps = steps / (middle - start), steps / (end - middle)
         ratios.append(cluster_sps / alone_sps)
-        print(f"alone {alone_sps:,.0f}  ClusterEnv {cluster_sps:,.0f} steps/s  ratio {ratios[-1]:.2f}", flush=True)
+        print(
+            f"alone {alone_sps:,.0f}  ClusterEnv {cluster_sps:,.0f} steps/s  ratio {ratios[-1]:.2f}",
+            flush=True,
+        )
     for pipe in pipes:
         pipe.send(False)
     envs.close()
-    print(f"median ratio {statistics.median(ratios):.2f} ({args.env_id}, {args.num_workers} x {args.envs_per_worker})")
+    print(
+        f"median ratio {statistics.median(ratios):.2f} ({args.env_id}, {args.num_workers} x {args.envs_per_worker})"
+    )

@@ -45,7 +45,11 @@ gym.register("OneMillisecond-v0", OneMillisecondEnv)
 
 @dataclass
 class Args:
-    env_ids: tuple[str, ...] = ("benchmarks.cores:OneMillisecond-v0", "LunarLander-v3", "HalfCheetah-v5")
+    env_ids: tuple[str, ...] = (
+        "benchmarks.cores:OneMillisecond-v0",
+        "LunarLander-v3",
+        "HalfCheetah-v5",
+    )
     """the environments"""
     workers: tuple[int, ...] = (1, 2, 4, 8, 14)
     """the numbers of workers"""
@@ -71,12 +75,18 @@ def clusterenv(args, env_id, num_workers):
         *args.flags, timeout=args.timeout, OMP_NUM_THREADS="1",
     )  # fmt: skip
     first, *_, last, _ = scalars("charts/SPS")
-    parts = (statistics.median(s.value for s in scalars(f"time/{name}")[1:-1]) for name in ("collect", "learn"))
+    parts = (
+        statistics.median(s.value for s in scalars(f"time/{name}")[1:-1])
+        for name in ("collect", "learn")
+    )
     return (last.step - first.step) / (last.wall_time - first.wall_time), *parts
 
 
 def report(env_id, name, sps, alone, details=""):
-    print(f"{env_id}, {name}: {sps:,.0f} steps/s, {sps / alone:.2f} times one worker{details}", flush=True)
+    print(
+        f"{env_id}, {name}: {sps:,.0f} steps/s, {sps / alone:.2f} times one worker{details}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
@@ -92,5 +102,7 @@ if __name__ == "__main__":
         for vector in ("async", "sync") if args.loops else ():
             num_envs = args.envs_per_worker * max(args.workers)
             iterations = 2 if "OneMillisecond" in env_id and vector == "sync" else args.iterations
-            steps, seconds = measure("benchmarks.single", env_id, iterations, vector, num_envs, timeout=args.timeout)
+            steps, seconds = measure(
+                "benchmarks.single", env_id, iterations, vector, num_envs, timeout=args.timeout
+            )
             report(env_id, f"loop on {num_envs} environments, {vector}", steps / seconds, alone)

@@ -40,7 +40,9 @@ class Args:
 def measure(width, rounds, args):
     """Return milliseconds to publish, for the first worker, each other and to load; and bytes of one pull."""
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
+    net = nn.Sequential(
+        nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)
+    )
     policy = CategoricalPolicy(net.to("cuda" if args.cuda else "cpu"))
     copies, actor = [PolicyCopy() for _ in range(args.num_workers)], Actor()
     store = PolicyStore(copies, Box(-1, 1, (8,), np.float32), Discrete(4), rounds)
@@ -63,14 +65,18 @@ def measure(width, rounds, args):
         actor.load_weights(message, received)
         publish, first, others = np.diff(times) * 1000
         load = (time.perf_counter() - start) * 1000
-        rows.append((publish, first, others / (args.num_workers - 1), load, sum(map(len, received))))
+        rows.append(
+            (publish, first, others / (args.num_workers - 1), load, sum(map(len, received)))
+        )
     return [statistics.median(column) for column in zip(*rows[1:], strict=True)]
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
     torch.set_num_threads(1)
-    print("| policy | weights | publish, ms | first pull, ms | each other, ms | worker loads, ms | bytes of a pull |")
+    print(
+        "| policy | weights | publish, ms | first pull, ms | each other, ms | worker loads, ms | bytes of a pull |"
+    )
     print("|---" * 7 + "|")
     for width in args.widths:
         for rounds in (False, True):
@@ -79,5 +85,6 @@ if __name__ == "__main__":
             cells = " | ".join(f"{value:.3g}" for value in times)
             kind = "difference" if rounds else "float32"
             print(
-                f"| {whole / 1e6:.3g} MB | {kind} | {cells} | {size:,} ({whole / size:.1f} times fewer) |", flush=True
+                f"| {whole / 1e6:.3g} MB | {kind} | {cells} | {size:,} ({whole / size:.1f} times fewer) |",
+                flush=True,
             )

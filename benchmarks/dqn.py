@@ -39,7 +39,9 @@ if __name__ == "__main__":
     for _ in range(args.rounds):
         cleanrl, _ = run(args.cleanrl, *common, python=args.cleanrl_python, OMP_NUM_THREADS="1")
         ours, summary = run(ROOT / "dqn_clusterenv.py", *common, OMP_NUM_THREADS="1")
-        deterministic, _ = run(ROOT / "dqn_clusterenv.py", *common, "--deterministic", OMP_NUM_THREADS="1")
+        deterministic, _ = run(
+            ROOT / "dqn_clusterenv.py", *common, "--deterministic", OMP_NUM_THREADS="1"
+        )
         ratios.append(ours / cleanrl)
         costs.append(deterministic / ours)
         shares.append(1 - summary["learner_waiting_seconds"] / summary["wall_seconds"])

@@ -28,7 +28,10 @@ from figures.drawing import BLACK, BLUE, GREEN, ORANGE, subplots
 from .scripts import ROOT, call, steady, torchrun, train
 
 NUM_ENVS, NUM_STEPS, NUM_MINIBATCHES, UPDATE_EPOCHS = 64, 128, 4, 4
-BATCH, MINIBATCHES = NUM_ENVS * NUM_STEPS, NUM_MINIBATCHES * UPDATE_EPOCHS  # samples, and minibatches, an iteration
+BATCH, MINIBATCHES = (
+    NUM_ENVS * NUM_STEPS,
+    NUM_MINIBATCHES * UPDATE_EPOCHS,
+)  # samples, and minibatches, an iteration
 LATENCY_S = 1e-4  # of a message between two machines
 ATARI = "BreakoutNoFrameskip-v4"
 
@@ -87,7 +90,14 @@ def time_all_reduce(size):
 
 
 def all_reduce_seconds(number, size):
-    command = [sys.executable, *torchrun(number), "-m", "benchmarks.learners", "--all-reduce", str(size)]
+    command = [
+        sys.executable,
+        *torchrun(number),
+        "-m",
+        "benchmarks.learners",
+        "--all-reduce",
+        str(size),
+    ]
     text = call(command, ROOT, OMP_NUM_THREADS="1")
     return float(text.split("seconds ")[1].split()[0])
 
@@ -95,14 +105,20 @@ def all_reduce_seconds(number, size):
 def plot(speedups, modelled, path):
     figure, ((axes,),) = subplots(1, 1, 5.5, 3.4)
     axes.plot([1, 8], [1, 8], color="0.8", label="all learners at full speed")
-    for (width, measured), color in zip(speedups.items(), (BLACK, GREEN, BLUE, ORANGE), strict=False):
-        axes.plot([1, 2], [1, measured], "o-", color=color, markersize=4, label=f"{width} units a layer")
+    for (width, measured), color in zip(
+        speedups.items(), (BLACK, GREEN, BLUE, ORANGE), strict=False
+    ):
+        axes.plot(
+            [1, 2], [1, measured], "o-", color=color, markersize=4, label=f"{width} units a layer"
+        )
         axes.plot(*zip(*modelled[width].items(), strict=True), ":", color=color)
     axes.set(xscale="log", yscale="log", xticks=[1, 2, 4, 8], yticks=[1, 2, 4, 8])
     axes.set(xticklabels=[1, 2, 4, 8], yticklabels=[1, 2, 4, 8])
     axes.set(xlabel="learners", ylabel="times one learner's throughput")
     axes.minorticks_off()
-    axes.set_title("PPO on CartPole-v1: measured on 2 cores (points),\nand by arithmetic on several machines (dotted)")
+    axes.set_title(
+        "PPO on CartPole-v1: measured on 2 cores (points),\nand by arithmetic on several machines (dotted)"
+    )
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
@@ -126,7 +142,9 @@ def compare_with_cleanrl(args):
         texts = (f"{name}, {number}: {rate:,.0f}" for (name, number), rate in rates.items())
         print(f"seed {seed}, steps/s, processes: {'; '.join(texts)}", flush=True)
     for name, of in ratios.items():
-        print(f"{name}: two processes train {np.median(of):.2f} times as fast as one ({ATARI}, {os.cpu_count()} cores)")
+        print(
+            f"{name}: two processes train {np.median(of):.2f} times as fast as one ({ATARI}, {os.cpu_count()} cores)"
+        )
 
 
 def main(args):
@@ -138,13 +156,17 @@ def main(args):
     for width in args.widths:
         rounds = range(1, args.rounds + 1)
         seconds = np.array(
-            [[learner_seconds(number, width, args.iterations, seed) for number in (1, 2)] for seed in rounds]
+            [
+                [learner_seconds(number, width, args.iterations, seed) for number in (1, 2)]
+                for seed in rounds
+            ]
         )
         one, two = np.median(seconds, 0)
         speedups[width] = np.median(seconds[:, 0] / seconds[:, 1])
         size = bytes_of_gradients(width)
         modelled[width] = {
-            number: one / (one / number + MINIBATCHES * ring(number, size, args.gbit)) for number in (1, 2, 4, 8)
+            number: one / (one / number + MINIBATCHES * ring(number, size, args.gbit))
+            for number in (1, 2, 4, 8)
         }
         print(
             f"{width} units, {size / 1e6:.2f} MB of gradients: one learner {BATCH / one:,.0f} samples/s, two "
@@ -154,8 +176,13 @@ def main(args):
     if args.plot:
         plot(speedups, modelled, args.plot)
     for size in (10**6, 10**8):
-        texts = (f"{number}: {1e3 * all_reduce_seconds(number, size):.1f} ms" for number in (2, 4, 8))
-        print(f"all-reduce of {size / 1e6:.0f} MB among processes of this machine, {', '.join(texts)}", flush=True)
+        texts = (
+            f"{number}: {1e3 * all_reduce_seconds(number, size):.1f} ms" for number in (2, 4, 8)
+        )
+        print(
+            f"all-reduce of {size / 1e6:.0f} MB among processes of this machine, {', '.join(texts)}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

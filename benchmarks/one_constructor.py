@@ -47,7 +47,9 @@ def run_script(num_workers, script):
 
     sys.path.insert(0, str(Path(script).parent.parent))  # where its cleanrl_utils are
     text = Path(script).read_text()
-    text = text.replace("np.clip(obs, -10, 10))", "np.clip(obs, -10, 10), env.observation_space)")  # for Gymnasium 1
+    text = text.replace(
+        "np.clip(obs, -10, 10))", "np.clip(obs, -10, 10), env.observation_space)"
+    )  # for Gymnasium 1
     if num_workers:
         from clusterenv_runtime import ClusterEnv
 
@@ -57,7 +59,9 @@ def run_script(num_workers, script):
     variables = sys.modules["__main__"].__dict__
     exec(compile(text, script, "exec"), variables)
     digest = hashlib.sha256()
-    for _, network in sorted((name, each) for name, each in variables.items() if isinstance(each, nn.Module)):
+    for _, network in sorted(
+        (name, each) for name, each in variables.items() if isinstance(each, nn.Module)
+    ):
         for weight in network.state_dict().values():
             digest.update(weight.numpy().tobytes())
     print(f"\ndigest {digest.hexdigest()}")
@@ -66,13 +70,23 @@ def run_script(num_workers, script):
 def learn(script, num_workers, flags):
     """Run a script in a process of its own; return its scalars, but for the speed, and the digest of its weights."""
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "benchmarks.one_constructor", "--run", str(num_workers), str(script), *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.one_constructor",
+            "--run",
+            str(num_workers),
+            str(script),
+            *flags,
+        ]
         text = call(command, directory, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
         (folder,) = Path(directory, "runs").iterdir()
         events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
         events.Reload()
         tags = sorted(tag for tag in events.Tags()["scalars"] if tag != "charts/SPS")
-        return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in tags}, text.split()[-1]
+        return {
+            tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in tags
+        }, text.split()[-1]
 
 
 def main():
@@ -87,7 +101,10 @@ def main():
         is_equal = own == ours and digest == our_digest and len(own) > 0
         unequal += [name] * (not is_equal)
         numbers = sum(map(len, own.values()))
-        print(f"{name}: {numbers} scalars and all weights {'are equal' if is_equal else 'DIFFER'}", flush=True)
+        print(
+            f"{name}: {numbers} scalars and all weights {'are equal' if is_equal else 'DIFFER'}",
+            flush=True,
+        )
     sys.exit(f"error: not equal: {', '.join(unequal)}" if unequal else 0)
 
 

@@ -35,7 +35,11 @@ class Args:
 
 def recover(envs, policy):
     """Kill a worker; return the seconds until another process is in its place, and until its rows are there again."""
-    before, pid, killed = len(envs.restarts), random.choice([worker.pid for worker in envs._pool.workers]), []
+    before, pid, killed = (
+        len(envs.restarts),
+        random.choice([worker.pid for worker in envs._pool.workers]),
+        [],
+    )
 
     def kill():
         time.sleep(random.uniform(0.2, 0.6))
@@ -55,7 +59,9 @@ def measure(args):
     env_fns, median = [partial(gym.make, args.env_id)] * 8, statistics.median
     start = time.perf_counter()
     with ClusterEnv(env_fns, 2) as envs:
-        policy = CategoricalPolicy(torch.nn.Linear(envs.single_observation_space.shape[0], envs.single_action_space.n))
+        policy = CategoricalPolicy(
+            torch.nn.Linear(envs.single_observation_space.shape[0], envs.single_action_space.n)
+        )
         envs.publish(policy)
         envs.reset(seed=1)
         envs.rollout(policy, 128)

@@ -39,15 +39,22 @@ def collect(args, env_id, num_workers, seed):
     """Yield the actions of one rollout after another of a policy that learns."""
     torch.manual_seed(seed)
     env = gym.make(env_id)
-    actor = nn.Sequential(nn.Linear(env.observation_space.shape[0], 64), nn.Tanh(), nn.Linear(64, env.action_space.n))
+    actor = nn.Sequential(
+        nn.Linear(env.observation_space.shape[0], 64), nn.Tanh(), nn.Linear(64, env.action_space.n)
+    )
     policy, optimizer = CategoricalPolicy(actor), torch.optim.Adam(actor.parameters(), 1e-3)
     with ClusterEnv([lambda: gym.make(env_id)] * args.num_envs, num_workers) as envs:
         envs.reset(seed=seed)
         for _ in range(args.rollouts):
             rollout = envs.rollout(policy, args.num_steps)
             yield rollout.actions
-            actions, rewards = torch.as_tensor(rollout.actions), torch.as_tensor(rollout.rewards).float()
-            logprobs = policy.distribution(policy(torch.as_tensor(rollout.observations))).log_prob(actions)
+            actions, rewards = (
+                torch.as_tensor(rollout.actions),
+                torch.as_tensor(rollout.rewards).float(),
+            )
+            logprobs = policy.distribution(policy(torch.as_tensor(rollout.observations))).log_prob(
+                actions
+            )
             optimizer.zero_grad()
             (-(logprobs * rewards).mean()).backward()
             optimizer.step()

@@ -98,11 +98,18 @@ def measure(args, observation, transport, mode, num_workers, pipe):
     """Send a row of the table into ``pipe``."""
     torch.set_num_threads(1)
     shape, dtype, envs_per_worker, weight_bytes = OBSERVATIONS[observation]
-    policy, launcher = CategoricalPolicy(Corner(weight_bytes)), SimulatedLauncher(min(args.processes, num_workers))
+    policy, launcher = (
+        CategoricalPolicy(Corner(weight_bytes)),
+        SimulatedLauncher(min(args.processes, num_workers)),
+    )
     stacked = observation == "frames"
 
     def make():
-        return FrameStackObservation(IdleEnv(shape, dtype), STACK) if stacked else IdleEnv(shape, dtype)
+        return (
+            FrameStackObservation(IdleEnv(shape, dtype), STACK)
+            if stacked
+            else IdleEnv(shape, dtype)
+        )
 
     start = time.perf_counter()
     with ClusterEnv(
@@ -115,7 +122,12 @@ def measure(args, observation, transport, mode, num_workers, pipe):
         worker_timeout=args.timeout,  # a storm may take long where all share two cores
         **TRANSPORTS[transport],
     ) as envs:
-        row = {"observation": observation, "transport": transport, "mode": mode, "workers": num_workers}
+        row = {
+            "observation": observation,
+            "transport": transport,
+            "mode": mode,
+            "workers": num_workers,
+        }
         row["startup_s"] = time.perf_counter() - start
         watchdog = threading.Timer(args.timeout, envs.interrupt)
         watchdog.daemon = True
@@ -151,13 +163,24 @@ def measure(args, observation, transport, mode, num_workers, pipe):
                 rollout = envs.rollout(policy, args.num_steps)
             steps += rollout.rewards.size
             messages += rollout.rewards.shape[1] // envs_per_worker
-        seconds, main, cpu = time.perf_counter() - start, time.thread_time() - main, time.process_time() - cpu
+        seconds, main, cpu = (
+            time.perf_counter() - start,
+            time.thread_time() - main,
+            time.process_time() - cpu,
+        )
         main, cpu, envs._collector.publish = main - policy_s, cpu - policy_s, publish
         for _ in range(args.outstanding * num_workers * (mode == "send/recv")):
             envs.recv()
         megabytes = messages * row["message_bytes"] / 1e6
-        row |= {"messages": messages, "steps_per_s": steps / seconds, "mb_per_s": megabytes / seconds}
-        row |= {"cpu_us_per_message": cpu / messages * 1e6, "main_us_per_message": main / messages * 1e6}
+        row |= {
+            "messages": messages,
+            "steps_per_s": steps / seconds,
+            "mb_per_s": megabytes / seconds,
+        }
+        row |= {
+            "cpu_us_per_message": cpu / messages * 1e6,
+            "main_us_per_message": main / messages * 1e6,
+        }
         row |= {"cpu_ms_per_mb": cpu / megabytes * 1e3, "main_ms_per_mb": main / megabytes * 1e3}
         row |= {"main_share": main / seconds, "other_share": (cpu - main) / seconds}
         row |= {"recv_us": recv_s / messages * 1e6, "send_us": send_s / messages * 1e6}
@@ -235,9 +258,18 @@ def plot(groups, path):
         colors = {}
         for (observation, transport, mode), rows in groups.items():
             color = colors.setdefault((observation, transport), f"C{len(colors)}")
-            style = {"color": color, "marker": "o", "linestyle": "-" if mode == "send/recv" else "--"}
+            style = {
+                "color": color,
+                "marker": "o",
+                "linestyle": "-" if mode == "send/recv" else "--",
+            }
             numbers = [row["workers"] for row in rows]
-            ax.loglog(numbers, [row[key] for row in rows], **style, label=f"{observation}, {transport}, {mode}")
+            ax.loglog(
+                numbers,
+                [row[key] for row in rows],
+                **style,
+                label=f"{observation}, {transport}, {mode}",
+            )
         ax.set(xlabel="workers", title=label)
         ax.grid(alpha=0.3)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
@@ -258,10 +290,14 @@ def main():
                     try:
                         row = in_fresh_process(measure, *group, timeout=args.timeout + 60)
                     except (EOFError, TimeoutError):
-                        print(f"{observation:7}{transport:10}{mode:11}{num_workers:9d}  not done in {args.timeout:g} s")
+                        print(
+                            f"{observation:7}{transport:10}{mode:11}{num_workers:9d}  not done in {args.timeout:g} s"
+                        )
                         continue
                     rows.append(row)
-                    numbers = "".join(f"{row[key]:{len(key) + 2}{form}}" for key, form in COLUMNS.items())
+                    numbers = "".join(
+                        f"{row[key]:{len(key) + 2}{form}}" for key, form in COLUMNS.items()
+                    )
                     print(f"{observation:7}{transport:10}{mode:11}{numbers}", flush=True)
     groups = {group: rows for group, rows in groups.items() if rows}
     with open(args.out / "scale.csv", "w", newline="") as file:

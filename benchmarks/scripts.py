@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def call(command, directory, timeout=None, **variables):
     """Run a command with these environment variables, and end all that it has started; return what it printed."""
-    output = Path(directory, "output.txt")  # a pipe would stay open for as long as any process that was left behind
+    output = Path(
+        directory, "output.txt"
+    )  # a pipe would stay open for as long as any process that was left behind
     with output.open("w") as file:
         process = subprocess.Popen(
             command, cwd=directory, env={**os.environ, **variables}, start_new_session=True,
@@ -92,7 +94,9 @@ def measure(module, *arguments, python=sys.executable, timeout=None):
     with tempfile.TemporaryDirectory() as directory:
         # HOME: some peers leave their logs there.
         variables = {"PYTHONPATH": import_path(ROOT), "HOME": directory, "OMP_NUM_THREADS": "1"}
-        text = call([str(python), "-m", module, *map(str, arguments)], directory, timeout, **variables)
+        text = call(
+            [str(python), "-m", module, *map(str, arguments)], directory, timeout, **variables
+        )
     (line,) = (line for line in text.splitlines() if line.startswith('{"steps"'))
     report = json.loads(line)
     return report["steps"], report["seconds"]

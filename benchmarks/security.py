@@ -21,8 +21,18 @@ from .idle import Corner, IdleEnv
 
 TCP = {"bind_address": "127.0.0.1"}
 VARIANTS = {
-    "tcp, no heartbeats": {**TCP, "security": "none", "allow_insecure": True, "worker_timeout": 1e5},
-    "tcp, heartbeats": {**TCP, "security": "none", "allow_insecure": True, "worker_timeout": 1.0},  # five a second
+    "tcp, no heartbeats": {
+        **TCP,
+        "security": "none",
+        "allow_insecure": True,
+        "worker_timeout": 1e5,
+    },
+    "tcp, heartbeats": {
+        **TCP,
+        "security": "none",
+        "allow_insecure": True,
+        "worker_timeout": 1.0,
+    },  # five a second
     "tcp, CURVE, heartbeats": {**TCP, "worker_timeout": 1.0},
     "ipc, heartbeats": {"worker_timeout": 1.0},
 }
@@ -59,7 +69,9 @@ def main():
         measured = {variant: [] for variant in VARIANTS}
         for _ in range(args.rounds):
             for variant, arguments in VARIANTS.items():
-                measured[variant].append(steps_per_second(args, partial(IdleEnv, *space), arguments))
+                measured[variant].append(
+                    steps_per_second(args, partial(IdleEnv, *space), arguments)
+                )
         plain = np.median(measured["tcp, no heartbeats"])
         for variant, speeds in measured.items():
             print(

@@ -34,7 +34,10 @@ class Simulation:
     """Workers without environments of their own. Their canned rollouts are made by one real slice of environments."""
 
     def __init__(self, weights_at, frame_bytes):
-        self.weights_at, self.frame_bytes = weights_at, frame_bytes  # shared with the head's process
+        self.weights_at, self.frame_bytes = (
+            weights_at,
+            frame_bytes,
+        )  # shared with the head's process
         self.envs = self.actor = None
         self.canned = {}  # (number of steps, version): a value and its buffers
 
@@ -66,7 +69,10 @@ class Simulation:
                 self.send(worker, seq, *self.observations)
             case protocol.Setup():
                 if self.envs is None:
-                    self.rule, self.envs = request.rule, build_environments(**pickle.loads(buffers[0]))
+                    self.rule, self.envs = (
+                        request.rule,
+                        build_environments(**pickle.loads(buffers[0])),
+                    )
                     observation_buffers = []
                     value = pack(self.envs.reset(seed=1)[0], observation_buffers)
                     self.observations = protocol.Reply(value, List([])), observation_buffers
@@ -76,7 +82,9 @@ class Simulation:
                 if self.actor is None:
                     self.actor = Actor()
                     self.actor.load_structure(pickle.loads(buffers[0]))
-                    self.actor.policy.load_flat_weights(bytes(self.actor.policy.flat_weights().numel()))  # all zero
+                    self.actor.policy.load_flat_weights(
+                        bytes(self.actor.policy.flat_weights().numel())
+                    )  # all zero
                 self.send(worker, seq, protocol.Reply(None, List([])))
 
     def send(self, worker, seq, message, buffers=()):
@@ -92,7 +100,11 @@ def simulate(indices, flags, weights_at, frame_bytes):
     keys = read_key_file(flags["--key-file"]) if "--key-file" in flags else None
     context = zmq.Context()
     context.max_sockets = len(indices) + 1
-    versions, simulation, workers = protocol.shared_versions(), Simulation(weights_at, frame_bytes), {}
+    versions, simulation, workers = (
+        protocol.shared_versions(),
+        Simulation(weights_at, frame_bytes),
+        {},
+    )
     head, epoll = multiprocessing.parent_process().sentinel, select.epoll()
     epoll.register(head, select.EPOLLIN)
     for index in indices:
@@ -138,7 +150,9 @@ class SimulatedLauncher(Launcher):
         self._processes = [None] * processes
 
     def start(self):
-        self.weights_at = spawn.RawArray("d", self.num_workers)  # time.monotonic() when a worker last got any
+        self.weights_at = spawn.RawArray(
+            "d", self.num_workers
+        )  # time.monotonic() when a worker last got any
         self.frame_bytes = spawn.RawArray("q", 32)  # of the last answer
         for i in range(len(self._processes)):
             indices = range(i, self.num_workers, len(self._processes))

@@ -25,7 +25,11 @@ def make_env(env_id):
 
 def mlp(num_inputs, num_outputs):
     sizes = [num_inputs, *work.HIDDEN]
-    layers = [layer for i, o in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(i, o), nn.Tanh())]
+    layers = [
+        layer
+        for i, o in zip(sizes, sizes[1:], strict=False)
+        for layer in (nn.Linear(i, o), nn.Tanh())
+    ]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], num_outputs))
 
 
@@ -82,7 +86,9 @@ def train(envs, next_obs, iterations):
                 adv = (adv - adv.mean()) / (adv.std() + 1e-8)
                 clipped = ratio.clamp(1 - work.CLIP_COEF, 1 + work.CLIP_COEF)
                 pg_loss = -torch.min(adv * ratio, adv * clipped).mean()
-                v_loss = 0.5 * (critic(b_obs[mb_inds]).flatten() - b_returns[mb_inds]).square().mean()
+                v_loss = (
+                    0.5 * (critic(b_obs[mb_inds]).flatten() - b_returns[mb_inds]).square().mean()
+                )
                 loss = pg_loss - work.ENT_COEF * policy.entropy().mean() + work.VF_COEF * v_loss
                 optimizer.zero_grad()
                 loss.backward()

@@ -74,16 +74,35 @@ def looks(args, seed):
     look = "            look((envs.policy_version - rollout.policy_versions).mean(), log_weights,\n"
     look += "                 lambda x: policy.to_env(agent.get_action_and_value(x)[0]).numpy())\n"
     text = text.replace(
-        WEIGHTS, "log_weights = proximal - b_logprobs\n                    b_weights = log_weights.exp()"
+        WEIGHTS,
+        "log_weights = proximal - b_logprobs\n                    b_weights = log_weights.exp()",
     )
     text = text.replace(AFTER, look + AFTER)
     begin = "    with run.training(envs, agent):\n"
     make = f"    from benchmarks.staleness import Look\n    look = Look(args.env_id, {args.episodes})\n"
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, SCRIPT).write_text(text.replace(begin, make + begin))
-        flags = ["--env-id", args.env_id, "--seed", str(seed), "--total-timesteps", str(args.total_timesteps)]
-        flags += ["--sync-mode", "interval", "--sync-interval", str(args.interval), "--weights", "float32"]
-        call([sys.executable, SCRIPT, *flags, "--eval-episodes", "1"], directory, PYTHONPATH=str(ROOT))
+        flags = [
+            "--env-id",
+            args.env_id,
+            "--seed",
+            str(seed),
+            "--total-timesteps",
+            str(args.total_timesteps),
+        ]
+        flags += [
+            "--sync-mode",
+            "interval",
+            "--sync-interval",
+            str(args.interval),
+            "--weights",
+            "float32",
+        ]
+        call(
+            [sys.executable, SCRIPT, *flags, "--eval-episodes", "1"],
+            directory,
+            PYTHONPATH=str(ROOT),
+        )
         found = json.loads(Path(directory, "looks.json").read_text())
     return [np.array([look[name] for look in found]) for name in ("lag", "share", "return")]
 
@@ -100,6 +119,10 @@ if __name__ == "__main__":
         print(f"seed {seed}: mean return of the learned policies {returns.mean():.0f}", flush=True)
     errors = np.std(gains, 0, ddof=1) / np.sqrt(args.seeds)
     print("| lag | effective sample size | gain of an update, % |\n|---|---|---|")
-    for lag, (share, gain, error) in enumerate(zip(np.mean(shares, 0), np.mean(gains, 0), errors, strict=True)):
+    for lag, (share, gain, error) in enumerate(
+        zip(np.mean(shares, 0), np.mean(gains, 0), errors, strict=True)
+    ):
         print(f"| {lag} | {share:.2f} | {gain:.2f} ± {error:.2f} |")
-    print(f"{args.env_id}, every {args.interval}, {args.seeds} seeds: mean return {np.mean(means):.0f}")
+    print(
+        f"{args.env_id}, every {args.interval}, {args.seeds} seeds: mean return {np.mean(means):.0f}"
+    )

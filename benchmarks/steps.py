@@ -39,7 +39,14 @@ class Args:
     """steps of a round"""
     rounds: int = 5
     """rounds of each way"""
-    scripts: tuple[str, ...] = ("ppo", "ppo_continuous", "ppo_lstm", "ppo_atari", "dqn", "dqn_atari")
+    scripts: tuple[str, ...] = (
+        "ppo",
+        "ppo_continuous",
+        "ppo_lstm",
+        "ppo_atari",
+        "dqn",
+        "dqn_atari",
+    )
     """what is measured"""
     compile: bool = True
     """measure compiled losses, too"""
@@ -62,7 +69,9 @@ def envs_of(shape, actions):
 
 def ppo_learner(script, agent, obs, actions):
     rest = [torch.randn(len(obs)) for _ in range(5)]
-    return Learner(agent, [obs, actions, *rest], lambda agent, *batch: script.ppo_loss(agent, LOSS, *batch)[0])
+    return Learner(
+        agent, [obs, actions, *rest], lambda agent, *batch: script.ppo_loss(agent, LOSS, *batch)[0]
+    )
 
 
 def lstm_learner(num_steps=64, num_envs=8, hidden_size=64):
@@ -70,14 +79,30 @@ def lstm_learner(num_steps=64, num_envs=8, hidden_size=64):
     floats = [torch.randn(num_steps, num_envs) for _ in range(5)]
     states = [torch.zeros(num_envs, hidden_size) for _ in range(2)]
     actions = torch.randint(2, (num_steps, num_envs))
-    inputs = [torch.randn(num_steps, num_envs, 2), torch.zeros(num_steps, num_envs), actions, *floats, *states]
-    return Learner(agent, inputs, lambda agent, *batch: ppo_lstm.ppo_loss(agent, LOSS, *batch[:-2], batch[-2:])[0])
+    inputs = [
+        torch.randn(num_steps, num_envs, 2),
+        torch.zeros(num_steps, num_envs),
+        actions,
+        *floats,
+        *states,
+    ]
+    return Learner(
+        agent,
+        inputs,
+        lambda agent, *batch: ppo_lstm.ppo_loss(agent, LOSS, *batch[:-2], batch[-2:])[0],
+    )
 
 
 def dqn_learner(script, obs):
     envs = envs_of(obs.shape[1:], gym.spaces.Discrete(4))
     networks = nn.ModuleList([script.QNetwork(envs), script.QNetwork(envs)])
-    inputs = [obs, torch.randint(4, (len(obs), 1)), obs.clone(), torch.randn(len(obs)), torch.zeros(len(obs))]
+    inputs = [
+        obs,
+        torch.randint(4, (len(obs), 1)),
+        obs.clone(),
+        torch.randn(len(obs)),
+        torch.zeros(len(obs)),
+    ]
 
     def loss(networks, obs, actions, next_obs, rewards, dones):
         q_network, target_network = networks
@@ -90,16 +115,26 @@ def dqn_learner(script, obs):
 def make(name):
     """Make a script's learner, the same each time, with minibatches of the script's default size."""
     torch.manual_seed(1)
-    vectors, pixels = envs_of((8,), gym.spaces.Discrete(4)), envs_of((4, 84, 84), gym.spaces.Discrete(4))
+    vectors, pixels = (
+        envs_of((8,), gym.spaces.Discrete(4)),
+        envs_of((4, 84, 84), gym.spaces.Discrete(4)),
+    )
     robot = envs_of((17,), gym.spaces.Box(-1, 1, (6,), np.float32))
     frames = torch.randint(256, (256, 4, 84, 84), dtype=torch.uint8)
     return {
-        "ppo": lambda: ppo_learner(ppo, ppo.Agent(vectors, 64), torch.randn(512, 8), torch.randint(4, (512,))),
+        "ppo": lambda: ppo_learner(
+            ppo, ppo.Agent(vectors, 64), torch.randn(512, 8), torch.randint(4, (512,))
+        ),
         "ppo_continuous": lambda: ppo_learner(
-            ppo_continuous, ppo_continuous.Agent(robot, 64), torch.randn(512, 17), torch.randn(512, 6)
+            ppo_continuous,
+            ppo_continuous.Agent(robot, 64),
+            torch.randn(512, 17),
+            torch.randn(512, 6),
         ),
         "ppo_lstm": lstm_learner,
-        "ppo_atari": lambda: ppo_learner(ppo_atari, ppo_atari.Agent(pixels), frames, torch.randint(4, (256,))),
+        "ppo_atari": lambda: ppo_learner(
+            ppo_atari, ppo_atari.Agent(pixels), frames, torch.randint(4, (256,))
+        ),
         "dqn": lambda: dqn_learner(dqn, torch.randn(128, 4)),
         "dqn_atari": lambda: dqn_learner(dqn_atari, frames[:32]),
     }[name]()
@@ -159,7 +194,10 @@ def ways(args, name):
     def compiled(loss, **options):
         return torch.compile(loss, dynamic=False, options=options)
 
-    on_gpu, compiles = device.type == "cuda", args.compile and name != "ppo_lstm"  # whose loop takes minutes to compile
+    on_gpu, compiles = (
+        device.type == "cuda",
+        args.compile and name != "ppo_lstm",
+    )  # whose loop takes minutes to compile
     new = learner()
     yield "eager", step_of(new, new.loss, capturable=False)
     if on_gpu:
@@ -167,7 +205,10 @@ def ways(args, name):
         yield "graph", graph_of(step_of(new, new.loss, capturable=True), new.inputs)
         if compiles:
             new = learner()
-            yield "graph, compiled", graph_of(step_of(new, compiled(new.loss), capturable=True), new.inputs)
+            yield (
+                "graph, compiled",
+                graph_of(step_of(new, compiled(new.loss), capturable=True), new.inputs),
+            )
     if compiles:
         new = learner()
         options = {"triton.cudagraphs": True} if on_gpu else {"cpp.use_decompose_tanh": True}
@@ -203,7 +244,12 @@ def main():
     args = tyro.cli(Args)
     Distribution.set_default_validate_args(False)
     torch.set_num_threads(1)
-    print(torch.cuda.get_device_name() if args.device == "cuda" else "CPU", "torch", torch.__version__, flush=True)
+    print(
+        torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
+        "torch",
+        torch.__version__,
+        flush=True,
+    )
     for name in args.scripts:
         measure(args, name)
 

@@ -64,14 +64,19 @@ def single_async(env_id, iterations, timeout):
 def floor(env_id, iterations, timeout):
     """Step and act in as many processes as we have workers; the first round is warm-up."""
     args = collection.Args(
-        env_id=env_id, envs_per_worker=work.ENVS_PER_WORKER, num_steps=work.NUM_STEPS, num_rollouts=iterations - 1
+        env_id=env_id,
+        envs_per_worker=work.ENVS_PER_WORKER,
+        num_steps=work.NUM_STEPS,
+        num_rollouts=iterations - 1,
     )
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:
         for index in range(work.NUM_WORKERS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=collection.alone, args=(args, 1 + index * args.envs_per_worker, theirs))
+            process = context.Process(
+                target=collection.alone, args=(args, 1 + index * args.envs_per_worker, theirs)
+            )
             process.start()
             pipes.append(ours)
             processes.append(process)
@@ -81,7 +86,9 @@ def floor(env_id, iterations, timeout):
                 pipe.send(True)
             for pipe in pipes:
                 if not pipe.poll(timeout):
-                    raise TimeoutError(f"the floor of {env_id} has not answered in {timeout:g} seconds")
+                    raise TimeoutError(
+                        f"the floor of {env_id} has not answered in {timeout:g} seconds"
+                    )
                 pipe.recv()
             seconds = time.perf_counter() - start
     finally:
@@ -92,7 +99,12 @@ def floor(env_id, iterations, timeout):
 
 
 FAST, ENVPOOL = ("--overlap", "--compile"), ("--env-backend", "envpool")
-ONE_WORKER = ("--num-workers", "1", "--envs-per-worker", str(work.NUM_ENVS))  # the learner has the other core
+ONE_WORKER = (
+    "--num-workers",
+    "1",
+    "--envs-per-worker",
+    str(work.NUM_ENVS),
+)  # the learner has the other core
 SYSTEMS = {  # name: (label, how to measure it)
     "clusterenv": ("ClusterEnv, 2 workers", clusterenv),
     "clusterenv-overlap": ("ClusterEnv, 2 workers, --overlap", clusterenv_with("--overlap")),
@@ -101,8 +113,14 @@ SYSTEMS = {  # name: (label, how to measure it)
         "ClusterEnv, 2 workers with nice, --overlap --compile",
         clusterenv_with(*FAST, "--worker-prefix", "nice -n 19"),
     ),
-    "clusterenv-one": ("ClusterEnv, 1 worker, --overlap --compile", clusterenv_with(*FAST, *ONE_WORKER)),
-    "clusterenv-envpool": ("ClusterEnv on EnvPool, 2 workers, --overlap --compile", clusterenv_with(*FAST, *ENVPOOL)),
+    "clusterenv-one": (
+        "ClusterEnv, 1 worker, --overlap --compile",
+        clusterenv_with(*FAST, *ONE_WORKER),
+    ),
+    "clusterenv-envpool": (
+        "ClusterEnv on EnvPool, 2 workers, --overlap --compile",
+        clusterenv_with(*FAST, *ENVPOOL),
+    ),
     "clusterenv-envpool-one": (
         "ClusterEnv on EnvPool, 1 worker, --overlap --compile",
         clusterenv_with(*FAST, *ENVPOOL, *ONE_WORKER),
@@ -121,13 +139,21 @@ if not importlib.util.find_spec("envpool"):
 
 def table(rates, systems, env_ids):
     """Return a table in Markdown: medians and ranges of `rates[env_id, name]`, and ratios to one process and floor."""
-    lines = ["| |" + "".join(f" {env_id}, steps/s | x single-sync | x floor |" for env_id in env_ids)]
+    lines = [
+        "| |" + "".join(f" {env_id}, steps/s | x single-sync | x floor |" for env_id in env_ids)
+    ]
     lines.append("|---|" + "---|---|---|" * len(env_ids))
     for name, (label, _) in systems.items():
         cells = []
         for env_id in env_ids:
-            mine, single, lowest = (rates.get((env_id, key), []) for key in (name, "single-sync", "floor"))
-            cells.append(f"{np.median(mine):,.0f} ({min(mine):,.0f} to {max(mine):,.0f})" if mine else "not measured")
+            mine, single, lowest = (
+                rates.get((env_id, key), []) for key in (name, "single-sync", "floor")
+            )
+            cells.append(
+                f"{np.median(mine):,.0f} ({min(mine):,.0f} to {max(mine):,.0f})"
+                if mine
+                else "not measured"
+            )
             for other in (single, lowest):
                 cells.append(f"{np.median(mine) / np.median(other):.2f}" if mine and other else "")
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
@@ -148,5 +174,8 @@ if __name__ == "__main__":
     for number, env_id, name in itertools.product(range(args.rounds), args.env_ids, systems):
         steps, seconds = systems[name][1](env_id, args.iterations, args.timeout)
         rates.setdefault((env_id, name), []).append(steps / seconds)
-        print(f"round {number + 1} of {args.rounds}, {env_id}, {name}: {steps / seconds:,.0f} steps/s", flush=True)
+        print(
+            f"round {number + 1} of {args.rounds}, {env_id}, {name}: {steps / seconds:,.0f} steps/s",
+            flush=True,
+        )
     print(table(rates, systems, args.env_ids))

@@ -65,4 +65,6 @@ if __name__ == "__main__":
         # One that is not solved takes longer than any that is.
         seconds, training, steps = np.median(np.nan_to_num(found, nan=math.inf), axis=0)
         target = TASKS[env_id][0]
-        print(f"{env_id} to {target}: median {seconds:.1f} s, {training:.1f} of them training; {steps:,.0f} steps")
+        print(
+            f"{env_id} to {target}: median {seconds:.1f} s, {training:.1f} of them training; {steps:,.0f} steps"
+        )

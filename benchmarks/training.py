@@ -58,9 +58,18 @@ if __name__ == "__main__":
     threads = [{"OMP_NUM_THREADS": "1"}] + [{}] * (not args.one_thread)
     ratios, returns = [], []
     for seed in range(1, args.rounds + 1):
-        common = ["--env-id", env_id, "--total-timesteps", str(args.total_timesteps), "--seed", str(seed)]
+        common = [
+            "--env-id",
+            env_id,
+            "--total-timesteps",
+            str(args.total_timesteps),
+            "--seed",
+            str(seed),
+        ]
         wrapped = ROOT / "benchmarks" / "cleanrl.py", str(args.cleanrl.resolve()), *common, *theirs
-        rates, (summary, *_) = zip(*[run(*wrapped, **variables) for variables in threads], strict=True)
+        rates, (summary, *_) = zip(
+            *[run(*wrapped, **variables) for variables in threads], strict=True
+        )
         clusterenv, own = run(ROOT / script, *common, *ours, *shlex.split(args.flags))
         ratios.append(clusterenv / max(rates))
         returns.append((summary["mean_return_100"], own["mean_return_100"]))

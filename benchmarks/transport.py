@@ -74,7 +74,9 @@ class Raw:
         self.socket = self.context.socket(zmq.ROUTER)
         key_file = Path(self.directory.name) / "key" if transport == "tcp+curve" else None
         self.gate = Gate(self.context, self.socket, key_file, None) if key_file else None
-        self.socket.bind(f"ipc://{self.directory.name}/head" if transport == "ipc" else "tcp://127.0.0.1:*")
+        self.socket.bind(
+            f"ipc://{self.directory.name}/head" if transport == "ipc" else "tcp://127.0.0.1:*"
+        )
         address = self.socket.last_endpoint.decode().rstrip("\0")
         arguments = num_workers, address, key_file, sizes
         self.process = spawn.Process(target=raw_workers, args=arguments, daemon=True)
@@ -117,7 +119,9 @@ def stream(send, recv, args):
 
 def compare(args, observation, transport):
     shape, dtype, _, weight_bytes = OBSERVATIONS[observation]
-    envs_per_worker = {"vector": 32, "image": 8}[observation]  # as ppo_clusterenv.py has, and as is usual for Atari
+    envs_per_worker = {"vector": 32, "image": 8}[
+        observation
+    ]  # as ppo_clusterenv.py has, and as is usual for Atari
     launcher, policy = SimulatedLauncher(1), CategoricalPolicy(Corner(weight_bytes))
     env_fns = [lambda: IdleEnv(shape, dtype)] * (args.num_workers * envs_per_worker)
     with ClusterEnv(env_fns, args.num_workers, launcher=launcher, **TRANSPORTS[transport]) as envs:
@@ -127,7 +131,9 @@ def compare(args, observation, transport):
         raw = Raw(args.num_workers, transport, sizes)
         ways = {
             "raw ZeroMQ": lambda: stream(raw.send, raw.recv, args),
-            "send/recv": lambda: stream(lambda *worker: envs.send(args.num_steps, *worker), envs.recv, args),
+            "send/recv": lambda: stream(
+                lambda *worker: envs.send(args.num_steps, *worker), envs.recv, args
+            ),
         }
         measured = {way: [] for way in ways}
         for number in range(args.rounds + 1):

@@ -111,24 +111,33 @@ class ClusterEnv(Counters):
     ) -> None:
         self.closed = True  # until there is something to close
         parsed, launcher, address = parse_options({"num_workers": num_workers, **options}, log_dir)
-        blueprint = Blueprint(env_fns, num_envs, observation_mode, autoreset_mode, info_keys, frame_stack, first_row)
+        blueprint = Blueprint(
+            env_fns, num_envs, observation_mode, autoreset_mode, info_keys, frame_stack, first_row
+        )
         blueprint.describe(self)
         self._head = start_head(blueprint, parsed, launcher, address, sum_over_learners)
         self._pool, self._store = self._head.pool, self._head.store
         self.num_workers, self.copy = len(self._pool.workers), copy
-        self._stepper, self._collector = Stepper(self._head, blueprint, copy), Collector(self._head, blueprint)
+        self._stepper, self._collector = (
+            Stepper(self._head, blueprint, copy),
+            Collector(self._head, blueprint),
+        )
         self._finalizer = weakref.finalize(self, self._head.close, timeout=2)
         self.closed = False
 
     # Gymnasium's API.
     @ends_by_ctrl_c
-    def reset(self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
         """Reset all environments, or those where ``options["reset_mask"]`` is True; return observations and infos."""
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
     @ends_by_ctrl_c
-    def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
+    def reset_async(
+        self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
         self._assert_idle("reset_async")
         self._stepper.reset(seed, options)
 
@@ -150,7 +159,9 @@ class ClusterEnv(Counters):
         self._stepper.step(actions)
 
     @ends_by_ctrl_c
-    def step_wait(self, timeout: float | None = None) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+    def step_wait(
+        self, timeout: float | None = None
+    ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         self._assert_is_running()
         *arrays, infos = self._stepper.finish_step(timeout)
         return *arrays, self._stepper.join_infos(infos, self._add_info)
@@ -200,7 +211,9 @@ class ClusterEnv(Counters):
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End the workers: ask them, after ``timeout`` (3) seconds terminate, then kill them."""
         if (state := self._stepper.state) != AsyncState.DEFAULT:
-            gym.logger.warn(f"Calling `close` while waiting for a pending call to `{state.value}` to complete.")
+            gym.logger.warn(
+                f"Calling `close` while waiting for a pending call to `{state.value}` to complete."
+            )
         self._finalizer.detach()
         self._head.close(0 if terminate else 3 if timeout is None else timeout)
 
@@ -284,11 +297,15 @@ class ClusterEnv(Counters):
         Signal handlers and other threads may call it. The learner is whole then, as only methods of this wait. What was
         interrupted is given up, except that requests of `send` remain outstanding.
         """
-        self._pool.interrupted = self._pool.interrupted or Interrupted("interrupted while waiting for workers")
+        self._pool.interrupted = self._pool.interrupted or Interrupted(
+            "interrupted while waiting for workers"
+        )
 
     def _assert_is_running(self) -> None:
         if self.closed:
-            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+            raise ClosedEnvironmentError(
+                f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
+            )
         if os.getpid() != self._head.pid:
             raise ClosedEnvironmentError(
                 f"This is process {self._head.pid}'s, of which this one is a fork: make one here."
@@ -296,9 +313,14 @@ class ClusterEnv(Counters):
 
     def _assert_idle(self, method: str) -> None:
         self._assert_is_running()
-        state, granted = self._stepper.state, self._collector.granted and method != "send"  # one after another is fine
+        state, granted = (
+            self._stepper.state,
+            self._collector.granted and method != "send",
+        )  # one after another is fine
         if pending := state.value if state != AsyncState.DEFAULT else "send" if granted else None:
-            text = f"Calling `{method}` while waiting for a pending call to `{pending}` to complete."
+            text = (
+                f"Calling `{method}` while waiting for a pending call to `{pending}` to complete."
+            )
             raise AlreadyPendingCallError(text, str(pending))
         if self._pool.errors:  # of a call that was interrupted
             self._pool.raise_errors()

@@ -53,7 +53,9 @@ class EnvError(ClusterEnvError):
 def printable(text: str, most: int = 1000, keeps: str = "\t") -> str:
     """Escape in the first of a peer's words what a terminal would obey, but for what is in ``keeps``; no line ends."""
     text = text if len(text) <= most else f"{text[:most]} [...]"
-    return "".join(char if char.isprintable() or char in keeps else repr(char)[1:-1] for char in text)
+    return "".join(
+        char if char.isprintable() or char in keeps else repr(char)[1:-1] for char in text
+    )
 
 
 def one_line(error: BaseException) -> str:

@@ -11,8 +11,12 @@ from .wire.security import HeadKeys, write_key_file
 
 def main() -> None:
     """Write both files."""
-    parser = argparse.ArgumentParser(prog="clusterenv_runtime.keys", description="Makes the keys of a run ahead of it.")
-    parser.add_argument("file", metavar="FILE", help="the head's key file; the workers' will be FILE.worker")
+    parser = argparse.ArgumentParser(
+        prog="clusterenv_runtime.keys", description="Makes the keys of a run ahead of it."
+    )
+    parser.add_argument(
+        "file", metavar="FILE", help="the head's key file; the workers' will be FILE.worker"
+    )
     file, keys = parser.parse_args().file, HeadKeys.make()
     try:
         write_key_file(file, keys)

@@ -52,7 +52,9 @@ Nats = Annotated[float, Range("a number of nats >= 0", lambda value: value >= 0)
 Port = Annotated[int, Range("from 0 to 65535", lambda value: 0 <= value < 2**16)]
 _NAME = "of letters, digits and -_.+=, not begin with a dot"  # slurm/train.sh has the same rule
 LauncherName = Annotated[str, RunsCode(lambda value: not is_ours(value))]
-EnvId = Annotated[str, RunsCode(lambda value: ":" in str(value))]  # Gymnasium imports the module before the colon
+EnvId = Annotated[
+    str, RunsCode(lambda value: ":" in str(value))
+]  # Gymnasium imports the module before the colon
 Name = Annotated[str, Range(_NAME, lambda value: re.fullmatch(r"[\w+=-][\w.+=-]*", value))]
 
 
@@ -118,15 +120,21 @@ class ClusterOptions:
         Raises:
             ValueError: `worker_resources` is not of its form; the text goes on after its name.
         """
-        pairs = [re.fullmatch(r"([^=]+)=(\d+(?:\.\d+)?)", word) for word in self.worker_resources.split()]
+        pairs = [
+            re.fullmatch(r"([^=]+)=(\d+(?:\.\d+)?)", word) for word in self.worker_resources.split()
+        ]
         if None in pairs:
-            raise ValueError(f"must be of the form NAME=NUMBER, as in CPU=2, got {self.worker_resources!r}")
+            raise ValueError(
+                f"must be of the form NAME=NUMBER, as in CPU=2, got {self.worker_resources!r}"
+            )
         resources = {pair[1]: float(pair[2]) for pair in pairs}
         if len(resources) < len(pairs):
             raise ValueError(f"must name each resource once, got {self.worker_resources!r}")
         return resources
 
-    def make_launcher(self, log_dir: str | os.PathLike[str] | None, spell: Callable[[str], str] = str) -> Launcher:
+    def make_launcher(
+        self, log_dir: str | os.PathLike[str] | None, spell: Callable[[str], str] = str
+    ) -> Launcher:
         """Return the launcher of this name, whose workers may log to files in ``log_dir``.
 
         Raises:
@@ -134,7 +142,9 @@ class ClusterOptions:
             StartupError: it cannot start workers here; the text says what to do.
         """
         if self.launcher not in (names := launcher_names()):
-            raise ValueError(f"{spell('launcher')} must be one of {', '.join(map(repr, names))}, got {self.launcher!r}")
+            raise ValueError(
+                f"{spell('launcher')} must be one of {', '.join(map(repr, names))}, got {self.launcher!r}"
+            )
         try:
             shlex.split(self.worker_prefix)
         except ValueError as error:
@@ -177,16 +187,22 @@ class ClusterOptions:
         address = self.bind_address or self.interface or launcher.address(self.num_workers)
         if self.min_workers is not None and self.min_workers > self.num_workers:
             most = f"{spell('num_workers')}, {self.num_workers}"
-            raise ValueError(f"{spell('min_workers')} must be from 1 to {most}, got {self.min_workers}")
+            raise ValueError(
+                f"{spell('min_workers')} must be from 1 to {most}, got {self.min_workers}"
+            )
         if self.sync_mode == "interval" and self.sync_interval is None:
             needs = f"{spell('sync_mode')} 'interval' needs {spell('sync_interval')}"
             raise ValueError(f"{needs}: pull every how many policy versions?")
         if program and not launcher.remote and shutil.which(program) is None:
-            raise ValueError(f"{spell('worker_prefix')} begins with {program}, and there is no such program here")
+            raise ValueError(
+                f"{spell('worker_prefix')} begins with {program}, and there is no such program here"
+            )
         if self.bind_address and self.interface:
             raise ValueError(f"give either {either}, not both")
         if self.interface is not None and self.interface not in interfaces:
-            raise ValueError(f"{spell('interface')} must be one of {', '.join(interfaces)}, got {self.interface}")
+            raise ValueError(
+                f"{spell('interface')} must be one of {', '.join(interfaces)}, got {self.interface}"
+            )
         if self.bind_address:
             _check_address(self.bind_address, spell)
         if launcher.remote and not address:
@@ -211,7 +227,9 @@ def _check_address(text: str, spell: Callable[[str], str]) -> None:
         address = ipaddress.ip_address(text)
     except ValueError:
         name = f"an interface's name goes to {spell('interface')}"
-        raise ValueError(f"{spell('bind_address')} must be an IP address ({name}), got {text}") from None
+        raise ValueError(
+            f"{spell('bind_address')} must be an IP address ({name}), got {text}"
+        ) from None
     if (getattr(address, "ipv4_mapped", None) or address).is_unspecified:
         raise ValueError(f"{spell('bind_address')} must be one address, not all of them ({text})")
 
@@ -238,8 +256,16 @@ def check_ranges(options: Any, spell: Callable[[str], str] = str) -> None:
 
 def that_run_code(options: Any) -> dict[str, Any]:
     """Return the fields of this dataclass whose values run someone's code, as their types' `RunsCode` say."""
-    marks = [(name, mark) for name, hint in _hints(type(options)).items() for mark in getattr(hint, "__metadata__", ())]
-    found = [name for name, mark in marks if isinstance(mark, RunsCode) and mark.holds(getattr(options, name))]
+    marks = [
+        (name, mark)
+        for name, hint in _hints(type(options)).items()
+        for mark in getattr(hint, "__metadata__", ())
+    ]
+    found = [
+        name
+        for name, mark in marks
+        if isinstance(mark, RunsCode) and mark.holds(getattr(options, name))
+    ]
     return {name: getattr(options, name) for name in found}
 
 
@@ -255,13 +281,17 @@ def parse_options(
     """
     names = [field.name for field in dataclasses.fields(ClusterOptions)]
     if unknown := [name for name in options if name not in names]:
-        raise TypeError(f"ClusterEnv has no option {unknown[0]!r}; its options are {', '.join(names)}")
+        raise TypeError(
+            f"ClusterEnv has no option {unknown[0]!r}; its options are {', '.join(names)}"
+        )
     parsed = ClusterOptions(**options)
     launcher = parsed.launcher
     if isinstance(launcher, Launcher):
         kind = type(launcher).__name__
         if log_dir is not None or parsed.worker_prefix:
-            raise ValueError(f"log_dir and worker_prefix belong to the launcher: {kind}(log_dir, prefix)")
+            raise ValueError(
+                f"log_dir and worker_prefix belong to the launcher: {kind}(log_dir, prefix)"
+            )
         if launcher.started:
             raise ValueError(f"a {kind} starts the workers of one ClusterEnv: make another")
         parsed.launcher = launcher.name
@@ -273,7 +303,11 @@ def parse_options(
 def with_options(cls: type) -> type:
     """Show the options in the signature of a class that takes them as ``**options``."""
     parameters = inspect.signature(cls).parameters
-    own = [parameter for parameter in parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    own = [
+        parameter
+        for parameter in parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
     options = [
         parameter.replace(kind=parameter.KEYWORD_ONLY)
         for name, parameter in inspect.signature(ClusterOptions).parameters.items()

@@ -14,7 +14,9 @@ from .arrays.spaces import join
 from .arrays.trees import map_tree
 from .wire.part import RolloutPart
 
-MAX_INFO_ZEROS = 2**26  # bytes of these that a rollout may have, or as many times what came as the next
+MAX_INFO_ZEROS = (
+    2**26
+)  # bytes of these that a rollout may have, or as many times what came as the next
 MAX_INFO_RATIO = 16
 
 
@@ -76,17 +78,23 @@ class Rollout:
     episodic_lengths: np.ndarray
 
     @classmethod
-    def join(cls, parts: list[RolloutPart], rows: np.ndarray, infos: dict[str, np.ndarray]) -> Rollout:
+    def join(
+        cls, parts: list[RolloutPart], rows: np.ndarray, infos: dict[str, np.ndarray]
+    ) -> Rollout:
         """Join the workers' parts, given in row order.
 
         ``infos`` has for each of ``info_keys`` one that has come before; those that come now take its place.
         """
         sizes = [part.rewards.shape[1] for part in parts]
         # Not every environment counts every episode.
-        ended = _in_order((np.flatnonzero(part.terminations | part.truncations) for part in parts), sizes)
+        ended = _in_order(
+            (np.flatnonzero(part.terminations | part.truncations) for part in parts), sizes
+        )
         counted = _in_order((part.episodes for part in parts), sizes)
 
-        each = {name: [getattr(part, name) for part in parts] for name in RolloutPart.__struct_fields__}
+        each = {
+            name: [getattr(part, name) for part in parts] for name in RolloutPart.__struct_fields__
+        }
         return cls(
             rows=rows,
             infos=_join_infos(each["infos"], parts[0].rewards.shape[0], sizes, infos),
@@ -95,11 +103,21 @@ class Rollout:
             policy_versions=np.repeat(each["version"], sizes),
             episodic_returns=join(each["episodic_returns"])[counted],
             episodic_lengths=join(each["episodic_lengths"])[counted],
-            next_observations=join(each["next_observations"], copy=True),  # the head keeps the views
+            next_observations=join(
+                each["next_observations"], copy=True
+            ),  # the head keeps the views
             final_observations=map_tree(lambda leaf: leaf[ended], join(each["final_observations"])),
             **{
                 name: join(each[name], axis=1)
-                for name in ("observations", "actions", "extras", "logprobs", "rewards", "terminations", "truncations")
+                for name in (
+                    "observations",
+                    "actions",
+                    "extras",
+                    "logprobs",
+                    "rewards",
+                    "terminations",
+                    "truncations",
+                )
             },  # fmt: skip
         )
 
@@ -110,16 +128,31 @@ def _join_infos(
     """Return what workers have sent of their infos as arrays, zeros where there was none, and where there was some."""
     joined: dict[str, np.ndarray] = {}
     for key in known:
-        found = {number: each[key][1] for number, each in enumerate(infos) if key in each and len(each[key][1])}
+        found = {
+            number: each[key][1]
+            for number, each in enumerate(infos)
+            if key in each and len(each[key][1])
+        }
         shapes = Counter(values.shape[1:] for values in found.values())
         if shapes:  # that of most, and among these the one there was before
-            shape = max(shapes, key=lambda shape, key=key: (shapes[shape], shape == known[key].shape))
-            if others := {number: values.shape[1:] for number, values in found.items() if values.shape[1:] != shape}:
+            shape = max(
+                shapes, key=lambda shape, key=key: (shapes[shape], shape == known[key].shape)
+            )
+            if others := {
+                number: values.shape[1:]
+                for number, values in found.items()
+                if values.shape[1:] != shape
+            }:
                 which = ", ".join(f"{other} on worker {number}" for number, other in others.items())
-                warnings.warn(f"Info {key} is left out where it is not {shape}, but {which}.", stacklevel=2)
+                warnings.warn(
+                    f"Info {key} is left out where it is not {shape}, but {which}.", stacklevel=2
+                )
             found = {number: values for number, values in found.items() if number not in others}
             known[key] = np.zeros(shape, np.result_type(*found.values()))
-        size, came = num_steps * sum(sizes) * known[key].nbytes, sum(values.nbytes for values in found.values())
+        size, came = (
+            num_steps * sum(sizes) * known[key].nbytes,
+            sum(values.nbytes for values in found.values()),
+        )
         if size > max(MAX_INFO_ZEROS, MAX_INFO_RATIO * came):
             text = f"a rollout of it would be {size} bytes, and most steps have none"
             warnings.warn(f"Info {key} is left out: {text}.", stacklevel=2)
@@ -140,5 +173,8 @@ def _in_order(flat: Iterable[np.ndarray], sizes: list[int]) -> Any:
     if len(sizes) == 1:
         return ...
     first_rows, num_envs = np.cumsum([0, *sizes[:-1]]), sum(sizes)
-    numbers = [k // n * num_envs + first + k % n for k, n, first in zip(flat, sizes, first_rows, strict=True)]
+    numbers = [
+        k // n * num_envs + first + k % n
+        for k, n, first in zip(flat, sizes, first_rows, strict=True)
+    ]
     return np.argsort(np.concatenate(numbers))

@@ -51,7 +51,13 @@ def table(kinds: dict[str, type], flags: Iterable[str]) -> str:
     rows = [heads, ["---"] * len(heads)]
     for flag in flags:
         texts = dict.fromkeys(text_of(kind, flag) for kind in kinds.values())
-        rows.append([f"`{spell(flag)}`", *(default(kind, flag) for kind in kinds.values()), "; ".join(texts)])
+        rows.append(
+            [
+                f"`{spell(flag)}`",
+                *(default(kind, flag) for kind in kinds.values()),
+                "; ".join(texts),
+            ]
+        )
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -65,7 +71,11 @@ def default(kind: type, flag: str) -> str:
 def text_of(kind: type, flag: str) -> str:
     """Return the docstring below a field, of this class or of one that it inherits from, as one line."""
     for cls in kind.__mro__:
-        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body if cls is not object else []
+        body = (
+            ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+            if cls is not object
+            else []
+        )
         for statement, after in zip(body, body[1:], strict=False):
             field = isinstance(statement, ast.AnnAssign) and statement.target.id == flag
             if field and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):

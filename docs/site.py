@@ -22,7 +22,9 @@ def text_of(page: Path) -> str:
 def links_of(page: Path) -> list[tuple[Path, str]]:
     """Return the links of a page within the repository: the file that each leads to, and the anchor in it, if any."""
     found = _LINK.findall(text_of(page))
-    return [((page.parent / target).resolve() if target else page, anchor) for target, anchor in found]
+    return [
+        ((page.parent / target).resolve() if target else page, anchor) for target, anchor in found
+    ]
 
 
 def pages() -> list[Path]:
@@ -30,13 +32,17 @@ def pages() -> list[Path]:
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     known = [ROOT / path for path in _paths(navigation)]
     for page in known:  # which grows meanwhile
-        known += sorted({target for target, _ in links_of(page) if target.suffix == ".md"} - set(known))
+        known += sorted(
+            {target for target, _ in links_of(page) if target.suffix == ".md"} - set(known)
+        )
     return known
 
 
 def _paths(navigation: list[dict[str, object]]) -> list[str]:
     entries = [entry for section in navigation for entry in section.values()]
-    return [path for entry in entries for path in ([entry] if isinstance(entry, str) else _paths(entry))]
+    return [
+        path for entry in entries for path in ([entry] if isinstance(entry, str) else _paths(entry))
+    ]
 
 
 if __name__ == "__main__":

@@ -7,10 +7,16 @@ from sweeps.estimates import difference, interval, iqm
 
 from .tasks import ALWAYS
 
-COLUMNS = {"return": "mean_return_100", "eval": "eval_return_mean", "training": "training_return"}  # of claims.csv
+COLUMNS = {
+    "return": "mean_return_100",
+    "eval": "eval_return_mean",
+    "training": "training_return",
+}  # of claims.csv
 HELD_OUT = 6  # the first seed of headline_*.yaml
 HEADER = (
-    "| | against | seeds | pulls | bytes | last 100 episodes | evaluation | all of training |\n" + "|---" * 8 + "|\n"
+    "| | against | seeds | pulls | bytes | last 100 episodes | evaluation | all of training |\n"
+    + "|---" * 8
+    + "|\n"
 )
 CLAIM = (
     "| {task}: {setting} | {against} | {which} | {pulls:.1f} instead of {pulls_against:.1f} | "
@@ -49,14 +55,28 @@ def claims(task):
             fair = matched(task, setting, task.settings("interval"))
             others.append(fair)
             if setting not in first:
-                others += [matched(task, setting, first), *(key for key in first if key.value == setting.value)]
-        pairs = [(key, task.shared(setting, key)) for key in dict.fromkeys(others) if key not in (None, setting)]
+                others += [
+                    matched(task, setting, first),
+                    *(key for key in first if key.value == setting.value),
+                ]
+        pairs = [
+            (key, task.shared(setting, key))
+            for key in dict.fromkeys(others)
+            if key not in (None, setting)
+        ]
         held_out = [(other, [seed for seed in seeds if seed >= HELD_OUT]) for other, seeds in pairs]
         for other, seeds in pairs + [pair for pair in held_out if pair not in pairs]:
             if not seeds:
                 continue
-            row = {"task": task.title, "setting": str(setting), "against": str(other), "matched": other == fair}
-            pulls, fewer = (task.column(key, "pulls_per_worker", seeds).mean() for key in (other, setting))
+            row = {
+                "task": task.title,
+                "setting": str(setting),
+                "against": str(other),
+                "matched": other == fair,
+            }
+            pulls, fewer = (
+                task.column(key, "pulls_per_worker", seeds).mean() for key in (other, setting)
+            )
             sent, less = (task.column(key, "sync_bytes", seeds).mean() for key in (other, setting))
             row |= {
                 "seeds": len(seeds),
@@ -81,6 +101,11 @@ def write(rows, results):
     with open(results / "claims.csv", "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(rows[0])
-        writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row.values()] for row in rows)
-    lines = [CLAIM.format(**row, which=str(row["seeds"]) + ", held out" * row["held_out"]) for row in rows]
+        writer.writerows(
+            [f"{x:.6g}" if isinstance(x, float) else x for x in row.values()] for row in rows
+        )
+    lines = [
+        CLAIM.format(**row, which=str(row["seeds"]) + ", held out" * row["held_out"])
+        for row in rows
+    ]
     (results / "claims.md").write_text(HEADER + "".join(lines).replace(" (nan to nan)", ""))

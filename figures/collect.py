@@ -25,8 +25,23 @@ from sweeps.configurations import configurations, fill_macros, load, nest
 POINTS = 50  # of a curve, evenly spaced in environment steps
 MEAN = {"return": "charts/episodic_return", "kl": "sync/kl", "lag": "sync/policy_lag"}
 LAST = {"pulls": "sync/pulls_per_worker", "bytes": "sync/bytes"}  # cumulative
-SETTINGS = ("sync_mode", "kl_threshold", "sync_interval", "max_policy_lag", "weights", "decoupled", "seed")
-MEASURED = ("global_step", "wall_seconds", "pulls_per_worker", "sync_bytes", "mean_return_100", "eval_return_mean")
+SETTINGS = (
+    "sync_mode",
+    "kl_threshold",
+    "sync_interval",
+    "max_policy_lag",
+    "weights",
+    "decoupled",
+    "seed",
+)
+MEASURED = (
+    "global_step",
+    "wall_seconds",
+    "pulls_per_worker",
+    "sync_bytes",
+    "mean_return_100",
+    "eval_return_mean",
+)
 
 
 def number(value):
@@ -37,7 +52,9 @@ def command_of(setup, flat):
     """Return the command of a configuration as one would type it in the repository's root."""
     macros = fill_macros(setup, nest(flat))
     macros |= {"${env}": [], "${interpreter}": ["python"], "${program}": [setup["program"]]}
-    return shlex.join(part for word in map(str, setup["command"]) for part in macros.get(word, [word]))
+    return shlex.join(
+        part for word in map(str, setup["command"]) for part in macros.get(word, [word])
+    )
 
 
 def curves(logs, total_steps):
@@ -65,16 +82,30 @@ def curves(logs, total_steps):
 def read_run(name, setup, flat, directory):
     """Return the row of a finished run and its curves, or None if it is not on disk."""
     result = result_of(directory)
-    logs = sorted((directory / result["attempt"]).glob("runs/*/events.out.tfevents.*")) if result else []
+    logs = (
+        sorted((directory / result["attempt"]).glob("runs/*/events.out.tfevents.*"))
+        if result
+        else []
+    )
     if not logs:
         return None
     summary = result["summary"]
     args = summary["args"]
-    row = {"run": directory.name, "experiment": name, "program": setup["program"], "env_id": args["env_id"]}
+    row = {
+        "run": directory.name,
+        "experiment": name,
+        "program": setup["program"],
+        "env_id": args["env_id"],
+    }
     row |= {key: args.get(key, "") for key in SETTINGS}
     row |= {key: number(summary[key]) for key in MEASURED}
-    row["versions"] = summary.get("updates", summary.get("policy_versions"))  # that there were to pull
-    row |= {"worker_restarts": len(summary["worker_restarts"]), "resumed": args["resume"] is not None}
+    row["versions"] = summary.get(
+        "updates", summary.get("policy_versions")
+    )  # that there were to pull
+    row |= {
+        "worker_restarts": len(summary["worker_restarts"]),
+        "resumed": args["resume"] is not None,
+    }
     row |= {"command": command_of(setup, flat), "machine": result["machine"]}
     row["software"] = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return row, curves(logs[0].parent, args["total_timesteps"])
@@ -99,10 +130,19 @@ def write_table(path, rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Collect the runs of figures/*.yaml into two tables.")
+    parser = argparse.ArgumentParser(
+        description="Collect the runs of figures/*.yaml into two tables."
+    )
     parser.add_argument("--sweeps", type=Path, default="figures", help="where the sweep files are")
-    parser.add_argument("--runs", type=Path, default="runs/figures", help="where they were run, one directory for each")
-    parser.add_argument("--results", type=Path, default="figures/results", help="where the tables are, or go")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default="runs/figures",
+        help="where they were run, one directory for each",
+    )
+    parser.add_argument(
+        "--results", type=Path, default="figures/results", help="where the tables are, or go"
+    )
     args = parser.parse_args()
     paths = args.results / "runs.csv", args.results / "curves.csv"
     old_runs, old_curves = map(read_table, paths)
@@ -116,16 +156,24 @@ def main():
                 row, table = found
                 runs.append(row)
                 columns = zip(*table.values(), strict=True)
-                points += [{"run": directory.name, **dict(zip(table, point, strict=True))} for point in columns]
+                points += [
+                    {"run": directory.name, **dict(zip(table, point, strict=True))}
+                    for point in columns
+                ]
             elif directory.name in old_runs:
                 runs += old_runs[directory.name]
                 points += old_curves[directory.name]
     check(runs, f"nothing in {args.runs} has finished, and there is nothing in {args.results}")
     args.results.mkdir(parents=True, exist_ok=True)
-    write_table(paths[1], points)  # first, so that no run is without its curves whenever this is interrupted
+    write_table(
+        paths[1], points
+    )  # first, so that no run is without its curves whenever this is interrupted
     write_table(paths[0], runs)
     gone = len(set(old_runs) - planned)
-    print(f"{len(runs)} of {len(planned)} runs in {args.results}" + f"; dropped {gone} of no sweep file" * bool(gone))
+    print(
+        f"{len(runs)} of {len(planned)} runs in {args.results}"
+        + f"; dropped {gone} of no sweep file" * bool(gone)
+    )
 
 
 if __name__ == "__main__":

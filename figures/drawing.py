@@ -9,7 +9,14 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 from sweeps.estimates import interval, iqm
 
 # Of Okabe and Ito's colors.
-BLACK, BLUE, ORANGE, GREEN, PURPLE, SKY = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
+BLACK, BLUE, ORANGE, GREEN, PURPLE, SKY = (
+    "#000000",
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+)
 matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 
 
@@ -65,7 +72,13 @@ def spread(figure, *groups):
         marks = np.concatenate([line.get_xydata() for line in axes.lines])
         arrow = {"arrowstyle": "-", "linewidth": 0.5}
         adjust_text(
-            texts, *marks.T, ax=axes, expand=(1.3, 1.7), force_static=(0.3, 0.5), iter_lim=1000, arrowprops=arrow
+            texts,
+            *marks.T,
+            ax=axes,
+            expand=(1.3, 1.7),
+            force_static=(0.3, 0.5),
+            iter_lim=1000,
+            arrowprops=arrow,
         )
 
 
@@ -74,5 +87,7 @@ def finish(figure, task, title, caption, xlabel=None, legend=None):
     if xlabel:
         figure.supxlabel(xlabel, fontsize=9)
     if legend:
-        figure.legend(*legend.get_legend_handles_labels(), loc="outside right center", frameon=False)
+        figure.legend(
+            *legend.get_legend_handles_labels(), loc="outside right center", frameon=False
+        )
     return figure

@@ -16,7 +16,9 @@ def why_no_namespaces():
         return "the commands ip (package iproute2) and nsenter are not there"
     result = ip("netns", "add", f"ce{os.getpid()}", check=False)
     ip("netns", "delete", f"ce{os.getpid()}", check=False)
-    return result.stderr.strip() and f"network namespaces are not permitted: {result.stderr.strip()}"
+    return (
+        result.stderr.strip() and f"network namespaces are not permitted: {result.stderr.strip()}"
+    )
 
 
 def ip(*words, check=True):
@@ -53,7 +55,9 @@ class Network:
 
     def __exit__(self, *_):
         for namespace, link in zip(self.namespaces, self._links, strict=True):
-            ip("link", "delete", link, check=False)  # at once; with its namespace it would go some time later
+            ip(
+                "link", "delete", link, check=False
+            )  # at once; with its namespace it would go some time later
             ip("netns", "delete", namespace, check=False)
         ip("link", "delete", self._bridge, check=False)
 
@@ -85,10 +89,15 @@ class Delay:
         self._thread.start()
 
     async def _relay(self, reader, writer):
-        with contextlib.suppress(OSError, asyncio.CancelledError), contextlib.closing(writer):  # the ends may be killed
+        with (
+            contextlib.suppress(OSError, asyncio.CancelledError),
+            contextlib.closing(writer),
+        ):  # the ends may be killed
             other_reader, other_writer = await asyncio.open_connection(*self._to)
             with contextlib.closing(other_writer):
-                await asyncio.gather(self._hold_back(reader, other_writer), self._hold_back(other_reader, writer))
+                await asyncio.gather(
+                    self._hold_back(reader, other_writer), self._hold_back(other_reader, writer)
+                )
 
     async def _hold_back(self, reader, writer):
         held = asyncio.Queue()

@@ -40,12 +40,22 @@ from .tasks import ALWAYS, PLAIN, load
 
 RETURN = "return of the last 100 episodes"
 SOLVED = 475  # CartPole-v1
-SLOW_COLORS = {"always": BLACK, "KL > 0.1": BLUE, "always, differences": ORANGE, "KL > 0.01, differences": GREEN}
+SLOW_COLORS = {
+    "always": BLACK,
+    "KL > 0.1": BLUE,
+    "always, differences": ORANGE,
+    "KL > 0.01, differences": GREEN,
+}
 
 
 def learning_curves(task):
     """Return against steps, a panel for each threshold, with always and a fixed interval of as many pulls behind it."""
-    settings = [key for variant in task.variants() if variant != PLAIN for key in task.settings("kl", variant)]
+    settings = [
+        key
+        for variant in task.variants()
+        if variant != PLAIN
+        for key in task.settings("kl", variant)
+    ]
     if not settings:
         return None
     rows, columns = -(-len(settings) // 4), min(len(settings), 4)
@@ -66,7 +76,9 @@ def learning_curves(task):
         axes.set_title(str(setting), fontsize=7.5, color=BLUE, loc="left")
         if fair in shown:
             axes.set_title(str(fair), fontsize=7.5, color=ORANGE, loc="right")
-        axes.text(0.98, 0.03, number_of(len(seeds)), transform=axes.transAxes, fontsize=7, ha="right")
+        axes.text(
+            0.98, 0.03, number_of(len(seeds)), transform=axes.transAxes, fontsize=7, ha="right"
+        )
     figure.supylabel("return", fontsize=9)
     size = len(task.curve(settings[0], "return")[0])
     caption = task.caption(settings, ", the same for all in a panel", numbers)
@@ -85,23 +97,41 @@ def synchronization(task):
     right.set(yscale="log", ylabel="bytes of weights so far, all workers")
     logarithmic(left.yaxis)
     logarithmic(right.yaxis)
-    return finish(figure, task, "synchronization", task.caption(settings), "environment steps", legend=left)
+    return finish(
+        figure, task, "synchronization", task.caption(settings), "environment steps", legend=left
+    )
 
 
 def objectives(task):
     """Final return and pulls at each threshold, with the decoupled objective and the plain one."""
     settings = task.settings("kl")
     kinds = {
-        name: [key for key in settings if key.decoupled == (name == "decoupled")] for name in ("decoupled", "plain")
+        name: [key for key in settings if key.decoupled == (name == "decoupled")]
+        for name in ("decoupled", "plain")
     }
     if not all(kinds.values()):
         return None
     thresholds = sorted({setting.value for setting in settings})
     figure, ((left, right),) = subplots(1, 2, 8, 3.4)
-    for axes, column, label in ((left, "mean_return_100", RETURN), (right, "pulls_per_worker", "pulls per worker")):
-        for (name, which), shift, color, marker in zip(kinds.items(), (-0.15, 0.15), (BLUE, ORANGE), "os", strict=True):
+    for axes, column, label in (
+        (left, "mean_return_100", RETURN),
+        (right, "pulls_per_worker", "pulls per worker"),
+    ):
+        for (name, which), shift, color, marker in zip(
+            kinds.items(), (-0.15, 0.15), (BLUE, ORANGE), "os", strict=True
+        ):
             places = [thresholds.index(setting.value) + shift for setting in which]
-            points(axes, places, task, which, column, color, marker=marker, linestyle="none", label=name)
+            points(
+                axes,
+                places,
+                task,
+                which,
+                column,
+                color,
+                marker=marker,
+                linestyle="none",
+                label=name,
+            )
         for always in task.always():
             middle, low, high = interval(iqm, task.column(always, column))
             axes.axhline(middle, color=BLACK, linestyle="--", linewidth=1, label="always")
@@ -125,13 +155,25 @@ def frontier(task):
     families = [(fixed, ORANGE, "s", "fixed interval")]
     styles = itertools.cycle([(BLUE, "o"), (GREEN, "^"), (PURPLE, "D"), (SKY, "v")])
     for variant, (color, marker) in zip(task.variants(), styles, strict=False):
-        reached = [key for key in task.settings("kl", variant) if task.column(key, "pulls_per_worker").max() > 1]
+        reached = [
+            key
+            for key in task.settings("kl", variant)
+            if task.column(key, "pulls_per_worker").max() > 1
+        ]
         if reached:
-            families.append((reached, color, marker, "by divergence" + variant.replace(", ", ",\n")))
+            families.append(
+                (reached, color, marker, "by divergence" + variant.replace(", ", ",\n"))
+            )
     settings = sum((family[0] for family in families), [])
     colors = {str(key): family[1] for family in families for key in family[0]}
-    rows = [row for row in claims(task) if row["matched"] and not row["held_out"] and row["seeds"] >= ENOUGH]
-    shape = {"columns": 2, "width": 9, "width_ratios": [3, 2]} if rows else {"columns": 1, "width": 6.5}
+    rows = [
+        row
+        for row in claims(task)
+        if row["matched"] and not row["held_out"] and row["seeds"] >= ENOUGH
+    ]
+    shape = (
+        {"columns": 2, "width": 9, "width_ratios": [3, 2]} if rows else {"columns": 1, "width": 6.5}
+    )
     figure, grid = subplots(2, height=8.5, **shape, sharex="col")
     names = ("return", RETURN), ("training", "mean return of all of training")
     numbers = []
@@ -147,7 +189,9 @@ def frontier(task):
     grid[1, 0].set_xlabel("bytes of weights, all workers (mean)")
     for axes in grid[1, 1:]:
         axes.set_xlabel("paired difference, divergence minus interval\n(in brackets their pulls)")
-    caption = task.caption(settings, "\nBeside points their threshold or interval (orange 1: always)")
+    caption = task.caption(
+        settings, "\nBeside points their threshold or interval (orange 1: always)"
+    )
     finish(figure, task, "divergence or a fixed interval?", caption, legend=grid[0, 0])
     spread(figure, *numbers)
     return figure
@@ -161,7 +205,9 @@ def frontier_of(axes, task, families, column):
         sent = [task.column(setting, "sync_bytes").mean() for setting in family]
         points(axes, sent, task, family, column, color, marker=marker, label=name)
         for setting, x in zip(family, sent, strict=True):
-            number = axes.text(x, iqm(task.column(setting, column)), f"{setting.value:g}", color=color, fontsize=7)
+            number = axes.text(
+                x, iqm(task.column(setting, column)), f"{setting.value:g}", color=color, fontsize=7
+            )
             number.set_path_effects([withStroke(linewidth=2, foreground="white")])
             numbers.append(number)
     axes.margins(y=0.2)
@@ -175,7 +221,11 @@ def differences(axes, rows, name, colors):
         axes.plot(row[f"{name}_difference"], place, "o", color=color, markersize=4)
         axes.hlines(place, row[f"{name}_low"], row[f"{name}_high"], color=color, linewidth=1)
     label = "{setting} ({pulls:.3g})\n{against} ({pulls_against:.3g}), {number}"
-    axes.set_yticks(range(len(rows)), [label.format(**row, number=number_of(row["seeds"])) for row in rows], fontsize=7)
+    axes.set_yticks(
+        range(len(rows)),
+        [label.format(**row, number=number_of(row["seeds"])) for row in rows],
+        fontsize=7,
+    )
     axes.margins(y=0.1)
     axes.axvline(0, color=BLACK, linewidth=0.8)
 
@@ -188,7 +238,9 @@ def lag(task):
         draw_all(left, task, settings, "kl")
         draw_all(right, task, settings, "lag")
         left.set_title(
-            settings[0].variant.removeprefix(", ") or "decoupled" * (task.algorithm == "PPO"), fontsize=9, loc="left"
+            settings[0].variant.removeprefix(", ") or "decoupled" * (task.algorithm == "PPO"),
+            fontsize=9,
+            loc="left",
         )
         left.set_yscale("symlog", linthresh=1e-3)  # it may be 0
         left.set(ylabel="KL before a pull, nats")
@@ -218,7 +270,9 @@ def slow_network(path):
             color, reached = SLOW_COLORS[rule], []
             for curve in seeds.values():
                 axes.plot(*np.array(curve).T, color=color, linewidth=0.8)
-                reached.append(next((seconds for seconds, value in curve if value >= SOLVED), np.inf))
+                reached.append(
+                    next((seconds for seconds, value in curve if value >= SOLVED), np.inf)
+                )
             middle = np.median(reached)
             when = f"{middle:.0f} s" if np.isfinite(middle) else "not reached"
             axes.plot([], color=color, label=f"{rule}: {when}")
@@ -231,14 +285,25 @@ def slow_network(path):
     figure.supxlabel("seconds of training", fontsize=9)
     figure.supylabel(RETURN, fontsize=9)
     title = "PPO on CartPole-v1, hidden layers of 512, workers behind a slow link: 200,000 steps or 500 seconds\n"
-    figure.suptitle(f"{title}Every line is one of {count} seeds, the times are their medians", fontsize=9)
+    figure.suptitle(
+        f"{title}Every line is one of {count} seeds, the times are their medians", fontsize=9
+    )
     return figure
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Draw the figures from the tables of figures.collect.")
-    parser.add_argument("--results", type=Path, default="figures/results", help="where the tables are, and claims go")
-    parser.add_argument("--output", type=Path, default="figures", help="where the figures go; it is made")
+    parser = argparse.ArgumentParser(
+        description="Draw the figures from the tables of figures.collect."
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default="figures/results",
+        help="where the tables are, and claims go",
+    )
+    parser.add_argument(
+        "--output", type=Path, default="figures", help="where the figures go; it is made"
+    )
     args = parser.parse_args()
     slow, runs = (args.results / name for name in ("slow_network.csv", "runs.csv"))
     if not slow.exists() and not runs.exists():
@@ -246,14 +311,18 @@ def main():
         sys.exit(f"error: neither {slow} nor {runs} is there: run {collect}, see figures/README.md")
     args.output.mkdir(parents=True, exist_ok=True)
     if slow.exists():
-        slow_network(slow).savefig(args.output / "slow_network.png", dpi=150, metadata={"Software": None})
+        slow_network(slow).savefig(
+            args.output / "slow_network.png", dpi=150, metadata={"Software": None}
+        )
         print(args.output / "slow_network.png")
     rows = []
     for task in load(args.results) if runs.exists() else ():
         for figure_of in (learning_curves, synchronization, objectives, frontier, lag):
             if task.variants() and (figure := figure_of(task)):
                 path = args.output / f"{task.name}_{figure_of.__name__}.png"
-                figure.savefig(path, dpi=150, metadata={"Software": None})  # not Matplotlib's version
+                figure.savefig(
+                    path, dpi=150, metadata={"Software": None}
+                )  # not Matplotlib's version
                 print(path)
         rows += claims(task)
     if not rows:

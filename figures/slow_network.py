@@ -38,7 +38,19 @@ RULES = {
 }
 FLAGS = "--env-id CartPole-v1 --num-steps 64 --update-epochs 4 --learning-rate 5e-4 --total-timesteps 200000 "
 FLAGS += "--max-seconds 500 --eval-episodes 1 --no-cuda --launcher external --on-worker-loss raise --worker-timeout 120"
-COLUMNS = ("mbits", "delay_ms", "rule", "seed", "seconds", "step", "return", "pulls", "bytes", "machine", "software")
+COLUMNS = (
+    "mbits",
+    "delay_ms",
+    "rule",
+    "seed",
+    "seconds",
+    "step",
+    "return",
+    "pulls",
+    "bytes",
+    "machine",
+    "software",
+)
 TAGS = ("charts/mean_return_100", "sync/pulls_per_worker", "sync/bytes")
 
 
@@ -59,20 +71,40 @@ def train(network, flags, directory, delay_ms=0):
     """Run the head here and its workers in the namespace; return a row of COLUMNS from `seconds` on per iteration."""
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "ppo_clusterenv.py"), "--hidden-size", str(WIDTH), *FLAGS.split(), *flags]
-    command += ["--bind-address", network.head, "--worker-prefix", f"nsenter --net=/run/netns/{network.namespaces[0]}"]
+    command = [
+        sys.executable,
+        str(ROOT / "ppo_clusterenv.py"),
+        "--hidden-size",
+        str(WIDTH),
+        *FLAGS.split(),
+        *flags,
+    ]
+    command += [
+        "--bind-address",
+        network.head,
+        "--worker-prefix",
+        f"nsenter --net=/run/netns/{network.namespaces[0]}",
+    ]
     log = Path(directory, "output.txt")
     with log.open("w") as output, contextlib.ExitStack() as stack:
         options = {"cwd": directory, "env": env, "stdout": output, "stderr": output}
         head, workers = subprocess.Popen(command, **options), []
         try:
             while head.poll() is None:
-                printed = [line for line in log.read_text().splitlines(keepends=True) if line.startswith("nsenter ")]
+                printed = [
+                    line
+                    for line in log.read_text().splitlines(keepends=True)
+                    if line.startswith("nsenter ")
+                ]
                 for line in printed[len(workers) :]:
                     if not line.endswith("\n"):
                         continue
                     if delay_ms:
-                        relay = Delay(network.head, int(re.search(rf"{network.head}:(\d+)", line)[1]), delay_ms / 2000)
+                        relay = Delay(
+                            network.head,
+                            int(re.search(rf"{network.head}:(\d+)", line)[1]),
+                            delay_ms / 2000,
+                        )
                         stack.callback(relay.close)
                         line = re.sub(rf"({network.head}):\d+", rf"\1:{relay.port}", line)
                     workers.append(subprocess.Popen(shlex.split(line), **options))
@@ -89,9 +121,15 @@ def train(network, flags, directory, delay_ms=0):
     (logs,) = Path(directory).glob("runs/*/events.out.tfevents.*")
     events = EventAccumulator(str(logs), size_guidance={"scalars": 0})
     events.Reload()
-    seconds = np.cumsum([[each.value for each in events.Scalars(f"time/{what}")] for what in ("collect", "learn")], 1)
+    seconds = np.cumsum(
+        [[each.value for each in events.Scalars(f"time/{what}")] for what in ("collect", "learn")],
+        1,
+    )
     for total, *scalars in zip(seconds.sum(0), *map(events.Scalars, TAGS), strict=True):
-        yield [f"{value:.7g}" for value in (total, scalars[0].step, *(scalar.value for scalar in scalars))]
+        yield [
+            f"{value:.7g}"
+            for value in (total, scalars[0].step, *(scalar.value for scalar in scalars))
+        ]
 
 
 def link(text):
@@ -101,24 +139,35 @@ def link(text):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Train behind slow links; append to a table what is not in it yet.")
+    parser = argparse.ArgumentParser(
+        description="Train behind slow links; append to a table what is not in it yet."
+    )
     links = "Mbit/s of the link, with milliseconds of delay after a colon"
-    parser.add_argument("--links", type=link, nargs="+", default=[(1, 0), (10, 0), (100, 0), (100, 100)], help=links)
+    parser.add_argument(
+        "--links", type=link, nargs="+", default=[(1, 0), (10, 0), (100, 0), (100, 100)], help=links
+    )
     parser.add_argument("--seeds", type=int, default=3, help="seeds, from 1")
-    parser.add_argument("--table", type=Path, default="figures/results/slow_network.csv", help="where results go")
+    parser.add_argument(
+        "--table", type=Path, default="figures/results/slow_network.csv", help="where results go"
+    )
     args = parser.parse_args()
     if reason := why_not():
         sys.exit(f"error: {reason}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through every `finally`
     done, this = set(), here()
-    where = [this["machine"], ", ".join(f"{name} {version}" for name, version in this["versions"].items())]
+    where = [
+        this["machine"],
+        ", ".join(f"{name} {version}" for name, version in this["versions"].items()),
+    ]
     if args.table.exists():
         with open(args.table, newline="") as file:
             done = {
                 (float(row["mbits"]), float(row["delay_ms"]), row["rule"], int(row["seed"]))
                 for row in csv.DictReader(file)
             }
-    for (mbits, delay_ms), seed, rule in itertools.product(args.links, range(1, args.seeds + 1), RULES):
+    for (mbits, delay_ms), seed, rule in itertools.product(
+        args.links, range(1, args.seeds + 1), RULES
+    ):
         if (mbits, delay_ms, rule, seed) in done:
             continue
         with Network(1) as network, tempfile.TemporaryDirectory() as directory:
@@ -128,7 +177,9 @@ def main():
         with open(args.table, "a", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerows([] if file.tell() else [COLUMNS])
-            writer.writerows([f"{mbits:g}", f"{delay_ms:g}", rule, seed, *row, *where] for row in rows)
+            writer.writerows(
+                [f"{mbits:g}", f"{delay_ms:g}", rule, seed, *row, *where] for row in rows
+            )
         seconds, step, returned, pulls, _ = rows[-1]
         name = f"{mbits:g} Mbit/s, {delay_ms:g} ms, {rule}, seed {seed}"
         print(f"{name}: {step} steps in {seconds} s, {pulls} pulls, return {returned}", flush=True)

@@ -26,7 +26,9 @@ class Setting(NamedTuple):
     def __str__(self):
         if self == ALWAYS:
             return "always"
-        return (f"KL > {self.value:g}" if self.mode == "kl" else f"every {self.value:g}") + self.variant
+        return (
+            f"KL > {self.value:g}" if self.mode == "kl" else f"every {self.value:g}"
+        ) + self.variant
 
     @property
     def variant(self):
@@ -51,12 +53,16 @@ class Task:
     def variants(self):
         """What runs by divergence differ in besides their threshold; float32, decoupled, and loose bounds first."""
         keys = [key for key in self.runs if key.mode == "kl"]
-        keys = sorted((key.weights != "float32", not key.decoupled, -key.bound, key.variant) for key in keys)
+        keys = sorted(
+            (key.weights != "float32", not key.decoupled, -key.bound, key.variant) for key in keys
+        )
         return list(dict.fromkeys(variant for *_, variant in keys))
 
     def settings(self, mode, variant=None):
         """All of a mode, or those of one variant."""
-        return sorted(key for key in self.runs if key.mode == mode and variant in (None, key.variant))
+        return sorted(
+            key for key in self.runs if key.mode == mode and variant in (None, key.variant)
+        )
 
     def column(self, setting, name, seeds=None):
         runs = self.runs[setting]
@@ -73,7 +79,9 @@ class Task:
         return [ALWAYS] if ALWAYS in self.runs else []
 
     def caption(self, settings, more="", numbers=None):
-        numbers = sorted(numbers or {len(self.runs[setting]) for setting in [*settings, *self.always()]})
+        numbers = sorted(
+            numbers or {len(self.runs[setting]) for setting in [*settings, *self.always()]}
+        )
         if numbers == [1]:
             return f"1 seed{more}"
         count = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
@@ -94,10 +102,16 @@ def load(results):
     for row in rows:
         mode, decoupled = row["sync_mode"], row["decoupled"] != "False"
         value = float(row["sync_interval" if mode == "interval" else "kl_threshold"])
-        setting = Setting(mode, value, decoupled, float(row["max_policy_lag"] or "inf"), row["weights"])
-        task = tasks.setdefault((row["program"], row["env_id"]), Task(row["program"], row["env_id"]))
+        setting = Setting(
+            mode, value, decoupled, float(row["max_policy_lag"] or "inf"), row["weights"]
+        )
+        task = tasks.setdefault(
+            (row["program"], row["env_id"]), Task(row["program"], row["env_id"])
+        )
         words = shlex.split(row["command"])
-        flags = {word for word in words if word.removeprefix("--").partition("=")[0] not in SETTINGS}
+        flags = {
+            word for word in words if word.removeprefix("--").partition("=")[0] not in SETTINGS
+        }
         task.flags = task.flags or flags
         if flags != task.flags:
             sys.exit(
@@ -105,10 +119,15 @@ def load(results):
                 f"more than when workers pull what: {', '.join(sorted(flags ^ task.flags))}"
             )
         texts = columns[row["run"]]
-        curves = {name: np.array([float(text or "nan") for text in texts[name]]) for name in texts.keys() - {"run"}}
+        curves = {
+            name: np.array([float(text or "nan") for text in texts[name]])
+            for name in texts.keys() - {"run"}
+        }
         row["training_return"] = str(np.nanmean(curves["return"]))
         if int(row["seed"]) in task.runs.setdefault(setting, {}):
-            sys.exit(f"error: {results / 'runs.csv'} has two runs of {task.title}, {setting}, seed {row['seed']}")
+            sys.exit(
+                f"error: {results / 'runs.csv'} has two runs of {task.title}, {setting}, seed {row['seed']}"
+            )
         task.runs[setting][int(row["seed"])] = row
         task.curves.setdefault(setting, {})[int(row["seed"])] = curves
     return sorted(tasks.values(), key=lambda task: task.name)

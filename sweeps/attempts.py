@@ -66,13 +66,23 @@ def here():
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     with contextlib.suppress(OSError):  # no git
-        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+        command = [
+            "git",
+            "-C",
+            str(Path(__file__).parent),
+            "describe",
+            "--always",
+            "--dirty",
+            "--exclude=*",
+        ]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         versions |= {"commit": commit} if commit else {}
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):  # only Linux has it
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        cpu = next(
+            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+        )
     return {"versions": versions, "machine": f"{cpu}, {os.cpu_count()} cores"}
 
 
@@ -92,13 +102,24 @@ def run(sweep, flat, directory):
     while saved and not log:  # the last of them in which nobody runs
         last = saved.pop().parent
         if log := open_log(last.parents[1]):
-            attempt, command = last.parents[1], [*command, "--resume", str(last.relative_to(last.parents[1]))]
+            attempt, command = (
+                last.parents[1],
+                [*command, "--resume", str(last.relative_to(last.parents[1]))],
+            )
     attempt.mkdir(parents=True, exist_ok=True)
     print(f"{attempt}: {label(sweep, flat)}", flush=True)
     with log or open_log(attempt) as log:
-        env = {"WANDB_MODE": "offline", **os.environ}  # so that --track, if it is in the command, needs no account
+        env = {
+            "WANDB_MODE": "offline",
+            **os.environ,
+        }  # so that --track, if it is in the command, needs no account
         process = subprocess.Popen(
-            command, cwd=attempt, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=attempt,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
     try:
         status = process.wait()
@@ -116,4 +137,7 @@ def run(sweep, flat, directory):
         result = {"parameters": nest(flat), "summary": summary, "attempt": attempt.name, **here()}
     except ValueError:
         return f"left no readable runs/*/summary.json; see {attempt}/log.txt"
-    return replace(directory / "result.json", lambda path: path.write_text(json.dumps(result, indent=2, default=str)))
+    return replace(
+        directory / "result.json",
+        lambda path: path.write_text(json.dumps(result, indent=2, default=str)),
+    )

@@ -19,11 +19,18 @@ COMMAND = ["${env}", "${interpreter}", "${program}", "${args}"]
 def flatten(parameters, path=()):
     """Turn nested parameters into {(outer name, inner name): (distribution, keys)}."""
     flat = {}
-    check(isinstance(parameters, dict) and parameters, f"parameters must be names with values, not {parameters!r}")
+    check(
+        isinstance(parameters, dict) and parameters,
+        f"parameters must be names with values, not {parameters!r}",
+    )
     for name, keys in parameters.items():
         here = (*path, str(name))
         inner = isinstance(keys, dict) and set(keys) == {"parameters"}
-        flat.update(flatten(keys["parameters"], here) if inner else {here: check_parameter(".".join(here), keys)})
+        flat.update(
+            flatten(keys["parameters"], here)
+            if inner
+            else {here: check_parameter(".".join(here), keys)}
+        )
     return flat
 
 
@@ -52,25 +59,53 @@ def load(path):
     method, program, cap = sweep["method"], sweep["program"], sweep.get("run_cap")
     supported = "supported: grid, random; bayes needs W&B, see slurm/sweep.sbatch"
     check(method in ("grid", "random"), f"{path}: method {method} is not supported; {supported}")
-    check(Path(str(program)).is_file(), f"{path}: no program {program} in {Path.cwd()}; start from where it is")
-    check(cap is not None or method == "grid", f"{path}: method random needs run_cap, the number of configurations")
-    check(cap is None or type(cap) is int and cap > 0, f"{path}: run_cap must be an integer > 0, got {cap!r}")
+    check(
+        Path(str(program)).is_file(),
+        f"{path}: no program {program} in {Path.cwd()}; start from where it is",
+    )
+    check(
+        cap is not None or method == "grid",
+        f"{path}: method random needs run_cap, the number of configurations",
+    )
+    check(
+        cap is None or type(cap) is int and cap > 0,
+        f"{path}: run_cap must be an integer > 0, got {cap!r}",
+    )
     metric = sweep.setdefault("metric", {"name": "eval_return_mean", "goal": "maximize"})
-    check(isinstance(metric, dict) and "name" in metric, f"{path}: metric must have a name, and may have a goal")
+    check(
+        isinstance(metric, dict) and "name" in metric,
+        f"{path}: metric must have a name, and may have a goal",
+    )
     for key in metric:
-        check(key in ("name", "goal"), f"{path}: key metric.{key} is not supported; supported: name, goal")
+        check(
+            key in ("name", "goal"),
+            f"{path}: key metric.{key} is not supported; supported: name, goal",
+        )
     goal = metric.setdefault("goal", "minimize")
-    check(goal in ("minimize", "maximize"), f"{path}: goal must be minimize or maximize, got {goal}")
+    check(
+        goal in ("minimize", "maximize"), f"{path}: goal must be minimize or maximize, got {goal}"
+    )
     sweep["flat"] = flatten(sweep["parameters"])
     for where, (kind, keys) in sweep["flat"].items():
-        fine = kind in ("constant", "categorical", "int_uniform", "q_uniform") and not keys.get("probabilities")
+        fine = kind in ("constant", "categorical", "int_uniform", "q_uniform") and not keys.get(
+            "probabilities"
+        )
         wanted = "a grid takes value, values without probabilities, int_uniform and q_uniform"
-        check(method != "grid" or fine, f"parameter {'.'.join(where)}: method grid cannot use this; {wanted}")
+        check(
+            method != "grid" or fine,
+            f"parameter {'.'.join(where)}: method grid cannot use this; {wanted}",
+        )
     command, macros = sweep.setdefault("command", COMMAND), fill_macros(sweep, {})
-    check(isinstance(command, list) and command, f"{path}: command must be a list of words, got {command!r}")
+    check(
+        isinstance(command, list) and command,
+        f"{path}: command must be a list of words, got {command!r}",
+    )
     for word in map(str, command):
         fine = word in macros or "${" not in word
-        check(fine, f"{path}: macro {word} is not supported; supported, each as a word: {', '.join(macros)}")
+        check(
+            fine,
+            f"{path}: macro {word} is not supported; supported, each as a word: {', '.join(macros)}",
+        )
     return sweep
 
 
@@ -93,9 +128,13 @@ def configurations(sweep, seed):
         return [{name: row[name] for name in flat} for row in found]
 
     def draw(index, name, kind, keys):
-        return DISTRIBUTIONS[kind][1](np.random.default_rng([seed, index, *".".join(name).encode()]), **keys)
+        return DISTRIBUTIONS[kind][1](
+            np.random.default_rng([seed, index, *".".join(name).encode()]), **keys
+        )
 
-    return [{name: draw(i, name, *parameter) for name, parameter in flat.items()} for i in range(cap)]
+    return [
+        {name: draw(i, name, *parameter) for name, parameter in flat.items()} for i in range(cap)
+    ]
 
 
 def fill_macros(sweep, parameters):

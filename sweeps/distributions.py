@@ -19,10 +19,19 @@ DISTRIBUTIONS = {
     "normal": (NORMAL, lambda rng, mu, sigma: rng.normal(mu, sigma)),
     "beta": (BETA, lambda rng, a, b: rng.beta(a, b)),
     "log_normal": (NORMAL, lambda rng, mu, sigma: rng.lognormal(mu, sigma)),
-    "log_uniform": (RANGE, lambda rng, min, max: math.exp(rng.uniform(min, max))),  # min and max are exponents of e
+    "log_uniform": (
+        RANGE,
+        lambda rng, min, max: math.exp(rng.uniform(min, max)),
+    ),  # min and max are exponents of e
     "inv_log_uniform": (RANGE, lambda rng, min, max: math.exp(-rng.uniform(min, max))),
-    "log_uniform_values": (RANGE, lambda rng, min, max: math.exp(rng.uniform(math.log(min), math.log(max)))),
-    "inv_log_uniform_values": (RANGE, lambda rng, min, max: math.exp(-rng.uniform(-math.log(max), -math.log(min)))),
+    "log_uniform_values": (
+        RANGE,
+        lambda rng, min, max: math.exp(rng.uniform(math.log(min), math.log(max))),
+    ),
+    "inv_log_uniform_values": (
+        RANGE,
+        lambda rng, min, max: math.exp(-rng.uniform(-math.log(max), -math.log(min))),
+    ),
 }
 
 
@@ -46,9 +55,18 @@ def check_parameter(name, keys):
     need(isinstance(keys, dict), f"expected value, values or a distribution, got {keys!r}")
     keys = dict(keys)
     whole = type(keys.get("min")) is type(keys.get("max")) is int
-    kinds = {"value": "constant", "values": "categorical", "min": "int_uniform" if whole else "uniform"}
-    kind = str(keys.pop("distribution", next((kinds[key] for key in kinds if key in keys), "uniform")))
-    need(kind in DISTRIBUTIONS, f"distribution {kind} is not supported; supported: {', '.join(DISTRIBUTIONS)}")
+    kinds = {
+        "value": "constant",
+        "values": "categorical",
+        "min": "int_uniform" if whole else "uniform",
+    }
+    kind = str(
+        keys.pop("distribution", next((kinds[key] for key in kinds if key in keys), "uniform"))
+    )
+    need(
+        kind in DISTRIBUTIONS,
+        f"distribution {kind} is not supported; supported: {', '.join(DISTRIBUTIONS)}",
+    )
     allowed, draw = DISTRIBUTIONS[kind]
     for key in keys:
         need(key in allowed, f"{kind} has no key {key}; it has: {', '.join(allowed)}")
@@ -71,7 +89,10 @@ def check_parameter(name, keys):
         need(low < high, f"min {low} must be less than max {high}")
         need(whole or kind != "int_uniform", "min and max of int_uniform must be integers")
         fine = not kind.endswith("log_uniform") or max(abs(low), abs(high)) < 700
-        need(fine, f"min and max of {kind} are exponents of e, at most 700; limits themselves: {kind}_values")
+        need(
+            fine,
+            f"min and max of {kind} are exponents of e, at most 700; limits themselves: {kind}_values",
+        )
     try:
         draw(np.random.default_rng(0), **keys)
     except (ValueError, OverflowError) as error:

@@ -13,18 +13,37 @@ from .estimates import iqm
 def plot(rows, metric, output):
     """Plot the metric against each parameter that was swept: every configuration a point."""
     swept = {path for path in rows[0][0] if len({str(flat[path]) for flat, _ in rows}) > 1}
-    swept = sorted(swept - {("seed",)} or swept or {next(iter(rows[0][0]))})  # seeds are repetitions, not a setting
+    swept = sorted(
+        swept - {("seed",)} or swept or {next(iter(rows[0][0]))}
+    )  # seeds are repetitions, not a setting
     figure = Figure(figsize=(4.5 * len(swept), 4), layout="constrained")
-    for axes, path in zip(figure.subplots(1, len(swept), sharey=True, squeeze=False)[0], swept, strict=True):
+    for axes, path in zip(
+        figure.subplots(1, len(swept), sharey=True, squeeze=False)[0], swept, strict=True
+    ):
         numbers = all(is_number(flat[path]) for flat, _ in rows)
         points = [(flat[path] if numbers else str(flat[path]), result) for flat, result in rows]
         settings = sorted({x for x, _ in points})
         few = len(settings) <= 12  # then evenly spaced, and each with the mean of its middle half
         place = {setting: i if few else setting for i, setting in enumerate(settings)}
-        axes.plot([place[x] for x, _ in points], [y for _, y in points], "o", color="#0072B2", alpha=0.6, label="a run")
+        axes.plot(
+            [place[x] for x, _ in points],
+            [y for _, y in points],
+            "o",
+            color="#0072B2",
+            alpha=0.6,
+            label="a run",
+        )
         if few:
             middle = [iqm([y for x, y in points if x == setting]) for setting in settings]
-            axes.plot(range(len(settings)), middle, "_", color="#D55E00", ms=24, mew=3, label="interquartile mean")
+            axes.plot(
+                range(len(settings)),
+                middle,
+                "_",
+                color="#D55E00",
+                ms=24,
+                mew=3,
+                label="interquartile mean",
+            )
             axes.set_xticks(range(len(settings)), [f"{x:.4g}" if numbers else x for x in settings])
             axes.set_xlim(-0.5, len(settings) - 0.5)
         elif settings[0] > 0 and settings[-1] > 20 * settings[0]:
@@ -42,13 +61,22 @@ def collect(sweep, flats, output):
         flat = flats[index]
         if not (result := result_of(directory)):
             continue
-        scalars = {key: value for key, value in result["summary"].items() if not isinstance(value, dict | list)}
+        scalars = {
+            key: value
+            for key, value in result["summary"].items()
+            if not isinstance(value, dict | list)
+        }
         known = f"its summary has: {', '.join(key for key, value in scalars.items() if is_number(value))}"
-        check(is_number(scalars.get(metric)), f"the run in {directory} has no metric {metric}; {known}")
+        check(
+            is_number(scalars.get(metric)),
+            f"the run in {directory} has no metric {metric}; {known}",
+        )
         rows.append((flat, scalars[metric]))
         parameters = {".".join(path): value for path, value in flat.items()}
         attempt = str(directory / result["attempt"])
-        table.append({"index": index, **parameters, **{**scalars, **parameters}, "directory": attempt})
+        table.append(
+            {"index": index, **parameters, **{**scalars, **parameters}, "directory": attempt}
+        )
     check(rows, f"no configuration of {output} has finished")
 
     def write(path):
@@ -59,6 +87,10 @@ def collect(sweep, flats, output):
 
     replace(output / "results.csv", write)
     replace(output / "results.png", lambda path: plot(rows, metric, path))
-    flat, best = (max if sweep["metric"]["goal"] == "maximize" else min)(rows, key=lambda row: row[1])
-    print(f"{len(rows)} of {len(different)} have finished; best {metric} {best:.4g}: {label(sweep, flat)}")
+    flat, best = (max if sweep["metric"]["goal"] == "maximize" else min)(
+        rows, key=lambda row: row[1]
+    )
+    print(
+        f"{len(rows)} of {len(different)} have finished; best {metric} {best:.4g}: {label(sweep, flat)}"
+    )
     print(f"see {output}/results.csv and results.png")

@@ -27,16 +27,28 @@ from sweeps.results import collect
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Run a W&B sweep file without W&B; without --index, all of it.")
+    parser = argparse.ArgumentParser(
+        description="Run a W&B sweep file without W&B; without --index, all of it."
+    )
     parser.error = lambda message: check(False, f"{message}; see --help")
     parser.add_argument("file", help="the sweep, in YAML")
-    parser.add_argument("--output", type=Path, help="where runs and results go; default runs/{name of the file}")
-    parser.add_argument("--seed", type=int, default=1, help="of what method random draws; default 1")
+    parser.add_argument(
+        "--output", type=Path, help="where runs and results go; default runs/{name of the file}"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of what method random draws; default 1"
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--index", type=int, help="run this configuration only, counted from 0")
     what.add_argument("--count", action="store_true", help="print the number of configurations")
-    what.add_argument("--list", action="store_true", help="print all configurations, and which have finished")
-    what.add_argument("--results", action="store_true", help="write what has finished as table and plot to --output")
+    what.add_argument(
+        "--list", action="store_true", help="print all configurations, and which have finished"
+    )
+    what.add_argument(
+        "--results",
+        action="store_true",
+        help="write what has finished as table and plot to --output",
+    )
     args = parser.parse_args()
     check(args.seed >= 0, f"--seed must be at least 0, got {args.seed}")
     sweep = load(args.file)
@@ -47,19 +59,26 @@ def main():
     if args.list:
         for index, flat in enumerate(flats):
             directory = directory_of(sweep, flat, output)
-            print(index, "finished" if result_of(directory) else "open", directory, label(sweep, flat))
+            print(
+                index, "finished" if result_of(directory) else "open", directory, label(sweep, flat)
+            )
         return None
     if args.results:
         return collect(sweep, flats, output)
     if args.index is not None:
-        check(0 <= args.index < len(flats), f"--index must be from 0 to {len(flats) - 1}, got {args.index}")
+        check(
+            0 <= args.index < len(flats),
+            f"--index must be from 0 to {len(flats) - 1}, got {args.index}",
+        )
     failures, first = [], first_of(sweep, flats, output)
     for index, flat in enumerate(flats):
         directory = directory_of(sweep, flat, output)
         if args.index not in (None, index):
             continue
         if first[directory] != index:
-            print(f"configuration {index} is the same as {first[directory]}, which runs it: {label(sweep, flat)}")
+            print(
+                f"configuration {index} is the same as {first[directory]}, which runs it: {label(sweep, flat)}"
+            )
         elif failure := run(sweep, flat, directory):
             failures.append(f"configuration {index} {failure}")
             print(f"error: {failures[-1]}", file=sys.stderr, flush=True)

@@ -48,7 +48,13 @@ def cartpole(observations, actions):
     theta_acc = (9.8 * sin - cos * temp) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
     x_acc = temp - 0.05 * theta_acc * cos / 1.1
     return np.stack(
-        [x + 0.02 * x_dot, x_dot + 0.02 * x_acc, theta + 0.02 * theta_dot, theta_dot + 0.02 * theta_acc], -1
+        [
+            x + 0.02 * x_dot,
+            x_dot + 0.02 * x_acc,
+            theta + 0.02 * theta_dot,
+            theta_dot + 0.02 * theta_acc,
+        ],
+        -1,
     )
 
 
@@ -58,16 +64,25 @@ class Checker:
     def __init__(self):
         self.ends = {}  # row -> the observation after its last step
         self.transitions, self.jumps = 0, 0
-        self.half = math.inf  # after so many transitions it is slow until there is a file `done`: all faults have been
-        self.longest, self.recovery = 0.0, 0.0  # seconds that an answer took, and that after the last loss meanwhile
+        self.half = (
+            math.inf
+        )  # after so many transitions it is slow until there is a file `done`: all faults have been
+        self.longest, self.recovery = (
+            0.0,
+            0.0,
+        )  # seconds that an answer took, and that after the last loss meanwhile
 
     def check(self, rollout):
         ended = rollout.terminations | rollout.truncations
         led_to = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
         assert np.abs(led_to[ended]).max(initial=0) <= 0.05  # the next episode's first
         led_to[ended] = rollout.final_observations
-        np.testing.assert_allclose(led_to, cartpole(rollout.observations, rollout.actions), atol=1e-5)
-        for row, first, last in zip(rollout.rows, rollout.observations[0], rollout.next_observations, strict=True):
+        np.testing.assert_allclose(
+            led_to, cartpole(rollout.observations, rollout.actions), atol=1e-5
+        )
+        for row, first, last in zip(
+            rollout.rows, rollout.observations[0], rollout.next_observations, strict=True
+        ):
             if not np.array_equal(first, self.ends.get(int(row), first)):
                 self.jumps += 1
                 assert np.abs(first).max() <= 0.05
@@ -103,10 +118,15 @@ def head(script, namespaces):
     def report(envs, **kwargs):
         lost_rows = sum(len(restart["seeds"]) for restart in envs.restarts)
         assert checker.jumps <= lost_rows, (checker.jumps, lost_rows)
-        Path("report.json").write_text(json.dumps({**vars(checker), "ends": None, "restarts": envs.restarts}))
+        Path("report.json").write_text(
+            json.dumps({**vars(checker), "ends": None, "restarts": envs.restarts})
+        )
         close(envs, **kwargs)
 
-    ClusterEnv.rollout, ClusterEnv.recv = checker.wrap(ClusterEnv.rollout), checker.wrap(ClusterEnv.recv)
+    ClusterEnv.rollout, ClusterEnv.recv = (
+        checker.wrap(ClusterEnv.rollout),
+        checker.wrap(ClusterEnv.recv),
+    )
     ClusterEnv.close = report
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
@@ -114,17 +134,32 @@ def head(script, namespaces):
 # Beside it.
 
 
-def train(script, flags, faults, directory, network=None, interval=3.0, seed=1, say=print, timeout=1800):
+def train(
+    script, flags, faults, directory, network=None, interval=3.0, seed=1, say=print, timeout=1800
+):
     """Train with this many faults; return the summary, the checker's report and a list of the faults."""
-    command = [sys.executable, "-m", "tests.chaos", "--head", script, ",".join(network.namespaces if network else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.chaos",
+        "--head",
+        script,
+        ",".join(network.namespaces if network else []),
+    ]
     # A worker may be hit again and again before it has come up.
     flags = f"--env-id CartPole-v1 --num-workers 4 --worker-timeout 3 --max-worker-restarts 20 {FLAGS[script]} {flags}"
     flags = [*flags.split(), "--seed", str(seed)]
     if network is not None:
         flags += ["--bind-address", network.head]
-    rng, done, kinds = random.Random(seed), [], itertools.cycle(["kill", "stop"] + ["cut"] * (network is not None))
+    rng, done, kinds = (
+        random.Random(seed),
+        [],
+        itertools.cycle(["kill", "stop"] + ["cut"] * (network is not None)),
+    )
     with open(f"{directory}/output", "w") as output:
-        process = subprocess.Popen([*command, *flags], cwd=directory, env=environment(), stdout=output, stderr=output)
+        process = subprocess.Popen(
+            [*command, *flags], cwd=directory, env=environment(), stdout=output, stderr=output
+        )
     start = heal_at = next_at = time.monotonic()
     cut, kind = None, next(kinds)
     try:
@@ -143,7 +178,9 @@ def train(script, flags, faults, directory, network=None, interval=3.0, seed=1, 
             if kind == "cut" and cut is None:
                 network.cut(index)
                 cut, heal_at = index, now + CUT_SECONDS
-            elif kind == "cut" or not hit(process.pid, index, signal.SIGKILL if kind == "kill" else signal.SIGSTOP):
+            elif kind == "cut" or not hit(
+                process.pid, index, signal.SIGKILL if kind == "kill" else signal.SIGSTOP
+            ):
                 continue  # another is cut off still, or that one is being replaced
             done.append((kind, index))
             next_at, kind = now + interval, next(kinds)
@@ -154,9 +191,15 @@ def train(script, flags, faults, directory, network=None, interval=3.0, seed=1, 
         process.wait()
     text = Path(directory, "output").read_text()
     assert process.returncode == 0, text[-3000:]
-    assert "does not hold the weights" not in text  # what workers hold is what the head believes, by each checksum
+    assert (
+        "does not hold the weights" not in text
+    )  # what workers hold is what the head believes, by each checksum
     (summary,) = Path(directory, "runs").glob("*/summary.json")
-    return json.loads(summary.read_text()), json.loads(Path(directory, "report.json").read_text()), done
+    return (
+        json.loads(summary.read_text()),
+        json.loads(Path(directory, "report.json").read_text()),
+        done,
+    )
 
 
 def hit(head, index, number):
@@ -176,7 +219,9 @@ def main():
         sys.argv = [script, *flags]
         head(script, namespaces.split(",") if namespaces else None)
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--script", choices=FLAGS, default="ppo_clusterenv.py")
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--flags", default="", help="further flags of the script")

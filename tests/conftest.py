@@ -13,7 +13,9 @@ SECONDS = int(os.environ.get("TEST_SECONDS", 900))
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell's background jobs ignore it, and what they start
 
 
 @pytest.hookimpl(wrapper=True)
@@ -32,7 +34,9 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: "tests/slurm/" not in item.nodeid)  # they wait most: beside them others compute
+    items.sort(
+        key=lambda item: "tests/slurm/" not in item.nodeid
+    )  # they wait most: beside them others compute
 
 
 def worker_commands():

@@ -39,7 +39,11 @@ class Sets(Words):
 
 def checksum(action):
     """A number that tells actions apart by type, dtype and value."""
-    raw = action.tobytes() + str(action.dtype).encode() if isinstance(action, np.ndarray) else repr(action).encode()
+    raw = (
+        action.tobytes() + str(action.dtype).encode()
+        if isinstance(action, np.ndarray)
+        else repr(action).encode()
+    )
     return zlib.crc32(type(action).__name__.encode() + raw)
 
 
@@ -48,8 +52,12 @@ class RandomEnv(gym.Env):
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 7}
 
-    def __init__(self, observation_space, action_space=None, end=0.2, render_mode="rgb_array", delay=0.0):
-        self.observation_space = observation_space  # as it came: ClusterEnv and SyncVectorEnv share nothing else
+    def __init__(
+        self, observation_space, action_space=None, end=0.2, render_mode="rgb_array", delay=0.0
+    ):
+        self.observation_space = (
+            observation_space  # as it came: ClusterEnv and SyncVectorEnv share nothing else
+        )
         self.action_space = spaces.Discrete(3) if action_space is None else action_space
         self.end, self.render_mode, self.frames, self.delay = end, render_mode, 0, delay
 
@@ -88,7 +96,10 @@ class RandomEnv(gym.Env):
             "None": None,
             "list": [1, (2.5, "x"), {"y": np.arange(random.integers(3))}],
             "words": np.array(["a", "bcd"]),
-            "nested": {"deeper": {"int": int(random.integers(100)), "None": None}, "array": random.random(2)},
+            "nested": {
+                "deeper": {"int": int(random.integers(100)), "None": None},
+                "array": random.random(2),
+            },
         }
         return {key: value for key, value in info.items() if random.random() < 0.6}
 
@@ -113,7 +124,13 @@ class CountingEnv(gym.Env):
     def step(self, action):
         self.wait()
         self.count += 1
-        return np.full(1, self.count, np.float32), float(self.count), False, self.count >= self.length, {}
+        return (
+            np.full(1, self.count, np.float32),
+            float(self.count),
+            False,
+            self.count >= self.length,
+            {},
+        )
 
     def wait(self):
         time.sleep(self.delay)
@@ -178,7 +195,11 @@ class UnsendableEnv(CountingEnv):
 
     def step(self, action):
         *result, _ = super().step(action)
-        return *result, {"fine": self.count, "secret": self.secret, "nested": {"fine": "x", "a_set": {1, 2}}}
+        return *result, {
+            "fine": self.count,
+            "secret": self.secret,
+            "nested": {"fine": "x", "a_set": {1, 2}},
+        }
 
 
 class CustomError(Exception):
@@ -230,7 +251,9 @@ class LeavingEnv(CountingEnv):
     def reset(self, *, seed=None, options=None):
         if not self.started:
             child = subprocess.Popen(["sleep", str(HOUR)], start_new_session=True)
-            daemon = subprocess.run(["sh", "-c", f"setsid sleep {HOUR} > /dev/null & echo $!"], stdout=subprocess.PIPE)
+            daemon = subprocess.run(
+                ["sh", "-c", f"setsid sleep {HOUR} > /dev/null & echo $!"], stdout=subprocess.PIPE
+            )
             self.started = [child.pid, int(daemon.stdout)]
         return super().reset(seed=seed, options=options)
 
@@ -269,11 +292,15 @@ def assert_same(actual, expected, where="result"):
     """Assert equality to the last bit, and of types and dtypes, all the way down."""
     assert type(actual) is type(expected), f"{where}: {type(actual)}, expected {type(expected)}"
     if isinstance(expected, dict):
-        assert actual.keys() == expected.keys(), f"{where}: {list(actual)}, expected {list(expected)}"
+        assert actual.keys() == expected.keys(), (
+            f"{where}: {list(actual)}, expected {list(expected)}"
+        )
         for key in expected:
             assert_same(actual[key], expected[key], f"{where}[{key!r}]")
     elif isinstance(expected, list | tuple):
-        assert len(actual) == len(expected), f"{where}: {len(actual)} items, expected {len(expected)}"
+        assert len(actual) == len(expected), (
+            f"{where}: {len(actual)} items, expected {len(expected)}"
+        )
         for i, pair in enumerate(zip(actual, expected, strict=True)):
             assert_same(*pair, f"{where}[{i}]")
     elif isinstance(expected, np.ndarray | np.generic):

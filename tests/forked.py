@@ -13,7 +13,14 @@ import threading
 import traceback
 from pathlib import Path
 
-PRELOADED = ["gymnasium", "matplotlib.figure", "rich.progress", "torch.utils.tensorboard", "tyro", "zmq"]
+PRELOADED = [
+    "gymnasium",
+    "matplotlib.figure",
+    "rich.progress",
+    "torch.utils.tensorboard",
+    "tyro",
+    "zmq",
+]
 PRELOADED += ["torch._dynamo"]  # which the first optimizer imports
 
 
@@ -28,7 +35,9 @@ def run(script, directory, flags, variables):
     """Run a script to its end as ``subprocess.run`` does it, with its output as text."""
     with tempfile.TemporaryDirectory() as outputs:
         paths = [os.path.join(outputs, name) for name in ("stdout", "stderr")]
-        process = _context().Process(target=_main, args=(str(script), str(directory), list(flags), variables, *paths))
+        process = _context().Process(
+            target=_main, args=(str(script), str(directory), list(flags), variables, *paths)
+        )
         process.start()
         process.join()
         stdout, stderr = (Path(path).read_text() if os.path.exists(path) else "" for path in paths)
@@ -45,9 +54,14 @@ def _main(script, directory, flags, variables, stdout, stderr):
     os.environ.update(variables)
     sys.argv = [script, *flags]
     paths = variables.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [os.path.dirname(script), *map(os.path.abspath, paths), *(path for path in sys.path if path)]
+    sys.path[:] = [
+        os.path.dirname(script),
+        *map(os.path.abspath, paths),
+        *(path for path in sys.path if path),
+    ]
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.FileIO(number, "w", closefd=False), encoding="utf-8") for number in (1, 2)
+        io.TextIOWrapper(io.FileIO(number, "w", closefd=False), encoding="utf-8")
+        for number in (1, 2)
     )
     code = 0
     try:

@@ -53,7 +53,9 @@ def environment(**extra):
 
 def lasting(directory, steps, seconds=0.05):
     """Put LASTING_ENV into a directory; return the flags of a run with it there."""
-    Path(directory, "lasting_env.py").write_text(f"STEPS, SECONDS = {steps}, {seconds}\n{LASTING_ENV}")
+    Path(directory, "lasting_env.py").write_text(
+        f"STEPS, SECONDS = {steps}, {seconds}\n{LASTING_ENV}"
+    )
     return ["--env-id", LASTING_ID]
 
 
@@ -62,7 +64,9 @@ def run(script, directory, *flags, **extra):
     if not extra:
         return forked.run(ROOT / script, directory, flags, environment())
     command = [sys.executable, str(ROOT / script), *flags]
-    return subprocess.run(command, cwd=directory, env=environment(**extra), capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=directory, env=environment(**extra), capture_output=True, text=True
+    )
 
 
 def train(script, directory, *flags, **extra):
@@ -129,7 +133,11 @@ def start_and_await_training(script, directory, *flags):
 def check_refusal(result, says):
     """A run ended before it began, with one line."""
     assert result.returncode != 0
-    assert says in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert (
+        says in result.stderr
+        and result.stderr.startswith("error: ")
+        and result.stderr.count("\n") == 1
+    )
 
 
 def check_refusal_here(monkeypatch, script, directory, flags, says):
@@ -150,7 +158,9 @@ def check_interruption(process, workers, number=signal.SIGINT, code=130):
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == code
     (line,) = errors.splitlines()
-    assert line.startswith(f"interrupted; to go on: python {process.args[1]} --env-id={LASTING_ID} --resume runs/")
+    assert line.startswith(
+        f"interrupted; to go on: python {process.args[1]} --env-id={LASTING_ID} --resume runs/"
+    )
     assert not any(alive(pid) for pid in workers)
     return line.rpartition(" ")[2]
 

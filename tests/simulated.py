@@ -45,10 +45,16 @@ class Network:
     def exchange(self, outbox, seconds):
         self.sent += outbox
         self.exchanges += 1
-        closed = [out.identity for out in outbox if not self.processes[out.identity].hear(out.seq, out.message)]
+        closed = [
+            out.identity
+            for out in outbox
+            if not self.processes[out.identity].hear(out.seq, out.message)
+        ]
         if seconds is None:
             return [], closed
-        self.now += 1e-3 if self.inbox or closed else max(seconds, 1e-3)  # also a busy head grows older
+        self.now += (
+            1e-3 if self.inbox or closed else max(seconds, 1e-3)
+        )  # also a busy head grows older
         received, self.inbox = self.inbox, []
         return received, closed
 
@@ -138,16 +144,26 @@ class Simulation:
         self.network = Network()
         self.launcher = launcher(self.network)
         self.workers = [
-            WorkerHandle(index, slice(index, index + 1), b"setup", Episodes.begun(None, 1)) for index in range(number)
+            WorkerHandle(index, slice(index, index + 1), b"setup", Episodes.begun(None, 1))
+            for index in range(number)
         ]
-        self.store = PolicyStore([worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True)
+        self.store = PolicyStore(
+            [worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True
+        )
         self.recovery = Recovery(SyncRule(), self.store)
         self.supervisor = Supervisor(
             self.workers, self.launcher, STARTUP_S, SILENCE_S, max_restarts, self.network.clock
         )
         clock = self.network.clock
         self.pool = WorkerPool(
-            self.workers, self.network, self.launcher, self.supervisor, self.recovery, self.store, opener, clock
+            self.workers,
+            self.network,
+            self.launcher,
+            self.supervisor,
+            self.recovery,
+            self.store,
+            opener,
+            clock,
         )
         self.launcher.prepare(number, [], "nowhere")
         if start:

@@ -25,7 +25,9 @@ from .nets import change, linear
 
 
 def resident_mib(pid):
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return (
+        int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    )
 
 
 def descriptors(pid):
@@ -55,7 +57,10 @@ def soak(seconds, num_workers, say=print, samples=500):
                 for _ in range(5):
                     steps += len(envs.step([0] * envs.num_envs)[1])
                 envs.reset(seed=1)
-            times[number], sizes[number] = elapsed, [(resident_mib(pid), descriptors(pid)) for pid in pids]
+            times[number], sizes[number] = (
+                elapsed,
+                [(resident_mib(pid), descriptors(pid)) for pid in pids],
+            )
             if number % max(samples // 30, 1) == 0:
                 head, workers = sizes[number, 0], sizes[number, 1:].max(0)
                 say(
@@ -70,23 +75,31 @@ def growth(times, sizes):
     """Return each process's name, slopes in MiB an hour in the last three quarters, and descriptors gained."""
     quarters = np.array_split(np.arange(len(times)), 4)[1:]
     for number in range(sizes.shape[1]):
-        slopes = [theilslopes(sizes[part, number, 0], times[part] / 3600).slope for part in quarters]
+        slopes = [
+            theilslopes(sizes[part, number, 0], times[part] / 3600).slope for part in quarters
+        ]
         gained = int(sizes[-1, number, 1] - sizes[quarters[0][0], number, 1])
         yield "head" if number == 0 else f"worker {number - 1}", slopes, gained
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--workers", type=int, default=16)
     args = parser.parse_args()
     bad = False
-    for name, slopes, gained in growth(*soak(args.minutes * 60, args.workers, partial(print, flush=True))):
+    for name, slopes, gained in growth(
+        *soak(args.minutes * 60, args.workers, partial(print, flush=True))
+    ):
         # What leaks does so all the time; malloc's arenas grow once in a while.
         leak = bool(min(slopes) > 2 or gained > 0)
         bad = bad or leak
         trend = ", ".join(f"{slope:+.2f}" for slope in slopes)
-        print(f"{name}: {trend} MiB an hour in the last three quarters, {gained:+d} descriptors{' LEAK' * leak}")
+        print(
+            f"{name}: {trend} MiB an hour in the last three quarters, {gained:+d} descriptors{' LEAK' * leak}"
+        )
     sys.exit(bad)
 
 

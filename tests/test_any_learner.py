@@ -40,7 +40,11 @@ def on_policy(envs, continuous=False):
         losses = []
         for _ in range(16):
             out = actor(torch.Tensor(observations))
-            kind = torch.distributions.Normal(out, 1.0) if continuous else torch.distributions.Categorical(logits=out)
+            kind = (
+                torch.distributions.Normal(out, 1.0)
+                if continuous
+                else torch.distributions.Categorical(logits=out)
+            )
             actions = kind.sample()
             values = critic(torch.Tensor(observations))[:, 0]
             observations, rewards, terminations, truncations, infos = envs.step(actions.numpy())
@@ -82,14 +86,20 @@ def off_policy(envs, continuous=False):
         if step < 30:
             continue
         batch = [replay[i] for i in random.integers(len(replay), size=16)]
-        before, taken, reward, after, ended = (torch.as_tensor(np.array(each)) for each in zip(*batch, strict=True))
+        before, taken, reward, after, ended = (
+            torch.as_tensor(np.array(each)) for each in zip(*batch, strict=True)
+        )
         with torch.no_grad():
             if continuous:
                 next_value = critic(torch.cat([after, actor(after).tanh()], 1))[:, 0]
             else:
                 next_value = critic(after).max(1).values
             target = (reward + 0.99 * next_value * ~ended).float()
-        value = critic(torch.cat([before, taken], 1))[:, 0] if continuous else critic(before)[range(16), taken]
+        value = (
+            critic(torch.cat([before, taken], 1))[:, 0]
+            if continuous
+            else critic(before)[range(16), taken]
+        )
         optimizers[0].zero_grad()
         F.mse_loss(value, target).backward()
         optimizers[0].step()
@@ -101,7 +111,9 @@ def off_policy(envs, continuous=False):
 
 
 @pytest.mark.parametrize("learn", [on_policy, off_policy])
-@pytest.mark.parametrize("make, continuous", [(cartpole, False), (pendulum, True)], ids=["discrete", "continuous"])
+@pytest.mark.parametrize(
+    "make, continuous", [(cartpole, False), (pendulum, True)], ids=["discrete", "continuous"]
+)
 def test_one_constructor_changed_learns_the_same(learn, make, continuous):
     learned = []
     for constructor in (SyncVectorEnv, lambda env_fns: ClusterEnv(env_fns, 2, worker_timeout=HOUR)):
@@ -134,7 +146,9 @@ def test_stable_baselines3s_vec_env_is_its_own_one():
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import DummyVecEnv
 
-    make = partial(monitored, partial(gym.make, "CartPole-v1", max_episode_steps=20, render_mode="rgb_array"))
+    make = partial(
+        monitored, partial(gym.make, "CartPole-v1", max_episode_steps=20, render_mode="rgb_array")
+    )
     pair = DummyVecEnv([make] * 3), clusters([make] * 3)
     try:
         random = np.random.default_rng(1)
@@ -164,7 +178,9 @@ def test_stable_baselines3s_vec_env_is_its_own_one():
             each.set_attr("level", 8)
         assert_same(*(each.get_attr("level", -1) for each in pair))
         assert_same(*(each.env_method("get_wrapper_attr", "level", indices=-1) for each in pair))
-        assert_same(*(each.env_method("has_wrapper_attr", name="level", indices=[2, 0]) for each in pair))
+        assert_same(
+            *(each.env_method("has_wrapper_attr", name="level", indices=[2, 0]) for each in pair)
+        )
         assert_same(*(list(each.get_images()) for each in pair))
         assert not pair[1].has_attr("nothing")
         pair[1].set_options([{"low": -0.01}, {}, {}])
@@ -175,16 +191,22 @@ def test_stable_baselines3s_vec_env_is_its_own_one():
             each.close()
 
 
-@pytest.mark.parametrize("algorithm, env_id", [("PPO", "CartPole-v1"), ("DQN", "CartPole-v1"), ("SAC", "Pendulum-v1")])
+@pytest.mark.parametrize(
+    "algorithm, env_id", [("PPO", "CartPole-v1"), ("DQN", "CartPole-v1"), ("SAC", "Pendulum-v1")]
+)
 def test_stable_baselines3_learns_the_same(algorithm, env_id):
     stable_baselines3 = pytest.importorskip("stable_baselines3")
     from stable_baselines3.common.vec_env import DummyVecEnv
 
-    settings = {"n_steps": 64} if algorithm == "PPO" else {"learning_starts": 50, "buffer_size": 1000}
+    settings = (
+        {"n_steps": 64} if algorithm == "PPO" else {"learning_starts": 50, "buffer_size": 1000}
+    )
     learned = []
     for constructor in (DummyVecEnv, clusters):
         envs = constructor([partial(monitored, partial(gym.make, env_id))] * 3)
-        model = getattr(stable_baselines3, algorithm)("MlpPolicy", envs, seed=1, device="cpu", **settings)
+        model = getattr(stable_baselines3, algorithm)(
+            "MlpPolicy", envs, seed=1, device="cpu", **settings
+        )
         model.learn(400)
         envs.close()
         learned.append({key: value.numpy() for key, value in model.policy.state_dict().items()})
@@ -199,12 +221,20 @@ def test_torchrl_gets_the_same_steps(mode):
     envs = pytest.importorskip("torchrl.envs")
     collected = []
     for constructor in (SyncVectorEnv, partial(ClusterEnv, num_workers=2, worker_timeout=HOUR)):
-        wrapped = envs.GymWrapper(constructor([partial(gym.make, "CartPole-v1")] * 3, autoreset_mode=mode))
+        wrapped = envs.GymWrapper(
+            constructor([partial(gym.make, "CartPole-v1")] * 3, autoreset_mode=mode)
+        )
         torch.manual_seed(1)
         wrapped.set_seed(1)
         steps = wrapped.rollout(60, break_when_any_done=False)
         wrapped.close()
         assert steps["next", "done"].sum() > 3
-        names = "observation", "action", ("next", "reward"), ("next", "observation"), ("next", "terminated")
+        names = (
+            "observation",
+            "action",
+            ("next", "reward"),
+            ("next", "observation"),
+            ("next", "terminated"),
+        )
         collected.append([steps[name].numpy() for name in names])
     assert_same(collected[1], collected[0])

@@ -34,7 +34,14 @@ def refusal(monkeypatch, args, *flags):
 
 def whole(args, step):
     """What a checkpoint of a run holds at least."""
-    return {"args": args, "parts": {}, "rng": {}, "global_step": step, "seconds": 0.5, "wandb_id": None}
+    return {
+        "args": args,
+        "parts": {},
+        "rng": {},
+        "global_step": step,
+        "seconds": 0.5,
+        "wandb_id": None,
+    }
 
 
 @pytest.fixture
@@ -42,15 +49,33 @@ def run_x(tmp_path, monkeypatch):
     """A working directory with a run, runs/x, whose flags are not the default ones."""
     monkeypatch.chdir(tmp_path)
     os.makedirs("runs/x")
-    args = vars(ppo_clusterenv.Args(num_workers=3, num_envs=96, learning_rate=0.5, anneal_lr=False, max_policy_lag=7))
+    args = vars(
+        ppo_clusterenv.Args(
+            num_workers=3, num_envs=96, learning_rate=0.5, anneal_lr=False, max_policy_lag=7
+        )
+    )
     save_checkpoint("runs/x", whole(args, 5), 5)
 
 
 def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x, monkeypatch):
-    flags = ["--resume", "runs/x", "--learning_rate", "0.25", "--anneal-lr=True", "--no-cuda", "--total-timesteps=9"]
+    flags = [
+        "--resume",
+        "runs/x",
+        "--learning_rate",
+        "0.25",
+        "--anneal-lr=True",
+        "--no-cuda",
+        "--total-timesteps=9",
+    ]
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
     args, saved = parse(ppo_clusterenv.Args, fixed=["env_id"])
-    changed = {"num_workers": 3, "max_policy_lag": 7, "learning_rate": 0.25, "total_timesteps": 9, "cuda": False}
+    changed = {
+        "num_workers": 3,
+        "max_policy_lag": 7,
+        "learning_rate": 0.25,
+        "total_timesteps": 9,
+        "cuda": False,
+    }
     assert vars(args) == vars(ppo_clusterenv.Args(**changed, num_envs=96, resume="runs/x"))
     assert saved["global_step"] == 5 and args.resumed_name == "x"
 
@@ -61,11 +86,26 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
         ("--resume runs/y", "there is no run runs/y"),
         ("--resume runs/empty", "there is no checkpoint in runs/empty"),
         ("--resume runs", "--resume must be runs/NAME, of the working directory, got runs"),
-        ("--resume elsewhere/x", "--resume must be runs/NAME, of the working directory, got elsewhere/x"),
-        ("--resume runs/x --num-envs 6", "--num-envs cannot change on the way: runs/x has 96, got 6"),
-        ("--resume runs/x --envs-per-worker 2", "--envs-per-worker cannot change on the way: runs/x has 32, got 2"),
-        ("--resume runs/x --env-id Acrobot-v1", "--env-id cannot change on the way: runs/x has LunarLander-v3"),
-        ("--resume runs/x --kl-threshold -1", "--kl-threshold must be a number of nats >= 0, got -1.0"),
+        (
+            "--resume elsewhere/x",
+            "--resume must be runs/NAME, of the working directory, got elsewhere/x",
+        ),
+        (
+            "--resume runs/x --num-envs 6",
+            "--num-envs cannot change on the way: runs/x has 96, got 6",
+        ),
+        (
+            "--resume runs/x --envs-per-worker 2",
+            "--envs-per-worker cannot change on the way: runs/x has 32, got 2",
+        ),
+        (
+            "--resume runs/x --env-id Acrobot-v1",
+            "--env-id cannot change on the way: runs/x has LunarLander-v3",
+        ),
+        (
+            "--resume runs/x --kl-threshold -1",
+            "--kl-threshold must be a number of nats >= 0, got -1.0",
+        ),
     ],
 )
 def test_a_run_that_cannot_be_resumed_is_one_line(run_x, monkeypatch, flags, says):
@@ -87,11 +127,15 @@ RUNNING_CODE = [
 @pytest.fixture
 def added_launcher(tmp_path):
     """A directory to import from, in which a package has a launcher by the name `added`."""
-    (tmp_path / "added_launcher.py").write_text("from clusterenv_runtime import LocalLauncher as Added\n")
+    (tmp_path / "added_launcher.py").write_text(
+        "from clusterenv_runtime import LocalLauncher as Added\n"
+    )
     information = tmp_path / "added-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: added\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[clusterenv.launchers]\nadded = added_launcher:Added\n")
+    (information / "entry_points.txt").write_text(
+        "[clusterenv.launchers]\nadded = added_launcher:Added\n"
+    )
     return tmp_path
 
 
@@ -104,7 +148,9 @@ def test_what_runs_code_is_not_taken_from_a_run_but_accepted_if_it_is_given_agai
     monkeypatch.syspath_prepend(added_launcher)
     write_key_file("their.key", HeadKeys.make())
     says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
-    assert says.startswith(f"error: runs/x has {arguments.spell(name)} {value!r}: what can run someone's code, or")
+    assert says.startswith(
+        f"error: runs/x has {arguments.spell(name)} {value!r}: what can run someone's code, or"
+    )
     monkeypatch.setattr(sys, "argv", ["script.py"])
     again = arguments.resume_command(args, "runs/x", ["python"])
     assert again == f"python script.py {flag} --resume runs/x"
@@ -124,13 +170,17 @@ def test_what_runs_code_is_refused_all_at_once_and_another_value_may_be_given(ru
 
 @pytest.mark.parametrize("script", ["ppo_clusterenv", "dqn_clusterenv"])
 def test_a_run_from_elsewhere_neither_starts_nor_imports_anything(tmp_path, script):
-    args = importlib.import_module(script).Args(worker_prefix="touch started", env_id="owned:Env-v0")
+    args = importlib.import_module(script).Args(
+        worker_prefix="touch started", env_id="owned:Env-v0"
+    )
     (tmp_path / "owned.py").write_text("open('imported', 'w').close()")
     os.makedirs(tmp_path / "runs" / "x")
     save_checkpoint(tmp_path / "runs" / "x", whole(vars(args), 0), 0)
     before = set(tmp_path.rglob("*"))
     result = scripts.run(f"{script}.py", tmp_path, "--resume", "runs/x")
-    scripts.check_refusal(result, "runs/x has --worker-prefix 'touch started' and --env-id 'owned:Env-v0'")
+    scripts.check_refusal(
+        result, "runs/x has --worker-prefix 'touch started' and --env-id 'owned:Env-v0'"
+    )
     assert set(tmp_path.rglob("*")) - before == {tmp_path / "runs" / "x" / "lock"}
 
 
@@ -183,7 +233,9 @@ ESCAPE = "\x1b[2J"  # clears a terminal
         ("learning_rate", ESCAPE),  # no number
     ],
 )
-def test_what_a_checkpoint_holds_does_not_reach_the_terminal_as_it_is(run_x, monkeypatch, name, value):
+def test_what_a_checkpoint_holds_does_not_reach_the_terminal_as_it_is(
+    run_x, monkeypatch, name, value
+):
     args = {**vars(ppo_clusterenv.Args()), name: value}
     save_checkpoint("runs/x", whole(args, 6), 6)
     another = ["--env-id", "Acrobot-v1"] if name == "env_id" else []
@@ -192,7 +244,9 @@ def test_what_a_checkpoint_holds_does_not_reach_the_terminal_as_it_is(run_x, mon
     assert name == "learning_rate" or r"\x1b[2J" in line
 
 
-def test_what_a_foreign_checkpoint_holds_does_not_reach_the_terminal_as_it_is(run_x, monkeypatch, caplog):
+def test_what_a_foreign_checkpoint_holds_does_not_reach_the_terminal_as_it_is(
+    run_x, monkeypatch, caplog
+):
     # A pickle that asks for a class of this name, which loading refuses by name.
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
@@ -230,10 +284,16 @@ def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypat
         ("--max-worker-restarts -1", "--max-worker-restarts must be at least 0, got -1"),
         ("--worker-timeout 0", "--worker-timeout must be a number of seconds > 0, got 0.0"),
         ("--startup-timeout nan", "--startup-timeout must be a number of seconds > 0, got nan"),
-        ("--checkpoint-interval -1", "--checkpoint-interval must be a number of seconds >= 0, got -1.0"),
+        (
+            "--checkpoint-interval -1",
+            "--checkpoint-interval must be a number of seconds >= 0, got -1.0",
+        ),
         ("--port 65536 --interface lo", "--port must be from 0 to 65535, got 65536"),
         ("--port 5000", "--port needs --bind-address or --interface"),
-        ("--interface lo --bind-address 127.0.0.1", "give either --bind-address or --interface, not both"),
+        (
+            "--interface lo --bind-address 127.0.0.1",
+            "give either --bind-address or --interface, not both",
+        ),
         ("--interface none0", "got none0"),
         ("--bind-address 0.0.0.0", "--bind-address must be one address, not all of them (0.0.0.0)"),
         ("--bind-address 192.0.2.1", "cannot listen on --bind-address 192.0.2.1, port 0: "),

@@ -56,9 +56,13 @@ def moved(observations, actions):
     x, speed, angle, spin = np.moveaxis(observations.astype(np.float64), -1, 0)
     push = np.where(actions == 1, 10.0, -10.0)
     pulled = (push + 0.05 * spin**2 * np.sin(angle)) / 1.1
-    turning = (9.8 * np.sin(angle) - np.cos(angle) * pulled) / (0.5 * (4 / 3 - 0.1 * np.cos(angle) ** 2 / 1.1))
+    turning = (9.8 * np.sin(angle) - np.cos(angle) * pulled) / (
+        0.5 * (4 / 3 - 0.1 * np.cos(angle) ** 2 / 1.1)
+    )
     moving = pulled - 0.05 * turning * np.cos(angle) / 1.1
-    return np.stack([x + 0.02 * speed, speed + 0.02 * moving, angle + 0.02 * spin, spin + 0.02 * turning], -1)
+    return np.stack(
+        [x + 0.02 * speed, speed + 0.02 * moving, angle + 0.02 * spin, spin + 0.02 * turning], -1
+    )
 
 
 def test_every_step_is_one_of_cartpole(backend):
@@ -70,7 +74,9 @@ def test_every_step_is_one_of_cartpole(backend):
         np.testing.assert_allclose(led_to, moved(observations, actions), atol=1e-5)
         assert (rollout.rewards == 1).all()
         fallen = (np.abs(led_to[..., 0]) > 2.4) | (np.abs(led_to[..., 2]) > np.deg2rad(12))
-        if backend == "envpool":  # in the step that the time is up it does not say whether there was another end, too
+        if (
+            backend == "envpool"
+        ):  # in the step that the time is up it does not say whether there was another end, too
             fallen &= ~rollout.truncations
         np.testing.assert_array_equal(fallen, rollout.terminations)
         begun = (rollout.terminations | rollout.truncations)[:-1]
@@ -83,7 +89,9 @@ def test_every_step_is_one_of_cartpole(backend):
     truncated = sum(rollout.truncations.sum() for rollout in found)
     assert lengths.max() == limit
     assert 5 < truncated <= (lengths == limit).sum() < len(lengths) - 5
-    np.testing.assert_array_equal(np.concatenate([rollout.episodic_returns for rollout in found]), lengths)
+    np.testing.assert_array_equal(
+        np.concatenate([rollout.episodic_returns for rollout in found]), lengths
+    )
 
 
 @functools.cache
@@ -97,7 +105,9 @@ def episodes_of(backend, env_id):
         env_fns, kwargs = partial(make_vec, backend, env_id), {"num_envs": 16}
     (found,) = rollouts(env_fns, policy, 1500, times=1, **kwargs)
     rows = np.nonzero(found.terminations | found.truncations)[1]
-    assert np.bincount(rows, minlength=16).min() >= 4  # of all that end in that time short ones would be too many
+    assert (
+        np.bincount(rows, minlength=16).min() >= 4
+    )  # of all that end in that time short ones would be too many
     first = np.concatenate([np.flatnonzero(rows == row)[:4] for row in range(16)])
     return found.episodic_returns[first], found.episodic_lengths[first]
 
@@ -108,7 +118,9 @@ def episodes_of(backend, env_id):
     indirect=["backend"],
 )
 def test_episodes_are_distributed_as_gymnasiums(backend, env_id):
-    for one, other in zip(episodes_of("gymnasium", env_id), episodes_of(backend, env_id), strict=True):
+    for one, other in zip(
+        episodes_of("gymnasium", env_id), episodes_of(backend, env_id), strict=True
+    ):
         assert stats.ks_2samp(one, other).pvalue > 0.001
 
 
@@ -116,10 +128,14 @@ def test_episodes_are_distributed_as_gymnasiums(backend, env_id):
 def test_a_step_that_only_resets_is_not_in_a_rollout(mode):
     def make(num_envs):
         lengths = range(2, 2 + num_envs)
-        return SyncVectorEnv([partial(CountingEnv, length) for length in lengths], autoreset_mode=mode)
+        return SyncVectorEnv(
+            [partial(CountingEnv, length) for length in lengths], autoreset_mode=mode
+        )
 
     lengths = np.array([2, 3, 4, 5])
-    for rollout in rollouts(make, CategoricalPolicy(linear(1, 2)), 7, times=5, num_workers=1, num_envs=4):
+    for rollout in rollouts(
+        make, CategoricalPolicy(linear(1, 2)), 7, times=5, num_workers=1, num_envs=4
+    ):
         seen, led_to = rollout.observations[..., 0], following(rollout)[..., 0]
         np.testing.assert_array_equal(led_to, seen + 1)
         np.testing.assert_array_equal(led_to, rollout.rewards)
@@ -142,7 +158,9 @@ def test_rollouts_equal_those_of_environments_that_step_one_by_one(mode):
     def make(num_envs):
         return SyncVectorEnv(thunks[:num_envs], autoreset_mode=mode)
 
-    pairs = zip(rollouts(thunks, policy, 9, 3), rollouts(make, policy, 9, 3, num_envs=5), strict=True)
+    pairs = zip(
+        rollouts(thunks, policy, 9, 3), rollouts(make, policy, 9, 3, num_envs=5), strict=True
+    )
     for one, other in pairs:
         for name in FIELDS.split():
             assert_same(getattr(other, name), getattr(one, name), name)
@@ -170,16 +188,25 @@ def test_observations_get_the_dtype_of_their_space():
 
 
 @pytest.mark.parametrize(
-    "mode, kind", [*((mode, CategoricalPolicy) for mode in MODES), (AutoresetMode.NEXT_STEP, GaussianPolicy)]
+    "mode, kind",
+    [*((mode, CategoricalPolicy) for mode in MODES), (AutoresetMode.NEXT_STEP, GaussianPolicy)],
 )
 def test_log_probs_and_divergence_are_of_what_was_seen(mode, kind):
-    space = spaces.Dict(a=spaces.Box(-1, 1, (2,)), b=spaces.Discrete(3), c=spaces.Box(0, 255, (1, 2), np.uint8))
-    action_space = spaces.Discrete(3) if kind is CategoricalPolicy else spaces.Box(-np.inf, np.inf, (3,))
+    space = spaces.Dict(
+        a=spaces.Box(-1, 1, (2,)), b=spaces.Discrete(3), c=spaces.Box(0, 255, (1, 2), np.uint8)
+    )
+    action_space = (
+        spaces.Discrete(3) if kind is CategoricalPolicy else spaces.Box(-np.inf, np.inf, (3,))
+    )
     net = MixedNet(5, 3)
-    policy = kind(net) if kind is CategoricalPolicy else kind(net, torch.nn.Parameter(torch.zeros(3)))
+    policy = (
+        kind(net) if kind is CategoricalPolicy else kind(net, torch.nn.Parameter(torch.zeros(3)))
+    )
 
     def make(num_envs):
-        return SyncVectorEnv([partial(RandomEnv, space, action_space)] * num_envs, autoreset_mode=mode)
+        return SyncVectorEnv(
+            [partial(RandomEnv, space, action_space)] * num_envs, autoreset_mode=mode
+        )
 
     with ClusterEnv(Together(make), 2, num_envs=5, kl_threshold=np.inf, weights="float32") as envs:
         envs.reset(seed=1)
@@ -192,25 +219,40 @@ def test_log_probs_and_divergence_are_of_what_was_seen(mode, kind):
         envs.publish(policy)
         assert 0 < envs.divergence.min() < 1
     for rollout in found:
-        flat = map_space(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), space, rollout.observations)
+        flat = map_space(
+            lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), space, rollout.observations
+        )
         with torch.no_grad():
             distribution = acted.distribution(acted(to_tensor(flat, torch.device("cpu"))))
         expected = distribution.log_prob(torch.as_tensor(rollout.actions).flatten(0, 1))
         np.testing.assert_allclose(rollout.logprobs.ravel(), expected, atol=1e-5)
         ended = (rollout.terminations | rollout.truncations).sum()
-        assert len(rollout.final_observations["a"]) == len(rollout.final_observations["c"]) == ended > 0
+        assert (
+            len(rollout.final_observations["a"])
+            == len(rollout.final_observations["c"])
+            == ended
+            > 0
+        )
         assert rollout.final_observations["c"].dtype == np.uint8
 
 
 def test_seeds(backend):
     def made(num_workers):
-        return ClusterEnv(Together(partial(make_vec, backend, "CartPole-v1")), num_workers, num_envs=4)
+        return ClusterEnv(
+            Together(partial(make_vec, backend, "CartPole-v1")), num_workers, num_envs=4
+        )
 
     def begin(envs):
-        return envs.reset(seed=1)[0], envs.reset()[0], envs.rollout(CategoricalPolicy(linear(4, 2)), 30)
+        return (
+            envs.reset(seed=1)[0],
+            envs.reset()[0],
+            envs.rollout(CategoricalPolicy(linear(4, 2)), 30),
+        )
 
     with made(2) as envs:
-        assert len({*envs.reset()[0][:, 0], *envs.reset(seed=1)[0][:, 0]}) == 8  # unseeded and seeded
+        assert (
+            len({*envs.reset()[0][:, 0], *envs.reset(seed=1)[0][:, 0]}) == 8
+        )  # unseeded and seeded
         first, again, rollout = begin(envs)
         assert (first != envs.reset(seed=2)[0]).any()
     with made(2) as envs:
@@ -246,7 +288,9 @@ def test_killed_worker_is_replaced(backend, workers):
         os.kill(next(iter(workers())), signal.SIGKILL)
         for _ in range(2):
             rollout = envs.rollout(policy, 20)
-            np.testing.assert_allclose(following(rollout), moved(rollout.observations, rollout.actions), atol=1e-5)
+            np.testing.assert_allclose(
+                following(rollout), moved(rollout.observations, rollout.actions), atol=1e-5
+            )
         assert len(envs.restarts) == 1
 
 
@@ -315,15 +359,30 @@ def test_lunar_lander_v2_which_gymnasium_no_longer_has():
 
 
 @pytest.mark.parametrize(
-    "backend, script", [("vector", "dqn_clusterenv.py"), ("envpool", "ppo_clusterenv.py")], indirect=["backend"]
+    "backend, script",
+    [("vector", "dqn_clusterenv.py"), ("envpool", "ppo_clusterenv.py")],
+    indirect=["backend"],
 )
 def test_scripts_train_on_them(backend, script, tmp_path):
-    env_id = {"vector": "CartPole-v1", "envpool": "LunarLander-v2"}[backend]  # Gymnasium has no such LunarLander
-    flags = ["--env-id", env_id, "--env-backend", backend, "--envs-per-worker", "4", "--total-timesteps", "3000"]
+    env_id = {"vector": "CartPole-v1", "envpool": "LunarLander-v2"}[
+        backend
+    ]  # Gymnasium has no such LunarLander
+    flags = [
+        "--env-id",
+        env_id,
+        "--env-backend",
+        backend,
+        "--envs-per-worker",
+        "4",
+        "--total-timesteps",
+        "3000",
+    ]
     flags += ["--env-threads", "2"] * (backend == "envpool")
     _, summary = scripts.train(script, tmp_path, *flags, "--eval-episodes", "3")
     assert np.isfinite(summary["eval_return_mean"])
-    assert summary["mean_return_100"] > 0 if backend == "vector" else summary["mean_return_100"] < 100
+    assert (
+        summary["mean_return_100"] > 0 if backend == "vector" else summary["mean_return_100"] < 100
+    )
 
 
 @pytest.mark.parametrize(
@@ -331,11 +390,23 @@ def test_scripts_train_on_them(backend, script, tmp_path):
     [
         ("--env-backend vector --env-id LunarLander-v3", "doesn't have a vector entry point"),
         ("--env-backend envpool --env-id Mars-v0", "EnvPool has no Mars-v0"),
-        ("--env-backend vector --env-id CartPole-v1 --capture-video", "--capture-video needs --env-backend gymnasium"),
-        ("--env-backend vector --env-id CartPole-v1 --env-threads 2", "--env-threads needs --env-backend envpool"),
+        (
+            "--env-backend vector --env-id CartPole-v1 --capture-video",
+            "--capture-video needs --env-backend gymnasium",
+        ),
+        (
+            "--env-backend vector --env-id CartPole-v1 --env-threads 2",
+            "--env-threads needs --env-backend envpool",
+        ),
         ("--env-backend envpool --env-threads 0", "--env-threads must be at least 1, got 0"),
-        ("--env-backend vector --env-id CartPole-v1 --env-kwargs gravity=0", "keyword argument 'gravity'"),
-        ("--env-backend envpool --env-id CartPole-v1 --env-kwargs gravity=0", "--env-kwargs gravity=0: "),
+        (
+            "--env-backend vector --env-id CartPole-v1 --env-kwargs gravity=0",
+            "keyword argument 'gravity'",
+        ),
+        (
+            "--env-backend envpool --env-id CartPole-v1 --env-kwargs gravity=0",
+            "--env-kwargs gravity=0: ",
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, flags, says):
@@ -348,7 +419,14 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, flags, says):
 def test_arguments_reach_the_environments_of_training_and_of_the_evaluation(backend, tmp_path):
     if backend == "envpool":
         pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
-    flags = ["--env-id", "CartPole-v1", "--env-backend", backend, "--env-kwargs", "max_episode_steps=7"]
+    flags = [
+        "--env-id",
+        "CartPole-v1",
+        "--env-backend",
+        backend,
+        "--env-kwargs",
+        "max_episode_steps=7",
+    ]
     flags += ["--total-timesteps", "2048", "--envs-per-worker", "4", "--eval-episodes", "3"]
     _, summary = scripts.train("ppo_clusterenv.py", tmp_path, *flags)
     assert (summary["mean_return_100"], summary["eval_return_mean"]) == (7, 7)
@@ -357,4 +435,6 @@ def test_arguments_reach_the_environments_of_training_and_of_the_evaluation(back
 def test_no_envpool_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "envpool", None)
     says = "there is no EnvPool here: pip install envpool"
-    scripts.check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path, ["--env-backend", "envpool"], says)
+    scripts.check_refusal_here(
+        monkeypatch, "ppo_clusterenv.py", tmp_path, ["--env-backend", "envpool"], says
+    )

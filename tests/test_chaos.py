@@ -20,13 +20,17 @@ from .machine import do_without, refusal_of_namespaces
 def test_training_under_fire(tmp_path, script, flags):
     reason = why_no_namespaces()
     with contextlib.nullcontext() if reason else Network(4) as network:
-        summary, report, faults = train(script, flags, 4, tmp_path, network, interval=1, timeout=600)
+        summary, report, faults = train(
+            script, flags, 4, tmp_path, network, interval=1, timeout=600
+        )
     asked = int(flags.split()[1])
     assert asked - 2048 < summary["global_step"] == report["transitions"] <= asked
     if "transitions_inserted" in summary:
         assert summary["transitions_inserted"] == summary["global_step"]
     assert len(faults) == 4 and len(report["restarts"]) >= 2
-    assert report["longest"] < 240  # a worker that is stopped while it starts has 60 s for that, and may be hit again
+    assert (
+        report["longest"] < 240
+    )  # a worker that is stopped while it starts has 60 s for that, and may be hit again
     if reason:
         refusal = refusal_of_namespaces("net")
         do_without(f"passed, but no link was cut: {reason}", refusal)

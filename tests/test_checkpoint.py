@@ -33,7 +33,10 @@ from .scripts import TIMES, environment
 
 
 def state(number):
-    return {"tensor": torch.full((10000,), number), "nested": [(number, 2.5, None, True), {"bytes": b"\0\xff", 1: "x"}]}
+    return {
+        "tensor": torch.full((10000,), number),
+        "nested": [(number, 2.5, None, True), {"bytes": b"\0\xff", 1: "x"}],
+    }
 
 
 def saved_in(directory):
@@ -128,7 +131,9 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, item):
 
 
 def test_what_could_not_be_loaded_is_no_key(tmp_path):
-    with pytest.raises(TypeError, match=r"a checkpoint cannot hold a key of state\['a'\], which is a numpy.int64"):
+    with pytest.raises(
+        TypeError, match=r"a checkpoint cannot hold a key of state\['a'\], which is a numpy.int64"
+    ):
         save_checkpoint(tmp_path, {"a": {np.int64(1): 2}}, 1)
 
 
@@ -169,12 +174,16 @@ def test_what_is_no_file_is_no_checkpoint(tmp_path, caplog, make, problem):
     assert not has_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="all 1 checkpoints in .* are damaged"):
         load_checkpoint(tmp_path)
-    assert [record.getMessage() for record in caplog.records] == [f"skipped the checkpoint {path}: {problem}"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"skipped the checkpoint {path}: {problem}"
+    ]
     assert os.listdir("/proc/self/fd") == descriptors  # whoever polls would run out of them
 
 
 @pytest.mark.parametrize(("make", "problem"), NO_FILES.values(), ids=NO_FILES)
-def test_what_is_no_file_keeps_no_checkpoint_from_being_saved_removed_or_loaded(tmp_path, caplog, make, problem):
+def test_what_is_no_file_keeps_no_checkpoint_from_being_saved_removed_or_loaded(
+    tmp_path, caplog, make, problem
+):
     odd = {step: odd_entry(tmp_path, make, step) for step in (0, 3, 7)}
     for step in (1, 2, 3, 4):
         save_checkpoint(tmp_path, state(step), step)
@@ -185,10 +194,14 @@ def test_what_is_no_file_keeps_no_checkpoint_from_being_saved_removed_or_loaded(
     assert has_checkpoint(tmp_path)
     assert_same_state(load_checkpoint(tmp_path), state(4))
     # What is newer than the one that is loaded is named, as it may have been one.
-    assert [record.getMessage() for record in caplog.records] == [f"skipped the checkpoint {odd[7]}: {problem}"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"skipped the checkpoint {odd[7]}: {problem}"
+    ]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_others_are_removed(tmp_path, caplog, monkeypatch):
+def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_others_are_removed(
+    tmp_path, caplog, monkeypatch
+):
     kept, unlink = [], Path.unlink
 
     def refuse_one(path, missing_ok=False):  # as of an immutable file, which root alone can make
@@ -328,7 +341,10 @@ def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_whole(tmp_
     while times < TIMES + 1 or not unfinished:  # this process, too, may be late: then once more
         times += 1
         process = subprocess.Popen(
-            [sys.executable, "-c", SAVER, str(tmp_path)], env=environment(), stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", SAVER, str(tmp_path)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
         )
         last = int(process.stdout.readline())
         for _ in range(moment.randrange(3)):
@@ -374,7 +390,9 @@ def test_random_numbers_of_as_many_gpus_as_there_are_go_on(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: found.update({device: state}))
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: found.update({device: state})
+    )
     before = rng_state()
     assert before["cuda"] == states
     set_rng_state(before)

@@ -120,7 +120,9 @@ def test_ctrl_c_amid_the_end_leaves_nothing_open(monkeypatch, presses):
     with pytest.raises(KeyboardInterrupt):
         Caller(simulation).hold(lambda: simulation.pool.close(timeout=3600 if presses == 1 else 1))
     assert simulation.network.now - start < 1 and simulation.pool.interrupted is None
-    assert simulation.network.closed and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert (
+        simulation.network.closed and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
 
 
 def test_ctrl_c_comes_before_the_loss_that_comes_with_it(monkeypatch):
@@ -158,7 +160,9 @@ def test_another_thread_can_wait():  # which may set no handler
 # Real workers.
 
 
-@pytest.mark.parametrize("call", ["reset", "step", "publish", "rollout", "overlap", "send", "recv", "call"])
+@pytest.mark.parametrize(
+    "call", ["reset", "step", "publish", "rollout", "overlap", "send", "recv", "call"]
+)
 def test_ctrl_c_ends_a_call_wherever_it_comes_and_the_next_ones_work(call):
     """It is pressed at every third of the functions of the head that the call calls."""
     policy = CategoricalPolicy(linear(1, 2))

@@ -26,7 +26,9 @@ from .patience import kill
 def spaces_of(policy):
     """Observations and actions for a policy, which begins and ends with a linear layer."""
     layers = [module for module in policy.modules() if isinstance(module, nn.Linear)]
-    return spaces.Box(-1, 1, (layers[0].in_features,), np.float32), spaces.Discrete(layers[-1].out_features)
+    return spaces.Box(-1, 1, (layers[0].in_features,), np.float32), spaces.Discrete(
+        layers[-1].out_features
+    )
 
 
 class Odd(nn.Module):
@@ -77,7 +79,10 @@ def test_head_and_worker_agree_to_the_last_bit(make):
         assert pull(store, copy, actor)[0] == (FROM_HELD if number else FROM_ZEROS)
         assert (actor.version, same(actor, copy)) == (store.version, True)
         exact = [*policy.buffers(), *(p for p in policy.parameters() if p.dtype != torch.float32)]
-        others = [*actor.policy.buffers(), *(p for p in actor.policy.parameters() if p.dtype != torch.float32)]
+        others = [
+            *actor.policy.buffers(),
+            *(p for p in actor.policy.parameters() if p.dtype != torch.float32),
+        ]
         assert all(map(torch.equal, exact, others))
     assert store.mismatches == 0
 
@@ -89,7 +94,9 @@ def test_errors_do_not_add_up_and_a_policy_at_rest_is_reached():
     for number in range(250):
         if number < 200:
             change(policy, 0.01)
-        if number == 199:  # one weight is far off: the mean of a quarter would take hundreds of pulls
+        if (
+            number == 199
+        ):  # one weight is far off: the mean of a quarter would take hundreds of pulls
             with torch.no_grad():
                 next(policy.parameters())[0, 0] += 0.5
         store.publish(policy)
@@ -108,7 +115,9 @@ def test_after_a_large_change_a_pull_is_of_all_weights():
     levels = []
     for other in (False, False, True, False):
         torch.manual_seed(1)
-        policy.load_state_dict(CategoricalPolicy(nn.Linear(100, 100)).state_dict()) if other else change(policy, 0.01)
+        policy.load_state_dict(
+            CategoricalPolicy(nn.Linear(100, 100)).state_dict()
+        ) if other else change(policy, 0.01)
         store.publish(policy)
         levels.append(pull(store, copy, actor)[0])
         assert same(actor, copy)
@@ -118,7 +127,10 @@ def test_after_a_large_change_a_pull_is_of_all_weights():
 
 
 def test_a_difference_is_about_a_bit_a_weight_and_all_of_them_eight():
-    policy, copy = CategoricalPolicy(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))), PolicyCopy()
+    policy, copy = (
+        CategoricalPolicy(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))),
+        PolicyCopy(),
+    )
     store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
     sizes = []
     for _ in range(5):
@@ -132,7 +144,10 @@ def test_a_difference_is_about_a_bit_a_weight_and_all_of_them_eight():
 
 def test_who_holds_the_same_is_sent_the_same_and_who_came_by_another_way_is_not():
     policy, copies = CategoricalPolicy(linear()), [PolicyCopy() for _ in range(3)]
-    store, actors = PolicyStore(copies, *spaces_of(policy), rounds=True), [worker(policy) for _ in range(3)]
+    store, actors = (
+        PolicyStore(copies, *spaces_of(policy), rounds=True),
+        [worker(policy) for _ in range(3)],
+    )
     for pulling in ([0, 1, 2], [0, 1], [0, 1, 2]):
         change(policy, 0.1)
         store.publish(policy)
@@ -146,14 +161,21 @@ def test_who_holds_the_same_is_sent_the_same_and_who_came_by_another_way_is_not(
 
 def test_what_the_head_keeps_is_bounded(monkeypatch):
     policy, copies = CategoricalPolicy(linear()), [PolicyCopy() for _ in range(10)]
-    store, actors = PolicyStore(copies, *spaces_of(policy), rounds=True), [worker(policy) for _ in range(10)]
+    store, actors = (
+        PolicyStore(copies, *spaces_of(policy), rounds=True),
+        [worker(policy) for _ in range(10)],
+    )
     monkeypatch.setattr(versions, "HELD_BYTES", 3 * 4 * sum(policy.rounded_sizes))
     for _ in range(3):
         for copy, actor in zip(copies, actors, strict=True):  # each at a version of its own
             change(policy, 0.01)
             store.publish(policy)
             how, _ = pull(store, copy, actor)
-            assert how == (FROM_HELD if any(copy is kept for kept in copies[:3]) and store.version > 10 else FROM_ZEROS)
+            assert how == (
+                FROM_HELD
+                if any(copy is kept for kept in copies[:3]) and store.version > 10
+                else FROM_ZEROS
+            )
             assert actor.version == store.version
             assert len({copy.weights.number for copy in copies if copy.weights is not None}) <= 3
     assert all(map(same, actors[:3], copies[:3]))
@@ -213,7 +235,10 @@ def test_weights_that_have_no_difference_travel_whole(value):
 
 
 def test_whole_weights_by_option_and_where_a_difference_would_be_larger():
-    for rounds, policy in ((False, CategoricalPolicy(linear())), (True, CategoricalPolicy(nn.Linear(1, 1)))):
+    for rounds, policy in (
+        (False, CategoricalPolicy(linear())),
+        (True, CategoricalPolicy(nn.Linear(1, 1))),
+    ):
         copy = PolicyCopy()
         store, actor = PolicyStore([copy], *spaces_of(policy), rounds), worker(policy)
         for _ in range(3):
@@ -224,8 +249,14 @@ def test_whole_weights_by_option_and_where_a_difference_would_be_larger():
 
 
 def test_a_worker_that_holds_something_else_gets_all_weights():
-    policy, copy, actor = CategoricalPolicy(linear()), PolicyCopy(), worker(CategoricalPolicy(linear()))
-    store, other = (PolicyStore([each], *spaces_of(policy), rounds=True) for each in (copy, PolicyCopy()))
+    policy, copy, actor = (
+        CategoricalPolicy(linear()),
+        PolicyCopy(),
+        worker(CategoricalPolicy(linear())),
+    )
+    store, other = (
+        PolicyStore([each], *spaces_of(policy), rounds=True) for each in (copy, PolicyCopy())
+    )
     store.publish(policy)
     store.pull(copy, 0)  # the worker gets another head's instead
     change(policy, 1e-3)
@@ -283,7 +314,10 @@ def test_head_and_workers_agree_after_kills_and_another_structure(caplog):
             rollout = envs.rollout(acting, 4)
             assert set(rollout.policy_versions) == {envs.policy_version}
         assert len(envs.restarts) == 2
-        assert envs.pulls.tolist() == [7, 7]  # Each fits at once what its worker holds, by the checksum of both.
+        assert envs.pulls.tolist() == [
+            7,
+            7,
+        ]  # Each fits at once what its worker holds, by the checksum of both.
     assert "does not hold the weights it was sent" not in caplog.text
 
 
@@ -297,5 +331,8 @@ def test_a_spoilt_worker_is_healed(caplog):
             change(policy, 0.1)
             rollout = envs.rollout(policy, 4)
             assert set(rollout.policy_versions) == {envs.policy_version}
-        assert envs.pulls.tolist() == [5, 5]  # of the first of these three they pulled all weights, too
+        assert envs.pulls.tolist() == [
+            5,
+            5,
+        ]  # of the first of these three they pulled all weights, too
     assert caplog.text.count("does not hold the weights it was sent") == 2

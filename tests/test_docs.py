@@ -34,15 +34,30 @@ from .scripts import ROOT, train
 from .test_install import EXTRAS, PROJECT
 from .test_policies import PROGRAMS
 
-PAGES = [page for page in site.pages() if "results" not in page.parts]  # the others are tables that commands have made
+PAGES = [
+    page for page in site.pages() if "results" not in page.parts
+]  # the others are tables that commands have made
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-BLOCKS = [(page, match[2], match[3]) for page in PAGES for match in BLOCK.finditer(page.read_text())]
+BLOCKS = [
+    (page, match[2], match[3]) for page in PAGES for match in BLOCK.finditer(page.read_text())
+]
 KINDS = {"python", "diff", "toml", "sh", "text"}
 NOT_RUN = re.compile(r"\*Not run by the tests: (.*?)\.\*", re.DOTALL)
 OF_OTHERS = "git", "kubectl", "podman", "ray", "scp", "squeue", "ssh", "tail", "wandb"
 PROGRAMS_IN_TEXT = "make", "pip", "python", "sbatch", "source", "torchrun", "uv", *OF_OTHERS
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(PROGRAMS_IN_TEXT)})\s[^`]+")
-MODULES = [name for name in ("benchmarks", "figures", "sweeps", "tests", "verification", "clusterenv_runtime", "docs")]
+MODULES = [
+    name
+    for name in (
+        "benchmarks",
+        "figures",
+        "sweeps",
+        "tests",
+        "verification",
+        "clusterenv_runtime",
+        "docs",
+    )
+]
 
 
 def name_of(page):
@@ -50,7 +65,11 @@ def name_of(page):
 
 
 def sources(language):
-    return [pytest.param(page, text, id=name_of(page)) for page, kind, text in BLOCKS if kind == language]
+    return [
+        pytest.param(page, text, id=name_of(page))
+        for page, kind, text in BLOCKS
+        if kind == language
+    ]
 
 
 # What there is.
@@ -75,8 +94,16 @@ class Twice:
         return self.left >= 0
 
 
-FRAGMENTS = [(page, code) for page, kind, code in BLOCKS if kind == "python" and "import gymnasium" not in code]
-FRAGMENTS += [(page, re.sub(r"^(-.*\n|[+ ])", "", code, flags=re.M)) for page, kind, code in BLOCKS if kind == "diff"]
+FRAGMENTS = [
+    (page, code)
+    for page, kind, code in BLOCKS
+    if kind == "python" and "import gymnasium" not in code
+]
+FRAGMENTS += [
+    (page, re.sub(r"^(-.*\n|[+ ])", "", code, flags=re.M))
+    for page, kind, code in BLOCKS
+    if kind == "diff"
+]
 FRAGMENTS = {code: name_of(page) for page, code in FRAGMENTS}  # each once
 
 
@@ -106,7 +133,9 @@ def test_the_page_of_scripts_has_a_script(tmp_path):
     assert summary["global_step"] == 640 and summary["pulls_per_worker"] > 1
 
 
-OF_OTHER_LIBRARIES = [code for page, kind, code in BLOCKS if page.stem == "any_learner" and kind == "python"]
+OF_OTHER_LIBRARIES = [
+    code for page, kind, code in BLOCKS if page.stem == "any_learner" and kind == "python"
+]
 
 
 @pytest.mark.parametrize("code", OF_OTHER_LIBRARIES)
@@ -117,14 +146,26 @@ def test_a_program_for_another_library_runs(code):
 
 
 def test_all_programs_of_the_pages_are_run_by_one_test():
-    (plays,) = (code for _, _, code in BLOCKS if "torch.load" in code)  # by the test of continuous actions
+    (plays,) = (
+        code for _, _, code in BLOCKS if "torch.load" in code
+    )  # by the test of continuous actions
     python = {code for _, kind, code in BLOCKS if kind == "python"}
-    alone = [code for page, kind, code in BLOCKS if kind == "python" and page.stem in ("script", "mpi")]
-    assert python == {*PROGRAMS.values(), plays, *alone, *OF_OTHER_LIBRARIES, *(FRAGMENTS.keys() & python)}
+    alone = [
+        code for page, kind, code in BLOCKS if kind == "python" and page.stem in ("script", "mpi")
+    ]
+    assert python == {
+        *PROGRAMS.values(),
+        plays,
+        *alone,
+        *OF_OTHER_LIBRARIES,
+        *(FRAGMENTS.keys() & python),
+    }
 
 
 def test_help_of_a_rollout_says_what_to_bootstrap_from():
-    code = re.search(r"bootstrap from are:\n\n((?: {8}.*\n)+)", Rollout.__doc__)[1].replace(" " * 8, "")
+    code = re.search(r"bootstrap from are:\n\n((?: {8}.*\n)+)", Rollout.__doc__)[1].replace(
+        " " * 8, ""
+    )
     with ClusterEnv([partial(gym.make, "CartPole-v1", max_episode_steps=9)] * 4, 1) as envs:
         envs.reset(seed=1)
         rollout = envs.rollout(CategoricalPolicy(linear(4, 2)), 32)
@@ -153,7 +194,9 @@ def test_tables_of_toml_can_be_read(page, text):
 def anchors_of(page):
     titles = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
     slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
-    assert len(set(slugs)) == len(slugs), "the site and GitHub number titles that are the same in different ways"
+    assert len(set(slugs)) == len(slugs), (
+        "the site and GitHub number titles that are the same in different ways"
+    )
     return slugs
 
 
@@ -240,12 +283,20 @@ def check(tmp_path, monkeypatch):
         if flags == ["--help"]:
             return
         tyro.cli(kind, args=flags)
-        is_missing = any(name in flags and importlib.util.find_spec(name) is None for name in ("envpool", "ray"))
+        is_missing = any(
+            name in flags and importlib.util.find_spec(name) is None for name in ("envpool", "ray")
+        )
         if not dry_run or is_missing or "--resume" in flags:
             return
-        flags = ["lo" if before == "--interface" else flag for before, flag in zip([""] + flags, flags, strict=False)]
+        flags = [
+            "lo" if before == "--interface" else flag
+            for before, flag in zip([""] + flags, flags, strict=False)
+        ]
         with pytest.raises(SystemExit) as exit:
-            run(partial(runpy.run_path, str(ROOT / name), run_name="__main__"), [name, *flags, "--dry-run"])
+            run(
+                partial(runpy.run_path, str(ROOT / name), run_name="__main__"),
+                [name, *flags, "--dry-run"],
+            )
         assert exit.value.code is None, exit.value.code
 
     def ours(start, path, argv):
@@ -253,7 +304,11 @@ def check(tmp_path, monkeypatch):
         assert re.search(r"parse_args|tyro\.cli", path.read_text()), path
         if argv[1:]:
             with monkeypatch.context() as patch, pytest.raises(Parsed):
-                patch.setattr(argparse.ArgumentParser, "parse_args", stopping(argparse.ArgumentParser.parse_args))
+                patch.setattr(
+                    argparse.ArgumentParser,
+                    "parse_args",
+                    stopping(argparse.ArgumentParser.parse_args),
+                )
                 patch.setattr(tyro, "cli", stopping(tyro.cli))
                 run(start, argv)
 
@@ -264,7 +319,9 @@ def check(tmp_path, monkeypatch):
         elif name == "pip":
             pip(flags)
         elif name == "timeit":
-            assert all(compile(text, "timeit", "exec") for text in flags if not text.startswith("-"))
+            assert all(
+                compile(text, "timeit", "exec") for text in flags if not text.startswith("-")
+            )
         elif name == "pytest":
             (path,) = (flag for flag in flags if flag.startswith("tests/"))
             assert f"{flags[flags.index('-k') + 1]}" in (ROOT / path).read_text()
@@ -280,7 +337,11 @@ def check(tmp_path, monkeypatch):
                     Path(place, old).unlink(missing_ok=True)  # a page may make them twice
                 run(partial(runpy.run_module, name, run_name="__main__"), [name, *flags])
             else:
-                ours(partial(runpy.run_module, name, run_name="__main__"), Path(spec.origin), [name, *flags])
+                ours(
+                    partial(runpy.run_module, name, run_name="__main__"),
+                    Path(spec.origin),
+                    [name, *flags],
+                )
 
     def pip(flags):
         assert flags[0] == "install"
@@ -292,7 +353,11 @@ def check(tmp_path, monkeypatch):
                 assert (ROOT / flag).exists()
             else:
                 known = {Requirement(line).name for lines in EXTRAS.values() for line in lines}
-                assert flag in {"--find-links", "DIRECTORY", "-e", "-r", "py-spy", "stable-baselines3"} | known
+                assert (
+                    flag
+                    in {"--find-links", "DIRECTORY", "-e", "-r", "py-spy", "stable-baselines3"}
+                    | known
+                )
 
     def sbatch(flags):
         at = next(number for number, flag in enumerate(flags) if not re.match("--|:$", flag))
@@ -300,7 +365,11 @@ def check(tmp_path, monkeypatch):
         if "sweep_offline" in flags[at]:
             assert (ROOT / flags[at + 1]).is_file()
         elif not re.search("sweep|figures", flags[at]):
-            script("dqn_clusterenv.py" if "dqn" in flags[at] else "ppo_clusterenv.py", flags[at + 1 :], dry_run=False)
+            script(
+                "dqn_clusterenv.py" if "dqn" in flags[at] else "ppo_clusterenv.py",
+                flags[at + 1 :],
+                dry_run=False,
+            )
 
     def one(page, program, *words):
         words = list(words)
@@ -312,11 +381,17 @@ def check(tmp_path, monkeypatch):
             if path.endswith("_clusterenv.py"):
                 script(path, flags)
             else:
-                ours(partial(runpy.run_path, str(ROOT / path), run_name="__main__"), ROOT / path, [path, *flags])
+                ours(
+                    partial(runpy.run_path, str(ROOT / path), run_name="__main__"),
+                    ROOT / path,
+                    [path, *flags],
+                )
         elif program == "pip":
             pip(words)
         elif program == "make":
-            result = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True)
+            result = subprocess.run(
+                ["make", "-n", *words], cwd=ROOT, capture_output=True, text=True
+            )
             assert result.returncode == 0, result.stderr
         elif program == "torchrun":
             names_script = any(word.endswith(".py") for word in words)
@@ -338,5 +413,7 @@ def test_the_commands_of_a_page_are_understood(page, tmp_path, check):
     calls = calls_of(page, tmp_path)
     for call in calls:
         check(page, *call)
-    not_run = {name for says in NOT_RUN.findall(page.read_text()) for name in re.findall(r"`(\w+)`", says)}
+    not_run = {
+        name for says in NOT_RUN.findall(page.read_text()) for name in re.findall(r"`(\w+)`", says)
+    }
     assert not_run <= {program for program, *_ in calls}

@@ -14,8 +14,26 @@ from .test_dqn_clusterenv import METRICS, SUMMARY
 from .test_frames import Net, stacked
 
 SCRIPT = "dqn_atari_clusterenv.py"
-TINY = ["--env-id", "ALE/Breakout-v5", "--envs-per-worker", "1", "--num-steps", "16", "--learning-starts", "64"]
-TINY += ["--total-timesteps", "192", "--buffer-size", "100", "--target-network-frequency", "40", "--eval-episodes", "1"]
+TINY = [
+    "--env-id",
+    "ALE/Breakout-v5",
+    "--envs-per-worker",
+    "1",
+    "--num-steps",
+    "16",
+    "--learning-starts",
+    "64",
+]
+TINY += [
+    "--total-timesteps",
+    "192",
+    "--buffer-size",
+    "100",
+    "--target-network-frequency",
+    "40",
+    "--eval-episodes",
+    "1",
+]
 TINY += ["--sync-check-frequency", "5", "--batch-size", "8", "--deterministic", "--no-save-model"]
 TINY += ["--end-e", "1"]  # at random a game is soon over
 SPACE = stacked().observation_space
@@ -27,13 +45,26 @@ def test_run_leaves_summary_and_logs_and_goes_on_with_its_buffer(tmp_path, backe
     if backend == "envpool":
         pytest.importorskip("envpool")
         env_id = "Breakout-v5"
-    flags = [*TINY, "--save-replay", "--env-backend", backend, "--env-id", env_id, "--run-name", "x"]
+    flags = [
+        *TINY,
+        "--save-replay",
+        "--env-backend",
+        backend,
+        "--env-id",
+        env_id,
+        "--run-name",
+        "x",
+    ]
     folder, summary = scripts.train(SCRIPT, tmp_path, *flags)
     assert set(summary) >= SUMMARY
     assert summary["global_step"] == summary["transitions_inserted"] == 192
     assert summary["gradient_steps"] == (192 - 64) // 4
-    assert set(scripts.events_of(folder).Tags()["scalars"]) >= {tag for tag in METRICS if "episodic" not in tag}
-    folder, summary = scripts.train(SCRIPT, tmp_path, "--resume", "runs/x", "--total-timesteps", "256")
+    assert set(scripts.events_of(folder).Tags()["scalars"]) >= {
+        tag for tag in METRICS if "episodic" not in tag
+    }
+    folder, summary = scripts.train(
+        SCRIPT, tmp_path, "--resume", "runs/x", "--total-timesteps", "256"
+    )
     assert summary["global_step"] == summary["transitions_inserted"] == 256
     assert summary["gradient_steps"] == (256 - 64) // 4
     assert all(np.isfinite(scalars(folder, "losses/td_loss")))
@@ -91,7 +122,10 @@ def test_bytes_of_a_transition():
     ("flags", "says"),
     [
         ("--env-id CartPole-v1", "Atari's games, such as ALE/Pong-v5, got CartPole-v1"),
-        ("--buffer-size 5", "--buffer-size 5 must be at least a chunk of 1 environments x 16 steps = 16"),
+        (
+            "--buffer-size 5",
+            "--buffer-size 5 must be at least a chunk of 1 environments x 16 steps = 16",
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, flags, says):

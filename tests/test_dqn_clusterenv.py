@@ -16,8 +16,26 @@ from .nets import linear
 from .scripts import scalars
 
 SCRIPT = "dqn_clusterenv.py"
-TINY = ["--envs-per-worker", "2", "--num-steps", "4", "--learning-starts", "100", "--batch-size", "16"]
-TINY += ["--total-timesteps", "800", "--buffer-size", "500", "--eval-episodes", "2", "--sync-check-frequency", "5"]
+TINY = [
+    "--envs-per-worker",
+    "2",
+    "--num-steps",
+    "4",
+    "--learning-starts",
+    "100",
+    "--batch-size",
+    "16",
+]
+TINY += [
+    "--total-timesteps",
+    "800",
+    "--buffer-size",
+    "500",
+    "--eval-episodes",
+    "2",
+    "--sync-check-frequency",
+    "5",
+]
 SUMMARY = {
     "global_step", "wall_seconds", "sps", "gradient_steps", "transitions_inserted", "policy_versions",
     "learner_waiting_seconds", "workers_waiting_seconds", "pulls_per_worker", "sync_bytes", "mean_return_100",
@@ -48,20 +66,32 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert summary["args"]["learning_rate"] == 2.5e-4
     assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     model = torch.load(folder / "dqn_clusterenv.cleanrl_model")
-    assert {path.name for path in (folder / "workers").iterdir()} == {"worker-0.log", "worker-1.log"}
+    assert {path.name for path in (folder / "workers").iterdir()} == {
+        "worker-0.log",
+        "worker-1.log",
+    }
     events = scripts.events_of(folder)
     assert set(events.Tags()["scalars"]) >= METRICS
     assert "hyperparameters/text_summary" in events.Tags()["tensors"]
     size = sum(value.numel() * value.element_size() for value in model.values())
     assert summary["pulls_per_worker"] > 1
-    first, others = size / 4, size / 10  # of each worker's: a byte a weight, then little more than a bit
+    first, others = (
+        size / 4,
+        size / 10,
+    )  # of each worker's: a byte a weight, then little more than a bit
     assert 0 < summary["sync_bytes"] / 2 < first + (summary["pulls_per_worker"] - 1) * others
 
 
 def test_deterministic_runs_of_one_seed_are_the_same(trained, tmp_path):
     folder, first = trained
     other, second = train(tmp_path, "--deterministic", "--kl-threshold", "1e-5")
-    for key in ("mean_return_100", "eval_return_mean", "eval_return_std", "pulls_per_worker", "sync_bytes"):
+    for key in (
+        "mean_return_100",
+        "eval_return_mean",
+        "eval_return_std",
+        "pulls_per_worker",
+        "sync_bytes",
+    ):
         assert first[key] == second[key]
     for tag in ("losses/td_loss", "losses/q_values", "sync/kl", "sync/policy_lag"):
         assert scalars(folder, tag) == scalars(other, tag)
@@ -114,7 +144,13 @@ def test_offline_wandb_spellings_of_booleans_and_max_seconds(tmp_path):
     assert summary["global_step"] < 100000000 and summary["eval_return_mean"] > 0
     (offline,) = tmp_path.glob("wandb/offline-run-*")
     record = next(offline.glob("*.wandb")).read_bytes()
-    for text in (b"train_frequency", b"kl_threshold", b"global_step", b"eval_return_mean", b"throughput/replay_ratio"):
+    for text in (
+        b"train_frequency",
+        b"kl_threshold",
+        b"global_step",
+        b"eval_return_mean",
+        b"throughput/replay_ratio",
+    ):
         assert text in record
     assert not list(tmp_path.glob("runs/*/*.cleanrl_model"))
 
@@ -129,13 +165,19 @@ def test_offline_wandb_spellings_of_booleans_and_max_seconds(tmp_path):
         ("--outstanding 0", "--outstanding must be at least 1, got 0"),
         ("--kl-threshold nan", "got nan"),
         ("--sync-mode interval", "needs --sync-interval"),
-        ("--train-frequency 7", "--target-network-frequency must be a multiple of --train-frequency"),
+        (
+            "--train-frequency 7",
+            "--target-network-frequency must be a multiple of --train-frequency",
+        ),
         ("--start-e 1.5", "--start-e must be in [0, 1], got 1.5"),
         ("--learning-starts -1", "--learning-starts must be at least 0, got -1"),
         ("--exploration-fraction 0", "--exploration-fraction must be a number > 0, got 0.0"),
         ("--total-timesteps 10", "at least a chunk of 8 environments x 16 steps = 128"),
         ("--buffer-size 10", "at least a chunk of 8 environments x 16 steps = 128"),
-        ("--buffer-size 100000000000", "--buffer-size 100000000000 takes 4470.3 GiB, this machine has"),
+        (
+            "--buffer-size 100000000000",
+            "--buffer-size 100000000000 takes 4470.3 GiB, this machine has",
+        ),
     ],
 )
 def test_bad_input_is_one_line_before_anything_starts(tmp_path, monkeypatch, flags, says):
@@ -143,7 +185,15 @@ def test_bad_input_is_one_line_before_anything_starts(tmp_path, monkeypatch, fla
 
 
 def test_killed_worker_ends_the_run_with_its_name(tmp_path):
-    flags = [*TINY, "--total-timesteps", "4800", "--on-worker-loss", "raise", "--worker-timeout", "3600"]
+    flags = [
+        *TINY,
+        "--total-timesteps",
+        "4800",
+        "--on-worker-loss",
+        "raise",
+        "--worker-timeout",
+        "3600",
+    ]
     process, workers = scripts.start_and_await_training(SCRIPT, tmp_path, *flags)
     scripts.check_loss_of_worker_1(process, workers)
 
@@ -168,9 +218,9 @@ class PixelEnv(CountingEnv):
 
 def test_transitions_are_exact_at_the_ends_of_episodes_and_the_oldest_give_way():
     rb = ReplayBuffer(25, PixelEnv.observation_space)
-    assert sum(column.nbytes for column in vars(rb).values() if isinstance(column, torch.Tensor)) == (
-        ReplayBuffer.num_bytes(25, PixelEnv.observation_space)
-    )
+    assert sum(
+        column.nbytes for column in vars(rb).values() if isinstance(column, torch.Tensor)
+    ) == (ReplayBuffer.num_bytes(25, PixelEnv.observation_space))
     with ClusterEnv([partial(PixelEnv, 2), partial(PixelEnv, 9)], 1) as envs:
         envs.publish(CategoricalPolicy(linear(2, 2)))
         envs.reset()

@@ -52,8 +52,12 @@ def start_head(pipe, temporary_directory, tmp_path):
     return start
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_no_worker_survives_a_head_that_is_stopped(start_head, pipe, temporary_directory, tmp_path, number):
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name
+)
+def test_no_worker_survives_a_head_that_is_stopped(
+    start_head, pipe, temporary_directory, tmp_path, number
+):
     head = start_head(SCRIPT + "envs.step([0, 0])")
     pids = pipe.pids(2)  # both are in a step that takes an hour
     if number == signal.SIGINT:
@@ -68,7 +72,9 @@ def test_no_worker_survives_a_head_that_is_stopped(start_head, pipe, temporary_d
     assert list(temporary_directory.iterdir()) == []  # also if the head was killed without warning
 
 
-def test_no_worker_survives_a_head_that_is_killed_before_it_has_said_anything(start_head, pipe, temporary_directory):
+def test_no_worker_survives_a_head_that_is_killed_before_it_has_said_anything(
+    start_head, pipe, temporary_directory
+):
     code = """
 import os, signal, subprocess, sys
 from clusterenv_runtime import ClusterEnv
@@ -89,7 +95,9 @@ ClusterEnv([CountingEnv] * 2, 2, startup_timeout=3600)
 
 
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a fork that lives on"])
-def test_no_worker_survives_a_head_that_is_killed_whatever_it_has_forked(start_head, pipe, temporary_directory, forks):
+def test_no_worker_survives_a_head_that_is_killed_whatever_it_has_forked(
+    start_head, pipe, temporary_directory, forks
+):
     code = """
 import os, signal, sys, time
 from clusterenv_runtime import ClusterEnv
@@ -141,7 +149,9 @@ os.kill(os.getpid(), signal.SIGKILL)
         ("envs.step_async([0, 0]); sys.stdin.read()", 0),  # while they step
     ],
 )
-def test_no_worker_survives_a_head_that_ends_without_close(start_head, pipe, tmp_path, end, returncode):
+def test_no_worker_survives_a_head_that_ends_without_close(
+    start_head, pipe, tmp_path, end, returncode
+):
     head = start_head(SCRIPT + end)
     pids = pipe.pids(2)
     head.stdin.close()  # what the last of the scripts waits for
@@ -157,7 +167,9 @@ def test_no_worker_survives_its_forgotten_cluster():
     assert_ended(pids, 0)
 
 
-@pytest.mark.parametrize("in_the_child", ["pass", "envs.close()", "del envs", "raise ValueError('its own')"])
+@pytest.mark.parametrize(
+    "in_the_child", ["pass", "envs.close()", "del envs", "raise ValueError('its own')"]
+)
 def test_a_forked_child_that_ends_ends_nothing_of_its_parents(temporary_directory, in_the_child):
     code = f"""
 import os, signal, sys
@@ -174,7 +186,9 @@ os.kill(pids[1], signal.SIGKILL)  # a replacement must find the head's socket
 assert envs.call("pid")[0] == pids[0]
 envs.close()
 """
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -212,7 +226,9 @@ def test_close_closes_the_environments(workers, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["step", "close"])
-@pytest.mark.parametrize("how", [{"timeout": 0.3}, {"terminate": True}, {"timeout": HOUR, "terminate": True}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"timeout": 0.3}, {"terminate": True}, {"timeout": HOUR, "terminate": True}], ids=str
+)
 def test_close_waits_no_longer_than_it_is_told_to(workers, pipe, monkeypatch, where, how):
     sleep, slept, given = time.sleep, [], []
 

@@ -50,9 +50,14 @@ def run_until_it_raises(where, error, row):
 
 def assert_tells_all(text, row):
     worker, rows = [(0, "0 to 2"), (1, "3 to 4")][row > 2]
-    assert re.match(rf"environment {row} on worker {worker} \(.*, pid \d+.*, environments {rows}\) raised ", text)
+    assert re.match(
+        rf"environment {row} on worker {worker} \(.*, pid \d+.*, environments {rows}\) raised ",
+        text,
+    )
     assert "Traceback (most recent call last)" in text
-    assert re.search(r"in _fail_in\n[ |]+raise self.error", text)  # the line in the environment; | is of a group's
+    assert re.search(
+        r"in _fail_in\n[ |]+raise self.error", text
+    )  # the line in the environment; | is of a group's
 
 
 @pytest.mark.parametrize("where, row, name", PLACES)
@@ -71,13 +76,22 @@ def test_an_exception_in_an_environment_is_raised_here(workers, where, row, name
     "error, text",
     [
         (CustomError("only tests know it"), "tests.envs.CustomError: only tests know it"),
-        (UnicodeDecodeError("ascii", b"x", 0, 1, "takes five arguments"), "UnicodeDecodeError: 'ascii' codec can't"),
+        (
+            UnicodeDecodeError("ascii", b"x", 0, 1, "takes five arguments"),
+            "UnicodeDecodeError: 'ascii' codec can't",
+        ),
         (SystemExit(7), "builtins.SystemExit: 7"),
-        (StopIteration("enough"), "builtins.StopIteration: enough"),  # it would end a loop of the user's
+        (
+            StopIteration("enough"),
+            "builtins.StopIteration: enough",
+        ),  # it would end a loop of the user's
         (KeyboardInterrupt("window closed"), "builtins.KeyboardInterrupt: window closed"),
         (GeneratorExit(), "builtins.GeneratorExit: "),
         (asyncio.CancelledError(), "asyncio.exceptions.CancelledError: "),
-        (ExceptionGroup("of \udc80", [ValueError("x")]), "builtins.ExceptionGroup: of \\udc80 (1 sub-exception)"),
+        (
+            ExceptionGroup("of \udc80", [ValueError("x")]),
+            "builtins.ExceptionGroup: of \\udc80 (1 sub-exception)",
+        ),
         (MuteError(RuntimeError()), "tests.envs.MuteError: <exception str() failed>"),
         (MuteError(SystemExit(4)), "tests.envs.MuteError: <exception str() failed>"),
     ],
@@ -105,7 +119,9 @@ def test_an_exception_whose_text_cannot_be_sent_is_raised_here(workers, message,
     with at_most(), pytest.raises(ValueError) as caught:
         run_until_it_raises("step", ValueError(message), 3)
     assert type(caught.value) is ValueError and text in str(caught.value)
-    assert text in str(caught.value.__cause__) and "in _fail_in\n    raise self.error" in str(caught.value.__cause__)
+    assert text in str(caught.value.__cause__) and "in _fail_in\n    raise self.error" in str(
+        caught.value.__cause__
+    )
     assert not workers()
 
 
@@ -121,7 +137,12 @@ def test_text_that_cannot_be_sent_is_left_out_of_infos_and_else_an_error():
         name = "a name \udcff of bytes"
 
         def step(self, action):
-            return *super().step(action)[:-1], {"path": self.name, self.name: 1, Unspeakable(): 2, "fine": 3}
+            return *super().step(action)[:-1], {
+                "path": self.name,
+                self.name: 1,
+                Unspeakable(): 2,
+                "fine": 3,
+            }
 
     with ClusterEnv([TellingEnv, TellingEnv], 2, worker_timeout=HOUR) as envs:
         envs.reset()
@@ -131,7 +152,9 @@ def test_text_that_cannot_be_sent_is_left_out_of_infos_and_else_an_error():
         assert [text.partition(" (")[0].rpartition("Info ")[2] for text in texts] == [
             "a Unspeakable", r"a name \udcff of bytes", "path",
         ]  # fmt: skip
-        with pytest.raises(TypeError, match="a text with lone surrogates cannot be sent to the head"):
+        with pytest.raises(
+            TypeError, match="a text with lone surrogates cannot be sent to the head"
+        ):
             envs.call("name")
 
 
@@ -156,12 +179,16 @@ class OnceEnv(RandomEnv):
         return super().step(action)
 
 
-@pytest.mark.parametrize("mode", [gym.vector.AutoresetMode.NEXT_STEP, gym.vector.AutoresetMode.SAME_STEP])
+@pytest.mark.parametrize(
+    "mode", [gym.vector.AutoresetMode.NEXT_STEP, gym.vector.AutoresetMode.SAME_STEP]
+)
 @pytest.mark.parametrize("where", ["step", "reset"])
 def test_after_an_exception_a_reset_goes_on_as_sync_vector_env_does(tmp_path, where, mode):
     env_fns = [partial(OnceEnv, each) for each in ("nowhere", where, "nowhere", "nowhere")]
     sync = gym.vector.SyncVectorEnv(env_fns, autoreset_mode=mode)
-    with ClusterEnv(env_fns, 2, autoreset_mode=mode, log_dir=str(tmp_path), worker_timeout=HOUR) as envs:
+    with ClusterEnv(
+        env_fns, 2, autoreset_mode=mode, log_dir=str(tmp_path), worker_timeout=HOUR
+    ) as envs:
         for each in (envs, sync):
             each.reset(seed=1)
             with pytest.raises(ValueError, match=f"in its {where}") as caught:
@@ -181,7 +208,9 @@ def test_after_an_exception_a_reset_goes_on_as_sync_vector_env_does(tmp_path, wh
 
 
 def test_after_an_exception_in_a_rollout_a_reset_goes_on():
-    with ClusterEnv([CountingEnv, partial(FailingEnv, "step", ValueError("x"))], 2, worker_timeout=HOUR) as envs:
+    with ClusterEnv(
+        [CountingEnv, partial(FailingEnv, "step", ValueError("x"))], 2, worker_timeout=HOUR
+    ) as envs:
         policy = CategoricalPolicy(linear(1, 2))
         pids = envs.call("pid")
         for _ in range(2):
@@ -197,7 +226,9 @@ def test_after_an_exception_in_a_rollout_a_reset_goes_on():
 
 
 def test_after_an_exception_in_a_stream_what_was_sent_is_given_up():
-    with ClusterEnv([CountingEnv, partial(FailingEnv, "step", ValueError("x"))], 2, worker_timeout=HOUR) as envs:
+    with ClusterEnv(
+        [CountingEnv, partial(FailingEnv, "step", ValueError("x"))], 2, worker_timeout=HOUR
+    ) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         envs.reset(seed=1)
         with pytest.raises(ValueError, match="^x$"):
@@ -211,7 +242,9 @@ def test_after_an_exception_in_a_stream_what_was_sent_is_given_up():
         envs.reset(seed=1)
         envs.send(3)
         chunks = dict(envs.recv() for _ in range(2))
-        assert chunks.keys() == {0, 1} and all(chunk.rewards.ravel().tolist() == [1, 2, 3] for chunk in chunks.values())
+        assert chunks.keys() == {0, 1} and all(
+            chunk.rewards.ravel().tolist() == [1, 2, 3] for chunk in chunks.values()
+        )
 
 
 def test_an_error_of_the_policy_is_not_an_environments():
@@ -239,7 +272,9 @@ def test_an_error_of_the_policy_is_not_an_environments():
 def test_an_exception_after_a_timeout_is_not_lost(tmp_path):
     """The one that comes too late for its own call is raised by the next."""
     gate = tmp_path / "gate"
-    with ClusterEnv([CountingEnv, partial(FailingEnv, "step", ValueError("late"), gate=str(gate))], 2) as envs:
+    with ClusterEnv(
+        [CountingEnv, partial(FailingEnv, "step", ValueError("late"), gate=str(gate))], 2
+    ) as envs:
         envs.reset()
         envs.step_async([0, 0])
         with pytest.raises(multiprocessing.TimeoutError):

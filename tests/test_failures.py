@@ -18,7 +18,14 @@ import numpy as np
 import pytest
 import zmq
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, LocalLauncher, StartupError, WorkerDiedError
+from clusterenv_runtime import (
+    CategoricalPolicy,
+    ClusterEnv,
+    Interrupted,
+    LocalLauncher,
+    StartupError,
+    WorkerDiedError,
+)
 from clusterenv_runtime.wire.protocol import PROTOCOL_VERSION, Ping, decode_answer, encode
 
 from .envs import BlockingEnv, CountingEnv, FailingEnv, LeavingEnv, assert_same
@@ -27,7 +34,10 @@ from .nets import linear
 from .patience import HOUR, PATIENCE, assert_ended, at_most, kill, wait_until, with_more_time
 from .scripts import ROOT, children_of
 
-PATIENT = {"worker_timeout": HOUR, "startup_timeout": HOUR}  # for a machine that has other things to do
+PATIENT = {
+    "worker_timeout": HOUR,
+    "startup_timeout": HOUR,
+}  # for a machine that has other things to do
 pytestmark = [
     pytest.mark.usefixtures("temporary_directory"),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # Gymnasium's logger announces each error
@@ -88,7 +98,10 @@ def test_a_worker_killed_in_a_rollout(workers, pipe, tmp_path):
 def test_a_worker_that_exits():
     with ClusterEnv([CountingEnv] * 2, 2, on_worker_loss="raise", worker_timeout=HOUR) as envs:
         first, _ = envs.call("pid")
-        with at_most(), pytest.raises(WorkerDiedError, match=died(0, first, "0 to 0", how="exit code 3")):
+        with (
+            at_most(),
+            pytest.raises(WorkerDiedError, match=died(0, first, "0 to 0", how="exit code 3")),
+        ):
             envs.call("leave_if", first, code=3)
 
 
@@ -152,7 +165,9 @@ def test_ctrl_c_at_a_workers_own_terminal_is_no_error_of_its_environment(workers
         def close(self):
             (tmp_path / "closed").touch()
 
-    envs = ClusterEnv([partial(ClosingEnv, pipe.path)], 1, on_worker_loss="raise", worker_timeout=HOUR)
+    envs = ClusterEnv(
+        [partial(ClosingEnv, pipe.path)], 1, on_worker_loss="raise", worker_timeout=HOUR
+    )
     envs.reset()
     envs.step_async([0])
     (pid,) = pipe.pids(1)
@@ -168,7 +183,14 @@ def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
     container = process_namespace()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as head:
         head.bind(f"ipc://{tmp_path}/head")
-        arguments = ["--connect", f"ipc://{tmp_path}/head", "--index", "0", "--startup-timeout", str(HOUR)]
+        arguments = [
+            "--connect",
+            f"ipc://{tmp_path}/head",
+            "--index",
+            "0",
+            "--startup-timeout",
+            str(HOUR),
+        ]
         command = [*container, sys.executable, "-m", "clusterenv_runtime.worker", *arguments]
         process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
         try:
@@ -211,7 +233,10 @@ def test_workers_that_say_nothing(instead_of_python, monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", start_and_note)
     text = r"worker 0 \(.*environments 0 to 1\), worker 1 \(.*environments 2 to 2\) did not come up .* within 0\.5 s"
-    with at_most(45), pytest.raises(StartupError, match=text):  # sooner than with the default, a minute
+    with (
+        at_most(45),
+        pytest.raises(StartupError, match=text),
+    ):  # sooner than with the default, a minute
         ClusterEnv([CountingEnv] * 3, 2, startup_timeout=0.5)
     assert len(started) == 2 and all(process.returncode is not None for process in started)
 
@@ -226,7 +251,11 @@ def test_workers_that_take_too_long_to_build(workers, pipe):
     def check(seconds):  # that the other one needs, too
         text = rf"^worker 1 \(.*1 to 1\) did not come up and build the next of its environments within {seconds} s$"
         with at_most(), pytest.raises(StartupError, match=text):
-            ClusterEnv([CountingEnv, partial(BlockingEnv, pipe.path, "constructor")], 2, startup_timeout=seconds)
+            ClusterEnv(
+                [CountingEnv, partial(BlockingEnv, pipe.path, "constructor")],
+                2,
+                startup_timeout=seconds,
+            )
         assert not workers()
 
     with_more_time(check, 4, 60)
@@ -243,7 +272,9 @@ class SlowlyBuilt(CountingEnv):
 def test_constructors_that_take_long_are_given_time_one_after_the_other(workers):
     def check(seconds):  # which four of them take longer than, and a busy machine's imports do not
         start = time.monotonic()
-        with ClusterEnv([CountingEnv, *[partial(SlowlyBuilt, 0.4 * seconds)] * 4], 1, startup_timeout=seconds) as envs:
+        with ClusterEnv(
+            [CountingEnv, *[partial(SlowlyBuilt, 0.4 * seconds)] * 4], 1, startup_timeout=seconds
+        ) as envs:
             envs.reset()
         assert time.monotonic() - start > 1.6 * seconds
 
@@ -253,7 +284,9 @@ def test_constructors_that_take_long_are_given_time_one_after_the_other(workers)
 def test_a_launcher_serves_one_cluster():
     launcher = LocalLauncher()
     with ClusterEnv([CountingEnv], 1, launcher=launcher) as envs:
-        with pytest.raises(ValueError, match="a LocalLauncher starts the workers of one ClusterEnv: make another"):
+        with pytest.raises(
+            ValueError, match="a LocalLauncher starts the workers of one ClusterEnv: make another"
+        ):
             ClusterEnv([CountingEnv], 1, launcher=launcher)
         envs.reset()
         envs.step([0])  # its worker is still there
@@ -262,7 +295,10 @@ def test_a_launcher_serves_one_cluster():
 @pytest.mark.parametrize(
     "patch, text",
     [
-        ("PROTOCOL_VERSION = 99", rf"worker [01] .* speaks protocol 99, the head {PROTOCOL_VERSION}: install the same"),
+        (
+            "PROTOCOL_VERSION = 99",
+            rf"worker [01] .* speaks protocol 99, the head {PROTOCOL_VERSION}: install the same",
+        ),
         (
             "shared_versions = lambda: {'numpy': '0.1'}",
             r"worker [01] .* runs numpy 0\.1 \(head: .*\): install the same",
@@ -354,7 +390,9 @@ class LoudEnv(CountingEnv):
     """Prints more than may be in a file."""
 
     def step(self, action):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        )
         print("x" * 10_000, flush=True)
         print("y" * 10_000, file=sys.stderr)
         return super().step(action)

@@ -35,8 +35,15 @@ def write_run(directory, flat):
     writer = SummaryWriter(str(logs))
     for step in range(10, STEPS + 1, 10):
         if step > 300:  # until then no episode has ended
-            writer.add_scalar("charts/episodic_return", 10 * parameters["seed"] * step / STEPS, step)
-        for tag, value in (("kl", 0.01 * step), ("policy_lag", 2), ("pulls_per_worker", step), ("bytes", 4 * step)):
+            writer.add_scalar(
+                "charts/episodic_return", 10 * parameters["seed"] * step / STEPS, step
+            )
+        for tag, value in (
+            ("kl", 0.01 * step),
+            ("policy_lag", 2),
+            ("pulls_per_worker", step),
+            ("bytes", 4 * step),
+        ):
             writer.add_scalar(f"sync/{tag}", value, step)
     writer.close()
     args = {
@@ -65,18 +72,41 @@ def paths(tmp_path, monkeypatch):
     """Sweeps by divergence and by interval of which all but one configuration have finished, and a way to run main."""
     monkeypatch.chdir(ROOT)
     swept = {
-        "kl": {"sync_mode": ["kl"], "kl_threshold": [0.1, 0.5], "decoupled": [True, False], "seed": [1, 2, 3]},
-        "interval": {"sync_mode": ["interval"], "sync_interval": [1, 4], "decoupled": [True], "seed": [1, 2, 3]},
+        "kl": {
+            "sync_mode": ["kl"],
+            "kl_threshold": [0.1, 0.5],
+            "decoupled": [True, False],
+            "seed": [1, 2, 3],
+        },
+        "interval": {
+            "sync_mode": ["interval"],
+            "sync_interval": [1, 4],
+            "decoupled": [True],
+            "seed": [1, 2, 3],
+        },
     }
-    paths = {"--sweeps": tmp_path / "sweeps", "--runs": tmp_path / "runs", "--results": tmp_path / "results"}
+    paths = {
+        "--sweeps": tmp_path / "sweeps",
+        "--runs": tmp_path / "runs",
+        "--results": tmp_path / "results",
+    }
     paths["--sweeps"].mkdir()
     for name, parameters in swept.items():
         file = paths["--sweeps"] / f"{name}.yaml"
         parameters = {key: {"values": values} for key, values in parameters.items()}
-        file.write_text(yaml.safe_dump({"program": "ppo_clusterenv.py", "method": "grid", "parameters": parameters}))
+        file.write_text(
+            yaml.safe_dump(
+                {"program": "ppo_clusterenv.py", "method": "grid", "parameters": parameters}
+            )
+        )
         setup = load(file)
         for flat in configurations(setup, 1):
-            if flat != {("sync_mode",): "kl", ("kl_threshold",): 0.5, ("decoupled",): True, ("seed",): 3}:
+            if flat != {
+                ("sync_mode",): "kl",
+                ("kl_threshold",): 0.5,
+                ("decoupled",): True,
+                ("seed",): 3,
+            }:
                 write_run(directory_of(setup, flat, paths["--runs"] / name), flat)
 
     def call(module, **options):
@@ -100,17 +130,31 @@ def contents(directory):
 def test_tables_hold_what_was_logged_and_keep_it_when_runs_are_gone(paths, capsys):
     paths, call = paths
     call(collect)
-    runs, curves = rows_of(paths["--results"] / "runs.csv"), rows_of(paths["--results"] / "curves.csv")
+    runs, curves = (
+        rows_of(paths["--results"] / "runs.csv"),
+        rows_of(paths["--results"] / "curves.csv"),
+    )
     assert (len(runs), len(curves)) == (17, 17 * collect.POINTS)
     assert "17 of 18 runs" in capsys.readouterr().out
     (run,) = (row for row in runs if (row["sync_interval"], row["seed"]) == ("4", "2"))
-    command = "python ppo_clusterenv.py --decoupled=True --seed=2 --sync_interval=4 --sync_mode=interval"
+    command = (
+        "python ppo_clusterenv.py --decoupled=True --seed=2 --sync_interval=4 --sync_mode=interval"
+    )
     assert sorted(run["command"].split()) == sorted(command.split())
-    assert (run["experiment"], run["pulls_per_worker"], run["mean_return_100"]) == ("interval", "250", "20")
+    assert (run["experiment"], run["pulls_per_worker"], run["mean_return_100"]) == (
+        "interval",
+        "250",
+        "20",
+    )
     assert "torch" in run["software"] and "cores" in run["machine"]
     curve = [row for row in curves if row["run"] == run["run"]]
     assert [row["step"] for row in curve[:3]] == ["20", "40", "60"]
-    assert [row["return"] for row in curve[13:17]] == ["", "", "6.3", "6.7"]  # of 310 and 320, of 330 and 340
+    assert [row["return"] for row in curve[13:17]] == [
+        "",
+        "",
+        "6.3",
+        "6.7",
+    ]  # of 310 and 320, of 330 and 340
     assert curve[1]["kl"] == "0.35" and curve[1]["pulls"] == "40" and curve[1]["bytes"] == "160"
 
     before = contents(paths["--results"])
@@ -133,7 +177,10 @@ def test_a_resumed_runs_curve_has_no_step_twice_and_gaps_repeat_the_point_before
             writer.add_scalar("charts/episodic_return", value, step)
         writer.close()
     curve = collect.curves(tmp_path, STEPS)["return"]
-    assert [curve[step // 20 - 1] for step in (80, 100, 480, 500, 800, 980, 1000)] == ["", *"112227"]
+    assert [curve[step // 20 - 1] for step in (80, 100, 480, 500, 800, 980, 1000)] == [
+        "",
+        *"112227",
+    ]
 
 
 def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, monkeypatch):
@@ -149,16 +196,39 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, mo
             shutil.copy(paths["--results"] / name, output)
     assert contents(outputs[0]) == contents(outputs[1])
     kinds = "learning_curves", "synchronization", "objectives", "frontier", "lag"
-    assert set(contents(outputs[0])) == {"claims.csv", "claims.md", *(f"ppo_cartpole_v1_{kind}.png" for kind in kinds)}
+    assert set(contents(outputs[0])) == {
+        "claims.csv",
+        "claims.md",
+        *(f"ppo_cartpole_v1_{kind}.png" for kind in kinds),
+    }
     rows = {(row["setting"], row["against"]): row for row in rows_of(outputs[0] / "claims.csv")}
     row = rows["KL > 0.1", "every 4"]  # 300 pulls: close to 250, not to 1000
-    assert (row["matched"], row["seeds"], row["pulls"], row["pulls_against"]) == ("True", "3", "300", "250")
+    assert (row["matched"], row["seeds"], row["pulls"], row["pulls_against"]) == (
+        "True",
+        "3",
+        "300",
+        "250",
+    )
     assert rows["KL > 0.1", "always"]["times_fewer_pulls"] == "3.33333"
-    points = [6.3, *(step / 50 - 0.1 for step in range(340, STEPS + 1, 20))]  # of seed 2: the means of two each
-    assert float(row["training"]) == pytest.approx(np.mean(points), rel=1e-3) and row["training_difference"] == "0"
+    points = [
+        6.3,
+        *(step / 50 - 0.1 for step in range(340, STEPS + 1, 20)),
+    ]  # of seed 2: the means of two each
+    assert (
+        float(row["training"]) == pytest.approx(np.mean(points), rel=1e-3)
+        and row["training_difference"] == "0"
+    )
     half = rows["KL > 0.5", "always"]  # pairs: seeds 1 and 2, with returns 10 and 20
-    assert (half["seeds"], half["return"], half["return_difference"], half["return_low"]) == ("2", "15", "0", "nan")
-    assert rows["KL > 0.5, plain", "KL > 0.5"]["seeds"] == "2" and ("KL > 0.5", "KL > 0.5, plain") not in rows
+    assert (half["seeds"], half["return"], half["return_difference"], half["return_low"]) == (
+        "2",
+        "15",
+        "0",
+        "nan",
+    )
+    assert (
+        rows["KL > 0.5, plain", "KL > 0.5"]["seeds"] == "2"
+        and ("KL > 0.5", "KL > 0.5, plain") not in rows
+    )
     assert {row["held_out"] for row in rows.values()} == {"False"}
     text = (outputs[0] / "claims.md").read_text()
     pulls = "300.0 instead of 1000.0 | 3.3 times fewer"
@@ -173,12 +243,16 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, mo
         writer.writeheader()
         writer.writerows(plain)
     (tmp_path / "plain").mkdir()
-    call(plot, **{"--output": tmp_path / "plain"})  # nothing has run yet with the decoupled objective, nor an interval
+    call(
+        plot, **{"--output": tmp_path / "plain"}
+    )  # nothing has run yet with the decoupled objective, nor an interval
     drawn = {f"ppo_cartpole_v1_{kind}.png" for kind in ("synchronization", "lag")}
     assert set(contents(tmp_path / "plain")) == drawn
     shutil.copy(tmp_path / "runs.csv", paths["--results"])
     (task,) = tasks.load(paths["--results"])
-    panel = next(axes for axes in plot.learning_curves(task).axes if axes.get_title("left") == "KL > 0.5")
+    panel = next(
+        axes for axes in plot.learning_curves(task).axes if axes.get_title("left") == "KL > 0.5"
+    )
     always, of_all = panel.lines[0].get_ydata(), iqm(task.curve(tasks.ALWAYS, "return"))
     np.testing.assert_array_equal(always, iqm(task.curve(tasks.ALWAYS, "return", [1, 2])))
     assert panel.texts[0].get_text() == "2 seeds" and not np.array_equal(always, of_all)
@@ -186,7 +260,9 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, mo
     again = [row for row in claims.claims(task) if row["matched"] and row["held_out"]]
     both = {"KL > 0.1": 2, "KL > 0.5": 1, "KL > 0.1, plain": 2, "KL > 0.5, plain": 2}
     assert {row["setting"]: row["seeds"] for row in again} == both
-    assert "over 2 to 3 seeds (of fewer than 5 no interval)" in task.caption([tasks.Setting("kl", 0.5)])
+    assert "over 2 to 3 seeds (of fewer than 5 no interval)" in task.caption(
+        [tasks.Setting("kl", 0.5)]
+    )
 
 
 def test_bounds_on_the_lag_and_objectives_are_not_mixed():
@@ -195,8 +271,14 @@ def test_bounds_on_the_lag_and_objectives_are_not_mixed():
         keys += [tasks.Setting("kl", value, decoupled, bound) for value in (0.2, 0.1)]
     task.runs = dict.fromkeys(keys, {})
     assert task.variants() == [", lag ≤ 512", ", lag ≤ 40", ", plain"]
-    assert list(map(str, task.settings("kl", task.variants()[0]))) == ["KL > 0.1, lag ≤ 512", "KL > 0.2, lag ≤ 512"]
-    assert list(map(str, task.settings("kl", tasks.PLAIN))) == ["KL > 0.1, plain", "KL > 0.2, plain"]
+    assert list(map(str, task.settings("kl", task.variants()[0]))) == [
+        "KL > 0.1, lag ≤ 512",
+        "KL > 0.2, lag ≤ 512",
+    ]
+    assert list(map(str, task.settings("kl", tasks.PLAIN))) == [
+        "KL > 0.1, plain",
+        "KL > 0.2, plain",
+    ]
     assert list(map(str, task.settings("interval"))) == ["always"]
 
 
@@ -206,7 +288,12 @@ def test_statistics():
     assert np.isnan(iqm(np.array([[1.0, np.nan], [1, 1]]))).tolist() == [False, True]
     values = np.random.default_rng(1).normal(size=(5, 3))
     ours = interval(iqm, values)
-    options = {"method": "percentile", "n_resamples": 2000, "rng": np.random.default_rng(0), "axis": 0}
+    options = {
+        "method": "percentile",
+        "n_resamples": 2000,
+        "rng": np.random.default_rng(0),
+        "axis": 0,
+    }
     theirs = bootstrap((values,), iqm, **options).confidence_interval
     np.testing.assert_allclose(ours[1:], theirs)
     # Paired, only what differs within pairs counts, whatever the seeds themselves do.
@@ -217,13 +304,17 @@ def test_statistics():
         assert value == 1 and np.isnan([low, high]).all()
 
 
-def test_the_plan_runs_nothing_twice_always_with_every_seed_and_what_is_compared_differs_in_its_rule(monkeypatch):
+def test_the_plan_runs_nothing_twice_always_with_every_seed_and_what_is_compared_differs_in_its_rule(
+    monkeypatch,
+):
     monkeypatch.chdir(ROOT)
     seen, seeds, always, others = set(), {}, {}, {}
     for path in (*Path("figures").glob("*.yaml"), *Path("figures/v2").glob("*.yaml")):
         setup = load(path)
         for flat in configurations(setup, 1):
-            key = json.dumps([setup["program"], sorted((name, str(value)) for (name,), value in flat.items())])
+            key = json.dumps(
+                [setup["program"], sorted((name, str(value)) for (name,), value in flat.items())]
+            )
             assert key not in seen, path
             seen.add(key)
             task = setup["program"], flat["env_id",]
@@ -249,10 +340,14 @@ def test_training_behind_a_slow_link(tmp_path, monkeypatch, capsys):
     table = tmp_path / "results" / "slow_network.csv"
     rules = {rule: slow_network.RULES[rule] for rule in ("always", "KL > 0.01, differences")}
     monkeypatch.setattr(slow_network, "RULES", rules)
-    monkeypatch.setattr(slow_network, "WIDTH", 1024)  # 8 MB for two workers: more than half a second at 100 Mbit/s
+    monkeypatch.setattr(
+        slow_network, "WIDTH", 1024
+    )  # 8 MB for two workers: more than half a second at 100 Mbit/s
     tiny = "--envs-per-worker 1 --num-steps 8 --num-minibatches 1 --total-timesteps 64"
     monkeypatch.setattr(slow_network, "FLAGS", f"{slow_network.FLAGS} {tiny}")
-    monkeypatch.setattr("sys.argv", ["slow_network", "--links", "100", "--seeds", "1", "--table", str(table)])
+    monkeypatch.setattr(
+        "sys.argv", ["slow_network", "--links", "100", "--seeds", "1", "--table", str(table)]
+    )
     slow_network.main()
     with open(table, newline="") as file:
         rows = list(csv.DictReader(file))
@@ -261,7 +356,9 @@ def test_training_behind_a_slow_link(tmp_path, monkeypatch, capsys):
     ]
     always = [row for row in rows if row["rule"] == "always"]
     assert [row["pulls"] for row in always] == ["1", "2", "3", "4"]
-    seconds, sent = (float(always[-1][name]) - float(always[0][name]) for name in ("seconds", "bytes"))
+    seconds, sent = (
+        float(always[-1][name]) - float(always[0][name]) for name in ("seconds", "bytes")
+    )
     assert sent > 2 * 3 * 4e6 and sent / seconds < 1e8 / 8
     capsys.readouterr()
     slow_network.main()  # again: nothing is left to do
@@ -284,7 +381,9 @@ def test_a_delay_holds_back_what_passes_in_both_directions_and_loses_nothing():
             socket.create_connection(("127.0.0.1", relay.port)) as one,
             server.accept()[0] as other,
         ):
-            thread = threading.Thread(target=lambda: (one.sendall(sent), one.shutdown(socket.SHUT_WR)))
+            thread = threading.Thread(
+                target=lambda: (one.sendall(sent), one.shutdown(socket.SHUT_WR))
+            )
             thread.start()
             assert b"".join(iter(lambda: other.recv(2**16), b"")) == sent
             assert time.monotonic() - start >= 0.1
@@ -314,7 +413,10 @@ def test_slow_links_are_drawn_from_what_there_is(tmp_path):
                     }
                     writer.writerow({**columns, **row})
         axes = plot.slow_network(table).axes
-        return [(each.get_title(), [text.get_text() for text in each.get_legend().get_texts()]) for each in axes]
+        return [
+            (each.get_title(), [text.get_text() for text in each.get_legend().get_texts()])
+            for each in axes
+        ]
 
     assert legends((1, "always", 1, [9, 480])) == [("1 Mbit/s", ["always: 20 s"])]
     several = [(1, "always", 1, [9, 480]), (1, "always", 2, [9, 9]), (1, "always", 3, [1, 2, 475])]
@@ -332,11 +434,15 @@ def test_runs_that_differ_in_more_than_their_rule_are_not_compared(paths):
     first, *rows = table.read_text().splitlines()
     rows[3] = rows[3].replace("--sync_mode", "--num_steps=64 --sync_mode")
     table.write_text("\n".join([first, *rows]))
-    with pytest.raises(SystemExit, match="CartPole-v1 that cannot be compared, .* pull what: --num_steps=64"):
+    with pytest.raises(
+        SystemExit, match="CartPole-v1 that cannot be compared, .* pull what: --num_steps=64"
+    ):
         tasks.load(paths["--results"])
 
 
 def test_without_tables_there_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["plot", "--results", str(tmp_path)])
-    with pytest.raises(SystemExit, match="error: neither .* is there: run python -m figures.collect"):
+    with pytest.raises(
+        SystemExit, match="error: neither .* is there: run python -m figures.collect"
+    ):
         plot.main()

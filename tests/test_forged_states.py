@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from clusterenv_runtime import ClusterEnv
-from clusterenv_runtime.script.checkpoint import load_checkpoint, load_part, rng_state, save_checkpoint, set_rng_state
+from clusterenv_runtime.script.checkpoint import (
+    load_checkpoint,
+    load_part,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+)
 from clusterenv_runtime.script.curve import LearningCurve
 
 from .envs import CountingEnv

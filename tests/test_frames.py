@@ -38,7 +38,9 @@ class Screens(gym.Env):
         return self._see(), float(action), bool(terminated), bool(truncated), {}
 
     def _see(self):
-        return self.np_random.integers(0, 256, (3, 2), np.uint8) * np.uint8(self.np_random.random() < 0.8)
+        return self.np_random.integers(0, 256, (3, 2), np.uint8) * np.uint8(
+            self.np_random.random() < 0.8
+        )
 
     def pid(self):
         return os.getpid()
@@ -53,7 +55,9 @@ def with_speed():
     space = spaces.Dict(screen=spaces.Box(0, 255, (4, 3, 2), np.uint8), last=spaces.Box(0, 255, (4, 2), np.float32),
                         bottom=spaces.Box(0, 255, (2,), np.uint8))  # fmt: skip
     return TransformObservation(
-        stacked(), lambda x: {"screen": x, "last": x[:, -1].astype(np.float32), "bottom": x[-1, -1]}, space
+        stacked(),
+        lambda x: {"screen": x, "last": x[:, -1].astype(np.float32), "bottom": x[-1, -1]},
+        space,
     )
 
 
@@ -70,20 +74,34 @@ class Net(nn.Module):
 @st.composite
 def timelines(draw):
     """Stacks of steps, and final ones; most go on with the one before, and some do not."""
-    num_steps, num_envs, size = draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    num_steps, num_envs, size = (
+        draw(st.integers(1, 6)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 4)),
+    )
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     ended = rng.random((num_steps, num_envs)) < 0.3
     stacks = np.empty((num_steps + 1, num_envs, size, 2), np.uint8)
     finals = []
     for step, env in np.ndindex(num_steps + 1, num_envs):
-        frame = rng.integers(0, 3, (1, 2), np.uint8)  # so few that different frames are often the same
-        stack = np.concatenate([stacks[step - 1, env, 1:], frame]) if step else frame.repeat(size, 0)
+        frame = rng.integers(
+            0, 3, (1, 2), np.uint8
+        )  # so few that different frames are often the same
+        stack = (
+            np.concatenate([stacks[step - 1, env, 1:], frame]) if step else frame.repeat(size, 0)
+        )
         kind = draw(st.sampled_from(["goes on", "goes on", "repeats", "is new"]))
         if kind != "goes on":
-            stack = frame.repeat(size, 0) if kind == "repeats" else rng.integers(0, 3, (size, 2), np.uint8)
+            stack = (
+                frame.repeat(size, 0)
+                if kind == "repeats"
+                else rng.integers(0, 3, (size, 2), np.uint8)
+            )
         stacks[step, env] = stack
         if step < num_steps and ended[step, env]:
-            finals.append(np.concatenate([stack[1:], frame]) if draw(st.booleans()) else stack[::-1])
+            finals.append(
+                np.concatenate([stack[1:], frame]) if draw(st.booleans()) else stack[::-1]
+            )
     return stacks, np.array(finals, np.uint8).reshape(-1, size, 2), ended
 
 
@@ -114,14 +132,21 @@ def test_a_stack_that_goes_on_adds_one_frame_and_an_episode_one():
     assert final_index.tolist() == [[2, 3, 4, 5]]
 
 
-@pytest.mark.parametrize("make_env", [stacked, partial(stacked, "zero"), with_speed], ids=["reset", "zero", "dict"])
+@pytest.mark.parametrize(
+    "make_env", [stacked, partial(stacked, "zero"), with_speed], ids=["reset", "zero", "dict"]
+)
 def test_rollouts_are_those_without(make_env):
     torch.manual_seed(1)
     net, rollouts = Net(), []
     for frames in ({}, {"frame_stack": 4}):
         with ClusterEnv([make_env] * 5, 2, **frames, weights="float32") as envs:
             envs.reset(seed=1)
-            rollouts.append([envs.rollout(CategoricalPolicy(net), 20, overlap=number < 3) for number in range(4)])
+            rollouts.append(
+                [
+                    envs.rollout(CategoricalPolicy(net), 20, overlap=number < 3)
+                    for number in range(4)
+                ]
+            )
             envs.send(7)
             rollouts[-1] += [envs.recv(worker)[1] for worker in range(2)]
             rollouts[-1].append(envs.step(np.ones(5, np.int64))[0])  # nothing is folded there
@@ -129,12 +154,20 @@ def test_rollouts_are_those_without(make_env):
         if isinstance(plain, np.ndarray | dict):
             assert_same(folded, plain)
             continue
-        screens = folded.observations["screen"] if isinstance(folded.observations, dict) else folded.observations
+        screens = (
+            folded.observations["screen"]
+            if isinstance(folded.observations, dict)
+            else folded.observations
+        )
         assert isinstance(screens, Frames) and len(screens.frames) < screens.index.size
         for name in vars(plain):
             found = getattr(folded, name)
             if name == "observations":
-                arrays = {key: np.asarray(leaf) for key, leaf in found.items()} if isinstance(found, dict) else found
+                arrays = (
+                    {key: np.asarray(leaf) for key, leaf in found.items()}
+                    if isinstance(found, dict)
+                    else found
+                )
                 found = np.asarray(found) if arrays is found else arrays
             assert_same(found, getattr(plain, name))
     assert sum(len(rollout.final_observations) for rollout in rollouts[0][:4]) > 0
@@ -179,10 +212,18 @@ def test_a_text_beside_stacks_can_be_stepped():
 
 
 def test_stacks_are_an_array_that_gathers():
-    frames, index = np.arange(12).reshape(6, 2), np.array([[[0, 1], [1, 2]], [[2, 3], [5, 5]], [[3, 4], [0, 0]]])
+    frames, index = (
+        np.arange(12).reshape(6, 2),
+        np.array([[[0, 1], [1, 2]], [[2, 3], [5, 5]], [[3, 4], [0, 0]]]),
+    )
     stacks = Frames(frames, index)
     whole = np.asarray(stacks)
-    assert (stacks.shape, stacks.dtype, len(stacks), whole.shape) == ((3, 2, 2, 2), frames.dtype, 3, (3, 2, 2, 2))
+    assert (stacks.shape, stacks.dtype, len(stacks), whole.shape) == (
+        (3, 2, 2, 2),
+        frames.dtype,
+        3,
+        (3, 2, 2, 2),
+    )
     flat = stacks.reshape(-1, *stacks.shape[2:])
     which = np.array([4, 0, 5])
     assert_same(flat[which], whole.reshape(6, 2, 2)[which])
@@ -200,7 +241,9 @@ def test_stacks_are_an_array_that_gathers():
     for key in ((..., 0), (..., -1, slice(None))):
         with pytest.raises(IndexError, match="stacks are indexed from their first axis on"):
             stacks[key]
-    with pytest.raises(ValueError, match=r"stacks are \(2, 2\): they cannot be reshaped to \(3, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"stacks are \(2, 2\): they cannot be reshaped to \(3, 8\)"
+    ):
         stacks.reshape(3, 8)
 
 
@@ -228,13 +271,31 @@ SPACE = spaces.Box(0, 255, (4, 3), np.uint8)
         ({"frames": (np.zeros((5, 3), np.int8),)}, "frames must be |u1 (5, 3), got |i1 (5, 3)"),
         ({"frames": (np.zeros((5, 2), np.uint8),)}, "frames must be |u1 (5, 3), got |u1 (5, 2)"),
         ({"frames": (np.zeros((), np.uint8),)}, "frames must be |u1 (0, 3), got |u1 ()"),
-        ({"frames": (np.zeros((4, 3), np.uint8),)}, "are of 4 frames, and say that they are of others"),
-        ({"frames": (np.zeros((0, 3), np.uint8),)}, "are of 0 frames, and say that they are of others"),
+        (
+            {"frames": (np.zeros((4, 3), np.uint8),)},
+            "are of 4 frames, and say that they are of others",
+        ),
+        (
+            {"frames": (np.zeros((0, 3), np.uint8),)},
+            "are of 0 frames, and say that they are of others",
+        ),
         ({"frames": (np.zeros((10**4, 3), np.uint8),)}, "10000 frames are too many for "),
-        ({"observations": np.full((6, 2, 4), -1, np.int32)}, "are of 5 frames, and say that they are of others"),
-        ({"observations": np.zeros((6, 2, 4), np.int64)}, "observations must be <i4 (6, 2, 4), got <i8 (6, 2, 4)"),
-        ({"observations": np.zeros((6, 2, 4, 3), np.uint8)}, "observations must be <i4 (6, 2, 4), got "),
-        ({"next_observations": np.zeros((2, 5), np.int32)}, "next_observations must be <i4 (2, 4), got <i4 (2, 5)"),
+        (
+            {"observations": np.full((6, 2, 4), -1, np.int32)},
+            "are of 5 frames, and say that they are of others",
+        ),
+        (
+            {"observations": np.zeros((6, 2, 4), np.int64)},
+            "observations must be <i4 (6, 2, 4), got <i8 (6, 2, 4)",
+        ),
+        (
+            {"observations": np.zeros((6, 2, 4, 3), np.uint8)},
+            "observations must be <i4 (6, 2, 4), got ",
+        ),
+        (
+            {"next_observations": np.zeros((2, 5), np.int32)},
+            "next_observations must be <i4 (2, 4), got <i4 (2, 5)",
+        ),
         ({"frames": "many"}, "frames must be in a tuple, got a str"),
     ],
 )
@@ -260,4 +321,6 @@ def test_no_frames_at_all_where_each_is_a_number():
     space = spaces.Box(0, 255, (4,), np.uint8)
     answer, buffers = packed(a_part(space), frames=(np.zeros((), np.uint8),))
     with pytest.raises(ProtocolError):
-        Opener(space, spaces.Discrete(2), (), 4)(COLLECT, answer, [b"header", *buffers], 2, NOW, NOW)
+        Opener(space, spaces.Discrete(2), (), 4)(
+            COLLECT, answer, [b"header", *buffers], 2, NOW, NOW
+        )

@@ -59,9 +59,14 @@ def test_on_a_full_disk_training_goes_on_and_when_there_is_room_again_all_is_sav
     wait_until(lambda: load_checkpoint(folder)["global_step"] > before)
     (tmp_path / "go").touch()
     assert full.wait() == 0
-    assert load_checkpoint(folder)["global_step"] == json.loads((folder / "summary.json").read_text())["global_step"]
+    assert (
+        load_checkpoint(folder)["global_step"]
+        == json.loads((folder / "summary.json").read_text())["global_step"]
+    )
     assert steps(folder)["charts/SPS"][-1] == 3840
-    assert not list(folder.glob("*.tmp")) and all(path.stat().st_size for path in folder.glob("events*"))
+    assert not list(folder.glob("*.tmp")) and all(
+        path.stat().st_size for path in folder.glob("events*")
+    )
 
 
 def test_a_signal_on_a_full_disk_is_one_line_and_not_the_exit_code_of_what_is_saved(tmp_path, full):
@@ -70,7 +75,10 @@ def test_a_signal_on_a_full_disk_is_one_line_and_not_the_exit_code_of_what_is_sa
     *_, line = full.communicate()[1].splitlines()
     to_go_on = f"python {scripts.ROOT / ppo.SCRIPT} --env-id={scripts.LASTING_ID} --resume runs/x"
     before = f"to go on from the checkpoint before, if there is one: {to_go_on}"
-    assert (line, full.returncode) == (f"error: interrupted, and not saved: File too large; {before}", 1)
+    assert (line, full.returncode) == (
+        f"error: interrupted, and not saved: File too large; {before}",
+        1,
+    )
     assert load_checkpoint(tmp_path / "runs" / "x")["global_step"]
 
 
@@ -105,5 +113,8 @@ def test_output_that_cannot_be_written_ends_no_run(tmp_path):
             [sys.executable, str(scripts.ROOT / ppo.SCRIPT), *flags],
             cwd=tmp_path, env=environment(PYTHONUNBUFFERED="1"), stdout=file, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-    assert (result.stderr, result.returncode) == ("", 0)  # buffered, Python itself would tell, at its exit
+    assert (result.stderr, result.returncode) == (
+        "",
+        0,
+    )  # buffered, Python itself would tell, at its exit
     check_the_whole_run(ppo.SCRIPT, tmp_path / "runs" / "x", 320)

@@ -119,7 +119,15 @@ class Head:
         self.socket, self.seq = socket, 0
         socket.sndhwm, socket.rcvtimeo = 0, int(PATIENCE * 1000)
         socket.bind(address := f"ipc://{directory}/head")
-        command = [sys.executable, "-m", "clusterenv_runtime.worker", "--index", "0", "--connect", address]
+        command = [
+            sys.executable,
+            "-m",
+            "clusterenv_runtime.worker",
+            "--index",
+            "0",
+            "--connect",
+            address,
+        ]
         self.process = subprocess.Popen(command, cwd=ROOT)
         self.identity, *_ = next(self.received())  # of its hello
 

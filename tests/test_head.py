@@ -14,7 +14,9 @@ from clusterenv_runtime.wire.protocol import Built, Call, Collect, Error, Part, 
 
 from .simulated import SIGKILL, STARTUP_S, Processes, Simulation
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR")  # as Gymnasium logs what environments raise
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*ERROR"
+)  # as Gymnasium logs what environments raise
 
 
 def test_all_are_up_and_answer():
@@ -43,17 +45,24 @@ def test_many_losses_take_as_long_as_one(number, how):
             answers.append((simulation.network.now, simulation.workers[2].state))
             simulation.pool.ask(simulation.workers[1], Call("name"))
         return simulation.launcher.started_at.keys() >= set(lost) and all(
-            len(simulation.launcher.started_at[index]) == 2 and simulation.workers[index].state == State.READY
+            len(simulation.launcher.started_at[index]) == 2
+            and simulation.workers[index].state == State.READY
             for index in lost
         )
 
     simulation.pool.wait_until(one_more, waiting)
     took = simulation.network.now - start
-    assert took <= 1 + LOOK_S + 0.1 + (REASON_S if how == "cut off" else 0)  # the second until a ping fails
-    assert len({simulation.launcher.started_at[index][1] for index in lost}) == 1  # replaced at the same time
+    assert took <= 1 + LOOK_S + 0.1 + (
+        REASON_S if how == "cut off" else 0
+    )  # the second until a ping fails
+    assert (
+        len({simulation.launcher.started_at[index][1] for index in lost}) == 1
+    )  # replaced at the same time
     assert len(simulation.recovery.restarts) == number
     if how == "cut off":
-        assert any(state in (State.LOST, State.KILLED) for _, state in answers)  # taken while others were being lost
+        assert any(
+            state in (State.LOST, State.KILLED) for _, state in answers
+        )  # taken while others were being lost
 
 
 def test_a_link_that_breaks_before_its_process_has_ended_is_lost_for_the_processes_reason():
@@ -101,7 +110,9 @@ def test_who_waits_for_a_scheduler_has_all_the_time_and_it_is_said_what_for(capl
             super().start_worker(index)
 
     simulation = Simulation(2, launcher=Queued, start=False)
-    with pytest.raises(StartupError, match=r"^worker 1 \(no hello yet, environments 1 to 1\) did not come up"):
+    with pytest.raises(
+        StartupError, match=r"^worker 1 \(no hello yet, environments 1 to 1\) did not come up"
+    ):
         simulation.pool.start(2)
     assert STARTUP_S - LOOK_S <= simulation.network.now - 10 * NOTICE_S < STARTUP_S + LOOK_S
     said = [record.getMessage() for record in caplog.records]
@@ -166,7 +177,9 @@ def test_what_a_lost_worker_had_not_answered_is_asked_again_and_what_it_had_is_n
     first.die()
     answers = [served.message.value for served in simulation.pool.gather(seqs)]
     assert answers == ["from the first", 0, 0]
-    assert [request.name for request in simulation.launcher.of[0].heard if isinstance(request, Call)] == [
+    assert [
+        request.name for request in simulation.launcher.of[0].heard if isinstance(request, Call)
+    ] == [
         "lost",
         "lost too",
     ]
@@ -219,7 +232,9 @@ def test_a_process_that_is_killed_again_and_again_before_hello_ends_the_start(be
             super().start_worker(index)
             self.of[index].die()
 
-    with pytest.raises(WorkerDiedError, match=rf"died: killed by SIGKILL \(and so did {before} before it"):
+    with pytest.raises(
+        WorkerDiedError, match=rf"died: killed by SIGKILL \(and so did {before} before it"
+    ):
         Simulation(1, max_restarts=before, launcher=Dies)
 
 
@@ -278,7 +293,11 @@ class Builds(Processes):
 def test_who_builds_one_environment_after_the_other_is_not_late(built):
     simulation = Simulation(1, launcher=Builds, start=False)
     simulation.workers[0].num_envs = 4
-    network, exchange, times = simulation.network, simulation.network.exchange, iter(range(1, built + 1))
+    network, exchange, times = (
+        simulation.network,
+        simulation.network.exchange,
+        iter(range(1, built + 1)),
+    )
 
     def tells(outbox, seconds):
         if network.now > 50 * told[0] and (number := next(times, None)):
@@ -287,7 +306,9 @@ def test_who_builds_one_environment_after_the_other_is_not_late(built):
         return exchange(outbox, seconds)
 
     told, network.exchange = [1], tells
-    with pytest.raises(StartupError, match="did not come up and build the next of its environments within 60 s"):
+    with pytest.raises(
+        StartupError, match="did not come up and build the next of its environments within 60 s"
+    ):
         simulation.pool.start(1)
     last = 50 * min(built, 4)  # of more than it has, it is not believed
     assert last + STARTUP_S < network.now < last + STARTUP_S + 2
@@ -303,7 +324,9 @@ def test_a_process_that_cannot_be_killed_is_given_up_in_time():
     start, before = simulation.network.now, simulation.network.exchanges
     simulation.wait(1 + REASON_S + KILL_S + 1)
     assert len(simulation.recovery.restarts) == 1
-    assert simulation.network.exchanges - before < 1.1 * (REASON_S + KILL_S) / SOON_S  # it is waited for, not polled
+    assert (
+        simulation.network.exchanges - before < 1.1 * (REASON_S + KILL_S) / SOON_S
+    )  # it is waited for, not polled
     assert simulation.launcher.started_at[1][1] - start <= 1 + REASON_S + KILL_S + 3 * LOOK_S
 
 
@@ -358,7 +381,9 @@ def test_a_deadline_names_who_is_missing():
 def test_closing_asks_first_and_ends_in_time():
     simulation = Simulation(2)
     start = simulation.network.now
-    simulation.pool.close(timeout=3)  # they stay connected, as these do not leave when they are told to
+    simulation.pool.close(
+        timeout=3
+    )  # they stay connected, as these do not leave when they are told to
     assert 3 <= simulation.network.now - start < 3.1 and simulation.network.closed
     simulation.pool.close(timeout=3)
 
@@ -391,13 +416,20 @@ def test_a_replacement_is_asked_the_same_by_which_it_draws_the_same():
     seqs.append(simulation.pool.ask(worker, collects[1]))  # before the hello of the replacement
     simulation.launcher.of[0].greet()
     simulation.pool.wait_until(lambda: worker.state == State.READY, seqs)
-    sent = [out for out in network.sent if out.identity == worker.identity and out.message in collects]
+    sent = [
+        out for out in network.sent if out.identity == worker.identity and out.message in collects
+    ]
     assert [(out.seq, out.message) for out in sent] == list(zip(seqs, collects, strict=True))
 
 
 def test_what_a_worker_says_of_an_error_moves_no_cursor():
     error = to_exception(
-        [("worker 0", Error(0, "builtins.ValueError", "\x1b[2J\nno\u202e", "\x1b[2J\n\tin step", True))]
+        [
+            (
+                "worker 0",
+                Error(0, "builtins.ValueError", "\x1b[2J\nno\u202e", "\x1b[2J\n\tin step", True),
+            )
+        ]
     )
     assert str(error) == "\\x1b[2J\nno\\u202e"
     assert str(error.__cause__).endswith("\n\n\\x1b[2J\n\tin step")
@@ -405,21 +437,38 @@ def test_what_a_worker_says_of_an_error_moves_no_cursor():
 
 @pytest.mark.parametrize(
     ("env", "ends", "which"),
-    [(4, True, "environment 4"), (4, False, "environment 4"), (None, True, "the policy or an environment")],
+    [
+        (4, True, "environment 4"),
+        (4, False, "environment 4"),
+        (None, True, "the policy or an environment"),
+    ],
 )
 def test_an_error_is_told_as_gymnasium_does_if_it_ends_an_environment(env, ends, which, recwarn):
-    error = to_exception([("worker 2", Error(env, "builtins.ValueError", "text", "Traceback", fatal=ends))])
+    error = to_exception(
+        [("worker 2", Error(env, "builtins.ValueError", "text", "Traceback", fatal=ends))]
+    )
     assert type(error) is ValueError and str(error) == "text" and type(error.__cause__) is EnvError
-    assert str(error.__cause__) == f"{which} on worker 2 raised builtins.ValueError: text\n\nTraceback"
+    assert (
+        str(error.__cause__) == f"{which} on worker 2 raised builtins.ValueError: text\n\nTraceback"
+    )
     told = [str(warning.message) for warning in recwarn]
     assert len(told) == (3 if ends and env is not None else 0)
-    for line, says in zip(told, ["from Worker-4 - Shutting it down", "Traceback", "Raising the last"], strict=False):
+    for line, says in zip(
+        told, ["from Worker-4 - Shutting it down", "Traceback", "Raising the last"], strict=False
+    ):
         assert says in line
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["builtins.StopIteration", "builtins.UnicodeDecodeError", "builtins.SystemExit", "builtins.len", "os.error", "x"],
+    [
+        "builtins.StopIteration",
+        "builtins.UnicodeDecodeError",
+        "builtins.SystemExit",
+        "builtins.len",
+        "os.error",
+        "x",
+    ],
 )
 def test_what_cannot_be_raised_as_it_was_is_an_env_error(kind):
     error = to_exception([("worker 2", Error(None, kind, "text", "Traceback", fatal=True))])
@@ -427,7 +476,10 @@ def test_what_cannot_be_raised_as_it_was_is_an_env_error(kind):
 
 
 def test_the_last_of_several_errors_is_raised():
-    errors = [("worker", Error(None, f"builtins.{kind}", kind, "", True)) for kind in ("ValueError", "KeyError")]
+    errors = [
+        ("worker", Error(None, f"builtins.{kind}", kind, "", True))
+        for kind in ("ValueError", "KeyError")
+    ]
     assert type(to_exception(errors)) is KeyError
 
 
@@ -435,14 +487,20 @@ def test_after_the_error_that_ends_it_a_worker_is_not_heard():
     simulation = Simulation(2)
     (seq,), first = simulation.never(), simulation.launcher.of[0]
     for _ in range(3):
-        simulation.network.deliver(first.identity, seq, Error(0, "builtins.ValueError", "text", "", True))
+        simulation.network.deliver(
+            first.identity, seq, Error(0, "builtins.ValueError", "text", "", True)
+        )
     with pytest.raises(ValueError, match="text"):
         simulation.call(1)
-    simulation.network.deliver(first.identity, seq, Error(0, "builtins.ValueError", "text", "", True))
+    simulation.network.deliver(
+        first.identity, seq, Error(0, "builtins.ValueError", "text", "", True)
+    )
     assert simulation.call(1) == [1]
 
 
-@pytest.mark.parametrize("answer", [Reply(None), Part({}, 0.0), Error(0, "builtins.ValueError", "", "", False)])
+@pytest.mark.parametrize(
+    "answer", [Reply(None), Part({}, 0.0), Error(0, "builtins.ValueError", "", "", False)]
+)
 def test_who_answers_what_it_was_not_asked_is_lost_before_that_is_opened(answer):
     simulation = Simulation(1)
     for seq in range(1000, 2000):
@@ -485,7 +543,10 @@ def test_a_worker_is_described_by_where_it_is_and_what_it_has():
     worker = WorkerHandle(3, slice(4, 6), b"", Episodes.begun(None, 2), offset=100)
     assert worker.describe() == "worker 3 (no hello yet, environments 104 to 105)"
     worker.host, worker.pid, worker.ended_because = "node7", 12, "lost"
-    assert worker.describe("a/log") == "worker 3 (node7, pid 12, environments 104 to 105, lost, log a/log)"
+    assert (
+        worker.describe("a/log")
+        == "worker 3 (node7, pid 12, environments 104 to 105, lost, log a/log)"
+    )
 
 
 @pytest.mark.parametrize("version", [0, 1, 10**6])
@@ -500,11 +561,21 @@ def test_who_pulls_for_something_else_than_to_act_is_lost(version):
 
 @pytest.mark.parametrize(
     ("pulls", "may"),
-    [([0], True), ([3], True), ([3, 0], True), ([0, 0], False), ([3, 3], False), ([3, 0, 0], False), ([0, 3], False)],
+    [
+        ([0], True),
+        ([3], True),
+        ([3, 0], True),
+        ([0, 0], False),
+        ([3, 3], False),
+        ([3, 0, 0], False),
+        ([0, 3], False),
+    ],
 )
 def test_a_second_pull_is_only_for_a_worker_that_held_something(pulls, may):
     # A difference may not fit what it is added to; all weights always do.
-    worker = WorkerHandle(0, slice(0, 1), b"", Episodes.begun(None, 1), asked={7: Collect(1, 9, 0, 0.0, [])})
+    worker = WorkerHandle(
+        0, slice(0, 1), b"", Episodes.begun(None, 1), asked={7: Collect(1, 9, 0, 0.0, [])}
+    )
     found = []
     for held in pulls:
         found.append(not worker.fault_of(7, Pull(held), 9))

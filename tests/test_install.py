@@ -48,7 +48,11 @@ def test_uv_run_installs_what_the_script_needs(script):
     brought = {Requirement(line).name for line in listed}
     distributions = packages_distributions()
     files = [script, *(PACKAGE / "script").glob("*.py")]
-    modules = {name for path in files for name in modules_of(path)} - sys.stdlib_module_names - {PACKAGE.name}
+    modules = (
+        {name for path in files for name in modules_of(path)}
+        - sys.stdlib_module_names
+        - {PACKAGE.name}
+    )
     assert len(modules) > 5
     for module in modules:
         assert brought & {name.lower() for name in distributions[module]}, module
@@ -90,10 +94,16 @@ def test_the_wheel_holds_the_package_and_so_does_the_one_that_the_sdist_builds(t
     with tarfile.open(build(tree, "sdist")) as sdist:
         sdist.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.glob("clusterenv-*")
-    assert {str(path.relative_to(unpacked)) for path in unpacked.rglob("*.py")} - {"setup.py"} == files
+    assert {str(path.relative_to(unpacked)) for path in unpacked.rglob("*.py")} - {
+        "setup.py"
+    } == files
     wheel = build(unpacked, "wheel")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+        (metadata,) = (
+            archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA")
+        )
     assert {name for name in names if ".dist-info/" not in name} == files
-    assert "License-Expression: MIT" in metadata and any(name.endswith("/licenses/LICENSE") for name in names)
+    assert "License-Expression: MIT" in metadata and any(
+        name.endswith("/licenses/LICENSE") for name in names
+    )

@@ -28,7 +28,9 @@ from .machine import process_namespace
 from .patience import PATIENCE, wait_until
 from .scripts import ROOT, check_refusal, check_refusal_here, environment, lasting, run
 
-TINY = shlex.split("--env-id CartPole-v1 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --eval-episodes 2")
+TINY = shlex.split(
+    "--env-id CartPole-v1 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --eval-episodes 2"
+)
 SCONTROL = """#!/bin/sh
 case $* in
     "show hostnames n[1-3]") printf 'n1\\nn2\\nn3\\n' ;;
@@ -65,17 +67,25 @@ def path(tmp_path):
         ("local", "--num-workers 2 --worker-prefix='nice -n 19'", {}),
         ("slurm", "--launcher slurm --num-workers 4 --port 5555", PLAIN),
         ("slurm_cores", "--launcher slurm --num-workers 2 --worker-resources CPU=2", PLAIN),
-        ("hetjob", "--launcher slurm --num-workers 3 --worker-prefix='apptainer exec image.sif'", HET),
+        (
+            "hetjob",
+            "--launcher slurm --num-workers 3 --worker-prefix='apptainer exec image.sif'",
+            HET,
+        ),
         ("external", "--launcher external --num-workers 2 --interface lo", {}),
     ],
 )
-def test_a_dry_run_prints_what_would_run_and_leaves_nothing(tmp_path, monkeypatch, capsys, path, golden, flags, env):
+def test_a_dry_run_prints_what_would_run_and_leaves_nothing(
+    tmp_path, monkeypatch, capsys, path, golden, flags, env
+):
     for name in ("PYTHONPATH", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"PATH": path, **env}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["ppo", *TINY, *shlex.split(flags), "--run-name", "name", "--dry-run"])
+    monkeypatch.setattr(
+        sys, "argv", ["ppo", *TINY, *shlex.split(flags), "--run-name", "name", "--dry-run"]
+    )
     with pytest.raises(SystemExit) as exit:
         runpy.run_path(str(ROOT / "ppo_clusterenv.py"), run_name="__main__")
     assert not exit.value.code
@@ -85,10 +95,18 @@ def test_a_dry_run_prints_what_would_run_and_leaves_nothing(tmp_path, monkeypatc
     assert text == file.read_text() and not (tmp_path / "runs").exists()
 
 
-def test_a_steps_environment_has_no_mark_and_nothing_that_makes_srun_divide_the_cores(monkeypatch, path):
+def test_a_steps_environment_has_no_mark_and_nothing_that_makes_srun_divide_the_cores(
+    monkeypatch, path
+):
     for name, value in {"PATH": path, **PLAIN}.items():
         monkeypatch.setenv(name, value)
-    for name in ("SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NPROCS"):
+    for name in (
+        "SRUN_CPUS_PER_TASK",
+        "SLURM_TRES_PER_TASK",
+        "SLURM_NTASKS",
+        "SLURM_NTASKS_PER_NODE",
+        "SLURM_NPROCS",
+    ):
         monkeypatch.setenv(name, "1")
     for name in ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPU_BIND_TYPE"):
         monkeypatch.setenv(name, "1")
@@ -98,7 +116,9 @@ def test_a_steps_environment_has_no_mark_and_nothing_that_makes_srun_divide_the_
     assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"} | shared
     launcher.resources = {"CPU": 2}
     kept = {name for name in launcher.environment("a mark") if name.startswith(names)}
-    assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"}  # what contradicts the flags of a step with cores of its own
+    assert kept == set(PLAIN) - {
+        "SLURM_CPUS_PER_TASK"
+    }  # what contradicts the flags of a step with cores of its own
 
 
 @pytest.fixture
@@ -167,7 +187,15 @@ def test_a_resource_is_named_once():
 
 
 def test_workers_go_to_where_cores_are_left():
-    assert Allocation({"a": 1, "b": 3, "c": 2}, 1, "a", False).places(7) == ["b", "c", "b", "a", "c", "b", "a"]
+    assert Allocation({"a": 1, "b": 3, "c": 2}, 1, "a", False).places(7) == [
+        "b",
+        "c",
+        "b",
+        "a",
+        "c",
+        "b",
+        "a",
+    ]
     assert Allocation({"a": 0, "b": 4}, 2, "a", False).places(3) == ["b", "b", "a"]
     assert Allocation({"a": 2, "b": 4}, 1, "a", False).places(3, own_cores=2) == ["b", "a", "b"]
 
@@ -179,31 +207,89 @@ def test_a_percent_sign_in_a_log_is_none_to_srun():
 @pytest.mark.parametrize(
     "flags, env, says",
     [
-        ("--launcher slurm", {}, "the launcher slurm starts workers inside a job, and this is none"),
-        ("--launcher slurm", {**PLAIN, "PATH": os.path.dirname(sys.executable)}, "there is no srun here"),
-        ("--launcher slurm", {**PLAIN, "SLURM_JOB_NODELIST": "x"}, "scontrol show hostnames x: slurm_load_node error"),
+        (
+            "--launcher slurm",
+            {},
+            "the launcher slurm starts workers inside a job, and this is none",
+        ),
+        (
+            "--launcher slurm",
+            {**PLAIN, "PATH": os.path.dirname(sys.executable)},
+            "there is no srun here",
+        ),
+        (
+            "--launcher slurm",
+            {**PLAIN, "SLURM_JOB_NODELIST": "x"},
+            "scontrol show hostnames x: slurm_load_node error",
+        ),
         ("--launcher external", {}, "--launcher external needs --bind-address or --interface"),
-        ("--worker-resources CPU=1", {}, "--worker-resources goes with a launcher that gives workers"),
-        ("--launcher slurm --worker-resources GPU=1", PLAIN, "--worker-resources must be CPU=NUMBER with the"),
-        ("--launcher slurm --worker-resources CPU=0.5", PLAIN, "whole cores for each worker, got CPU=0.5"),
-        ("--launcher slurm --worker-resources CPU=3", PLAIN, "no node has 3 cores left for worker 1; besides"),
-        ("--launcher slurm --interface lo --worker-resources CPU=3", PLAIN, "no node has 3 cores left for worker 1"),
-        ("--launcher slurm --worker-resources CPU=5", HET, "submit the second part of it with --cpus-per-task=5"),
-        ("--worker-resources CPU", {}, "--worker-resources must be of the form NAME=NUMBER, as in CPU=2, got 'CPU'"),
+        (
+            "--worker-resources CPU=1",
+            {},
+            "--worker-resources goes with a launcher that gives workers",
+        ),
+        (
+            "--launcher slurm --worker-resources GPU=1",
+            PLAIN,
+            "--worker-resources must be CPU=NUMBER with the",
+        ),
+        (
+            "--launcher slurm --worker-resources CPU=0.5",
+            PLAIN,
+            "whole cores for each worker, got CPU=0.5",
+        ),
+        (
+            "--launcher slurm --worker-resources CPU=3",
+            PLAIN,
+            "no node has 3 cores left for worker 1; besides",
+        ),
+        (
+            "--launcher slurm --interface lo --worker-resources CPU=3",
+            PLAIN,
+            "no node has 3 cores left for worker 1",
+        ),
+        (
+            "--launcher slurm --worker-resources CPU=5",
+            HET,
+            "submit the second part of it with --cpus-per-task=5",
+        ),
+        (
+            "--worker-resources CPU",
+            {},
+            "--worker-resources must be of the form NAME=NUMBER, as in CPU=2, got 'CPU'",
+        ),
         ("--worker-prefix 'nice", {}, "--worker-prefix 'nice: No closing quotation"),
-        ("--worker-prefix nonesuch", {}, "--worker-prefix begins with nonesuch, and there is no such program here"),
+        (
+            "--worker-prefix nonesuch",
+            {},
+            "--worker-prefix begins with nonesuch, and there is no such program here",
+        ),
         ("--key-file key", {}, "--key-file is for tcp with --security curve"),
         ("--key-file no --bind-address 127.0.0.1", {}, "cannot read the key file no: No such file"),
-        ("--run-name ../there", {}, "--run-name must be of letters, digits and -_.+=, not begin with a dot, got"),
-        ("--dry-run --exp-name ../there", {}, "--exp-name must be of letters, digits and -_.+=, not begin with"),
-        ("--dry-run --exp-name=", {}, "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got ''"),
+        (
+            "--run-name ../there",
+            {},
+            "--run-name must be of letters, digits and -_.+=, not begin with a dot, got",
+        ),
+        (
+            "--dry-run --exp-name ../there",
+            {},
+            "--exp-name must be of letters, digits and -_.+=, not begin with",
+        ),
+        (
+            "--dry-run --exp-name=",
+            {},
+            "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got ''",
+        ),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(tmp_path, monkeypatch, path, flags, env, says):
     for name, value in {"PATH": path, **env}.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "empty").mkdir()
-    check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path / "empty", [*TINY, *flags.split()], says)
+    check_refusal_here(
+        monkeypatch, "ppo_clusterenv.py", tmp_path / "empty", [*TINY, *flags.split()], says
+    )
 
 
 class Asked(LocalLauncher):
@@ -225,8 +311,12 @@ def test_a_prefix_lets_the_head_go_before_its_workers(workers):
     with ClusterEnv([CountingEnv] * 2, 2, launcher=LocalLauncher(prefix="nice -n 3")) as envs:
         envs.reset()
         for pid in workers():
-            assert os.getpriority(os.PRIO_PROCESS, pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 3, 19)
-            assert os.getsid(pid) == os.getsid(0)  # where sessions share the cores, it counts within them only
+            assert os.getpriority(os.PRIO_PROCESS, pid) == min(
+                os.getpriority(os.PRIO_PROCESS, 0) + 3, 19
+            )
+            assert os.getsid(pid) == os.getsid(
+                0
+            )  # where sessions share the cores, it counts within them only
             assert os.getpgid(pid) == pid != os.getpgid(0)  # Ctrl-C is for the head
 
 
@@ -251,9 +341,12 @@ def test_a_name_is_taken_once_a_run_of_it_has_a_checkpoint(tmp_path):
     (tmp_path / "runs" / "name" / "workers").mkdir(parents=True)  # of an attempt that died young
     flags = [*TINY, "--run-name", "name", "--total-timesteps", "64"]
     result = run("ppo_clusterenv.py", tmp_path, *flags)
-    assert result.returncode == 0 and (tmp_path / "runs" / "name" / "summary.json").exists(), result.stderr
+    assert result.returncode == 0 and (tmp_path / "runs" / "name" / "summary.json").exists(), (
+        result.stderr
+    )
     check_refusal(
-        run("ppo_clusterenv.py", tmp_path, *flags), "runs/name has begun already; to go on: --resume runs/name"
+        run("ppo_clusterenv.py", tmp_path, *flags),
+        "runs/name has begun already; to go on: --resume runs/name",
     )
 
 
@@ -269,16 +362,34 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_workers_started_by_hand_train_and_are_awaited_again(tmp_path):
     subprocess.run(
-        [sys.executable, "-m", "clusterenv_runtime.keys", "key"], cwd=tmp_path, env=environment(), check=True
+        [sys.executable, "-m", "clusterenv_runtime.keys", "key"],
+        cwd=tmp_path,
+        env=environment(),
+        check=True,
     )
-    flags = [*TINY, "--launcher", "external", "--bind-address", "127.0.0.1", "--key-file", "key", "--run-name", "name"]
+    flags = [
+        *TINY,
+        "--launcher",
+        "external",
+        "--bind-address",
+        "127.0.0.1",
+        "--key-file",
+        "key",
+        "--run-name",
+        "name",
+    ]
     flags += [*lasting(tmp_path, 0, 0.005), "--total-timesteps", "12800"]
-    process, workers = start_script(tmp_path, "-c", PATIENT, str(ROOT / "ppo_clusterenv.py"), *flags), []
+    process, workers = (
+        start_script(tmp_path, "-c", PATIENT, str(ROOT / "ppo_clusterenv.py"), *flags),
+        [],
+    )
 
     def start(line):
         command = shlex.split(line)
         assert command[:3] == ["env", "OMP_NUM_THREADS=1", "python"]
-        workers.append(subprocess.Popen([sys.executable, *command[3:]], cwd=tmp_path, env=environment()))
+        workers.append(
+            subprocess.Popen([sys.executable, *command[3:]], cwd=tmp_path, env=environment())
+        )
 
     try:
         assert process.stdout.readline().startswith("run these")
@@ -288,7 +399,9 @@ def test_workers_started_by_hand_train_and_are_awaited_again(tmp_path):
             start(line)
         assert process.stdout.readline().startswith("step")
         workers[1].kill()
-        line = next(line for line in process.stdout if not line.startswith("step"))  # its command once more
+        line = next(
+            line for line in process.stdout if not line.startswith("step")
+        )  # its command once more
         assert line == lines[1]
         start(line)
         assert next(line for line in process.stdout if line.startswith("step"))
@@ -336,8 +449,12 @@ class Queue(ExternalLauncher):
 def test_time_in_a_queue_is_told_and_does_not_count(monkeypatch, caplog):
     monkeypatch.setattr(supervisor, "NOTICE_S", 0.0)
     launcher = Queue()
-    with pytest.raises(StartupError, match="did not come up and build the next of its environments within 0.01 s"):
-        ClusterEnv([CountingEnv], 1, launcher=launcher, bind_address="127.0.0.1", startup_timeout=0.01)
+    with pytest.raises(
+        StartupError, match="did not come up and build the next of its environments within 0.01 s"
+    ):
+        ClusterEnv(
+            [CountingEnv], 1, launcher=launcher, bind_address="127.0.0.1", startup_timeout=0.01
+        )
     assert launcher.waits <= 0
     assert [record.message for record in caplog.records] == [
         "still waiting for worker 0 to be started: the queue is long"
@@ -346,12 +463,24 @@ def test_time_in_a_queue_is_told_and_does_not_count(monkeypatch, caplog):
 
 def test_keys_made_ahead_are_the_heads_and_the_workers_alone(tmp_path):
     command = [sys.executable, "-m", "clusterenv_runtime.keys", "key"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert (result.stdout, result.stderr) == ("key is for the head, key.worker for the workers\n", "")
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert (result.stdout, result.stderr) == (
+        "key is for the head, key.worker for the workers\n",
+        "",
+    )
     keys = read_key_file(tmp_path / "key", HeadKeys)
-    assert (tmp_path / "key").stat().st_mode & 0o777 == (tmp_path / "key.worker").stat().st_mode & 0o777 == 0o600
+    assert (
+        (tmp_path / "key").stat().st_mode & 0o777
+        == (tmp_path / "key.worker").stat().st_mode & 0o777
+        == 0o600
+    )
     assert read_key_file(tmp_path / "key.worker") == keys.workers()
-    assert keys.server_secret not in (tmp_path / "key.worker").read_text() and type(keys.workers()) is WorkerKeys
+    assert (
+        keys.server_secret not in (tmp_path / "key.worker").read_text()
+        and type(keys.workers()) is WorkerKeys
+    )
     with pytest.raises(StartupError, match="is not a head's key file"):
         read_key_file(tmp_path / "key.worker", HeadKeys)
     again = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
@@ -369,11 +498,15 @@ def test_the_manifest_is_valid_and_its_parts_fit():
     number, pod = workers["spec"]["completions"], head_job["spec"]["template"]["spec"]
     (container,), (worker,) = pod["containers"], workers["spec"]["template"]["spec"]["containers"]
     (port,) = (str(port["port"]) for port in service["spec"]["ports"])
-    assert f"--num-workers={number}" in container["args"] and workers["spec"]["parallelism"] == number
+    assert (
+        f"--num-workers={number}" in container["args"] and workers["spec"]["parallelism"] == number
+    )
     assert f"--connect=tcp://{service['metadata']['name']}:{port}" in worker["args"]
     assert f"--port={port}" in container["args"]
     assert service["spec"]["selector"] == {"job-name": head_job["metadata"]["name"]}
-    assert {"claimName": claim["metadata"]["name"]} in [each.get("persistentVolumeClaim") for each in pod["volumes"]]
+    assert {"claimName": claim["metadata"]["name"]} in [
+        each.get("persistentVolumeClaim") for each in pod["volumes"]
+    ]
     assert worker["image"] == container["image"]
 
 
@@ -382,12 +515,21 @@ def test_the_jobset_is_of_the_same_jobs():
     other_claim, jobs = manifest("jobset.yaml")
     assert other_claim == claim
     spec, name = jobs["spec"], jobs["metadata"]["name"]
-    assert spec["network"]["enableDNSHostnames"] and spec["successPolicy"]["targetReplicatedJobs"] == ["head"]
+    assert spec["network"]["enableDNSHostnames"] and spec["successPolicy"][
+        "targetReplicatedJobs"
+    ] == ["head"]
     for job, plain in zip(spec["replicatedJobs"], (head, workers), strict=True):
-        kubernetes_validate.validate({**plain, "spec": job["template"]["spec"]}, "1.34", strict=True)
-        for setting in ("activeDeadlineSeconds", "ttlSecondsAfterFinished"):  # of a JobSet as a whole
+        kubernetes_validate.validate(
+            {**plain, "spec": job["template"]["spec"]}, "1.34", strict=True
+        )
+        for setting in (
+            "activeDeadlineSeconds",
+            "ttlSecondsAfterFinished",
+        ):  # of a JobSet as a whole
             del plain["spec"][setting]
-        text = yaml.dump(plain["spec"]).replace("tcp://clusterenv-head:", f"tcp://{name}-head-0-0.{name}:")
+        text = yaml.dump(plain["spec"]).replace(
+            "tcp://clusterenv-head:", f"tcp://{name}-head-0-0.{name}:"
+        )
         assert yaml.dump(job["template"]["spec"]) == text
 
 
@@ -400,7 +542,9 @@ def test_the_manifests_head_begins_a_run_or_goes_on(tmp_path):
     def start():
         path = f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}"
         command = [*container["command"], *container["args"]]
-        result = subprocess.run(command, cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            command, cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True, check=True
+        )
         words = result.stdout.splitlines()
         assert words[0] == "ppo_clusterenv.py" and words[1:-2] == container["args"][3:]
         return words[-2:]
@@ -426,16 +570,26 @@ def test_another_package_may_add_a_launcher(tmp_path, monkeypatch, workers):
     information = tmp_path / "added-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: added\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[clusterenv.launchers]\nadded = added:AddedLauncher\n")
+    (information / "entry_points.txt").write_text(
+        "[clusterenv.launchers]\nadded = added:AddedLauncher\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     with ClusterEnv([CountingEnv] * 2, 2, launcher="added", worker_prefix="nice -n 1") as envs:
         envs.reset()
         for pid in workers():
             assert b"ADDED=yes" in Path(f"/proc/{pid}/environ").read_bytes()
-            assert os.getpriority(os.PRIO_PROCESS, pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 1, 19)
+            assert os.getpriority(os.PRIO_PROCESS, pid) == min(
+                os.getpriority(os.PRIO_PROCESS, 0) + 1, 19
+            )
     flags = [*TINY, "--launcher", "added", "--run-name", "name", "--dry-run"]
     result = run("ppo_clusterenv.py", tmp_path, *flags, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
     assert result.returncode == 0 and "env ADDED=yes" in result.stdout, result.stderr
     (tmp_path / "empty").mkdir()
     says = "--launcher must be one of 'local', 'external', 'added', 'ray', 'slurm', got 'nonesuch'"
-    check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path / "empty", [*TINY, "--launcher", "nonesuch"], says)
+    check_refusal_here(
+        monkeypatch,
+        "ppo_clusterenv.py",
+        tmp_path / "empty",
+        [*TINY, "--launcher", "nonesuch"],
+        says,
+    )

@@ -51,13 +51,23 @@ SCRIPTS = {
 
 
 def torchrun(number, *flags):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), *flags]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(number),
+        *flags,
+    ]
 
 
 def train_together(number, script, directory, *flags):
     """Run a script to its end with so many learners; return the run's folder and its summary."""
     command = [*torchrun(number), str(ROOT / script), *flags]
-    result = subprocess.run(command, cwd=directory, env=environment(), capture_output=True, text=True)
+    result = subprocess.run(
+        command, cwd=directory, env=environment(), capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     (folder,) = Path(directory, "runs").iterdir()
     return folder, json.loads((folder / "summary.json").read_text())
@@ -76,7 +86,9 @@ def test_all_shares_of_a_minibatch_are_the_minibatch(number, size):
     inds = np.random.default_rng(0).permutation(advantages.numel())
     batches = [advantages[:, one.rows(16)].reshape(-1) for one in learners]
     shares = [one.share(inds, size, 16, advantages.reshape(-1)) for one in learners]
-    for start, ranks in zip(range(0, len(inds), size), zip(*(list(of) for _, of in shares), strict=True), strict=True):
+    for start, ranks in zip(
+        range(0, len(inds), size), zip(*(list(of) for _, of in shares), strict=True), strict=True
+    ):
         minibatch = advantages.reshape(-1)[torch.as_tensor(inds[start : start + size])]
         found = []
         for batch, (own, _), share in zip(batches, shares, ranks, strict=True):
@@ -85,7 +97,10 @@ def test_all_shares_of_a_minibatch_are_the_minibatch(number, size):
             found += part.tolist() if share.weight else []
             assert share.weight == (len(part) / size if share.weight else 0)
             if number > 1:
-                assert torch.equal(torch.stack(share.adv_mean_std), torch.stack([minibatch.mean(), minibatch.std()]))
+                assert torch.equal(
+                    torch.stack(share.adv_mean_std),
+                    torch.stack([minibatch.mean(), minibatch.std()]),
+                )
         assert sorted(found) == sorted(minibatch.tolist())
         assert sum(share.weight for share in ranks) == 1
 
@@ -95,7 +110,9 @@ def test_shares_may_be_of_whole_environments():
     inds = np.random.default_rng(0).permutation(16)
     found = [(one.rows(16).start, *one.share(inds, 4, 16, advantages.T)) for one in learners]
     assert sorted(first + env for first, own, _ in found for env in own) == list(range(16))
-    for start, ranks in zip(range(0, 16, 4), zip(*(shares for _, _, shares in found), strict=True), strict=True):
+    for start, ranks in zip(
+        range(0, 16, 4), zip(*(shares for _, _, shares in found), strict=True), strict=True
+    ):
         minibatch = advantages[:, torch.as_tensor(inds[start : start + 4])]
         assert sum(share.weight for share in ranks) == 1
         for share in ranks:
@@ -120,8 +137,13 @@ def assert_alike(one, several):
     tags = events.Tags()["scalars"]
     assert tags == other_events.Tags()["scalars"] and "losses/policy_loss" in tags
     for tag in tags:
-        if not tag.startswith(("time/", "eval/")) and tag not in ("charts/SPS", "charts/collect_sps"):
-            values, others = ([event.value for event in each.Scalars(tag)] for each in (events, other_events))
+        if not tag.startswith(("time/", "eval/")) and tag not in (
+            "charts/SPS",
+            "charts/collect_sps",
+        ):
+            values, others = (
+                [event.value for event in each.Scalars(tag)] for each in (events, other_events)
+            )
             # Rounding is another, and after some updates so are some actions.
             np.testing.assert_allclose(values[:2], others[:2], rtol=1e-3, atol=2e-5, err_msg=tag)
     for name in ("global_step", "pulls_per_worker", "sync_bytes"):
@@ -157,7 +179,9 @@ def test_workers_pull_by_the_mean_divergence_of_all_learners_workers(others, pul
             envs.rollout(policy, 3)
         assert asked == [[0, 0, 2], [pytest.approx(0, abs=1e-5), 2, 2]]
         assert envs.pulls.tolist() == pulls
-        with pytest.raises(ValueError, match="with several learners there is `rollout`, and no `send`"):
+        with pytest.raises(
+            ValueError, match="with several learners there is `rollout`, and no `send`"
+        ):
             envs.send(3)
 
 
@@ -215,7 +239,11 @@ def test_a_checkpoint_has_the_workers_of_all_and_of_the_dead_what_was_known():
 @pytest.fixture
 def watches(monkeypatch, tmp_path):
     monkeypatch.setattr(watch, "BEAT_S", 0.02)
-    places = [Place("here", os.getpid(), "this"), Place("there", 1, "other"), Place("there", 2, "other")]
+    places = [
+        Place("here", os.getpid(), "this"),
+        Place("there", 1, "other"),
+        Place("there", 2, "other"),
+    ]
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     made = []
 
@@ -247,7 +275,10 @@ def test_who_falls_silent_counts_as_dead_and_the_first_of_the_others_says_so(wat
     first, second, third = map(watches, range(3))
     first.close()
     wait_until(lambda: second.ended and third.ended)
-    assert second.culprit == f"learner 0 (process {os.getpid()} on here) has died, or has been silent for 0.5 s"
+    assert (
+        second.culprit
+        == f"learner 0 (process {os.getpid()} on here) has died, or has been silent for 0.5 s"
+    )
     assert second.speaks and not third.speaks
 
 
@@ -330,15 +361,22 @@ def test_a_model_that_is_another_ends_the_run_by_its_name(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     run, model, told = Run(ppo_clusterenv.Args(run_name="x"), {}), nn.Linear(2, 2), []
     run.learners = Learners(0, 2)
-    run.learners.gather = lambda own: told.append(own) or [told[0], own]  # what it told first, and now
+    run.learners.gather = lambda own: (
+        told.append(own) or [told[0], own]
+    )  # what it told first, and now
     rollout = SimpleNamespace(episodic_returns=np.zeros(3), episodic_lengths=np.zeros(3))
-    with run.training(contextlib.nullcontext(), model), contextlib.closing(run.iterations(1, 8)) as iterations:
+    with (
+        run.training(contextlib.nullcontext(), model),
+        contextlib.closing(run.iterations(1, 8)) as iterations,
+    ):
         next(iterations)
         run.global_step = 40
         for _ in range(2):
             run.add_episodes(rollout)
         change(model)
-        with pytest.raises(SystemExit, match=f"error: learner 1's {what} not the first one's after step 40: "):
+        with pytest.raises(
+            SystemExit, match=f"error: learner 1's {what} not the first one's after step 40: "
+        ):
             run.add_episodes(rollout)
 
 
@@ -356,25 +394,68 @@ def test_the_checksum_is_of_all_of_a_model():
 @pytest.mark.parametrize(
     "number, script, flags, says",
     [
-        (2, "ppo_clusterenv.py", "--num-workers 3", "--num-workers 3 must be a multiple of the 2 learners of torchrun"),
-        (2, "ppo_clusterenv.py", "--num-workers 4 --min-workers 3", "--min-workers 3 must be a multiple of the 2"),
-        (2, "ppo_clusterenv.py", "--dry-run", "--dry-run prints the workers' commands of one learner"),
-        (2, "ppo_clusterenv.py", "--port 5000 --bind-address 127.0.0.1", "cannot be that of 2 learners"),
-        (2, "ppo_clusterenv.py", "--num-minibatches 7", "--num-minibatches 7 must divide the batch"),
-        (2, "dqn_clusterenv.py", "", "has one learner, but torchrun has started 2: all transitions go into one"),
+        (
+            2,
+            "ppo_clusterenv.py",
+            "--num-workers 3",
+            "--num-workers 3 must be a multiple of the 2 learners of torchrun",
+        ),
+        (
+            2,
+            "ppo_clusterenv.py",
+            "--num-workers 4 --min-workers 3",
+            "--min-workers 3 must be a multiple of the 2",
+        ),
+        (
+            2,
+            "ppo_clusterenv.py",
+            "--dry-run",
+            "--dry-run prints the workers' commands of one learner",
+        ),
+        (
+            2,
+            "ppo_clusterenv.py",
+            "--port 5000 --bind-address 127.0.0.1",
+            "cannot be that of 2 learners",
+        ),
+        (
+            2,
+            "ppo_clusterenv.py",
+            "--num-minibatches 7",
+            "--num-minibatches 7 must divide the batch",
+        ),
+        (
+            2,
+            "dqn_clusterenv.py",
+            "",
+            "has one learner, but torchrun has started 2: all transitions go into one",
+        ),
     ],
 )
 def test_a_mistake_is_said_once(tmp_path, number, script, flags, says):
     command = [*torchrun(number), str(ROOT / script), *flags.split()]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
     assert result.returncode != 0
-    assert len([line for line in result.stderr.splitlines() if line.startswith("error: ") and says in line]) == 1
+    assert (
+        len(
+            [
+                line
+                for line in result.stderr.splitlines()
+                if line.startswith("error: ") and says in line
+            ]
+        )
+        == 1
+    )
     assert not any(line.startswith("interrupted") for line in result.stderr.splitlines())
     assert os.listdir(tmp_path) == []
 
 
 def test_flags_that_differ_are_named(tmp_path):
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # in place of torchrun's
+    store = dist.TCPStore(
+        "127.0.0.1", 0, None, True, wait_for_workers=False
+    )  # in place of torchrun's
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     variables |= {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     processes = [
@@ -443,7 +524,10 @@ class Together:
 
     def checkpoint(self):
         """The step of the newest checkpoint, -1 if there is none."""
-        steps = [int(path.name.split("-")[1]) for path in (self.directory / "runs" / "x").glob("checkpoint-*.pt")]
+        steps = [
+            int(path.name.split("-")[1])
+            for path in (self.directory / "runs" / "x").glob("checkpoint-*.pt")
+        ]
         return max(steps, default=-1)
 
     def find_learners(self):
@@ -467,7 +551,9 @@ def test_killed_at_random_moments_a_run_goes_on_from_its_last_checkpoint(tmp_pat
         os.kill(together.learners[rank], signal.SIGKILL)
         wait_until(lambda: not any(map(alive, [*together.learners, *together.workers])))  # noqa: B023
         seconds = time.monotonic() - start
-        print(f"learner {rank} killed after step {together.checkpoint()}, nothing left {seconds:.1f} s later")
+        print(
+            f"learner {rank} killed after step {together.checkpoint()}, nothing left {seconds:.1f} s later"
+        )
         (line,) = together.finish()
         name = rf"learner {rank} \(process {together.learners[rank]} on .*\) has died"
         assert re.match(f"error: {name}", line), line
@@ -504,7 +590,9 @@ def test_killed_under_max_restarts_the_run_goes_on_from_its_last_checkpoint(tmp_
 
 
 @pytest.mark.parametrize("number, told", [(1, signal.SIGINT), (4, signal.SIGTERM)])
-def test_a_signal_saves_once_and_the_run_goes_on_with_another_number_of_learners(tmp_path, number, told):
+def test_a_signal_saves_once_and_the_run_goes_on_with_another_number_of_learners(
+    tmp_path, number, told
+):
     together = Together(tmp_path, flags=["--checkpoint-interval", "0.5"])
     together.process.send_signal(told)
     (line,) = together.finish()
@@ -532,11 +620,20 @@ def test_a_learner_that_raises_says_why_and_the_others_name_it(tmp_path):
     Path(tmp_path, "failing_env.py").write_text(FAILING_ENV)
     flags = *FLAGS, "--env-id", "failing_env:Failing-v0"
     command = [*torchrun(2), str(ROOT / "ppo_clusterenv.py"), *flags]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
     assert result.returncode != 0
-    assert "\nValueError: no more\n" in result.stderr and "EnvError: environment 5 on worker 0 " in result.stderr
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith(("error", "interrupted"))]
-    assert re.match(r"error: learner 1 \(process \d+ on .*\) has failed: ValueError: no more; to go on: ", line), line
+    assert (
+        "\nValueError: no more\n" in result.stderr
+        and "EnvError: environment 5 on worker 0 " in result.stderr
+    )
+    (line,) = [
+        line for line in result.stderr.splitlines() if line.startswith(("error", "interrupted"))
+    ]
+    assert re.match(
+        r"error: learner 1 \(process \d+ on .*\) has failed: ValueError: no more; to go on: ", line
+    ), line
 
 
 def test_a_signal_to_one_learner_ends_all_and_the_first_saves(tmp_path):
@@ -567,7 +664,9 @@ def test_amid_an_update_a_lost_learner_is_an_error_and_before_it_an_interruption
     learners = Learners(1, 2)
     for collective in ("all_gather", "all_reduce"):
         monkeypatch.setattr(dist, collective, fail)
-    with pytest.raises(Interrupted, match="learner 1 has lost the others: RuntimeError: Connection closed by peer"):
+    with pytest.raises(
+        Interrupted, match="learner 1 has lost the others: RuntimeError: Connection closed by peer"
+    ):
         learners.sum(np.zeros(2))
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)

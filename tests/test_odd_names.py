@@ -41,7 +41,9 @@ class BesideEnv(CountingEnv):
 
 @pytest.fixture
 def odd():
-    with tempfile.TemporaryDirectory() as parent:  # a short name, as that of a socket may have 107 bytes
+    with (
+        tempfile.TemporaryDirectory() as parent
+    ):  # a short name, as that of a socket may have 107 bytes
         directory = Path(parent, ODD)
         directory.mkdir()
         yield directory

@@ -14,7 +14,16 @@ from clusterenv_runtime.head import answers
 from clusterenv_runtime.head.answers import Opener, Published
 from clusterenv_runtime.rollout import RolloutPart
 from clusterenv_runtime.wire.codec import pack
-from clusterenv_runtime.wire.protocol import Call, Collect, CutOff, Part, Reply, Reset, SetAttr, Step
+from clusterenv_runtime.wire.protocol import (
+    Call,
+    Collect,
+    CutOff,
+    Part,
+    Reply,
+    Reset,
+    SetAttr,
+    Step,
+)
 
 from .envs import assert_same
 
@@ -27,7 +36,9 @@ def a_part(space, num_steps=6, num_envs=2):
 
     def batch(*leading):
         return map_space(
-            lambda leaf: rng.random((*leading, *leaf.shape[1:])).astype(leaf.dtype), space, create_empty_array(space, 1)
+            lambda leaf: rng.random((*leading, *leaf.shape[1:])).astype(leaf.dtype),
+            space,
+            create_empty_array(space, 1),
         )
 
     return RolloutPart(
@@ -51,11 +62,20 @@ def a_part(space, num_steps=6, num_envs=2):
     )
 
 
-PART_SPACES = [spaces.Box(-1, 1, (3,)), spaces.Dict(a=spaces.Discrete(3), b=spaces.Box(0, 255, (2, 2), np.uint8))]
+PART_SPACES = [
+    spaces.Box(-1, 1, (3,)),
+    spaces.Dict(a=spaces.Discrete(3), b=spaces.Box(0, 255, (2, 2), np.uint8)),
+]
 WRONG = [
     ("observations", lambda part: map_leaf(part.observations, lambda leaf: leaf[:-1])),
-    ("final_observations", lambda part: map_leaf(part.final_observations, lambda leaf: np.concatenate([leaf, leaf]))),
-    ("next_observations", lambda part: map_leaf(part.next_observations, lambda leaf: leaf[..., None])),
+    (
+        "final_observations",
+        lambda part: map_leaf(part.final_observations, lambda leaf: np.concatenate([leaf, leaf])),
+    ),
+    (
+        "next_observations",
+        lambda part: map_leaf(part.next_observations, lambda leaf: leaf[..., None]),
+    ),
     ("starts", lambda part: part.starts[1:]),
     ("rewards", lambda part: part.rewards[:, :1]),
     ("logprobs", lambda part: part.logprobs.astype("U8")),
@@ -64,7 +84,10 @@ WRONG = [
     ("rewards", lambda part: part.rewards.astype(np.float32)),
     ("logprobs", lambda part: part.logprobs.astype(np.float64)),
     ("actions", lambda part: part.actions.astype(np.uint64)),
-    ("observations", lambda part: map_leaf(part.observations, lambda leaf: leaf.astype(np.float64))),
+    (
+        "observations",
+        lambda part: map_leaf(part.observations, lambda leaf: leaf.astype(np.float64)),
+    ),
     ("episodes", lambda part: part.episodes.astype(np.int8)),
     ("states", lambda part: np.zeros((2, 3), np.float32)),
     ("extras", lambda part: {"value": part.rewards}),
@@ -117,7 +140,9 @@ NOW = Published(
 )
 
 
-def opened(asked, answer, buffers, space=PART_SPACES[0], action_space=None, published=NOW, asked_at=NOW):
+def opened(
+    asked, answer, buffers, space=PART_SPACES[0], action_space=None, published=NOW, asked_at=NOW
+):
     """Open what a worker of two environments has answered."""
     opener = Opener(space, action_space or spaces.Discrete(2))
     return opener(asked, answer, [b"header", *buffers], 2, asked_at, published)
@@ -126,7 +151,10 @@ def opened(asked, answer, buffers, space=PART_SPACES[0], action_space=None, publ
 def packed(part, **fields):
     """Return the message and the buffers of a part, with some fields changed."""
     buffers = []
-    fields = {**part.pack(buffers), **{name: pack(value, buffers) for name, value in fields.items()}}
+    fields = {
+        **part.pack(buffers),
+        **{name: pack(value, buffers) for name, value in fields.items()},
+    }
     return Part(fields, 0.0), [bytes(buffer) for buffer in buffers]
 
 
@@ -154,13 +182,18 @@ def test_a_part_is_of_a_version_that_was_published(version):
 def test_a_part_is_of_the_structure_that_was_published_when_it_was_asked_or_since():
     part = a_part(PART_SPACES[0])
     wide = packed(part, params=part.params[:, :2], actions=np.zeros((6, 2, 1), np.float32))
-    before = NOW.example | {"params": np.zeros((1, 2), np.float32), "actions": np.zeros((1, 1), np.float32)}
+    before = NOW.example | {
+        "params": np.zeros((1, 2), np.float32),
+        "actions": np.zeros((1, 1), np.float32),
+    }
     before = Published(1, 1, before)
     with pytest.raises(ProtocolError, match="actions must be <i8"):
         opened(COLLECT, *wide)
     with pytest.raises(ProtocolError, match="actions must be <f4"):
         opened(COLLECT, *packed(part), published=NOW._replace(since=2), asked_at=before)
-    assert opened(COLLECT, *wide, published=NOW._replace(since=2), asked_at=before).params.shape == (12, 2)
+    assert opened(
+        COLLECT, *wide, published=NOW._replace(since=2), asked_at=before
+    ).params.shape == (12, 2)
     with pytest.raises(ProtocolError, match="version 1, but these are 2 to 5"):
         opened(COLLECT, *wide, published=NOW._replace(since=2), asked_at=NOW._replace(since=2))
 
@@ -172,7 +205,11 @@ def test_no_more_episodes_are_counted_than_there_can_be(beyond, length):
     part.episodic_returns = np.zeros(part.episodes.size)
     part.episodic_lengths = np.full(part.episodes.size, length)
     assert len(part.episodes) == 2 + beyond
-    with nullcontext() if (beyond, length) == (46, 1) else pytest.raises(ProtocolError, match="episodes are counted"):
+    with (
+        nullcontext()
+        if (beyond, length) == (46, 1)
+        else pytest.raises(ProtocolError, match="episodes are counted")
+    ):
         opened(COLLECT, *packed(part))
 
 
@@ -251,9 +288,19 @@ def test_a_part_comes_back_and_one_that_does_not_fit_is_a_protocol_error(space):
 @pytest.mark.parametrize("shape", [(1,) * 33, (2**15 + 1,)], ids=["axes", "bytes"])
 def test_an_info_that_would_not_fit_where_it_is_missing_is_refused(shape):
     opener = Opener(PART_SPACES[0], spaces.Discrete(2), info_keys=["x"])
-    for fits, values in ((True, np.zeros((1, 1))), (True, np.zeros((1, 2**15))), (False, np.zeros((1, *shape)))):
-        answer, buffers = packed(a_part(PART_SPACES[0]), infos={"x": (np.zeros(1, np.int64), values)})
-        with nullcontext() if fits else pytest.raises(ProtocolError, match="'x' has no place in a rollout"):
+    for fits, values in (
+        (True, np.zeros((1, 1))),
+        (True, np.zeros((1, 2**15))),
+        (False, np.zeros((1, *shape))),
+    ):
+        answer, buffers = packed(
+            a_part(PART_SPACES[0]), infos={"x": (np.zeros(1, np.int64), values)}
+        )
+        with (
+            nullcontext()
+            if fits
+            else pytest.raises(ProtocolError, match="'x' has no place in a rollout")
+        ):
             opener(COLLECT, answer, [b"header", *buffers], 2, NOW, NOW)
 
 
@@ -267,7 +314,11 @@ def test_an_info_that_would_not_fit_where_it_is_missing_is_refused(shape):
         ("actions", np.inf, "actions are not all finite"),
         ("actions", np.nan, "actions are not all finite"),
         ("logprobs", np.inf, None),
-        ("logprobs", -np.inf, "logprobs are of actions that cannot have been drawn: has the policy diverged?"),
+        (
+            "logprobs",
+            -np.inf,
+            "logprobs are of actions that cannot have been drawn: has the policy diverged?",
+        ),
         ("logprobs", np.nan, "logprobs hold NaN: has the policy diverged?"),
         ("params", -np.inf, None),
         ("params", np.nan, "params hold NaN: has the policy diverged?"),

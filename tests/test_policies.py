@@ -81,12 +81,16 @@ def seen_by(policy, rollout):
 
 
 def together(mode, lengths, num_envs):
-    return SyncVectorEnv([partial(CountingEnv, length) for length in lengths[:num_envs]], autoreset_mode=mode)
+    return SyncVectorEnv(
+        [partial(CountingEnv, length) for length in lengths[:num_envs]], autoreset_mode=mode
+    )
 
 
 LENGTHS = [2, 3, 5, 7]
 MAKERS = {"one by one": [partial(CountingEnv, length) for length in LENGTHS]}
-MAKERS |= {f"together, {mode.value}": Together(partial(together, mode, LENGTHS)) for mode in AutoresetMode}
+MAKERS |= {
+    f"together, {mode.value}": Together(partial(together, mode, LENGTHS)) for mode in AutoresetMode
+}
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -117,7 +121,9 @@ def test_the_divergence_of_a_policy_with_a_state_is_of_sequences():
         change(policy, 0.3)
         envs.publish(policy)
         kl = kl_divergence(before, policy.distribution(seen_by(policy, rollout))).mean(0)
-        assert envs.divergence.tolist() == pytest.approx([kl[:2].mean().item(), kl[2:].mean().item()], rel=1e-3)
+        assert envs.divergence.tolist() == pytest.approx(
+            [kl[:2].mean().item(), kl[2:].mean().item()], rel=1e-3
+        )
         assert envs.divergence.min() > 1e-4
         envs.publish(Recurrent())  # as it was
         assert envs.divergence.max() < 1e-6
@@ -144,7 +150,11 @@ class Mixed(Policy):
         self.move, self.jump, self.speak = nn.Linear(7, 4), nn.Linear(7, 2), nn.Linear(7, 6)
 
     def forward(self, observations):
-        return {"move": self.move(observations), "jump": self.jump(observations), "speak": self.speak(observations)}
+        return {
+            "move": self.move(observations),
+            "jump": self.jump(observations),
+            "speak": self.speak(observations),
+        }
 
     def noise(self, num_steps, params, generator):
         size = num_steps, len(params["move"])
@@ -200,7 +210,9 @@ def test_actions_may_be_trees():
         envs.reset(seed=1)
         rollout = envs.rollout(Mixed(), 6)
         actions = rollout.actions
-        told = np.concatenate([np.tanh(actions["move"]), actions["jump"], actions["speak"]], -1).astype(np.float32)
+        told = np.concatenate(
+            [np.tanh(actions["move"]), actions["jump"], actions["speak"]], -1
+        ).astype(np.float32)
         after = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
         np.testing.assert_allclose(after[..., :6], told, rtol=1e-6)
         assert actions["jump"].dtype == np.int8 and actions["speak"].shape == (6, 3, 2)
@@ -210,7 +222,9 @@ def test_actions_may_be_trees():
 def test_without_a_divergence_there_is_no_pulling_by_it():
     with ClusterEnv([Obedient], 1) as envs:
         envs.reset()
-        with pytest.raises(ValueError, match=r"the policy has no KL divergence: .*; define its kl, or .* 'always'"):
+        with pytest.raises(
+            ValueError, match=r"the policy has no KL divergence: .*; define its kl, or .* 'always'"
+        ):
             envs.rollout(Mixed(), 5)
 
 
@@ -232,7 +246,9 @@ class Options:
     offset: int = 0
 
 
-@pytest.mark.parametrize("options", [Options(), SimpleNamespace(offset=0), argparse.Namespace(offset=0)])
+@pytest.mark.parametrize(
+    "options", [Options(), SimpleNamespace(offset=0), argparse.Namespace(offset=0)]
+)
 def test_an_option_in_an_object_is_of_the_structure(options):
     class Optional(Hot):
         def act(self, params, noise):
@@ -299,11 +315,15 @@ def test_a_divergence_that_torch_does_not_know_is_estimated_with_one_warning(cap
     old = policy.params_at(observations)
     change(policy, 0.1)
     grid = torch.linspace(-100, 100, 20_001).view(-1, 1, 1)
-    before, after = (policy.distribution(each).log_prob(grid) for each in (old, policy.params_at(observations)))
+    before, after = (
+        policy.distribution(each).log_prob(grid) for each in (old, policy.params_at(observations))
+    )
     exact = (before.exp() * (before - after)).sum(0).mean().item() * 0.01
     state = torch.get_rng_state()
     for _ in range(2):
-        assert policy.divergence([observations], [old.numpy()]).item() == pytest.approx(exact, rel=0.1)
+        assert policy.divergence([observations], [old.numpy()]).item() == pytest.approx(
+            exact, rel=0.1
+        )
     assert exact > 0.01 and torch.equal(torch.get_rng_state(), state)
     assert [record.getMessage() for record in caplog.records] == [
         "torch has no KL divergence of StudentT: it is estimated; define the policy's kl"
@@ -319,7 +339,9 @@ def test_divergence_is_per_action_dimension():
         before = policy.params_at(rollout.observations.reshape(-1, 2))
         change(policy, 0.3)
         envs.publish(policy)
-        whole = policy.kl(before, policy.params_at(rollout.observations.reshape(-1, 2))).mean().item()
+        whole = (
+            policy.kl(before, policy.params_at(rollout.observations.reshape(-1, 2))).mean().item()
+        )
         assert envs.divergence.tolist() == pytest.approx([whole / 2], rel=1e-4)
 
 
@@ -341,7 +363,9 @@ def test_action_dimensions_are_those_of_the_environments():
         before = policy.params_at(rollout.observations.reshape(-1, 1))
         change(policy, 0.3)
         envs.publish(policy)
-        whole = policy.kl(before, policy.params_at(rollout.observations.reshape(-1, 1))).mean().item()
+        whole = (
+            policy.kl(before, policy.params_at(rollout.observations.reshape(-1, 1))).mean().item()
+        )
         assert envs.divergence.tolist() == pytest.approx([whole], rel=1e-4)
 
 
@@ -349,7 +373,10 @@ def test_divergence_along_sequences_is_measured_in_passes_that_fit_in_memory(mon
     policy = Window(linear(3, 2))
     generator = np.random.default_rng(1)
     observations = generator.normal(size=(6, 25, 1)).astype(np.float32)
-    starts, state = generator.random((6, 25)) < 0.2, generator.normal(size=(25, 3)).astype(np.float32)
+    starts, state = (
+        generator.random((6, 25)) < 0.2,
+        generator.normal(size=(25, 3)).astype(np.float32),
+    )
     whole = policy.params_along(observations, starts, state)
     monkeypatch.setattr(policy_module, "PASS_ELEMENTS", 10)
     sizes = []
@@ -373,7 +400,8 @@ def test_divergence_is_measured_in_passes_that_fit_in_memory(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "seen"), [(np.uint8, torch.uint8), (np.int64, torch.int64), (np.float64, torch.float32)]
+    ("dtype", "seen"),
+    [(np.uint8, torch.uint8), (np.int64, torch.int64), (np.float64, torch.float32)],
 )
 def test_observations_keep_their_dtype_except_floats(dtype, seen):
     class Looking(nn.Module):
@@ -428,7 +456,9 @@ class Telling(CountingEnv):
 
 
 def telling(mode, num_envs):
-    return SyncVectorEnv([partial(Telling, length) for length in LENGTHS[:num_envs]], autoreset_mode=mode)
+    return SyncVectorEnv(
+        [partial(Telling, length) for length in LENGTHS[:num_envs]], autoreset_mode=mode
+    )
 
 
 TELLERS = {"one by one": [partial(Telling, length) for length in LENGTHS]}
@@ -444,13 +474,26 @@ def test_infos_that_are_asked_for_come_in_rollouts(make):
         for _ in range(2):
             rollout = envs.rollout(CategoricalPolicy(linear(1, 2)), 8)
             steps, infos = rollout.observations[..., 0] + 1, rollout.infos
-            assert sorted(infos) == ["_never", "_progress", "_success", "never", "progress", "success"]
-            assert infos["never"].shape == (8, 4) and not infos["never"].any() and not infos["_never"].any()
+            assert sorted(infos) == [
+                "_never",
+                "_progress",
+                "_success",
+                "never",
+                "progress",
+                "success",
+            ]
+            assert (
+                infos["never"].shape == (8, 4)
+                and not infos["never"].any()
+                and not infos["_never"].any()
+            )
             assert_same(infos["_success"], rollout.truncations)
             assert_same(infos["success"], rollout.truncations & (np.array(LENGTHS) > 3))
             assert_same(infos["_progress"], steps % 2 == 0)
             assert infos["progress"].shape == (8, 4, 2)
-            np.testing.assert_array_equal(infos["progress"][..., 0], np.where(steps % 2 == 0, steps, 0))
+            np.testing.assert_array_equal(
+                infos["progress"][..., 0], np.where(steps % 2 == 0, steps, 0)
+            )
 
 
 def test_infos_of_which_a_rollout_has_none_are_zeros_as_before():
@@ -459,7 +502,9 @@ def test_infos_of_which_a_rollout_has_none_are_zeros_as_before():
         policy = CategoricalPolicy(linear(1, 2))
         infos = [envs.rollout(policy, 1).infos for _ in range(3)]  # only the second step tells
     assert [each["progress"].shape for each in infos] == [(1, 2), (1, 2, 2), (1, 2, 2)]
-    assert [each["_progress"].any() for each in infos] == [False, True, False] and not infos[2]["progress"].any()
+    assert [each["_progress"].any() for each in infos] == [False, True, False] and not infos[2][
+        "progress"
+    ].any()
 
 
 class Odd(CountingEnv):
@@ -469,17 +514,27 @@ class Odd(CountingEnv):
         return *super().step(action)[:-1], {"odd": np.zeros(self.length), "even": 1.0}
 
 
-@pytest.mark.parametrize(("lengths", "right"), [((3, 2, 3), [0, 2]), ((2, 3, 3), [1, 2]), ((2, 3), [0])])
+@pytest.mark.parametrize(
+    ("lengths", "right"), [((3, 2, 3), [0, 2]), ((2, 3, 3), [1, 2]), ((2, 3), [0])]
+)
 def test_infos_of_another_shape_than_most_are_left_out_with_a_warning(lengths, right):
     env_fns = [partial(Odd, length) for length in lengths]
     others = rf"but \({lengths[0] ^ lengths[1] ^ lengths[right[0]]},\) on worker"
     with ClusterEnv(env_fns, len(lengths), info_keys=("odd", "even")) as envs:
         envs.reset()
         for _ in range(2):
-            with pytest.warns(UserWarning, match=rf"Info odd is left out where it is not .*, {others}"):
+            with pytest.warns(
+                UserWarning, match=rf"Info odd is left out where it is not .*, {others}"
+            ):
                 infos = envs.rollout(CategoricalPolicy(linear(1, 2)), 4).infos
-            assert infos["odd"].shape == (4, len(lengths), lengths[right[0]]) and infos["even"].all()
-            assert infos["_odd"].any(0).nonzero()[0].tolist() == infos["_odd"].all(0).nonzero()[0].tolist() == right
+            assert (
+                infos["odd"].shape == (4, len(lengths), lengths[right[0]]) and infos["even"].all()
+            )
+            assert (
+                infos["_odd"].any(0).nonzero()[0].tolist()
+                == infos["_odd"].all(0).nonzero()[0].tolist()
+                == right
+            )
 
 
 def test_infos_of_no_steps_have_no_shape():
@@ -504,12 +559,16 @@ def test_a_rare_info_that_would_be_mostly_zeros_is_left_out_with_a_warning():
         policy = CategoricalPolicy(linear(1, 2))
         assert envs.rollout(policy, 16).infos["large"].shape == (16, 2, 2**14)
         envs.reset()
-        with pytest.warns(UserWarning, match="Info large is left out: .* 134217728 bytes, and most steps have none"):
+        with pytest.warns(
+            UserWarning,
+            match="Info large is left out: .* 134217728 bytes, and most steps have none",
+        ):
             assert envs.rollout(policy, 512).infos == {}
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"), [(("more",), "info 'more' has no place in a rollout: it is neither a number nor an array")]
+    ("keys", "says"),
+    [(("more",), "info 'more' has no place in a rollout: it is neither a number nor an array")],
 )
 def test_infos_that_cannot_come_in_a_rollout_are_an_error(keys, says):
     with ClusterEnv(TELLERS["one by one"], 2, info_keys=keys) as envs:
@@ -540,8 +599,12 @@ def test_a_state_that_is_written_in_place_is_the_one_before_the_first_step():
         rollout = envs.rollout(policy, 5)
         assert rollout.states.tolist() == [[2, 3, 4]] * 2
         starts = torch.zeros(5, 2, dtype=torch.bool)
-        params, _ = policy.unroll(torch.tensor(rollout.observations), starts, torch.tensor(rollout.states))
-        logprobs = policy.distribution(params).log_prob(torch.tensor(rollout.actions)).detach().numpy()
+        params, _ = policy.unroll(
+            torch.tensor(rollout.observations), starts, torch.tensor(rollout.states)
+        )
+        logprobs = (
+            policy.distribution(params).log_prob(torch.tensor(rollout.actions)).detach().numpy()
+        )
         np.testing.assert_allclose(rollout.logprobs, logprobs, atol=1e-6)
 
 
@@ -593,7 +656,9 @@ def test_a_policy_that_changes_otherwise_goes_on_with_what_it_remembers():
 
 
 def test_the_mask_of_an_info_is_no_info():
-    with pytest.raises(ValueError, match="info_keys must not have both 'got' and '_got', which says where it is"):
+    with pytest.raises(
+        ValueError, match="info_keys must not have both 'got' and '_got', which says where it is"
+    ):
         ClusterEnv([CountingEnv], info_keys=("got", "_got"))
 
 

@@ -27,7 +27,9 @@ from clusterenv_runtime.wire.protocol import (
 
 from .simulated import STARTUP_S, Process, Processes, Simulation
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR")  # as Gymnasium logs what environments raise
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*ERROR"
+)  # as Gymnasium logs what environments raise
 
 
 def sent(simulation, kind):
@@ -89,7 +91,9 @@ def test_an_environment_that_raises_while_it_is_built_ends_the_start_at_once():
         def start_worker(self, index):
             self.greets = index == 1
             super().start_worker(index)
-            self.of[index].answer = Error(index, "builtins.ValueError", "on purpose", "", fatal=True)
+            self.of[index].answer = Error(
+                index, "builtins.ValueError", "on purpose", "", fatal=True
+            )
 
     simulation = Simulation(2, launcher=Raises, start=False)
     with pytest.raises(ValueError, match="on purpose"):
@@ -106,7 +110,9 @@ def test_where_fewer_will_do_a_process_that_ends_by_itself_is_replaced_at_the_st
 
     simulation = Simulation(2, launcher=EndsOnce, start=False)
     simulation.pool.start(1)
-    assert simulation.recovery.restarts and "exit code 9" in simulation.recovery.restarts[0]["reason"]
+    assert (
+        simulation.recovery.restarts and "exit code 9" in simulation.recovery.restarts[0]["reason"]
+    )
 
 
 def test_who_is_refused_is_told_to_close():
@@ -120,7 +126,9 @@ def test_who_is_refused_is_told_to_close():
 def test_a_hello_of_nobody_who_is_awaited_is_dropped():
     simulation = Simulation(2)
     worker, first = simulation.workers[0], simulation.launcher.of[0]
-    strangers = [Process(simulation.network, index) for index in (0, 2)]  # one is there already, one is none
+    strangers = [
+        Process(simulation.network, index) for index in (0, 2)
+    ]  # one is there already, one is none
     for stranger in strangers:
         stranger.greet()
     simulation.network.deliver(b"another", 1, Reply(None))
@@ -133,16 +141,24 @@ def test_workers_are_pinged_once_in_a_while():
     simulation = Simulation(1)
     before, seconds = len(sent(simulation, Ping)), 20
     simulation.wait(seconds)
-    assert seconds / (PING_S + LOOK_S) - 1 <= len(sent(simulation, Ping)) - before <= seconds / PING_S + 1
+    assert (
+        seconds / (PING_S + LOOK_S) - 1
+        <= len(sent(simulation, Ping)) - before
+        <= seconds / PING_S + 1
+    )
 
 
 def test_only_a_strangers_messages_must_be_short():
     simulation = Simulation(1)
     (seq,), (worker,) = simulation.never(), simulation.workers
     for identity in (b"stranger", worker.identity):
-        simulation.network.inbox.append(Received(identity, [encode((seq, Reply("long"))), bytes(MAX_HELLO)]))
+        simulation.network.inbox.append(
+            Received(identity, [encode((seq, Reply("long"))), bytes(MAX_HELLO)])
+        )
     (served,) = simulation.pool.gather([seq])
-    assert served.message.value == "long" and simulation.network.texts == ["a long message of a stranger"]
+    assert served.message.value == "long" and simulation.network.texts == [
+        "a long message of a stranger"
+    ]
 
 
 def test_numbers_rise_and_cannot_be_guessed():
@@ -171,7 +187,9 @@ def test_the_first_answer_is_returned_while_others_are_awaited():
 
 def test_the_first_error_is_raised_while_others_are_awaited():
     simulation = Simulation(2)
-    simulation.launcher.of[1].answer = Error(1, "builtins.ValueError", "on purpose", "", fatal=False)
+    simulation.launcher.of[1].answer = Error(
+        1, "builtins.ValueError", "on purpose", "", fatal=False
+    )
     seqs = [*simulation.never(), simulation.pool.ask(simulation.workers[1], Call("name"))]
     with pytest.raises(ValueError, match="on purpose"):
         simulation.pool.first(seqs)
@@ -251,7 +269,9 @@ def test_a_part_shows_that_a_worker_can_step():
     for _ in range(5):
         simulation.launcher.of[0].die()
         seq = simulation.pool.ask(worker, Collect(1, 1, 0, 0.0, []))
-        simulation.pool.wait_until(lambda seq=seq: worker.state == State.READY and seq in worker.asked, [seq])
+        simulation.pool.wait_until(
+            lambda seq=seq: worker.state == State.READY and seq in worker.asked, [seq]
+        )
         simulation.network.deliver(worker.identity, seq, Part({}, 2.0))
         simulation.pool.gather([seq])
     assert worker.waited == 10
@@ -269,7 +289,9 @@ def test_only_the_answer_to_its_setup_makes_a_worker_ready():
         simulation.launcher.of[index].stopped = True
 
     simulation.launcher.start_worker = starts_one_that_waits
-    simulation.pool.wait_until(lambda: any(isinstance(asked, SetAttr) for asked in worker.asked.values()), seqs)
+    simulation.pool.wait_until(
+        lambda: any(isinstance(asked, SetAttr) for asked in worker.asked.values()), seqs
+    )
     (set_attr,) = [seq for seq, asked in worker.asked.items() if isinstance(asked, SetAttr)]
     simulation.network.deliver(worker.identity, set_attr, Reply(None))
     simulation.wait(1)
@@ -294,7 +316,9 @@ def test_a_worker_that_held_something_may_pull_twice(monkeypatch):
 
 
 @pytest.mark.parametrize(("timeout", "leave"), [(0, False), (3, False), (3, True)])
-def test_closing_tells_all_workers_and_leaves_the_rest_of_the_time_to_the_launcher(timeout, leave, monkeypatch):
+def test_closing_tells_all_workers_and_leaves_the_rest_of_the_time_to_the_launcher(
+    timeout, leave, monkeypatch
+):
     simulation, given = Simulation(2), []
     for process in simulation.launcher.of.values():
         process.leaves = leave

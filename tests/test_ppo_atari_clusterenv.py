@@ -15,8 +15,25 @@ from .scripts import scalars
 from .test_ppo_clusterenv import METRICS, SUMMARY
 
 SCRIPT = "ppo_atari_clusterenv.py"
-TINY = ["--env-id", "ALE/Breakout-v5", "--envs-per-worker", "1", "--num-steps", "16", "--num-minibatches", "2"]
-TINY += ["--update-epochs", "1", "--total-timesteps", "96", "--eval-episodes", "1", "--no-save-model"]
+TINY = [
+    "--env-id",
+    "ALE/Breakout-v5",
+    "--envs-per-worker",
+    "1",
+    "--num-steps",
+    "16",
+    "--num-minibatches",
+    "2",
+]
+TINY += [
+    "--update-epochs",
+    "1",
+    "--total-timesteps",
+    "96",
+    "--eval-episodes",
+    "1",
+    "--no-save-model",
+]
 EXACT = ["--sync-mode", "always", "--weights", "float32"]
 
 
@@ -30,7 +47,9 @@ def test_run_leaves_summary_and_logs(always):
     assert set(summary) >= SUMMARY
     assert (summary["global_step"], summary["pulls_per_worker"]) == (96, 3)
     assert folder.name.startswith("ALE-Breakout-v5__ppo_atari_clusterenv__1__")
-    assert set(scripts.events_of(folder).Tags()["scalars"]) >= {tag for tag in METRICS if "episodic" not in tag}
+    assert set(scripts.events_of(folder).Tags()["scalars"]) >= {
+        tag for tag in METRICS if "episodic" not in tag
+    }
 
 
 def test_what_the_learner_computes_is_what_acted(always, tmp_path):
@@ -62,7 +81,9 @@ def test_an_episode_is_a_life_and_the_statistics_are_of_games():
     ends = [number for number, step in enumerate(steps) if step[3] is not None]
     games = [steps[: ends[0] + 1], steps[ends[0] + 1 :]]
     clipped = [sum(reward for reward, *_ in game) for game in games]
-    assert sum(clipped) > 0 and all(game[-1][3]["r"] >= sum_ for game, sum_ in zip(games, clipped, strict=True))
+    assert sum(clipped) > 0 and all(
+        game[-1][3]["r"] >= sum_ for game, sum_ in zip(games, clipped, strict=True)
+    )
 
 
 def evaluated(env_id, backend, act):
@@ -70,7 +91,9 @@ def evaluated(env_id, backend, act):
     return evaluate(args, script.make_env, act, **script.ENVPOOL)
 
 
-@pytest.mark.parametrize(("env_id", "backend"), [("ALE/Seaquest-v5", "gymnasium"), ("Seaquest-v5", "envpool")])
+@pytest.mark.parametrize(
+    ("env_id", "backend"), [("ALE/Seaquest-v5", "gymnasium"), ("Seaquest-v5", "envpool")]
+)
 def test_evaluated_are_whole_games_of_rewards_as_they_are(env_id, backend):
     if backend == "envpool":
         pytest.importorskip("envpool")
@@ -80,7 +103,9 @@ def test_evaluated_are_whole_games_of_rewards_as_they_are(env_id, backend):
 
 
 def test_whoever_never_fires_is_evaluated_for_all_lives(caplog):
-    assert evaluated("ALE/Breakout-v5", "gymnasium", lambda obs: np.zeros(len(obs), int)).shape == (2,)
+    assert evaluated("ALE/Breakout-v5", "gymnasium", lambda obs: np.zeros(len(obs), int)).shape == (
+        2,
+    )
     assert not caplog.text  # they have ended
 
 
@@ -93,7 +118,9 @@ def test_an_evaluation_that_does_not_end_says_so(monkeypatch, caplog):
 def test_statistics_are_taken_under_any_name():
     def make_env(env_id, idx, capture_video, run_name):
         def thunk():
-            env = gym.wrappers.RecordEpisodeStatistics(gym.make(env_id, max_episode_steps=9), stats_key="games")
+            env = gym.wrappers.RecordEpisodeStatistics(
+                gym.make(env_id, max_episode_steps=9), stats_key="games"
+            )
             return gym.wrappers.TransformReward(env, lambda reward: 0)
 
         return thunk
@@ -120,10 +147,13 @@ def test_what_make_env_adds_envpool_has_not():
     read_spaces(args, script.make_env, script.OF_ENVPOOL)
 
     def changed(*arguments, **kwargs):
-        return lambda: gym.wrappers.TransformReward(script.make_env(*arguments, **kwargs)(), lambda reward: 2 * reward)
+        return lambda: gym.wrappers.TransformReward(
+            script.make_env(*arguments, **kwargs)(), lambda reward: 2 * reward
+        )
 
     with pytest.raises(
-        SystemExit, match=r"without what make_env does \(TransformReward\): use --env-backend gymnasium"
+        SystemExit,
+        match=r"without what make_env does \(TransformReward\): use --env-backend gymnasium",
     ):
         read_spaces(args, changed, script.OF_ENVPOOL)
 
@@ -196,5 +226,9 @@ def test_without_ale_there_is_one_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
 def test_what_is_no_game_of_ataris_is_one_line(tmp_path, monkeypatch, env_id):
     scripts.check_refusal_here(
-        monkeypatch, SCRIPT, tmp_path, [*TINY, "--env-id", env_id], f"Atari's games, such as ALE/Pong-v5, got {env_id}"
+        monkeypatch,
+        SCRIPT,
+        tmp_path,
+        [*TINY, "--env-id", env_id],
+        f"Atari's games, such as ALE/Pong-v5, got {env_id}",
     )

@@ -13,7 +13,16 @@ from . import scripts
 from .scripts import ROOT, scalars
 
 SCRIPT = "ppo_clusterenv.py"
-TINY = ["--env-id", "CartPole-v1", "--envs-per-worker", "2", "--num-steps", "16", "--num-minibatches", "2"]
+TINY = [
+    "--env-id",
+    "CartPole-v1",
+    "--envs-per-worker",
+    "2",
+    "--num-steps",
+    "16",
+    "--num-minibatches",
+    "2",
+]
 TINY += ["--total-timesteps", "320", "--eval-episodes", "2"]
 SUMMARY = {
     "global_step", "wall_seconds", "sps", "updates", "pulls_per_worker", "sync_bytes", "mean_return_100",
@@ -69,31 +78,52 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert summary["args"]["num_workers"] == 2 and summary["args"]["learning_rate"] == 2e-3
     assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert "actor.0.weight" in torch.load(folder / "ppo_clusterenv.cleanrl_model")
-    assert {path.name for path in (folder / "workers").iterdir()} == {"worker-0.log", "worker-1.log"}
+    assert {path.name for path in (folder / "workers").iterdir()} == {
+        "worker-0.log",
+        "worker-1.log",
+    }
     events = scripts.events_of(folder)
     assert set(events.Tags()["scalars"]) >= METRICS
     assert [event.step for event in events.Scalars("charts/SPS")] == [64, 128, 192, 256, 320]
     assert "hyperparameters/text_summary" in events.Tags()["tensors"]
     # What is not in there is checkpoints, logs and the progress line: little, unless the machine is busy just then.
-    accounted = [sum(pair) for pair in zip(scalars(folder, "time/collect"), scalars(folder, "time/learn"), strict=True)]
+    accounted = [
+        sum(pair)
+        for pair in zip(scalars(folder, "time/collect"), scalars(folder, "time/learn"), strict=True)
+    ]
     assert sum(accounted) <= summary["wall_seconds"]
-    taken = np.diff([event.wall_time for event in events.Scalars("time/learn")])  # from one update's end to the next's
+    taken = np.diff(
+        [event.wall_time for event in events.Scalars("time/learn")]
+    )  # from one update's end to the next's
     assert max(accounted[1:] / taken) > 0.8
 
 
 def test_pulls_are_much_smaller_than_the_actor(trained):
     folder, summary = trained
     model = torch.load(folder / "ppo_clusterenv.cleanrl_model")
-    size = sum(value.numel() * value.element_size() for key, value in model.items() if key.startswith("actor"))
+    size = sum(
+        value.numel() * value.element_size()
+        for key, value in model.items()
+        if key.startswith("actor")
+    )
     assert summary["pulls_per_worker"] > 1
-    first, others = size / 4, size / 10  # of each worker's: a byte a weight, then little more than a bit
+    first, others = (
+        size / 4,
+        size / 10,
+    )  # of each worker's: a byte a weight, then little more than a bit
     assert 0 < summary["sync_bytes"] / 2 < first + (summary["pulls_per_worker"] - 1) * others
 
 
 def test_same_seed_gives_the_same_run(trained, tmp_path):
     _, first = trained
     _, second = train(tmp_path, "--kl-threshold", "1e-5")
-    for key in ("mean_return_100", "eval_return_mean", "eval_return_std", "pulls_per_worker", "sync_bytes"):
+    for key in (
+        "mean_return_100",
+        "eval_return_mean",
+        "eval_return_std",
+        "pulls_per_worker",
+        "sync_bytes",
+    ):
         assert first[key] == second[key]
 
 
@@ -101,7 +131,14 @@ def test_same_seed_gives_the_same_run(trained, tmp_path):
 def test_a_compiled_run_is_the_same_to_tolerance(always, tmp_path):
     # All weights: of a rounded difference the last bit may decide which of them move.
     folder, summary = train(tmp_path, *ALWAYS, "--compile")
-    for tag in ("value_loss", "policy_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"):
+    for tag in (
+        "value_loss",
+        "policy_loss",
+        "entropy",
+        "approx_kl",
+        "clipfrac",
+        "explained_variance",
+    ):
         expected = scalars(always[0], f"losses/{tag}")
         assert scalars(folder, f"losses/{tag}") == pytest.approx(expected, rel=1e-3, abs=1e-5)
     assert summary["pulls_per_worker"] == always[1]["pulls_per_worker"]
@@ -121,13 +158,19 @@ def test_decoupled_objective_is_plain_ppo_at_lag_0(always, tmp_path):
 def test_overlap_acts_one_update_behind(tmp_path):
     folder, summary = train(tmp_path, "--sync-mode", "always", "--overlap", "--eval-episodes", "0")
     assert scalars(folder, "sync/policy_lag") == [0, 1, 1, 1, 1]
-    assert summary["updates"] == 5 and summary["pulls_per_worker"] == 4 and summary["eval_return_mean"] is None
+    assert (
+        summary["updates"] == 5
+        and summary["pulls_per_worker"] == 4
+        and summary["eval_return_mean"] is None
+    )
     assert "eval/return_mean" not in scripts.events_of(folder).Tags()["scalars"]
 
 
 def test_spellings_of_booleans_and_flags(other):
     args = other[1]["args"]
-    assert [args[key] for key in ("anneal_lr", "norm_adv", "torch_deterministic", "cuda")] == [False] * 4
+    assert [args[key] for key in ("anneal_lr", "norm_adv", "torch_deterministic", "cuda")] == [
+        False
+    ] * 4
     assert [args[key] for key in ("clip_vloss", "save_model")] == [True] * 2
     assert args["max_policy_lag"] == 1000000
 
@@ -170,7 +213,9 @@ def test_unwritable_runs_is_one_line(tmp_path):
     (tmp_path / "runs").write_text("in the way")
     result = run(tmp_path, *TINY)
     assert result.returncode != 0
-    assert result.stderr.startswith("error: cannot write to runs/") and result.stderr.count("\n") == 1
+    assert (
+        result.stderr.startswith("error: cannot write to runs/") and result.stderr.count("\n") == 1
+    )
 
 
 def test_env_that_cannot_be_built_shows_its_own_traceback_once(tmp_path):
@@ -181,7 +226,9 @@ def test_env_that_cannot_be_built_shows_its_own_traceback_once(tmp_path):
         "        raise LookupError('the simulator is not installed')\n"
         "gym.register('Broken-v0', Broken)\n"
     )
-    result = run(tmp_path, "--env-id", "broken_env:Broken-v0", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    result = run(
+        tmp_path, "--env-id", "broken_env:Broken-v0", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}"
+    )
     assert result.returncode != 0
     assert result.stderr.count("Traceback") == 1
     assert "LookupError: the simulator is not installed" in result.stderr
@@ -192,14 +239,17 @@ def test_workers_that_do_not_start_are_one_line(tmp_path):
     result = run(tmp_path, "--startup-timeout", "0.01", PYTHONPATH=ROOT)
     assert result.returncode == 1 and result.stderr.count("\n") == 1, result.stderr
     assert re.match(
-        "error: worker 0 .* did not come up and build the next of its environments within 0.01 s", result.stderr
+        "error: worker 0 .* did not come up and build the next of its environments within 0.01 s",
+        result.stderr,
     )
 
 
 def test_ctrl_c_is_clean_and_does_not_wait_for_the_end(tmp_path):
     process, workers = start_and_await_training(tmp_path)
     scripts.check_interruption(process, workers)
-    assert list(tmp_path.glob("runs/*/*.cleanrl_model")) and list(tmp_path.glob("runs/*/checkpoint-*.pt"))
+    assert list(tmp_path.glob("runs/*/*.cleanrl_model")) and list(
+        tmp_path.glob("runs/*/checkpoint-*.pt")
+    )
 
 
 def test_killed_worker_ends_the_run_with_its_name(tmp_path):

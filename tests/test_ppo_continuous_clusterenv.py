@@ -19,7 +19,16 @@ from .scripts import ROOT, environment, scalars, workers_of
 from .test_ppo_clusterenv import METRICS, SUMMARY
 
 SCRIPT = "ppo_continuous_clusterenv.py"
-TINY = ["--env-id", "Pendulum-v1", "--envs-per-worker", "2", "--num-steps", "16", "--num-minibatches", "2"]
+TINY = [
+    "--env-id",
+    "Pendulum-v1",
+    "--envs-per-worker",
+    "2",
+    "--num-steps",
+    "16",
+    "--num-minibatches",
+    "2",
+]
 TINY += ["--update-epochs", "2", "--total-timesteps", "320", "--eval-episodes", "2"]
 
 
@@ -39,8 +48,12 @@ def keeping_what_it_saw(directory):
 def moments_of(folder):
     """Float64 moments of all observations that a run's learner has accepted up to its last checkpoint."""
     state = load_checkpoint(folder)
-    files = [path for path in sorted(folder.glob("seen-*")) if int(path.stem[5:]) <= state["global_step"]]
-    seen = np.concatenate([np.load(path)["rollout"].reshape(-1, 3) for path in files]).astype(np.float64)
+    files = [
+        path for path in sorted(folder.glob("seen-*")) if int(path.stem[5:]) <= state["global_step"]
+    ]
+    seen = np.concatenate([np.load(path)["rollout"].reshape(-1, 3) for path in files]).astype(
+        np.float64
+    )
     assert len(seen) == state["global_step"]
     return state, seen.mean(0), seen.var(0)
 
@@ -77,14 +90,20 @@ def test_run_leaves_summary_model_and_logs(always):
 def test_the_page_plays_an_episode_with_a_saved_model(tmp_path):
     train(tmp_path, "--run-name", "NAME")
     page = (ROOT / "docs" / "training.md").read_text()
-    program = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1].replace("HalfCheetah-v5", "Pendulum-v1")
+    program = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1].replace(
+        "HalfCheetah-v5", "Pendulum-v1"
+    )
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE
+    )
     assert result.returncode == 0, result.stderr
     assert -2000 < float(result.stdout) < 0
 
 
-def test_same_seed_gives_the_same_run_and_the_decoupled_objective_is_plain_ppo_at_lag_0(always, tmp_path):
+def test_same_seed_gives_the_same_run_and_the_decoupled_objective_is_plain_ppo_at_lag_0(
+    always, tmp_path
+):
     flags = ["--sync-mode", "always", "--weights", "float32"]
     (tmp_path / "same").mkdir()
     again, _ = train(tmp_path / "same", *flags)
@@ -95,9 +114,19 @@ def test_same_seed_gives_the_same_run_and_the_decoupled_objective_is_plain_ppo_a
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])
-def test_it_normalizes_by_what_it_has_seen_also_after_a_kill_and_when_resumed(tmp_path, num_workers):
+def test_it_normalizes_by_what_it_has_seen_also_after_a_kill_and_when_resumed(
+    tmp_path, num_workers
+):
     keeping_what_it_saw(tmp_path)
-    flags = [*TINY, "--num-workers", str(num_workers), "--run-name", "x", "--max-worker-restarts", "9"]
+    flags = [
+        *TINY,
+        "--num-workers",
+        str(num_workers),
+        "--run-name",
+        "x",
+        "--max-worker-restarts",
+        "9",
+    ]
     folder, batch = tmp_path / "runs" / "x", 32 * num_workers
     command = [sys.executable, SCRIPT]
     process = subprocess.Popen(
@@ -118,7 +147,9 @@ def test_it_normalizes_by_what_it_has_seen_also_after_a_kill_and_when_resumed(tm
     assert "interrupted; to go on" in errors and errors.count("another is started") == 2
     step = check_moments(folder)["global_step"]
     resumed = [*command, "--resume", "runs/x", "--total-timesteps", str(step + 5 * batch)]
-    subprocess.run(resumed, cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=PATIENCE)
+    subprocess.run(
+        resumed, cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=PATIENCE
+    )
     assert check_moments(folder)["global_step"] == step + 5 * batch
     assert json.loads((folder / "summary.json").read_text())["eval_return_mean"] < 0
 
@@ -126,8 +157,14 @@ def test_it_normalizes_by_what_it_has_seen_also_after_a_kill_and_when_resumed(tm
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--env-id CartPole-v1", "actions must be continuous vectors, not Discrete(2): CartPole-v1"),
-        ("--num-minibatches 3", "--num-minibatches 3 must divide the batch of 4 environments x 16 steps = 64"),
+        (
+            "--env-id CartPole-v1",
+            "actions must be continuous vectors, not Discrete(2): CartPole-v1",
+        ),
+        (
+            "--num-minibatches 3",
+            "--num-minibatches 3 must divide the batch of 4 environments x 16 steps = 64",
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, flags, says):

@@ -7,7 +7,16 @@ from .scripts import scalars
 from .test_ppo_clusterenv import METRICS, SUMMARY
 
 SCRIPT = "ppo_lstm_clusterenv.py"
-TINY = ["--envs-per-worker", "2", "--num-steps", "16", "--num-minibatches", "2", "--hidden-size", "8"]
+TINY = [
+    "--envs-per-worker",
+    "2",
+    "--num-steps",
+    "16",
+    "--num-minibatches",
+    "2",
+    "--hidden-size",
+    "8",
+]
 TINY += ["--total-timesteps", "320", "--eval-episodes", "2"]
 EXACT = ["--sync-mode", "always", "--weights", "float32"]
 
@@ -37,7 +46,9 @@ def test_what_the_learner_computes_is_what_acted(always, tmp_path):
 
 def test_a_minibatch_is_of_whole_environments(tmp_path, monkeypatch):
     says = "--num-minibatches 3 must divide the 4 environments"
-    scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, [*TINY, "--num-minibatches", "3"], says)
+    scripts.check_refusal_here(
+        monkeypatch, SCRIPT, tmp_path, [*TINY, "--num-minibatches", "3"], says
+    )
 
 
 def test_a_minibatch_of_one_is_refused_in_one_line(tmp_path, monkeypatch):

@@ -9,7 +9,16 @@ from .test_ppo_clusterenv import METRICS, SUMMARY
 
 pytest.importorskip("minatar", reason="MinAtar is not installed: pip install minatar")
 SCRIPT = "ppo_minatar_clusterenv.py"
-TINY = ["--envs-per-worker", "4", "--num-steps", "64", "--total-timesteps", "4096", "--eval-episodes", "2"]
+TINY = [
+    "--envs-per-worker",
+    "4",
+    "--num-steps",
+    "64",
+    "--total-timesteps",
+    "4096",
+    "--eval-episodes",
+    "2",
+]
 
 
 def test_it_trains_and_what_the_learner_computes_is_what_acted(tmp_path):

@@ -77,10 +77,16 @@ class Forgetful(CategoricalPolicy):
 
 WRONG = [
     (lambda: CategoricalPolicy(Nothing()), "the policy has no parameters"),
-    (lambda: CategoricalPolicy(nn.LazyLinear(2)), "lazy modules that have not seen an input: call it once"),
+    (
+        lambda: CategoricalPolicy(nn.LazyLinear(2)),
+        "lazy modules that have not seen an input: call it once",
+    ),
     (lambda: CategoricalPolicy(nn.Linear(1, 2).double()), r"cannot act on Box.*float32"),
     (lambda: CategoricalPolicy(linear(7, 2)), r"cannot act on Box.*shapes cannot be multiplied"),
-    (lambda: CategoricalPolicy(linear(1, 5)), r"actions are not of Discrete\(2\), but int64 \(\), such as"),
+    (
+        lambda: CategoricalPolicy(linear(1, 5)),
+        r"actions are not of Discrete\(2\), but int64 \(\), such as",
+    ),
     (
         lambda: GaussianPolicy(linear(1, 2), nn.Parameter(torch.zeros(1, 2))),
         r"not of Discrete\(2\), but float32 \(2,\)",
@@ -90,12 +96,27 @@ WRONG = [
     (lambda: Silly("noise")(linear(1, 2)), "its noise fails: RuntimeError: silly"),
     (lambda: Silly("act")(linear(1, 2)), "its act fails: RuntimeError: silly"),
     (lambda: Silly("extras")(linear(1, 2)), "its extras fails: RuntimeError: silly"),
-    (lambda: Silly("kl")(linear(1, 2)), "the policy has no KL divergence: RuntimeError: silly; define its kl"),
-    (lambda: Silly("kl", lambda *_: torch.zeros(()))(linear(1, 2)), r"of 2 states it must be 2 numbers, .*, got \(\)"),
+    (
+        lambda: Silly("kl")(linear(1, 2)),
+        "the policy has no KL divergence: RuntimeError: silly; define its kl",
+    ),
+    (
+        lambda: Silly("kl", lambda *_: torch.zeros(()))(linear(1, 2)),
+        r"of 2 states it must be 2 numbers, .*, got \(\)",
+    ),
     (lambda: Silly("kl", lambda *_: -torch.ones(2))(linear(1, 2)), "2 numbers, not negative"),
-    (lambda: Silly("kl", lambda *_: torch.full((2,), torch.nan))(linear(1, 2)), "2 numbers, not negative"),
-    (lambda: Silly("extras", lambda *_: {"v": torch.zeros(())})(linear(1, 2)), r"extra 'v' gives \(\), where \(3, 5, "),
-    (lambda: Silly("extras", lambda *_: {"v": {}})(linear(1, 2)), "must be tensors by their names, got 'v': a dict"),
+    (
+        lambda: Silly("kl", lambda *_: torch.full((2,), torch.nan))(linear(1, 2)),
+        "2 numbers, not negative",
+    ),
+    (
+        lambda: Silly("extras", lambda *_: {"v": torch.zeros(())})(linear(1, 2)),
+        r"extra 'v' gives \(\), where \(3, 5, ",
+    ),
+    (
+        lambda: Silly("extras", lambda *_: {"v": {}})(linear(1, 2)),
+        "must be tensors by their names, got 'v': a dict",
+    ),
     (
         lambda: Silly("act", lambda self, p, n: p[:1].argmax(-1))(linear(1, 2)),
         r"to_env gives \(1,\), where \(5, \.\.\.\)",
@@ -109,11 +130,15 @@ WRONG = [
         "its initial_state must give a tensor, or a dict or plain tuple of tensors, got a list",
     ),
     (
-        lambda: Forgetful(lambda state: state, lambda num_envs: (Memory(torch.zeros(num_envs, 3)),)),
+        lambda: Forgetful(
+            lambda state: state, lambda num_envs: (Memory(torch.zeros(num_envs, 3)),)
+        ),
         "its initial_state must give a tensor, or a dict or plain tuple of tensors, got a Memory",
     ),
     (
-        lambda: GaussianPolicy(linear(1, 1), nn.Parameter(torch.zeros(1, 1)), spaces.Box(-1, 1, (2,))),
+        lambda: GaussianPolicy(
+            linear(1, 1), nn.Parameter(torch.zeros(1, 1)), spaces.Box(-1, 1, (2,))
+        ),
         r"its to_env fails: RuntimeError: The expanded size of the tensor \(1\) must match the existing size \(2\)",
     ),
     (
@@ -121,23 +146,46 @@ WRONG = [
         "params hold NaN: has the policy diverged[?]$",
     ),
     (lambda: Silly("kl", lambda *_: threading.Lock())(linear(1, 2)), "no attribute 'shape'"),
-    (lambda: with_attribute("lock", threading.Lock()), "cannot be sent to workers: TypeError: cannot pickle"),
-    (lambda: with_attribute("numbers", "temperature"), "numbers must be a tuple of names, got 'temperature'"),
-    (lambda: Forgetful(lambda state: state.double()), "a state that is torch.float64 .*initial_state is torch.float32"),
+    (
+        lambda: with_attribute("lock", threading.Lock()),
+        "cannot be sent to workers: TypeError: cannot pickle",
+    ),
+    (
+        lambda: with_attribute("numbers", "temperature"),
+        "numbers must be a tuple of names, got 'temperature'",
+    ),
+    (
+        lambda: Forgetful(lambda state: state.double()),
+        "a state that is torch.float64 .*initial_state is torch.float32",
+    ),
     (lambda: Forgetful(lambda state: (state,)), "a state that is a tuple|of another structure"),
     (lambda: Forgetful(lambda state: None), "a state that is a NoneType"),
     (
         lambda: Silly("forward", lambda self, x: Memory(self.actor(x)))(linear(1, 2)),
         "forward must give .* a Memory",
     ),
-    (lambda: Silly("forward", lambda self, x: [self.actor(x)])(linear(1, 2)), "its forward must give .* got a list"),
-    (lambda: Silly("noise", lambda *_: None)(linear(1, 2)), "its noise must give a tensor, .* got a NoneType"),
     (
-        lambda: Silly("noise", lambda self, steps, params, generator: torch.zeros(params.shape))(linear(1, 2)),
+        lambda: Silly("forward", lambda self, x: [self.actor(x)])(linear(1, 2)),
+        "its forward must give .* got a list",
+    ),
+    (
+        lambda: Silly("noise", lambda *_: None)(linear(1, 2)),
+        "its noise must give a tensor, .* got a NoneType",
+    ),
+    (
+        lambda: Silly("noise", lambda self, steps, params, generator: torch.zeros(params.shape))(
+            linear(1, 2)
+        ),
         r"its noise gives \(1, 2\), where \(3, 1, \.\.\.\) is wanted",
     ),
-    (lambda: CategoricalPolicy(Aside([linear(1, 2)])), r"parameter \(8, 1\) that no module registers, as in a list"),
-    (lambda: CategoricalPolicy(Aside(lambda x, net=linear(1, 2): net(x))), "no module registers, .* Use nn.ModuleList"),
+    (
+        lambda: CategoricalPolicy(Aside([linear(1, 2)])),
+        r"parameter \(8, 1\) that no module registers, as in a list",
+    ),
+    (
+        lambda: CategoricalPolicy(Aside(lambda x, net=linear(1, 2): net(x))),
+        "no module registers, .* Use nn.ModuleList",
+    ),
 ]
 
 
@@ -150,7 +198,9 @@ def validates():
 @pytest.fixture(scope="module")
 def store():
     """What publishes policies for a CountingEnv."""
-    return PolicyStore([PolicyCopy()], CountingEnv.observation_space, CountingEnv.action_space, rounds=True)
+    return PolicyStore(
+        [PolicyCopy()], CountingEnv.observation_space, CountingEnv.action_space, rounds=True
+    )
 
 
 @pytest.mark.parametrize(("make", "says"), WRONG)
@@ -161,9 +211,15 @@ def test_a_policy_that_cannot_act_is_one_line_and_changes_nothing(store, make, s
     with pytest.raises(ValueError, match=says) as caught:
         store.publish(make())
     assert "\n" not in str(caught.value)
-    assert store.published is published and (store.structure, store.state_dict()) == (structure, state)
+    assert store.published is published and (store.structure, store.state_dict()) == (
+        structure,
+        state,
+    )
     assert not store.publish(policy)  # It goes on as if there had been no other.
-    assert (store.published.version, store.published.since) == (published.version + 1, published.since)
+    assert (store.published.version, store.published.since) == (
+        published.version + 1,
+        published.since,
+    )
 
 
 def test_before_the_first_step_it_is_an_error_and_all_goes_on():
@@ -171,9 +227,15 @@ def test_before_the_first_step_it_is_an_error_and_all_goes_on():
         envs.reset()
         with pytest.raises(ValueError, match="cannot act on"):
             envs.rollout(CategoricalPolicy(linear(7, 2)), 5)
-        with pytest.raises(TypeError, match=r"a Policy is wanted, such as CategoricalPolicy\(actor\), got Linear"):
+        with pytest.raises(
+            TypeError, match=r"a Policy is wanted, such as CategoricalPolicy\(actor\), got Linear"
+        ):
             envs.rollout(nn.Linear(1, 2), 5)
-        assert envs.rollout(CategoricalPolicy(linear(1, 2)), 3).observations[:, 0, 0].tolist() == [0, 1, 2]
+        assert envs.rollout(CategoricalPolicy(linear(1, 2)), 3).observations[:, 0, 0].tolist() == [
+            0,
+            1,
+            2,
+        ]
 
 
 class Offset(CategoricalPolicy):
@@ -239,7 +301,12 @@ CHANGES = {
 def changeable():
     policy = CategoricalPolicy(nn.Sequential(nn.Linear(1, 2), nn.Tanh()))
     policy.last, policy.later = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
-    policy.extra, policy.array, policy.tensor, policy.items = np.float32(1), np.zeros(2), torch.zeros(2), []
+    policy.extra, policy.array, policy.tensor, policy.items = (
+        np.float32(1),
+        np.zeros(2),
+        torch.zeros(2),
+        [],
+    )
     policy.names, policy.thing = {"a": 1}, object()
     return policy
 
@@ -285,7 +352,9 @@ def test_a_policy_that_is_another_each_time_is_warned_of_once(store, caplog):
     policy = changeable()
     for policy.extra in range(15):
         store.publish(policy)
-    (record,) = [record for record in caplog.records if "is another with each version" in record.getMessage()]
+    (record,) = [
+        record for record in caplog.records if "is another with each version" in record.getMessage()
+    ]
     assert "by its .extra," in record.getMessage()
 
 
@@ -323,7 +392,8 @@ def test_a_policy_is_tried_on_what_environments_give_if_there_is_any():
     store.publish(Picky())  # zeros will do
     store.publish(Picky(), np.full((3, 1), 10, np.uint8))
     with pytest.raises(
-        ValueError, match="its forward fails: IndexError: index out of range in self .*observations[)]$"
+        ValueError,
+        match="its forward fails: IndexError: index out of range in self .*observations[)]$",
     ):
         store.publish(Picky(), np.full((3, 1), 11, np.uint8))
     with pytest.raises(ValueError, match="; the observation was drawn from the space"):
@@ -338,7 +408,9 @@ def test_no_size_of_actions_hides_a_sum_over_the_wrong_axis(size):
     store.publish(policy)
     policy.distribution = lambda params: Summed(params[..., :size], 1.0)
     if size:
-        with pytest.raises(ValueError, match=rf"log_prob gives \(\d+, {size}\) for .* sum over the last dimensions"):
+        with pytest.raises(
+            ValueError, match=rf"log_prob gives \(\d+, {size}\) for .* sum over the last dimensions"
+        ):
             store.publish(policy)
 
 
@@ -376,7 +448,9 @@ def test_a_divergence_that_fails_later_means_a_pull_and_a_warning(caplog):
             envs.rollout(policy, 3)
             policy.breaks.fill_(breaks)
         assert envs.pulls.tolist() == [2]
-    assert [record for record in caplog.records if "could not be measured" in record.getMessage()][1:] == []
+    assert [record for record in caplog.records if "could not be measured" in record.getMessage()][
+        1:
+    ] == []
 
 
 def test_it_is_known_whether_environments_get_the_actions_as_they_are():

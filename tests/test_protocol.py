@@ -46,15 +46,25 @@ DTYPES = st.one_of(
     hnp.datetime64_dtypes(),
     hnp.timedelta64_dtypes(),
 )
-ARRAYS = DTYPES.flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0, max_side=3)))
+ARRAYS = DTYPES.flatmap(
+    lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0, max_side=3))
+)
 SCALARS = DTYPES.flatmap(lambda dtype: hnp.arrays(dtype, (1,))).map(lambda array: array[0])
 GENERATORS = st.builds(
     lambda seed: np.random.Generator(np.random.PCG64(seed)),
     st.integers(0, 2**64),
 )
-KEYS = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.none(), st.tuples(st.text(max_size=2)))
+KEYS = st.one_of(
+    st.text(max_size=3), st.integers(), st.booleans(), st.none(), st.tuples(st.text(max_size=2))
+)
 PLAIN = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.integers(-(2**100), 2**100), st.floats(), st.text(), st.binary()
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(2**100), 2**100),
+    st.floats(),
+    st.text(),
+    st.binary(),
 )
 VALUES = st.recursive(
     st.one_of(PLAIN, ARRAYS, SCALARS, GENERATORS),
@@ -106,8 +116,23 @@ def test_values_come_back_exactly(value, copy):
         ["list", []],
         ("dict", ["array", 0, 0, "<f8", [1]]),
         {"int": "0x1", ("tuple", 1): {}, 1: {2: None}, "1": {}},
-        [np.arange(3), np.zeros(SMALL, np.int8), np.int8(5), np.arange(1.5), np.ones(SMALL), b"x", np.zeros(3, bool)],
-        [np.arange(2 * MAX_FRAME // 8 + 1), 1, np.arange(MAX_FRAME), b"x" * MAX_FRAME, b"y" * (MAX_FRAME + 1), b""],
+        [
+            np.arange(3),
+            np.zeros(SMALL, np.int8),
+            np.int8(5),
+            np.arange(1.5),
+            np.ones(SMALL),
+            b"x",
+            np.zeros(3, bool),
+        ],
+        [
+            np.arange(2 * MAX_FRAME // 8 + 1),
+            1,
+            np.arange(MAX_FRAME),
+            b"x" * MAX_FRAME,
+            b"y" * (MAX_FRAME + 1),
+            b"",
+        ],
         [np.full(SMALL - 1, number, np.uint8) for number in range(99)],
         dict.fromkeys(range(2000)),
         GraphInstance(np.zeros((2, 1)), None, None),
@@ -130,7 +155,9 @@ def test_generators_go_on_where_they_were():
 
 
 def test_only_generators_like_gymnasiums_are_sent():
-    with pytest.raises(TypeError, match="a numpy.random._generator.Generator cannot be sent to the head"):
+    with pytest.raises(
+        TypeError, match="a numpy.random._generator.Generator cannot be sent to the head"
+    ):
         pack(np.random.Generator(np.random.Philox(1)), [])
 
 
@@ -158,7 +185,11 @@ def test_of_infos_what_is_as_good_as_plain_data_arrives_as_that():
     }  # fmt: skip
     tree = pack(infos, buffers, dropped)
     found = Unpacker(buffers)(tree)
-    plain = {"point": {"x": 1.5, "y": np.arange(3)}, "tensor": np.ones(2, np.float32), "number": np.int64(3)}
+    plain = {
+        "point": {"x": 1.5, "y": np.arange(3)},
+        "tensor": np.ones(2, np.float32),
+        "number": np.int64(3),
+    }
     assert_same(found, plain)
     assert found["tensor"].flags.owndata  # no view of what libzmq has, unless that is asked for
     assert dropped == ["class (type)", "a Unspeakable (int)", "text\\ud800 (int)", "value (str)"]
@@ -167,7 +198,11 @@ def test_of_infos_what_is_as_good_as_plain_data_arrives_as_that():
 
 
 def test_views_lie_where_the_processor_wants_them():
-    values = [np.arange(number, dtype=kind) for number in (1, 3, 5) for kind in (np.uint8, np.float64, np.int16)]
+    values = [
+        np.arange(number, dtype=kind)
+        for number in (1, 3, 5)
+        for kind in (np.uint8, np.float64, np.int16)
+    ]
     assert all(array.flags.aligned for array in over_the_wire(values, copy=False))
 
 
@@ -202,7 +237,10 @@ UNSENDABLE = [
 @pytest.mark.parametrize("value", UNSENDABLE, ids=lambda value: type(value).__name__)
 def test_everything_else_is_a_type_error(value):
     for nested in (value, [value], ({"a": (1, value)},)):
-        with pytest.raises(TypeError, match="cannot be sent to the head, only arrays, numbers, strings, bytes, None"):
+        with pytest.raises(
+            TypeError,
+            match="cannot be sent to the head, only arrays, numbers, strings, bytes, None",
+        ):
             pack(nested, [])
 
 
@@ -219,17 +257,27 @@ def test_what_is_too_long_belongs_into_arrays():
 
 def test_an_entry_that_is_a_kind_of_number_is_that_number():
     dropped = []
-    assert_same(over_the_wire({"a": IntLike(3), "b": [IntLike(2**70)]}, dropped=dropped), {"a": 3, "b": [2**70]})
+    assert_same(
+        over_the_wire({"a": IntLike(3), "b": [IntLike(2**70)]}, dropped=dropped),
+        {"a": 3, "b": [2**70]},
+    )
     assert not dropped
 
 
 @pytest.mark.parametrize(
-    "value", [each for each in UNSENDABLE if type(each) is not IntLike], ids=lambda value: type(value).__name__
+    "value",
+    [each for each in UNSENDABLE if type(each) is not IntLike],
+    ids=lambda value: type(value).__name__,
 )
 def test_entries_that_cannot_be_sent_are_left_out_and_named(value):
     dropped = []
     array = np.arange(3)
-    infos = {"a": array, "bad": value, "in": {"b": array, "worse": (array, [array, value])}, "last": array + 1}
+    infos = {
+        "a": array,
+        "bad": value,
+        "in": {"b": array, "worse": (array, [array, value])},
+        "last": array + 1,
+    }
     expected = {"a": array, "in": {"b": array}, "last": array + 1}
     assert_same(over_the_wire((infos, 1), dropped=dropped), (expected, 1))
     assert dropped == [f"bad ({type(value).__name__})", "worse (tuple)"]
@@ -250,35 +298,72 @@ def test_small_arrays_share_a_frame_as_long_as_there_is_room():
 
 def test_no_frame_is_longer_than_the_head_takes():
     pack(
-        [np.arange(2 * MAX_FRAME + 1), *(np.ones(SMALL - 1, bool) for _ in range(99)), b"x" * MAX_FRAME], buffers := []
+        [
+            np.arange(2 * MAX_FRAME + 1),
+            *(np.ones(SMALL - 1, bool) for _ in range(99)),
+            b"x" * MAX_FRAME,
+        ],
+        buffers := [],
     )
     assert max(map(len, buffers)) == MAX_FRAME
     assert len(buffers) < 64
 
 
-NAMES = ["list", "tuple", "dict", "int", "array", "scalar", "bytes", "generator", "graph", "PCG64", "state", "<f8"]
+NAMES = [
+    "list",
+    "tuple",
+    "dict",
+    "int",
+    "array",
+    "scalar",
+    "bytes",
+    "generator",
+    "graph",
+    "PCG64",
+    "state",
+    "<f8",
+]
 GARBAGE = st.recursive(
     st.one_of(
-        st.sampled_from(NAMES), PLAIN, st.integers(-2, 3), st.sampled_from(["f4", "O", "V8", "f4,(", "M8[", "?"])
+        st.sampled_from(NAMES),
+        PLAIN,
+        st.integers(-2, 3),
+        st.sampled_from(["f4", "O", "V8", "f4,(", "M8[", "?"]),
     ),
     lambda trees: st.one_of(
         st.lists(trees, max_size=5),
-        st.builds(lambda name, rest: [name, *rest], st.sampled_from(NAMES), st.lists(trees, max_size=4)),
+        st.builds(
+            lambda name, rest: [name, *rest], st.sampled_from(NAMES), st.lists(trees, max_size=4)
+        ),
         st.builds(
             lambda index, offset, dtype, shape: ["array", index, offset, dtype, shape],
             st.integers(-1, 3) | trees,
             st.integers(-1, 9) | st.integers() | trees,
-            st.sampled_from(["<f8", "|b1", "U0", "<U1", "O", "<M8[s]", "f4,(", ","]) | st.text(max_size=5) | trees,
+            st.sampled_from(["<f8", "|b1", "U0", "<U1", "O", "<M8[s]", "f4,(", ","])
+            | st.text(max_size=5)
+            | trees,
             st.lists(st.integers(-1, 4) | st.integers(), max_size=3) | trees,
         ),
         st.builds(
-            lambda kind, state, more: ["generator", ["dict", [["bit_generator", kind], ["state", state], *more]]],
+            lambda kind, state, more: [
+                "generator",
+                ["dict", [["bit_generator", kind], ["state", state], *more]],
+            ],
             st.sampled_from(["PCG64", "MT19937", "SeedSequence"]),
             st.builds(
-                lambda a, b: ["dict", [["state", a], ["inc", b], ["key", a], ["pos", b], ["counter", a]]], trees, trees
+                lambda a, b: [
+                    "dict",
+                    [["state", a], ["inc", b], ["key", a], ["pos", b], ["counter", a]],
+                ],
+                trees,
+                trees,
             )
             | trees,
-            st.lists(st.tuples(st.sampled_from(["has_uint32", "uinteger", "buffer", "buffer_pos"]), trees).map(list)),
+            st.lists(
+                st.tuples(
+                    st.sampled_from(["has_uint32", "uinteger", "buffer", "buffer_pos"]), trees
+                ).map(list)
+            ),
         ),
     ),
     max_leaves=12,
@@ -286,7 +371,11 @@ GARBAGE = st.recursive(
 
 
 def pcg64(state, has_uint32=0):
-    rest = [["state", ["dict", [["state", state], ["inc", 1]]]], ["has_uint32", has_uint32], ["uinteger", 0]]
+    rest = [
+        ["state", ["dict", [["state", state], ["inc", 1]]]],
+        ["has_uint32", has_uint32],
+        ["uinteger", 0],
+    ]
     return ["generator", ["dict", [["bit_generator", "PCG64"], *rest]]]
 
 
@@ -392,12 +481,19 @@ def test_who_differs_in_what_must_be_shared_is_told_in_what():
     def said(protocol=PROTOCOL_VERSION, **versions):
         return mismatch(Hello(protocol, 0, "host", 1, {**ours, **versions}))
 
-    assert said() is None and mismatch(Hello(PROTOCOL_VERSION, 0, "host", 1, {})) is None  # it has none of them
-    assert said(protocol=7) == f"speaks protocol 7, the head {PROTOCOL_VERSION}: install the same " + (
+    assert (
+        said() is None and mismatch(Hello(PROTOCOL_VERSION, 0, "host", 1, {})) is None
+    )  # it has none of them
+    assert said(
+        protocol=7
+    ) == f"speaks protocol 7, the head {PROTOCOL_VERSION}: install the same " + (
         "clusterenv_runtime on both"
     )
     text = f"numpy 1.0 (head: {ours['numpy']}), torch 0.1 (head: {ours['torch']})"
-    assert said(numpy="1.0", torch="0.1", other="3") == f"runs {text}: install the same versions on both"
+    assert (
+        said(numpy="1.0", torch="0.1", other="3")
+        == f"runs {text}: install the same versions on both"
+    )
 
 
 @pytest.mark.parametrize(
@@ -410,4 +506,8 @@ def test_a_socket_takes_no_longer_frame_and_no_longer_silence(silence, interval,
         assert socket.maxmsgsize == 1033  # CURVE adds 33 bytes to a frame
         keep_alive(socket, silence)
         # A link that is silent is closed after both times together, and by the head after the time that it is told.
-        assert (socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl) == (interval, timeout, told)
+        assert (socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl) == (
+            interval,
+            timeout,
+            told,
+        )

@@ -21,7 +21,9 @@ from .envs import CountingEnv
 from .patience import HOUR, PATIENCE, assert_ended, wait_until
 from .scripts import ROOT, environment
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -r benchmarks/peers/requirements-ray.txt")
+ray = pytest.importorskip(
+    "ray", reason="Ray is not installed: pip install -r benchmarks/peers/requirements-ray.txt"
+)
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 PATIENT = {"startup_timeout": PATIENCE, "worker_timeout": HOUR}
@@ -59,7 +61,9 @@ def check_steps(envs, reference, steps=20):
 
 def test_a_worker_is_an_actor_and_equals_its_environments_here(nodes):
     reference = gym.vector.SyncVectorEnv([Pole] * 4)
-    with ClusterEnv([Pole] * 4, 2, launcher="ray", worker_resources="simulator=1", **PATIENT) as envs:
+    with ClusterEnv(
+        [Pole] * 4, 2, launcher="ray", worker_resources="simulator=1", **PATIENT
+    ) as envs:
         np.testing.assert_array_equal(envs.reset(seed=1)[0], reference.reset(seed=1)[0])
         check_steps(envs, reference)
         free, pids = ray.available_resources(), worker_pids(envs)
@@ -76,7 +80,9 @@ def test_a_killed_worker_is_replaced_and_told_of(nodes, caplog):
         os.kill(first[1], signal.SIGKILL)
         *_, infos = envs.step(np.zeros(2, np.int64))
         assert infos["worker_lost"].tolist() == [False, True] and len(envs.restarts) == 1
-        assert "killed by SIGKILL" in envs.restarts[0]["reason"] and worker_pids(envs)[0] == first[0]
+        assert (
+            "killed by SIGKILL" in envs.restarts[0]["reason"] and worker_pids(envs)[0] == first[0]
+        )
 
 
 def test_an_actor_that_dies_takes_its_worker_along(nodes):
@@ -104,7 +110,11 @@ def test_for_resources_that_are_not_there_it_waits_and_says_so(nodes, caplog, mo
     envs = []
 
     def start():
-        envs.append(ClusterEnv([CountingEnv], 1, launcher="ray", worker_resources="CPU=0 telescope=1", **PATIENT))
+        envs.append(
+            ClusterEnv(
+                [CountingEnv], 1, launcher="ray", worker_resources="CPU=0 telescope=1", **PATIENT
+            )
+        )
 
     thread = threading.Thread(target=start)
     thread.start()
@@ -120,7 +130,9 @@ def test_a_node_that_is_lost_costs_no_rollout(nodes):
     taken = ray.util.placement_group([{"CPU": 2, "node:__internal_head__": 0.01}])
     ray.get(taken.ready())  # so that one of four workers is on the second node
     endless = partial(CountingEnv, length=10**9)  # an episode that had just ended would not be lost
-    with ClusterEnv([endless] * 8, 4, launcher="ray", startup_timeout=PATIENCE, worker_timeout=PATIENCE) as envs:
+    with ClusterEnv(
+        [endless] * 8, 4, launcher="ray", startup_timeout=PATIENCE, worker_timeout=PATIENCE
+    ) as envs:
         envs.reset(seed=1)
         ray.util.remove_placement_group(taken)
         cluster.remove_node(second, allow_graceful=False)
@@ -138,11 +150,20 @@ FLAGS = "--env-id CartPole-v1 --envs-per-worker 2 --num-steps 16 --num-minibatch
 
 def run(directory, *flags, **extra):
     command = [sys.executable, str(ROOT / "ppo_clusterenv.py"), *shlex.split(FLAGS), *flags]
-    return subprocess.run(command, cwd=directory, env=environment(**extra), capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=directory, env=environment(**extra), capture_output=True, text=True
+    )
 
 
 def test_a_script_trains_on_ray(nodes, tmp_path):
-    flags = ["--total-timesteps", "128", "--startup-timeout", str(PATIENCE), "--worker-resources", "CPU=0.5"]
+    flags = [
+        "--total-timesteps",
+        "128",
+        "--startup-timeout",
+        str(PATIENCE),
+        "--worker-resources",
+        "CPU=0.5",
+    ]
     result = run(tmp_path, *flags, RAY_ADDRESS=nodes[0].address)
     assert result.returncode == 0 and "mean return" in result.stdout, result.stderr
 

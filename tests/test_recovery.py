@@ -74,7 +74,9 @@ def killing(pipe, number=signal.SIGKILL):
 
 
 @pytest.mark.parametrize(
-    "space", [VECTOR, spaces.Dict(a=spaces.Discrete(3), b=spaces.Box(0, 1)), Words()], ids=["Box", "Dict", "Words"]
+    "space",
+    [VECTOR, spaces.Dict(a=spaces.Discrete(3), b=spaces.Box(0, 1)), Words()],
+    ids=["Box", "Dict", "Words"],
 )
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 def test_the_step_after_a_loss_says_that_the_episodes_are_truncated(mode, space):
@@ -94,7 +96,9 @@ def test_the_step_after_a_loss_says_that_the_episodes_are_truncated(mode, space)
         begun, fresh_infos = fresh.reset(seed=restart["seeds"])
         assert rewards.tolist() == [*expected_rewards[:3], 0, 0]
         assert not terminations.any() and truncations.tolist() == [False] * 3 + [True] * 2
-        assert infos["worker_lost"].tolist() == infos["_worker_lost"].tolist() == truncations.tolist()
+        assert (
+            infos["worker_lost"].tolist() == infos["_worker_lost"].tolist() == truncations.tolist()
+        )
 
         def rows(part, start, stop):
             """Some rows of a batch, as a list."""
@@ -108,7 +112,11 @@ def test_the_step_after_a_loss_says_that_the_episodes_are_truncated(mode, space)
             single = [infos["final_obs"][i] for i in (3, 4)]
             for key in set(fresh_infos) - {"options"}:
                 assert_same(rows(infos[key], 3, 5), rows(fresh_infos[key], 0, 2))
-            batched = concatenate(space, single, create_empty_array(space, 2)) if space != Words() else single
+            batched = (
+                concatenate(space, single, create_empty_array(space, 2))
+                if space != Words()
+                else single
+            )
             assert rows(batched, 0, 2) == rows(last, 3, 5)
         else:
             assert rows(observations, 3, 5) == rows(last, 3, 5)
@@ -169,7 +177,9 @@ def test_workers_that_are_stopped_at_once_are_replaced_at_once():
                 chunks += 1
             assert sorted(restart["worker"] for restart in envs.restarts) == [1, 2, 3]
             times = [restart["time"] for restart in envs.restarts]
-            assert max(times) - min(times) < worker_timeout  # one after the other it would be a second for each
+            assert (
+                max(times) - min(times) < worker_timeout
+            )  # one after the other it would be a second for each
             assert chunks > 10
             envs.send(4)
             assert sorted(envs.recv()[0] for _ in range(4)) == [0, 1, 2, 3]
@@ -277,14 +287,18 @@ def test_what_is_set_is_also_set_for_a_worker_that_is_lost_after_its_answer(tmp_
 
 
 def test_a_worker_lost_in_a_reset(pipe):
-    with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path, "reset")], 2, worker_timeout=HOUR) as envs:
+    with ClusterEnv(
+        [CountingEnv, partial(OnceEnv, pipe.path, "reset")], 2, worker_timeout=HOUR
+    ) as envs:
         with killing(pipe), at_most():
             assert envs.reset()[0].tolist() == [[0], [0]]
         assert envs.step([0, 0])[0].tolist() == [[1], [1]]  # nothing was begun that could be lost
 
 
 def test_a_worker_lost_in_a_call_and_what_was_set_before(pipe):
-    with ClusterEnv([CountingEnv, partial(OnceEnv, pipe.path, "pid")], 1, worker_timeout=HOUR) as envs:
+    with ClusterEnv(
+        [CountingEnv, partial(OnceEnv, pipe.path, "pid")], 1, worker_timeout=HOUR
+    ) as envs:
         envs.reset()
         envs.set_attr("length", [7, 8])
         envs.step([0, 0])
@@ -307,13 +321,18 @@ def test_a_lost_worker_that_is_reset_is_not_truncated():
 
 @pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
 def test_an_episode_that_had_ended_is_not_truncated_once_more(mode):
-    with ClusterEnv([partial(CountingEnv, 2), partial(CountingEnv, 9)], 1, autoreset_mode=mode) as envs:
+    with ClusterEnv(
+        [partial(CountingEnv, 2), partial(CountingEnv, 9)], 1, autoreset_mode=mode
+    ) as envs:
         envs.reset()
         envs.step([0, 0])
         assert envs.step([0, 0])[3].tolist() == [True, False]
         kill(pid_of(0))
         if mode == "Disabled":
-            assert envs.reset(options={"reset_mask": np.array([True, False])})[0].tolist() == [[0], [2]]
+            assert envs.reset(options={"reset_mask": np.array([True, False])})[0].tolist() == [
+                [0],
+                [2],
+            ]
         observations, rewards, _, truncations, infos = envs.step([0, 0])
         assert observations.tolist() == [[0], [2]] and rewards.tolist() == [0, 0]
         assert truncations.tolist() == infos["_worker_lost"].tolist() == [False, True]
@@ -382,7 +401,13 @@ class LifeEnv(CountingEnv):
     def step(self, action):
         self.life += 1
         self.count += 1
-        return np.array([self.life, self.name], np.float64), float(self.life), False, self.count >= self.length, {}
+        return (
+            np.array([self.life, self.name], np.float64),
+            float(self.life),
+            False,
+            self.count >= self.length,
+            {},
+        )
 
 
 def lives(chunks):
@@ -411,8 +436,12 @@ def test_rollouts_are_whole_whoever_dies(overlap, workers):
             for row in range(5):
                 chunks[row].append((rollout.observations[:, row], rollout.rewards[:, row]))
             change(policy, 0.01)
-        assert sum(map(lives, chunks)) == 5 + sum(len(restart["seeds"]) for restart in envs.restarts)
-        assert 2 <= len(envs.restarts) <= 3  # one may die when it has answered, and for the last time
+        assert sum(map(lives, chunks)) == 5 + sum(
+            len(restart["seeds"]) for restart in envs.restarts
+        )
+        assert (
+            2 <= len(envs.restarts) <= 3
+        )  # one may die when it has answered, and for the last time
         assert len(workers()) == 2
 
 
@@ -436,7 +465,9 @@ def test_streaming_goes_on_whoever_dies():
                 envs.send(8, worker)
         assert received == asked  # each request was answered, once
         assert envs.restarts
-        assert sum(map(lives, chunks.values())) <= 5 + sum(len(restart["seeds"]) for restart in envs.restarts)
+        assert sum(map(lives, chunks.values())) <= 5 + sum(
+            len(restart["seeds"]) for restart in envs.restarts
+        )
 
 
 def test_a_stopped_worker_is_replaced_while_others_keep_the_head_busy():
@@ -497,7 +528,9 @@ def test_pings_that_a_long_step_leaves_unread_are_not_taken_for_death(monkeypatc
     monkeypatch.setattr(pool, "PING_S", 0.001)
 
     def check(worker_timeout):
-        with ClusterEnv([partial(CountingEnv, delay=4 * worker_timeout)], 1, worker_timeout=worker_timeout) as envs:
+        with ClusterEnv(
+            [partial(CountingEnv, delay=4 * worker_timeout)], 1, worker_timeout=worker_timeout
+        ) as envs:
             envs.reset()
             assert envs.step([0])[3].tolist() == [False]
             assert envs.restarts == []
@@ -663,10 +696,15 @@ def test_replacements_that_die_as_they_build_end_the_run(tmp_path, workers):
             (tmp_path / "reset").touch()
             return super().reset(seed=seed, options=options)
 
-    with ClusterEnv([OnlyEnv], 1, max_worker_restarts=2, startup_timeout=HOUR, worker_timeout=HOUR) as envs:
+    with ClusterEnv(
+        [OnlyEnv], 1, max_worker_restarts=2, startup_timeout=HOUR, worker_timeout=HOUR
+    ) as envs:
         envs.reset()
         kill(pid_of(0))
-        with at_most(), pytest.raises(WorkerDiedError, match=r"exit code 9 \(and so did 2 before it"):
+        with (
+            at_most(),
+            pytest.raises(WorkerDiedError, match=r"exit code 9 \(and so did 2 before it"),
+        ):
             envs.step([0])
     assert not workers()
 
@@ -712,7 +750,9 @@ class LateLauncher(LocalLauncher):
 
 def test_training_starts_with_few_workers_and_grows():
     launcher = LateLauncher()
-    with ClusterEnv([RANDOM] * 5, 2, min_workers=1, launcher=launcher, startup_timeout=HOUR) as envs:
+    with ClusterEnv(
+        [RANDOM] * 5, 2, min_workers=1, launcher=launcher, startup_timeout=HOUR
+    ) as envs:
         envs.publish(CategoricalPolicy(linear()))
         observations, _ = envs.reset(seed=4)
         reference = SyncVectorEnv([RANDOM] * 5)

@@ -11,7 +11,16 @@ from clusterenv_runtime.head.handle import PendingRequest, WorkerHandle
 from clusterenv_runtime.head.recovery import Recovery
 from clusterenv_runtime.policy.sync import SyncRule
 from clusterenv_runtime.policy.versions import PolicyStore
-from clusterenv_runtime.wire.protocol import Call, Collect, CutOff, Reset, SetAttr, Setup, Step, Structure
+from clusterenv_runtime.wire.protocol import (
+    Call,
+    Collect,
+    CutOff,
+    Reset,
+    SetAttr,
+    Setup,
+    Step,
+    Structure,
+)
 
 from .simulated import ACTIONS, SPACE
 
@@ -25,10 +34,13 @@ class Told:
     def __init__(self):
         seen = np.zeros((2, 1), np.float32)
         self.workers = [
-            WorkerHandle(index, slice(2 * index, 2 * index + 2), b"setup", Episodes.begun(seen, 2)) for index in (0, 1)
+            WorkerHandle(index, slice(2 * index, 2 * index + 2), b"setup", Episodes.begun(seen, 2))
+            for index in (0, 1)
         ]
         self.worker = self.workers[1]
-        self.store = PolicyStore([worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True)
+        self.store = PolicyStore(
+            [worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True
+        )
         self.recovery = Recovery(SyncRule(), self.store)
         self.seeds = [5, None, 7, None]
 
@@ -36,7 +48,10 @@ class Told:
         self.recovery.reset(self.workers, self.seeds, options)
 
     def unanswered(self, *messages):
-        return [PendingRequest(seq, 1, message, (b"of it",), None) for seq, message in enumerate(messages, 10)]
+        return [
+            PendingRequest(seq, 1, message, (b"of it",), None)
+            for seq, message in enumerate(messages, 10)
+        ]
 
     def orders(self, *messages):
         """What a process is told that becomes worker 1, which is to answer these."""
@@ -57,18 +72,26 @@ def test_the_first_process_builds_its_environments_and_no_more(monkeypatch):
     assert Told().orders() == [(None, setup, (b"setup",))]
 
 
-def test_a_process_is_told_the_policys_structure_then_what_was_set_then_to_reset_then_what_is_asked(told):
+def test_a_process_is_told_the_policys_structure_then_what_was_set_then_to_reset_then_what_is_asked(
+    told,
+):
     told.store.structure = b"structure"
     told.recovery.attributes["name"] = ["a", "b", "c", "d"]
     told.reset({"option": 1})
     _, structure, attribute, reset, call = told.orders(CALL)
     assert structure == (None, Structure(), (b"structure",))
     assert attribute == (None, SetAttr("name"), (cloudpickle.dumps(["c", "d"]),))
-    assert not RESET.partial and reset == (None, RESET, (cloudpickle.dumps(([7, None], {"option": 1}, None)),))
+    assert not RESET.partial and reset == (
+        None,
+        RESET,
+        (cloudpickle.dumps(([7, None], {"option": 1}, None)),),
+    )
     assert call == (10, CALL, (b"of it",))
 
 
-@pytest.mark.parametrize(("asked", "own"), [([], True), ([CALL], True), ([PARTIAL], True), ([CALL, RESET], False)])
+@pytest.mark.parametrize(
+    ("asked", "own"), [([], True), ([CALL], True), ([PARTIAL], True), ([CALL, RESET], False)]
+)
 def test_a_process_is_reset_with_fresh_seeds_unless_all_are_being_reset(told, asked, own):
     told.reset()
     told.lose(*asked)
@@ -147,7 +170,11 @@ def test_a_users_reset_seeds_the_noise_anew_unless_its_seed_was_just_loaded(told
     assert [worker.rollouts for worker in told.workers] == [7, 7]
     told.recovery.is_loaded = False  # a rollout has been asked since
     told.reset()
-    assert told.recovery.state_dict(told.workers) == {"seed": 5, "rollouts": 0, "restarts": [{"worker": 1}]}
+    assert told.recovery.state_dict(told.workers) == {
+        "seed": 5,
+        "rollouts": 0,
+        "restarts": [{"worker": 1}],
+    }
 
 
 def test_a_reset_without_a_seed_goes_on_with_the_noise(told):

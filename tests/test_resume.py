@@ -49,7 +49,11 @@ def actions(envs):
 def test_a_wait_for_a_long_step_is_interrupted_at_once(tmp_path, monkeypatch, method):
     os.mkfifo(tmp_path / "pipe")
     policy = CategoricalPolicy(linear(1, 2))
-    poll, polls, later = zmq.Poller.poll, [], []  # milliseconds of each; how many had begun when it was interrupted
+    poll, polls, later = (
+        zmq.Poller.poll,
+        [],
+        [],
+    )  # milliseconds of each; how many had begun when it was interrupted
 
     def noting(self, timeout=None, *args):
         if timeout != 0:  # else it only looks whether there is more
@@ -57,7 +61,9 @@ def test_a_wait_for_a_long_step_is_interrupted_at_once(tmp_path, monkeypatch, me
         return poll(self, timeout, *args)
 
     def interrupt():
-        with open(tmp_path / "pipe") as pipe:  # which the environment writes to as it begins its step of an hour
+        with open(
+            tmp_path / "pipe"
+        ) as pipe:  # which the environment writes to as it begins its step of an hour
             pipe.readline()
         envs.interrupt()
         later.append(len(polls))
@@ -118,7 +124,12 @@ def test_workers_go_on_with_the_random_numbers_of_the_state_and_the_counters_cou
         expected = envs.rollout(policy, 5).actions
         after = envs.state_dict()
         assert envs.rollout(policy, 5).actions.tolist() != expected.tolist()
-    assert (state["policy_version"], state["pulls"], state["seed"], state["rollouts"]) == (2, 4, 1, 2)
+    assert (state["policy_version"], state["pulls"], state["seed"], state["rollouts"]) == (
+        2,
+        4,
+        1,
+        2,
+    )
     assert state["waiting_seconds"] > 0
     with ClusterEnv([CountingEnv] * 4, 2, sync_mode="always", weights="float32") as envs:
         envs.publish(policy)  # of no account
@@ -129,7 +140,9 @@ def test_workers_go_on_with_the_random_numbers_of_the_state_and_the_counters_cou
         assert envs.policy_version == 3 and envs.pulls.tolist() == [3, 3]
         assert envs.sync_bytes == after["sync_bytes"] == state["sync_bytes"] * 3 // 2
         assert envs.state_dict()["rollouts"] == after["rollouts"] == 3
-        assert envs.rollout(policy, 5).actions.tolist() != expected.tolist()  # restored once, not each time
+        assert (
+            envs.rollout(policy, 5).actions.tolist() != expected.tolist()
+        )  # restored once, not each time
 
 
 def test_a_state_is_for_any_number_of_workers():
@@ -166,7 +179,9 @@ def test_a_run_that_another_process_trains_is_refused_until_that_is_killed(tmp_p
     scripts.check_refusal(scripts.run(ppo.SCRIPT, tmp_path, *flags), says)
     again = [*LASTING, "--resume", "runs/x"]
     scripts.check_refusal(scripts.run(ppo.SCRIPT, tmp_path, *again), says)
-    assert "clusterenv_runtime.worker" in scripts.run(ppo.SCRIPT, tmp_path, *again, "--dry-run").stdout
+    assert (
+        "clusterenv_runtime.worker" in scripts.run(ppo.SCRIPT, tmp_path, *again, "--dry-run").stdout
+    )
     assert process.poll() is None
     process.kill()
     process.communicate()
@@ -188,7 +203,10 @@ time.sleep(3600)
 
 def test_a_lock_is_its_processes_alone_and_goes_with_it(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], env=environment(), stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     child = int(process.stdout.readline())
     try:
@@ -210,7 +228,9 @@ def test_where_files_cannot_be_locked_a_run_warns_and_goes_on(tmp_path, monkeypa
 
     monkeypatch.setattr(fcntl, "lockf", unsupported)
     lock(tmp_path)
-    warning = f"no other process may train {tmp_path}, but that cannot be ensured: No locks available"
+    warning = (
+        f"no other process may train {tmp_path}, but that cannot be ensured: No locks available"
+    )
     assert [record.getMessage() for record in caplog.records] == [warning]
 
 
@@ -239,7 +259,9 @@ def check_the_whole_run(script, folder, total):
         assert logged == sorted(set(logged)), f"{tag}: {logged}"
     iterations = total // RUNS[script][1]
     every = 1 if script == ppo.SCRIPT else max(iterations // 200, 1)
-    assert [step // RUNS[script][1] for step in series["charts/SPS"]] == list(range(every, iterations + 1, every))
+    assert [step // RUNS[script][1] for step in series["charts/SPS"]] == list(
+        range(every, iterations + 1, every)
+    )
     for tag in ("sync/pulls_per_worker", "sync/bytes"):
         counts = scripts.scalars(folder, tag)
         assert counts == sorted(counts)
@@ -269,8 +291,12 @@ def has_begun(directory):
 def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     flags, unit, _ = RUNS[script]
     total = (60 if script == ppo.SCRIPT else 600) * unit
-    process, workers = scripts.start_and_await_training(script, tmp_path, *flags, "--total-timesteps", str(total))
-    while not has_begun(tmp_path):  # DQN learns from the first chunk of any worker; the other's may come late
+    process, workers = scripts.start_and_await_training(
+        script, tmp_path, *flags, "--total-timesteps", str(total)
+    )
+    while not has_begun(
+        tmp_path
+    ):  # DQN learns from the first chunk of any worker; the other's may come late
         assert process.poll() is None
         time.sleep(0.01)
     folder = tmp_path / scripts.check_interruption(process, workers, signal.SIGTERM, 75)
@@ -282,7 +308,11 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     after = load_checkpoint(folder)
     # Not the time in between counts, nor that to start: none before the workers' reset.
     saved = max(path.stat().st_mtime for path in saved_in(folder))
-    assert 0 < after["seconds"] - before["seconds"] < saved - (tmp_path / "reset").stat().st_mtime + 0.1
+    assert (
+        0
+        < after["seconds"] - before["seconds"]
+        < saved - (tmp_path / "reset").stat().st_mtime + 0.1
+    )
     versions = [state["parts"]["envs"].pop("policy_version") for state in (before, after)]
     assert versions[1] == versions[0] + 1  # published for the new workers
     for state in (before, after):
@@ -292,7 +322,14 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
 
 @pytest.mark.parametrize("shell", ["none", "bash", "nohup"])
 def test_a_terminal_that_is_lost_has_a_run_save_and_end_but_not_under_nohup(tmp_path, shell):
-    flags = [*ppo.TINY, "--run-name", "x", *scripts.lasting(tmp_path, 80), "--total-timesteps", "1280"]
+    flags = [
+        *ppo.TINY,
+        "--run-name",
+        "x",
+        *scripts.lasting(tmp_path, 80),
+        "--total-timesteps",
+        "1280",
+    ]
     command = [sys.executable, str(scripts.ROOT / ppo.SCRIPT), *flags]
     before = {"none": [], "bash": ["bash", "--norc", "-i"], "nohup": ["nohup"]}[shell]
     terminal, theirs = os.openpty()
@@ -326,7 +363,10 @@ def test_a_terminal_that_is_lost_has_a_run_save_and_end_but_not_under_nohup(tmp_
     assert process.wait() == {"none": 75, "bash": -signal.SIGHUP, "nohup": 0}[shell]
     step = load_checkpoint(folder)["global_step"]
     assert step == 1280 if shell == "nohup" else 0 < step < 1280
-    assert [path.read_text() for path in (folder / "workers").iterdir()] == ["", ""]  # told by the head to end
+    assert [path.read_text() for path in (folder / "workers").iterdir()] == [
+        "",
+        "",
+    ]  # told by the head to end
 
 
 @pytest.mark.parametrize("script", RUNS)
@@ -352,9 +392,17 @@ def test_kill_at_random_moments_and_resume_to_the_end(tmp_path, script):
         saved = load_checkpoint(folder)
         assert saved["global_step"] < total  # none of these has come after the training
         envs = saved["parts"]["envs"]
-        counters.append([saved["global_step"], envs["policy_version"], envs["pulls"], envs["sync_bytes"]])
+        counters.append(
+            [saved["global_step"], envs["policy_version"], envs["pulls"], envs["sync_bytes"]]
+        )
         counters[-1] += [saved["seconds"], saved["parts"].get("count", {}).get("gradient_steps", 0)]
-        command = [sys.executable, str(scripts.ROOT / script), *LASTING, "--resume", f"runs/{folder.name}"]
+        command = [
+            sys.executable,
+            str(scripts.ROOT / script),
+            *LASTING,
+            "--resume",
+            f"runs/{folder.name}",
+        ]
     (tmp_path / "go").touch()
     resume(script, tmp_path, folder, *LASTING)
     summary = check_the_whole_run(script, folder, total)
@@ -375,7 +423,9 @@ def test_without_its_replay_buffer_a_run_collects_first(tmp_path):
     (tmp_path / "go").touch()
     result = resume(dqn.SCRIPT, tmp_path, folder, *LASTING, "--learning-starts", "100")
     assert "not in checkpoints" in result.stdout
-    assert "no replay buffer in the checkpoint: collecting 100 steps before learning" in result.stdout
+    assert (
+        "no replay buffer in the checkpoint: collecting 100 steps before learning" in result.stdout
+    )
     summary = check_the_whole_run(dqn.SCRIPT, folder, total)
     left = total - saved["global_step"]
     assert summary["gradient_steps"] == gradient_steps + max(left - 100, 0) // 10
@@ -387,7 +437,13 @@ def test_weights_and_biases_get_all_there_is_and_go_on_with_the_same_run(tmp_pat
     assert list(tmp_path.glob("videos/*/*.mp4"))
     (offline,) = tmp_path.glob("wandb/offline-run-*")
     record = next(offline.glob("*.wandb")).read_bytes()
-    for text in (b"envs_per_worker", b"kl_threshold", b"global_step", b"eval_return_mean", b"sync/pulls_per_worker"):
+    for text in (
+        b"envs_per_worker",
+        b"kl_threshold",
+        b"global_step",
+        b"eval_return_mean",
+        b"sync/pulls_per_worker",
+    ):
         assert text in record
     resume(ppo.SCRIPT, tmp_path, folder, "--total-timesteps", "640", "--track")
     check_the_whole_run(ppo.SCRIPT, folder, 640)
@@ -398,6 +454,8 @@ def test_weights_and_biases_get_all_there_is_and_go_on_with_the_same_run(tmp_pat
 def test_weights_and_biases_without_a_login_is_one_line(tmp_path):
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir(), here.mkdir()
-    result = scripts.run(ppo.SCRIPT, here, "--track", WANDB_MODE="online", HOME=str(home), NETRC=str(home / "netrc"))
+    result = scripts.run(
+        ppo.SCRIPT, here, "--track", WANDB_MODE="online", HOME=str(home), NETRC=str(home / "netrc")
+    )
     scripts.check_refusal(result, "--track: UsageError: No API key")
     assert os.listdir(here) == []

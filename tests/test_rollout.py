@@ -14,7 +14,13 @@ from gymnasium.wrappers import RecordEpisodeStatistics
 from torch import nn
 from torch.distributions import Categorical, Normal
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, Frames, GaussianPolicy
+from clusterenv_runtime import (
+    CategoricalPolicy,
+    ClusterEnv,
+    EpsilonGreedyPolicy,
+    Frames,
+    GaussianPolicy,
+)
 from clusterenv_runtime.arrays.spaces import map_space
 from clusterenv_runtime.policy.base import to_tensor
 from clusterenv_runtime.rollout import Rollout
@@ -23,7 +29,9 @@ from .envs import BufferEnv, CountingEnv, EchoEnv, RandomEnv, Words, assert_same
 from .nets import ImageNet, MixedNet, linear
 
 VECTOR = spaces.Box(-1, 1, (3,))
-ARRAYS = [name for name in Rollout.__dataclass_fields__ if name not in ("states", "extras", "infos")]
+ARRAYS = [
+    name for name in Rollout.__dataclass_fields__ if name not in ("states", "extras", "infos")
+]
 
 
 class Reference:
@@ -35,7 +43,10 @@ class Reference:
 
     def reset(self, seed):
         self.observations, _ = self.envs.reset(seed=seed)
-        self.returns, self.lengths = np.zeros(self.envs.num_envs), np.zeros(self.envs.num_envs, np.int64)
+        self.returns, self.lengths = (
+            np.zeros(self.envs.num_envs),
+            np.zeros(self.envs.num_envs, np.int64),
+        )
         self.ended = np.zeros(self.envs.num_envs, bool)
         return self.observations
 
@@ -78,11 +89,16 @@ class Reference:
             finals += [infos["final_obs"][i] for i in np.flatnonzero(terminations | truncations)]
             episodes += ended
         self.mode = self.envs.autoreset_mode = mode
-        if mode != AutoresetMode.SAME_STEP:  # they have been reset: the next step is not to do it again
+        if (
+            mode != AutoresetMode.SAME_STEP
+        ):  # they have been reset: the next step is not to do it again
             self.envs._autoreset_envs[:] = self.ended[:] = False
         assert_same(rollout.next_observations, self.observations, "next_observations")
         expected = create_empty_array(self.space, len(finals))
-        assert_same(rollout.final_observations, concatenate(self.space, finals, expected) if finals else expected)
+        assert_same(
+            rollout.final_observations,
+            concatenate(self.space, finals, expected) if finals else expected,
+        )
         assert_same(rollout.episodic_returns, np.array([float(r) for r, _ in episodes], np.float64))
         assert_same(rollout.episodic_lengths, np.array([n for _, n in episodes], np.int64))
         return len(episodes)
@@ -90,11 +106,13 @@ class Reference:
 
 def logprobs_by_hand(policy, space, rollout):
     """What torch's distributions say about the rollout's actions."""
-    observations = map_space(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), space, rollout.observations)
+    observations = map_space(
+        lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), space, rollout.observations
+    )
     with torch.no_grad():
-        params = policy(to_tensor(observations, torch.device("cpu"), policy.float_observations)).view(
-            *rollout.actions.shape[:2], -1
-        )
+        params = policy(
+            to_tensor(observations, torch.device("cpu"), policy.float_observations)
+        ).view(*rollout.actions.shape[:2], -1)
     actions = torch.as_tensor(rollout.actions)
     if isinstance(policy, GaussianPolicy):
         mean, logstd = params.chunk(2, -1)
@@ -111,7 +129,8 @@ def gaussian(actor_mean):
 
 IMAGE = spaces.Box(0, 255, (2, 4, 4), np.uint8)
 DICT = spaces.Dict(
-    small=spaces.Box(0, 9, (2,), np.int16), more=spaces.Tuple([spaces.Box(0, 1, (1,)), spaces.MultiBinary(2)])
+    small=spaces.Box(0, 9, (2,), np.int16),
+    more=spaces.Tuple([spaces.Box(0, 1, (1,)), spaces.MultiBinary(2)]),
 )
 TUPLE = spaces.Tuple([spaces.Discrete(4), spaces.Box(-1, 1, (2, 2), np.float64)])
 
@@ -123,14 +142,20 @@ def image_policy():
 
 
 CASES = {
-    "vector": (VECTOR, None, [lambda: CategoricalPolicy(linear()), lambda: EpsilonGreedyPolicy(linear(), epsilon=0.4)]),
+    "vector": (
+        VECTOR,
+        None,
+        [lambda: CategoricalPolicy(linear()), lambda: EpsilonGreedyPolicy(linear(), epsilon=0.4)],
+    ),
     "image": (IMAGE, None, [image_policy]),
     "Dict": (DICT, None, [lambda: CategoricalPolicy(MixedNet(5, 3))]),
     "Tuple": (TUPLE, spaces.Box(-1, 1, (2,)), [lambda: gaussian(MixedNet(5, 2))]),
 }
 
 
-@pytest.mark.parametrize("observation_space, action_space, make_policies", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "observation_space, action_space, make_policies", CASES.values(), ids=CASES
+)
 def test_equals_a_replay_in_this_process(observation_space, action_space, make_policies):
     env_fns = [partial(RandomEnv, observation_space, action_space, end=0.05)] * 5
     reference = Reference(env_fns)
@@ -142,7 +167,10 @@ def test_equals_a_replay_in_this_process(observation_space, action_space, make_p
                 rollout = envs.rollout(policy, num_steps)
                 num_episodes += reference.check(rollout)
                 expected = logprobs_by_hand(policy, observation_space, rollout)
-                assert (rollout.logprobs.dtype, rollout.logprobs.shape) == (np.float32, (num_steps, 5))
+                assert (rollout.logprobs.dtype, rollout.logprobs.shape) == (
+                    np.float32,
+                    (num_steps, 5),
+                )
                 np.testing.assert_allclose(rollout.logprobs, expected, rtol=1e-5, atol=1e-5)
                 assert_same(rollout.policy_versions, np.full(5, envs.policy_version))
                 with torch.no_grad():
@@ -186,7 +214,9 @@ def test_same_seed_same_rollouts_whoever_answers_first(twins):
     first, second = (a_few_rollouts(envs, seed=1) for envs in twins)
     assert_same(first[-1].policy_versions, second[-1].policy_versions)
     assert_same(fields(first), fields(second))
-    assert 1 < twins[0].pulls.min() <= twins[0].pulls.max() < 4  # some versions were pulled, not all
+    assert (
+        1 < twins[0].pulls.min() <= twins[0].pulls.max() < 4
+    )  # some versions were pulled, not all
     again = a_few_rollouts(twins[0], seed=1)
     assert_same(fields(again), fields(first))
     other = a_few_rollouts(twins[0], seed=2)
@@ -218,14 +248,21 @@ def test_steps_and_rollouts_may_alternate_in_every_autoreset_mode(mode):
 
 
 def test_a_rollout_by_hand():
-    with ClusterEnv([partial(BufferEnv, length=2), partial(BufferEnv, length=3)], 2, kl_threshold=0) as envs:
+    with ClusterEnv(
+        [partial(BufferEnv, length=2), partial(BufferEnv, length=3)], 2, kl_threshold=0
+    ) as envs:
         envs.reset()
         policy = CategoricalPolicy(linear(1, 2))
         rollout = envs.rollout(policy, 4)
         assert rollout.observations[:, :, 0].tolist() == [[0, 0], [1, 1], [0, 2], [1, 0]]
         assert rollout.rewards.tolist() == [[1, 1], [2, 2], [1, 3], [2, 1]]
         assert not rollout.terminations.any()
-        assert rollout.truncations.tolist() == [[False, False], [True, False], [False, True], [True, False]]
+        assert rollout.truncations.tolist() == [
+            [False, False],
+            [True, False],
+            [False, True],
+            [True, False],
+        ]
         assert rollout.final_observations.tolist() == [[2], [3], [2]]
         assert rollout.next_observations.tolist() == [[0], [1]]
         assert rollout.episodic_returns.tolist() == [3, 6, 3]
@@ -240,7 +277,9 @@ def test_a_rollout_by_hand():
             nn.init.zeros_(parameter)  # any observation, all actions equally likely
         envs.reset(seed=[3, 3])
         rollout = envs.rollout(policy, 64)
-        assert (rollout.actions[:, 0] != rollout.actions[:, 1]).any()  # workers do not share their random numbers
+        assert (
+            rollout.actions[:, 0] != rollout.actions[:, 1]
+        ).any()  # workers do not share their random numbers
 
 
 @pytest.mark.parametrize("frame_stack", [None, 4])
@@ -267,7 +306,9 @@ def test_large_arrays_are_the_messages_own_memory_and_the_users_alone(frame_stac
 
 def test_recorded_statistics_count_what_lies_below_them():
     def make_env(length):
-        return gym.wrappers.TransformReward(RecordEpisodeStatistics(CountingEnv(length)), lambda reward: 10 * reward)
+        return gym.wrappers.TransformReward(
+            RecordEpisodeStatistics(CountingEnv(length)), lambda reward: 10 * reward
+        )
 
     with ClusterEnv([partial(make_env, 3), partial(make_env, 4)], 1) as envs:
         envs.reset()
@@ -291,19 +332,26 @@ def test_misuse():
                 envs.rollout(policy, num_steps)
         envs.step_async([0, 0])
         with pytest.raises(
-            AlreadyPendingCallError, match="Calling `rollout` while waiting for a pending call to `step`"
+            AlreadyPendingCallError,
+            match="Calling `rollout` while waiting for a pending call to `step`",
         ):
             envs.rollout(policy, 5)
         envs.step_wait()
 
 
-@pytest.mark.parametrize("space", [spaces.Text(3), spaces.Dict(a=VECTOR, b=spaces.Graph(VECTOR, None)), Words()])
+@pytest.mark.parametrize(
+    "space", [spaces.Text(3), spaces.Dict(a=VECTOR, b=spaces.Graph(VECTOR, None)), Words()]
+)
 def test_observations_that_are_not_arrays_are_refused(space):
     with ClusterEnv([partial(RandomEnv, space)] * 2, 2) as envs:
-        with pytest.raises(ValueError, match="a policy needs observations that become arrays, got "):
+        with pytest.raises(
+            ValueError, match="a policy needs observations that become arrays, got "
+        ):
             envs.publish(CategoricalPolicy(linear()))
         envs.reset()
-        with pytest.raises(ValueError, match="a policy needs observations that become arrays, got "):
+        with pytest.raises(
+            ValueError, match="a policy needs observations that become arrays, got "
+        ):
             envs.rollout(CategoricalPolicy(linear()), 5)
         assert envs.policy_version == 0
 
@@ -382,7 +430,9 @@ def test_environments_get_what_to_env_makes_of_an_action():
     with ClusterEnv([partial(EchoEnv, seen, space)], 1, weights="float32") as envs:
         envs.reset()
         rollout = envs.rollout(policy, 20)
-        assert (rollout.actions > 0.25).any() and (rollout.actions < -0.5).any()  # of the Gaussian itself
+        assert (rollout.actions > 0.25).any() and (
+            rollout.actions < -0.5
+        ).any()  # of the Gaussian itself
         after = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
         assert_same(after, rollout.actions.clip(-0.5, 0.25))
         logprobs = policy.distribution(policy.params_at(rollout.observations[:, 0])).log_prob(

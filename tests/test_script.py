@@ -68,7 +68,9 @@ def test_a_module_a_counter_and_a_metric_are_a_line_each_and_resumed(tmp_path):
     done = before["global_step"] // 64
     assert 0 < done < 60 and before["parts"]["count"] == {"epochs": done * epochs}
     (tmp_path / "go").touch()
-    result = scripts.run(script, tmp_path, "--env-id", scripts.LASTING_ID, "--resume", f"runs/{folder.name}")
+    result = scripts.run(
+        script, tmp_path, "--env-id", scripts.LASTING_ID, "--resume", f"runs/{folder.name}"
+    )
     assert result.returncode == 0, result.stderr
     parts = load_checkpoint(folder)["parts"]
     assert parts["count"] == {"epochs": 60 * epochs}
@@ -84,7 +86,9 @@ def new_run(tmp_path, monkeypatch):
     runs = []
 
     def new(saved):
-        runs.append(Run(ppo_clusterenv.Args(run_name="x", resume="runs/x" if saved else None), saved))
+        runs.append(
+            Run(ppo_clusterenv.Args(run_name="x", resume="runs/x" if saved else None), saved)
+        )
         return runs[-1]
 
     yield new
@@ -96,7 +100,12 @@ def new_run(tmp_path, monkeypatch):
 
 def test_what_is_kept_is_as_the_checkpoint_has_it(new_run):
     curve = new_run({}).curve.state_dict()
-    run = new_run({"global_step": 8, "parts": {"curve": curve, "count": {"a": 3}, "net": {"weight": torch.ones(1, 1)}}})
+    run = new_run(
+        {
+            "global_step": 8,
+            "parts": {"curve": curve, "count": {"a": 3}, "net": {"weight": torch.ones(1, 1)}},
+        }
+    )
     assert (run.global_step, run.name, run.directory) == (8, "x", "runs/x")
     assert vars(run.keep("count", Counters(a=0, b=5))) == {"a": 3, "b": 5}
     assert run.keep("net", torch.nn.Linear(1, 1, bias=False)).weight.item() == 1
@@ -108,18 +117,25 @@ def test_a_checkpoint_without_a_part_of_the_script_is_one_line(new_run):
     run = new_run({"parts": {"curve": new_run({}).curve.state_dict()}})
     with pytest.raises(SystemExit) as exit:
         run.keep("extra", Counters())
-    assert exit.value.code == "error: runs/x is of another version of this script: it has no 'extra'"
+    assert (
+        exit.value.code == "error: runs/x is of another version of this script: it has no 'extra'"
+    )
 
 
 # Environments of another backend.
 
-MAKE = 'gym.make(env_id, render_mode="rgb_array", **kwargs) if record else gym.make(env_id, **kwargs)'
+MAKE = (
+    'gym.make(env_id, render_mode="rgb_array", **kwargs) if record else gym.make(env_id, **kwargs)'
+)
 
 
 @pytest.mark.parametrize(
     "make, names",
     [
-        ("gym.wrappers.TransformReward(gym.make(env_id), lambda reward: 1000 * reward)", "(TransformReward)"),
+        (
+            "gym.wrappers.TransformReward(gym.make(env_id), lambda reward: 1000 * reward)",
+            "(TransformReward)",
+        ),
         ("gym.wrappers.TimeLimit(gym.make(env_id), 9)", "(TimeLimit, max_episode_steps=9)"),
         ("gym.make(env_id, max_episode_steps=9)", "(max_episode_steps=9)"),
         ("gym.make(env_id, sutton_barto_reward=True)", "(sutton_barto_reward=True)"),
@@ -137,7 +153,9 @@ def test_what_a_backend_would_leave_out_is_refused_by_name(tmp_path, monkeypatch
 
 def test_counting_episodes_is_not_refused_and_neither_is_an_id_that_only_the_backend_has(tmp_path):
     pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
-    script = edited(tmp_path / "scripts", (MAKE, "gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))"))
+    script = edited(
+        tmp_path / "scripts", (MAKE, "gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))")
+    )
     flags = ["--env-backend", "envpool", "--env-id", "LunarLander-v2", "--dry-run"]
     result = scripts.run(script, tmp_path, *flags)
     assert "clusterenv_runtime.worker --index 0" in result.stdout, result.stderr
@@ -166,21 +184,42 @@ def test_what_make_env_does_to_an_id_that_only_the_backend_has_is_seen_on_anothe
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (["--run-name", "../x"], "--run-name must be of letters, digits and -_.+=, not begin with a dot, got '../x'"),
-        (["--run_name="], "--run-name must be of letters, digits and -_.+=, not begin with a dot, got ''"),
-        (["--exp-name", "x/y"], "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got 'x/y'"),
-        (["--exp_name=.x"], "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got '.x'"),
+        (
+            ["--run-name", "../x"],
+            "--run-name must be of letters, digits and -_.+=, not begin with a dot, got '../x'",
+        ),
+        (
+            ["--run_name="],
+            "--run-name must be of letters, digits and -_.+=, not begin with a dot, got ''",
+        ),
+        (
+            ["--exp-name", "x/y"],
+            "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got 'x/y'",
+        ),
+        (
+            ["--exp_name=.x"],
+            "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got '.x'",
+        ),
         (["--resume", "../x"], "--resume must be runs/NAME, of the working directory, got ../x"),
     ],
 )
-def test_a_job_for_what_is_no_run_says_so_before_it_makes_or_removes_anything(tmp_path, flags, says):
-    keys = tmp_path / "x" / "workers" / "clusterenv-old"  # as they are removed in the run that a job trains
+def test_a_job_for_what_is_no_run_says_so_before_it_makes_or_removes_anything(
+    tmp_path, flags, says
+):
+    keys = (
+        tmp_path / "x" / "workers" / "clusterenv-old"
+    )  # as they are removed in the run that a job trains
     keys.mkdir(parents=True)
     here = tmp_path / "here"
     here.mkdir()
     (here / "slurm").symlink_to(ROOT / "slurm")
     shell = f'set -euo pipefail; launch=(); source slurm/train.sh {SCRIPT} "$@"'
-    env = {**scripts.environment(), "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "job", "SLURM_NTASKS": "2"}
+    env = {
+        **scripts.environment(),
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NAME": "job",
+        "SLURM_NTASKS": "2",
+    }
     command = ["bash", "-c", shell, "job", *flags]
     result = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (2, f"error: {says}\n")
@@ -208,8 +247,12 @@ def test_the_core_needs_nothing_of_the_scripts_and_the_extras():
     paths = [path.relative_to(ROOT).with_suffix("") for path in package.rglob("*.py")]
     modules = [".".join(path.parts) for path in paths if not {"script", "extras"} & {*path.parts}]
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    imported = {name.partition(".")[0] for name in result.stdout.split()} | set(result.stdout.split())
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    imported = {name.partition(".")[0] for name in result.stdout.split()} | set(
+        result.stdout.split()
+    )
     assert {"clusterenv_runtime.head.pool", "torch"} <= imported
     assert not imported & {"tyro", "rich", "tensorboard", "matplotlib", "wandb"}
     assert not imported & {"clusterenv_runtime.script", "clusterenv_runtime.extras"}
@@ -221,7 +264,10 @@ def test_the_core_needs_nothing_of_the_scripts_and_the_extras():
         ("", {}),
         ("gravity=-5 enable_wind=true", {"gravity": -5, "enable_wind": True}),
         ("a=False b=None c=1e-3 d=x=y e=", {"a": False, "b": None, "c": 1e-3, "d": "x=y", "e": ""}),
-        ("""sizes=[1,2] name='a b' more='{"c": 1}'""", {"sizes": [1, 2], "name": "a b", "more": {"c": 1}}),
+        (
+            """sizes=[1,2] name='a b' more='{"c": 1}'""",
+            {"sizes": [1, 2], "name": "a b", "more": {"c": 1}},
+        ),
     ],
 )
 def test_arguments_of_environments_are_read_from_one_string(text, kwargs):
@@ -231,7 +277,10 @@ def test_arguments_of_environments_are_read_from_one_string(text, kwargs):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("gravity", "--env-kwargs must be name=value pairs, as in 'gravity=-5 enable_wind=true', got 'gravity'"),
+        (
+            "gravity",
+            "--env-kwargs must be name=value pairs, as in 'gravity=-5 enable_wind=true', got 'gravity'",
+        ),
         ("a=1 a=2", "got 'a=1 a=2'"),
         ("a='", """got "a='\""""),
         ("2a=1", "got '2a=1'"),
@@ -245,7 +294,9 @@ def test_arguments_that_cannot_be_are_one_line(tmp_path, monkeypatch, text, says
     scripts.check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path, flags, says)
 
 
-@pytest.mark.parametrize("script", ["ppo_clusterenv.py", "ppo_continuous_clusterenv.py", "ppo_atari_clusterenv.py"])
+@pytest.mark.parametrize(
+    "script", ["ppo_clusterenv.py", "ppo_continuous_clusterenv.py", "ppo_atari_clusterenv.py"]
+)
 def test_a_minibatch_of_one_is_refused_in_one_line(tmp_path, monkeypatch, script):
     flags = "--num-workers 1 --envs-per-worker 1 --num-steps 4 --num-minibatches 4"
     says = "--num-minibatches 4 leaves one sample in each, whose advantage cannot be normalized; use fewer, or "

@@ -73,7 +73,9 @@ def intruders(keys):
         "the right key and a wrong server key": WorkerKeys(
             other_server.decode(), keys.worker_public, keys.worker_secret
         ),
-        "the public keys alone": WorkerKeys(keys.server_public, keys.worker_public, foreign.worker_secret),
+        "the public keys alone": WorkerKeys(
+            keys.server_public, keys.worker_public, foreign.worker_secret
+        ),
     }
 
 
@@ -85,12 +87,18 @@ def test_an_intruder_is_not_heard(cluster, workers, caplog, who):
         intruder.linger = 0
         if keys is not None:
             keys.secure(intruder)
-        refusals = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_DISCONNECTED
+        refusals = (
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_DISCONNECTED
+        )
         monitor = intruder.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | refusals)
         intruder.connect(flag_of(workers, "--connect"))
         with contextlib.suppress(zmq.Again):  # once refused
             for _ in range(5):
-                intruder.send_multipart(frames(None, Hello(PROTOCOL_VERSION, 0, name, 1, {})), zmq.NOBLOCK)
+                intruder.send_multipart(
+                    frames(None, Hello(PROTOCOL_VERSION, 0, name, 1, {})), zmq.NOBLOCK
+                )
         assert monitor.poll(PATIENCE * 1000)
         event = recv_monitor_message(monitor)["event"]
         is_refused_for_its_key = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -111,14 +119,23 @@ class Bomb:
 BOMBS = {
     "a pickle": [[pickle.dumps(Bomb())], frames(1, Reply(None)) + [pickle.dumps(Bomb())]],
     "a pickle as every frame": [[pickle.dumps(Bomb())] * 20],
-    "an object array": [[*frames(seq, Reply(["array", 0, 0, "|O", [1]])), pickle.dumps(Bomb())] for seq in range(200)],
-    "a terabyte": [[*frames(seq, Reply(["array", 0, 0, "|S1", [2**40]])), b"x"] for seq in range(200)],
-    "a gigabyte of nothing": [[*frames(seq, Reply(["array", 0, 0, "|S0", [2**30]])), b""] for seq in range(200)],
+    "an object array": [
+        [*frames(seq, Reply(["array", 0, 0, "|O", [1]])), pickle.dumps(Bomb())]
+        for seq in range(200)
+    ],
+    "a terabyte": [
+        [*frames(seq, Reply(["array", 0, 0, "|S1", [2**40]])), b"x"] for seq in range(200)
+    ],
+    "a gigabyte of nothing": [
+        [*frames(seq, Reply(["array", 0, 0, "|S0", [2**30]])), b""] for seq in range(200)
+    ],
 }
 
 
 @pytest.mark.parametrize("messages", {**GARBAGE, **BOMBS}.values(), ids={**GARBAGE, **BOMBS})
-def test_with_the_right_keys_what_no_worker_says_changes_nothing(cluster, workers, monkeypatch, messages):
+def test_with_the_right_keys_what_no_worker_says_changes_nothing(
+    cluster, workers, monkeypatch, messages
+):
     dropped = drops(monkeypatch)
     keys = read_key_file(flag_of(workers, "--key-file"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -141,9 +158,21 @@ def test_what_is_not_zeromq_changes_nothing(cluster, workers):
 
 
 def start_worker(key_file):
-    command = [sys.executable, "-m", "clusterenv_runtime.worker", "--connect", "tcp://127.0.0.1:1", "--index", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "clusterenv_runtime.worker",
+        "--connect",
+        "tcp://127.0.0.1:1",
+        "--index",
+        "0",
+    ]
     result = subprocess.run(
-        [*command, "--key-file", str(key_file)], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
+        [*command, "--key-file", str(key_file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert result.returncode == 1 and result.stderr.count("\n") == 1
     return result.stderr
@@ -151,10 +180,15 @@ def start_worker(key_file):
 
 def test_a_worker_refuses_a_key_file_that_others_can_read_or_that_holds_no_keys(tmp_path):
     path = tmp_path / "key"
-    assert start_worker(path) == f"error: cannot read the key file {path}: No such file or directory\n"
+    assert (
+        start_worker(path) == f"error: cannot read the key file {path}: No such file or directory\n"
+    )
     path.write_text('{"server_public": "short"}')
     path.chmod(0o640)
-    assert start_worker(path) == f"error: others can read the key file {path} (mode 0640): chmod 600 it\n"
+    assert (
+        start_worker(path)
+        == f"error: others can read the key file {path} (mode 0640): chmod 600 it\n"
+    )
     path.chmod(0o600)
     assert start_worker(path).startswith(f"error: {path} is not a worker's key file: ")
 
@@ -170,7 +204,9 @@ def test_a_key_has_40_characters(tmp_path, name):
             break
         with pytest.raises(StartupError, match=f"is not a worker's key file: .*{name}"):
             read_key_file(path)
-    with pytest.raises(StartupError, match="is not a head's key file: .*missing required field `server_secret`"):
+    with pytest.raises(
+        StartupError, match="is not a head's key file: .*missing required field `server_secret`"
+    ):
         read_key_file(path, HeadKeys)
     with pytest.raises(FileExistsError):
         write_key_file(path, keys)
@@ -183,7 +219,10 @@ EVERYWHERE = "0.0.0.0", "::", "0:0::0", "::ffff:0.0.0.0"
     "arguments, text",
     [
         ({"security": "tls"}, "security must be 'curve' or 'none', got 'tls'"),
-        *(({"bind_address": all_}, "bind_address must be one address, not all of them") for all_ in EVERYWHERE),
+        *(
+            ({"bind_address": all_}, "bind_address must be one address, not all of them")
+            for all_ in EVERYWHERE
+        ),
         *(
             ({"bind_address": odd}, "bind_address must be an IP address .*, got")
             for odd in ("0", "0x0", "000.0.0.0", "lo")
@@ -192,7 +231,10 @@ EVERYWHERE = "0.0.0.0", "::", "0:0::0", "::ffff:0.0.0.0"
             {"bind_address": "127.0.0.1", "security": "none"},
             "security none on 127.0.0.1 would let whoever can reach the",
         ),
-        ({"interface": "lo", "security": "none"}, "security none on lo would let whoever .* execute code as you"),
+        (
+            {"interface": "lo", "security": "none"},
+            "security none on lo would let whoever .* execute code as you",
+        ),
         ({"interface": "nosuch0"}, "interface must be one of lo, .*got nosuch0"),
         ({"worker_timeout": 0}, "worker_timeout must be a number of seconds > 0, got 0"),
     ],
@@ -209,16 +251,22 @@ def test_where_it_cannot_listen_it_says_so():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(StartupError, match=f"cannot listen on tcp://127.0.0.1:{port}: Address already in use"):
+        with pytest.raises(
+            StartupError, match=f"cannot listen on tcp://127.0.0.1:{port}: Address already in use"
+        ):
             ClusterEnv([CountingEnv], 1, bind_address="127.0.0.1", port=port)
-    with pytest.raises(StartupError, match=r"cannot listen on tcp://192.0.2.1:.*: Cannot assign requested address"):
+    with pytest.raises(
+        StartupError, match=r"cannot listen on tcp://192.0.2.1:.*: Cannot assign requested address"
+    ):
         ClusterEnv([CountingEnv], 1, bind_address="192.0.2.1")
 
 
 @pytest.mark.parametrize("security", ["curve", "none"])
 def test_a_port_of_ones_own_and_no_security_if_that_is_allowed(security):
     port = None
-    while port is None:  # below those that the kernel gives to whoever asks for any: nobody else takes it meanwhile
+    while (
+        port is None
+    ):  # below those that the kernel gives to whoever asks for any: nobody else takes it meanwhile
         with contextlib.suppress(OSError), socket.socket() as free:
             free.bind(("127.0.0.1", number := random.SystemRandom().randrange(10_000, 32_000)))
             port = number
@@ -246,7 +294,10 @@ def test_a_stopped_worker_is_noticed_and_ended(workers, address):
             *_, pid = envs.call("pid")
             os.kill(pid, signal.SIGSTOP)
             text = rf"worker 1 \(.*pid {pid}.*\) died: cut off, or silent for {seconds} s"
-            with at_most(25), pytest.raises(WorkerDiedError, match=text):  # sooner than with the default, 30 s
+            with (
+                at_most(25),
+                pytest.raises(WorkerDiedError, match=text),
+            ):  # sooner than with the default, 30 s
                 envs.step([0] * 4)
             with at_most():
                 envs.close()
@@ -276,7 +327,9 @@ print(*envs.call("pid"), flush=True)
 time.sleep(3600)
 """
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    head = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    head = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
     pids = [int(pid) for pid in head.stdout.readline().split()]
     head.send_signal(signal.SIGSTOP)
     try:
@@ -288,7 +341,9 @@ time.sleep(3600)
 
 # What strangers take before they have shown who they are.
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)  # ZMTP 3.1's, as a client
+GREETING = (
+    b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+)  # ZMTP 3.1's, as a client
 HUGE_COMMAND = b"\x06" + (500 * 10**6).to_bytes(8, "big")
 
 

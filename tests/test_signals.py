@@ -43,14 +43,21 @@ def signals():
 
 
 CODES = pytest.mark.parametrize(
-    ("number", "code"), [*((number, 75) for number in TOLD), (signal.SIGINT, 130)], ids=lambda value: str(value)
+    ("number", "code"),
+    [*((number, 75) for number in TOLD), (signal.SIGINT, 130)],
+    ids=lambda value: str(value),
 )
 
 
 @CODES
-def test_a_signal_interrupts_then_all_is_saved_and_a_schedulers_next_is_ignored(signals, capsys, number, code):
+def test_a_signal_interrupts_then_all_is_saved_and_a_schedulers_next_is_ignored(
+    signals, capsys, number, code
+):
     envs, saves = Envs(), []
-    with pytest.raises(SystemExit) as exit, signals.saving(envs, lambda: saves.append(1), "--resume runs/x"):
+    with (
+        pytest.raises(SystemExit) as exit,
+        signals.saving(envs, lambda: saves.append(1), "--resume runs/x"),
+    ):
         signal.raise_signal(number)
         assert envs.interruptions == 1 and not saves
         raise Interrupted
@@ -61,7 +68,9 @@ def test_a_signal_interrupts_then_all_is_saved_and_a_schedulers_next_is_ignored(
 
 
 @CODES
-def test_a_signal_before_the_training_or_after_it_ends_the_process_where_it_is(signals, capsys, number, code):
+def test_a_signal_before_the_training_or_after_it_ends_the_process_where_it_is(
+    signals, capsys, number, code
+):
     with signals.saving(Envs(), None, "--resume runs/x"):
         pass
     with pytest.raises(SystemExit) as exit:
@@ -78,7 +87,10 @@ def test_a_hangup_that_is_ignored_stays_so(signals):
 
 def test_a_signal_during_the_last_update_is_heeded_before_the_evaluation(signals):
     envs, saves = Envs(), []
-    with pytest.raises(SystemExit) as exit, signals.saving(envs, lambda: saves.append(1), "--resume runs/x"):
+    with (
+        pytest.raises(SystemExit) as exit,
+        signals.saving(envs, lambda: saves.append(1), "--resume runs/x"),
+    ):
         signals.raise_if_received()
         signal.raise_signal(signal.SIGTERM)
         envs.close()
@@ -118,7 +130,9 @@ def test_the_clock_may_be_set_back(signals, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("interval", "at"), [(0, [0, 8, 16, 24]), (300, [24])])
-def test_saves_are_due_when_the_interval_is_over_and_at_the_end(signals, tmp_path, monkeypatch, interval, at):
+def test_saves_are_due_when_the_interval_is_over_and_at_the_end(
+    signals, tmp_path, monkeypatch, interval, at
+):
     monkeypatch.chdir(tmp_path)
     envs, saved_at = Envs(), []
     run = Run(dqn_clusterenv.Args(checkpoint_interval=interval), {})

@@ -50,8 +50,14 @@ GARBAGE = {
     "many frames": [[b"x"] * 50],
     "no msgpack": [[b"\xc1"], [os.urandom(99)], [b"GET / HTTP/1.1\r\n\r\n"]],
     "half a message": [[frames(None, Hello(1, 0, "host", 1, {}))[0][:-3]]],
-    "another message": [[msgspec.msgpack.encode([1, {**RAW, "type": "Step"}])], [msgspec.msgpack.encode([1, 2])]],
-    "wrong types": [[msgspec.msgpack.encode(["1", RAW])], [msgspec.msgpack.encode([1, {**RAW, "dropped": 1}])]],
+    "another message": [
+        [msgspec.msgpack.encode([1, {**RAW, "type": "Step"}])],
+        [msgspec.msgpack.encode([1, 2])],
+    ],
+    "wrong types": [
+        [msgspec.msgpack.encode(["1", RAW])],
+        [msgspec.msgpack.encode([1, {**RAW, "dropped": 1}])],
+    ],
     "a long list that is not there": [[header(b"\xdd\xff\xff\xff\xff")]],
     "not UTF-8": [[header(b"\xa2\xff\xfe")]],
     "very deep": [[header(b"\x91" * 20000 + b"\xc0")]],
@@ -62,11 +68,17 @@ GARBAGE = {
         frames(None, Hello(1, 0, "host", 1, {"numpy": "2\n"})),
         [encode((1, {"type": "\x1b[2J"}))],
     ],
-    "replies": [[*frames(seq, Reply(["array", 0, 0, "<f8", [1]])), b"8 bytes."] for seq in range(3000)],
-    "errors": [frames(seq, Error(0, "builtins.ValueError", "no", "no", True)) for seq in range(3000)],
+    "replies": [
+        [*frames(seq, Reply(["array", 0, 0, "<f8", [1]])), b"8 bytes."] for seq in range(3000)
+    ],
+    "errors": [
+        frames(seq, Error(0, "builtins.ValueError", "no", "no", True)) for seq in range(3000)
+    ],
     "pulls": [frames(seq, Pull(0)) for seq in range(3000)],
     "hellos": [
-        frames(None, Hello(version, index, "host", 1, {"numpy": "0"})) for version in (0, 1) for index in (-1, 0, 1, 9)
+        frames(None, Hello(version, index, "host", 1, {"numpy": "0"}))
+        for version in (0, 1)
+        for index in (-1, 0, 1, 9)
     ],
 }
 

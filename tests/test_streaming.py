@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.error import (
+    AlreadyPendingCallError,
+    ClosedEnvironmentError,
+    NoAsyncCallError,
+    ResetNeeded,
+)
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, WorkerDiedError
 
@@ -55,7 +60,9 @@ def test_chunks_are_a_workers_rows_in_their_order():
             if len(lengths[worker]) == 2:
                 envs.send(4, worker)
         assert lengths == [[], [], []]
-        with pytest.raises(NoAsyncCallError, match="Calling `recv` without any prior call to `send`."):
+        with pytest.raises(
+            NoAsyncCallError, match="Calling `recv` without any prior call to `send`."
+        ):
             envs.recv()
 
 
@@ -163,7 +170,9 @@ def test_a_new_wrapper_and_numbers_of_numpys_are_nothing_new():
             envs.reset(seed=1)
             envs.send(np.int64(2), np.int64(0))
             _, chunk = envs.recv()
-        assert (chunk.actions == network(torch.as_tensor(chunk.observations)).argmax(-1).numpy()).all()
+        assert (
+            chunk.actions == network(torch.as_tensor(chunk.observations)).argmax(-1).numpy()
+        ).all()
         assert envs.pulls.tolist() == [1]
 
 
@@ -195,7 +204,9 @@ def test_epsilon_travels_with_each_request():
         shares = []
         for _ in range(2):
             _, chunk = envs.recv()
-            greedy = policy(torch.as_tensor(chunk.observations).flatten(0, 1)).argmax(-1).view(30, 4)
+            greedy = (
+                policy(torch.as_tensor(chunk.observations).flatten(0, 1)).argmax(-1).view(30, 4)
+            )
             shares.append((chunk.actions == greedy.numpy()).mean())
         assert shares[0] == 1
         assert shares[1] == pytest.approx(1 / 3, abs=0.17)  # four standard deviations of 120 draws
@@ -219,7 +230,10 @@ def test_another_policy_may_be_published_while_requests_are_outstanding():
             assert chunk.policy_versions.tolist() == [2]
             logprobs = torch.log_softmax(other(torch.as_tensor(chunk.observations)), -1)
             assert chunk.logprobs == pytest.approx(
-                logprobs.gather(-1, torch.as_tensor(chunk.actions)[..., None])[..., 0].detach().numpy(), abs=1e-6
+                logprobs.gather(-1, torch.as_tensor(chunk.actions)[..., None])[..., 0]
+                .detach()
+                .numpy(),
+                abs=1e-6,
             )
 
 
@@ -227,7 +241,9 @@ def test_one_outstanding_chunk_in_a_fixed_order_is_the_same_in_every_run():
     def run(delays):
         torch.manual_seed(3)
         policy, result = EpsilonGreedyPolicy(linear(), 0.3), []
-        with ClusterEnv([partial(RandomEnv, VECTOR, delay=delay) for delay in delays], 2, kl_threshold=0.05) as envs:
+        with ClusterEnv(
+            [partial(RandomEnv, VECTOR, delay=delay) for delay in delays], 2, kl_threshold=0.05
+        ) as envs:
             envs.publish(policy)
             envs.reset(seed=4)
             envs.send(3)
@@ -250,7 +266,8 @@ def test_one_outstanding_chunk_in_a_fixed_order_is_the_same_in_every_run():
 
 
 @pytest.mark.parametrize(
-    "arguments, lags", [({"sync_mode": "always"}, [0, 1, 1, 1, 1]), ({"sync_mode": "never"}, [0, 1, 2, 3, 4])]
+    "arguments, lags",
+    [({"sync_mode": "always"}, [0, 1, 1, 1, 1]), ({"sync_mode": "never"}, [0, 1, 2, 3, 4])],
 )
 def test_overlap_adds_one_version_of_lag(arguments, lags):
     with ClusterEnv([RANDOM] * 3, 2, **arguments) as envs:
@@ -278,7 +295,9 @@ def test_overlapped_rollouts_act_on_the_weights_of_their_version_and_are_the_sam
                 if held is not None:
                     with torch.no_grad():
                         logits = held(torch.as_tensor(rollout.observations)).log_softmax(-1)
-                    expected = logits.gather(-1, torch.as_tensor(rollout.actions)[..., None])[..., 0].numpy()
+                    expected = logits.gather(-1, torch.as_tensor(rollout.actions)[..., None])[
+                        ..., 0
+                    ].numpy()
                     assert rollout.logprobs == pytest.approx(expected, abs=1e-6)
                 held = linear()
                 held.load_state_dict(policy.actor.state_dict())
@@ -295,7 +314,9 @@ def test_overlapped_rollouts_act_on_the_weights_of_their_version_and_are_the_sam
 
 def test_no_number_of_answers_is_too_much_for_a_head_that_is_busy():
     def check(seconds):
-        with ClusterEnv([partial(CountingEnv, length=10**6)] * 2, 2, worker_timeout=seconds) as envs:
+        with ClusterEnv(
+            [partial(CountingEnv, length=10**6)] * 2, 2, worker_timeout=seconds
+        ) as envs:
             envs.reset()
             envs.publish(CategoricalPolicy(linear(1, 2)))
             for _ in range(100):
@@ -313,7 +334,9 @@ def test_misuse():
     with ClusterEnv([CountingEnv] * 2, 2) as envs:
         with pytest.raises(ResetNeeded, match="Cannot call `send` before calling `reset`."):
             envs.send(5)
-        with pytest.raises(NoAsyncCallError, match="Calling `recv` without any prior call to `send`."):
+        with pytest.raises(
+            NoAsyncCallError, match="Calling `recv` without any prior call to `send`."
+        ):
             envs.recv()
         envs.reset()
         with pytest.raises(ValueError, match="there is no policy to act on: `publish` it first"):
@@ -331,31 +354,43 @@ def test_misuse():
             partial(envs.call, "pid"),
             partial(envs.rollout, policy, 5),
         ):
-            with pytest.raises(AlreadyPendingCallError, match="while waiting for a pending call to `send` to complete"):
+            with pytest.raises(
+                AlreadyPendingCallError,
+                match="while waiting for a pending call to `send` to complete",
+            ):
                 call()
         with pytest.raises(NoAsyncCallError):
             envs.recv(0)
         assert envs.recv(1)[0] == 1
         envs.rollout(policy, 5, overlap=True)
-        with pytest.raises(NoAsyncCallError, match="Calling `recv` without any prior call to `send`"):
+        with pytest.raises(
+            NoAsyncCallError, match="Calling `recv` without any prior call to `send`"
+        ):
             envs.recv()
         assert envs.rollout(policy, 5).rewards.shape == (5, 2)
         envs.send(5)
         with pytest.raises(
-            AlreadyPendingCallError, match="Calling `rollout` while waiting for a pending call to `send`"
+            AlreadyPendingCallError,
+            match="Calling `rollout` while waiting for a pending call to `send`",
         ):
             envs.rollout(policy, 128)  # these are not its own
-        assert [chunk.rows.tolist() for _, chunk in sorted((envs.recv(), envs.recv()), key=lambda pair: pair[0])] == [
+        assert [
+            chunk.rows.tolist()
+            for _, chunk in sorted((envs.recv(), envs.recv()), key=lambda pair: pair[0])
+        ] == [
             [0],
             [1],
         ]
         rollout = envs.rollout(policy, 3, overlap=True)
         assert rollout.rows.tolist() == [0, 1]
         with pytest.raises(
-            AlreadyPendingCallError, match="Calling `send` while an overlapped `rollout` is outstanding"
+            AlreadyPendingCallError,
+            match="Calling `send` while an overlapped `rollout` is outstanding",
         ):
             envs.send(5)
-        with pytest.raises(ValueError, match="the overlapped rollout was requested with 3 steps, not 4"):
+        with pytest.raises(
+            ValueError, match="the overlapped rollout was requested with 3 steps, not 4"
+        ):
             envs.rollout(policy, 4)
         assert envs.rollout(policy, 3).rewards.shape == (3, 2)
         envs.rollout(policy, 3, overlap=True)
@@ -363,10 +398,18 @@ def test_misuse():
             envs.step_async([0, 0])
         envs.rollout(policy, 3)
         envs.step_async([0, 0])
-        with pytest.raises(AlreadyPendingCallError, match="Calling `send` while waiting for a pending call to `step`"):
+        with pytest.raises(
+            AlreadyPendingCallError,
+            match="Calling `send` while waiting for a pending call to `step`",
+        ):
             envs.send(5)
         envs.step_wait()
-    for call in (partial(envs.send, 5), envs.recv, partial(envs.publish, policy), partial(envs.rollout, policy, 3)):
+    for call in (
+        partial(envs.send, 5),
+        envs.recv,
+        partial(envs.publish, policy),
+        partial(envs.rollout, policy, 3),
+    ):
         with pytest.raises(ClosedEnvironmentError):
             call()
 
@@ -381,7 +424,9 @@ def test_a_worker_that_dies_while_others_keep_streaming(seconds):
             envs.send(4)
         os.kill(pids[-1], signal.SIGKILL)
         deadline = time.monotonic() + PATIENCE
-        with pytest.raises(WorkerDiedError, match=rf"worker 1 \(.*pid {pids[-1]}.*\) died: killed by SIGKILL"):
+        with pytest.raises(
+            WorkerDiedError, match=rf"worker 1 \(.*pid {pids[-1]}.*\) died: killed by SIGKILL"
+        ):
             while time.monotonic() < deadline:
                 worker, _ = envs.recv()
                 envs.send(4, worker)
@@ -393,7 +438,9 @@ def test_a_worker_that_dies_while_others_keep_streaming(seconds):
 
 
 def test_an_environment_that_raises_while_others_keep_streaming():
-    with ClusterEnv([CountingEnv, partial(FailingEnv, "step", ValueError("no more"), 0.2)], 2) as envs:
+    with ClusterEnv(
+        [CountingEnv, partial(FailingEnv, "step", ValueError("no more"), 0.2)], 2
+    ) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         envs.reset()
         for _ in range(2):
@@ -404,7 +451,9 @@ def test_an_environment_that_raises_while_others_keep_streaming():
                 worker, _ = envs.recv()
                 envs.send(4, worker)
         for worker in (0, 1):
-            with pytest.raises(ResetNeeded, match="before all environments are `reset`, as one has raised"):
+            with pytest.raises(
+                ResetNeeded, match="before all environments are `reset`, as one has raised"
+            ):
                 envs.recv(worker)
         envs.reset()
         envs.send(4, 0)

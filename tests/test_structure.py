@@ -39,7 +39,11 @@ def imported(path):
     """The names of the package's files that a file imports, also within functions, but not for type checkers."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        if (
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name)
+            and node.test.id == "TYPE_CHECKING"
+        ):
             node.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -58,7 +62,10 @@ def layer(name):
     return next(
         number
         for number, names in enumerate(LAYERS)
-        if any(f"{name}/".startswith(entry) if entry.endswith("/") else name == entry for entry in names)
+        if any(
+            f"{name}/".startswith(entry) if entry.endswith("/") else name == entry
+            for entry in names
+        )
     )
 
 
@@ -85,13 +92,17 @@ def test_there_is_no_circle():
     assert not arrows
 
 
-CODE = [path for path in ROOT.rglob("*.py") if not {".venv", "tests", "runs", "build"} & set(path.parts)]
+CODE = [
+    path for path in ROOT.rglob("*.py") if not {".venv", "tests", "runs", "build"} & set(path.parts)
+]
 
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_classes_are_small(path):
     text = path.read_text()
-    is_script = path.name.endswith("_clusterenv.py")  # one file by rule, with all of an algorithm in it
+    is_script = path.name.endswith(
+        "_clusterenv.py"
+    )  # one file by rule, with all of an algorithm in it
     assert text.count("\n") <= 350 or is_script
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef):

@@ -67,7 +67,9 @@ def test_a_grid_is_every_combination_in_wandbs_order(write):
     # as W&B's own engine (PyPI's sweeps 0.3.0) lists it: by name, last name fastest, q_uniform without its maximum
     nested = {"parameters": {"z": {"values": [1, 2]}, "a": {"min": 1, "max": 2}}}
     steps = {"distribution": "q_uniform", "min": 0, "max": 1, "q": 0.5}
-    found = load(write({"seed": {"values": [1, 2]}, "env_id": {"value": "X"}, "b": nested, "n": steps}))
+    found = load(
+        write({"seed": {"values": [1, 2]}, "env_id": {"value": "X"}, "b": nested, "n": steps})
+    )
     assert found == [
         {"seed": seed, "env_id": "X", "b": {"a": a, "z": z}, "n": n}
         for a in (1, 2)
@@ -113,10 +115,14 @@ def draw(write, keys, number=1000):
 @pytest.mark.parametrize("distribution", CONTINUOUS)
 def test_continuous_distributions_are_scipys(distribution, write):
     keys, expected = CONTINUOUS[distribution]
-    assert st.kstest(draw(write, {"distribution": distribution, **keys}), expected.cdf).pvalue > 0.01
+    assert (
+        st.kstest(draw(write, {"distribution": distribution, **keys}), expected.cdf).pvalue > 0.01
+    )
 
 
-@pytest.mark.parametrize("distribution", [name[2:] for name in DISTRIBUTIONS if name.startswith("q_")])
+@pytest.mark.parametrize(
+    "distribution", [name[2:] for name in DISTRIBUTIONS if name.startswith("q_")]
+)
 @pytest.mark.parametrize("q", [0.25, 1, 2])
 def test_quantized_distributions_are_rounded_to_multiples_of_q(distribution, q, write):
     keys = {"distribution": distribution, **CONTINUOUS[distribution][0]}
@@ -144,17 +150,24 @@ def test_discrete_distributions(write):
     weighted = {"values": [1, 2.5, True], "probabilities": [0.1, 0.6, 0.3]}
     found = draw(write, weighted)
     assert draw(write, {"distribution": "categorical_w_probabilities", **weighted}) == found
-    counts = [sum(value is wanted or value == wanted == 2.5 for value in found) for wanted in (1, 2.5, True)]
+    counts = [
+        sum(value is wanted or value == wanted == 2.5 for value in found)
+        for wanted in (1, 2.5, True)
+    ]
     assert st.chisquare(counts, [100, 600, 300]).pvalue > 0.01
     assert set(draw(write, {"value": "same"}, 5)) == {"same"}
-    assert {type(value) for value in draw(write, {"min": 0, "max": 1.5}, 5)} == {float}  # not both integers: uniform
+    assert {type(value) for value in draw(write, {"min": 0, "max": 1.5}, 5)} == {
+        float
+    }  # not both integers: uniform
 
 
 def test_a_random_configuration_depends_on_seed_and_index_alone(write):
     x, y = {"min": 0.0, "max": 1.0}, {"distribution": "normal"}
     five = load(write({"x": x, "y": y}, method="random", run_cap=5))
     assert load(write({"x": x, "y": y}, method="random", run_cap=50))[:5] == five
-    assert [flat["x"] for flat in load(write({"x": x}, method="random", run_cap=5))] == [flat["x"] for flat in five]
+    assert [flat["x"] for flat in load(write({"x": x}, method="random", run_cap=5))] == [
+        flat["x"] for flat in five
+    ]
     assert len({flat["x"] for flat in five}) == 5
     assert not {flat["x"] for flat in five} & {flat["x"] for flat in load("sweep.yaml", seed=2)}
     lists = [command("sweep.yaml", "--list", "--seed", str(seed)).stdout for seed in (1, 1, 2)]
@@ -169,31 +182,64 @@ REFUSED = {
     ),
     "key controller is not supported": (X, {"controller": {"type": "local"}}),
     "method bayes is not supported; supported: grid, random": (X, {"method": "bayes"}),
-    "key metric.target is not supported; supported: name, goal": (X, {"metric": {"name": "a", "target": 1}}),
+    "key metric.target is not supported; supported: name, goal": (
+        X,
+        {"metric": {"name": "a", "target": 1}},
+    ),
     "goal must be minimize or maximize": (X, {"metric": {"name": "a", "goal": "max"}}),
     "key program is missing": (X, {"program": None}),
     "no program other.py in ": (X, {"program": "other.py"}),
     "method random needs run_cap": (X, {"method": "random"}),
     "run_cap must be an integer > 0, got 0": (X, {"run_cap": 0}),
-    "macro ${args_dict} is not supported; supported, each as a word: ${env},": (X, {"command": ["${args_dict}"]}),
+    "macro ${args_dict} is not supported; supported, each as a word: ${env},": (
+        X,
+        {"command": ["${args_dict}"]},
+    ),
     "macro x=${program} is not supported": (X, {"command": ["x=${program}"]}),
     "command must be a list of words": (X, {"command": "python ${program}"}),
     "parameters must be names with values": ([1], {}),
-    "parameter x: distribution cauchy is not supported; supported: constant,": ({"x": {"distribution": "cauchy"}}, {}),
-    "parameter x: uniform has no key q; it has: min, max": ({"x": {"min": 0.0, "max": 1, "q": 1}}, {}),
+    "parameter x: distribution cauchy is not supported; supported: constant,": (
+        {"x": {"distribution": "cauchy"}},
+        {},
+    ),
+    "parameter x: uniform has no key q; it has: min, max": (
+        {"x": {"min": 0.0, "max": 1, "q": 1}},
+        {},
+    ),
     "parameter x: uniform needs max": ({"x": {"min": 1.0}}, {}),
     "parameter x: expected value, values or a distribution, got 3": ({"x": 3}, {}),
     "parameter x: values must be a list, not 3": ({"x": {"values": 3}}, {}),
-    "parameter x: min must be a number, got '1e-3'; YAML takes 1e-3 for a word": ({"x": {"min": "1e-3", "max": 1}}, {}),
-    "parameter x: min must be > 0, got 0": ({"x": {"distribution": "log_uniform_values", "min": 0, "max": 1}}, {}),
+    "parameter x: min must be a number, got '1e-3'; YAML takes 1e-3 for a word": (
+        {"x": {"min": "1e-3", "max": 1}},
+        {},
+    ),
+    "parameter x: min must be > 0, got 0": (
+        {"x": {"distribution": "log_uniform_values", "min": 0, "max": 1}},
+        {},
+    ),
     "parameter x: min 2 must be less than max 1": ({"x": {"min": 2, "max": 1}}, {}),
-    "parameter x: min and max of int_uniform must": ({"x": {"distribution": "int_uniform", "min": 0.5, "max": 2}}, {}),
-    "parameter x: probabilities must be one for each": ({"x": {"values": [1, 2], "probabilities": [0.5, 0.4]}}, {}),
+    "parameter x: min and max of int_uniform must": (
+        {"x": {"distribution": "int_uniform", "min": 0.5, "max": 2}},
+        {},
+    ),
+    "parameter x: probabilities must be one for each": (
+        {"x": {"values": [1, 2], "probabilities": [0.5, 0.4]}},
+        {},
+    ),
     "parameter x: sigma must be > 0": ({"x": {"distribution": "normal", "sigma": -1}}, {}),
-    "parameter x: probabilities must be one for each of": ({"x": {"values": [1], "probabilities": 3}}, {}),
-    "parameter x: categorical cannot draw from this": ({"x": {"values": [1, 2], "probabilities": [-1, 2]}}, {}),
+    "parameter x: probabilities must be one for each of": (
+        {"x": {"values": [1], "probabilities": 3}},
+        {},
+    ),
+    "parameter x: categorical cannot draw from this": (
+        {"x": {"values": [1, 2], "probabilities": [-1, 2]}},
+        {},
+    ),
     "parameter x: uniform cannot draw from this": ({"x": {"min": 1, "max": float("inf")}}, {}),
-    "; limits themselves: log_uniform_values": ({"x": {"distribution": "log_uniform", "min": 1, "max": 1000}}, {}),
+    "; limits themselves: log_uniform_values": (
+        {"x": {"distribution": "log_uniform", "min": 1, "max": 1000}},
+        {},
+    ),
     "parameter x: q must be > 0": ({"x": {"distribution": "q_normal", "q": 0}}, {}),
     "parameter a.x: method grid cannot use this; a grid takes": (
         {"a": {"parameters": {"x": {"min": 0.5, "max": 1}}}},
@@ -207,7 +253,11 @@ def test_what_is_not_supported_is_refused_by_name(says, write):
     parameters, keys = REFUSED[says]
     with pytest.raises(SystemExit) as refusal:
         load(write(parameters, **keys))
-    assert str(refusal.value).startswith("error: ") and says in str(refusal.value) and "\n" not in str(refusal.value)
+    assert (
+        str(refusal.value).startswith("error: ")
+        and says in str(refusal.value)
+        and "\n" not in str(refusal.value)
+    )
 
 
 def test_mistakes_on_the_command_line_are_one_line(write):
@@ -223,13 +273,27 @@ def test_mistakes_on_the_command_line_are_one_line(write):
     for says, arguments in cases.items():
         result = command(*arguments)
         assert result.returncode == 1 and result.stdout == ""
-        assert says in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+        assert (
+            says in result.stderr
+            and result.stderr.startswith("error: ")
+            and result.stderr.count("\n") == 1
+        )
 
 
 def test_macros_are_spelled_as_wandb_spells_them(write):
-    parameters = {"lr": 0.001, "n": 3, "on": True, "off": False, "none": None, "b": {"c": [1, "x"]}, "word": "False"}
+    parameters = {
+        "lr": 0.001,
+        "n": 3,
+        "on": True,
+        "off": False,
+        "none": None,
+        "b": {"c": [1, "x"]},
+        "word": "False",
+    }
     macros = configurations.fill_macros(configurations.load(write(X)), parameters)
-    theirs = create_sweep_command_args({"args": {name: {"value": value} for name, value in parameters.items()}})
+    theirs = create_sweep_command_args(
+        {"args": {name: {"value": value} for name, value in parameters.items()}}
+    )
     for name in ("args", "args_no_hyphens", "args_no_boolean_flags", "args_json"):
         assert macros[f"${{{name}}}"] == theirs[name]
     assert macros["${env}"] == ["/usr/bin/env"] and macros["${interpreter}"] == [sys.executable]
@@ -242,10 +306,15 @@ def results():
 
 
 def test_all_run_once_and_their_results_are_collected(write):
-    path = write({"x": {"values": [3, 1, 2]}, "seed": {"values": [1, 2]}}, metric={"name": "eval_return_mean"})
+    path = write(
+        {"x": {"values": [3, 1, 2]}, "seed": {"values": [1, 2]}},
+        metric={"name": "eval_return_mean"},
+    )
     result = command(path)
     assert result.returncode == 0, result.stderr
-    assert "6 of 6 have finished; best eval_return_mean 10: x=1 seed=1" in result.stdout  # W&B's default is to minimize
+    assert (
+        "6 of 6 have finished; best eval_return_mean 10: x=1 seed=1" in result.stdout
+    )  # W&B's default is to minimize
     rows = results()
     assert [(row["index"], row["x"], row["seed"]) for row in rows[:3]] == [
         ("0", "3", "1"),
@@ -268,14 +337,23 @@ def test_the_failed_are_named_and_run_again(write):
     for attempts in (1, 2):
         result = command(path)
         assert result.returncode == 1
-        assert result.stderr.startswith("error: configuration 1 ended with status 1; see runs/sweep/")
+        assert result.stderr.startswith(
+            "error: configuration 1 ended with status 1; see runs/sweep/"
+        )
         assert "2 of 3 have finished" in result.stdout
         assert len(list(Path("runs/sweep").glob("*/attempt-*"))) <= 2 + attempts
     log = Path(result.stderr.split("see ")[1].strip())
     assert log.read_text().endswith("out of luck\n")
     assert [row["x"] for row in results()] == ["1", "2"]
-    assert command(path, "--index", "1").returncode == 1 and command(path, "--index", "2").returncode == 0
-    assert [line.split()[1] for line in command(path, "--list").stdout.splitlines()] == ["finished", "open", "finished"]
+    assert (
+        command(path, "--index", "1").returncode == 1
+        and command(path, "--index", "2").returncode == 0
+    )
+    assert [line.split()[1] for line in command(path, "--list").stdout.splitlines()] == [
+        "finished",
+        "open",
+        "finished",
+    ]
 
 
 def test_what_a_random_sweep_draws_twice_is_run_and_collected_once(write):
@@ -296,7 +374,9 @@ def test_what_a_random_sweep_draws_twice_is_run_and_collected_once(write):
 def test_a_metric_that_runs_do_not_have_is_named(write):
     result = command(write({"x": {"value": 1}}, metric={"name": "eval/return_mean"}))
     assert result.returncode == 1
-    assert "has no metric eval/return_mean; its summary has: eval_return_mean, seed" in result.stderr
+    assert (
+        "has no metric eval/return_mean; its summary has: eval_return_mean, seed" in result.stderr
+    )
 
 
 def start_and_await_99(path):
@@ -327,7 +407,9 @@ def test_a_killed_sweep_goes_on_where_it_was(victim, write):
     Path("go").touch()
     assert command(path).returncode == 0
     assert [float(row["eval_return_mean"]) for row in results()] == [10, 990, 20]
-    assert sorted(Counter(path.parent for path in Path("runs/sweep").glob("*/attempt-*")).values()) == [1, 1, 2]
+    assert sorted(
+        Counter(path.parent for path in Path("runs/sweep").glob("*/attempt-*")).values()
+    ) == [1, 1, 2]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -354,24 +436,46 @@ def test_a_result_that_was_cut_off_is_no_result(write):
 
 
 def test_results_of_many_settings_and_of_words_are_plotted(write):
-    path = write({"x": {"distribution": "log_uniform_values", "min": 0.001, "max": 10.0}}, method="random", run_cap=14)
+    path = write(
+        {"x": {"distribution": "log_uniform_values", "min": 0.001, "max": 10.0}},
+        method="random",
+        run_cap=14,
+    )
     assert command(path).returncode == 0
-    assert command(write({"x": {"value": 1}, "seed": {"values": [1]}, "word": {"values": ["a", True]}})).returncode == 0
+    assert (
+        command(
+            write({"x": {"value": 1}, "seed": {"values": [1]}, "word": {"values": ["a", True]}})
+        ).returncode
+        == 0
+    )
     assert Path("runs/sweep/results.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_real_script_is_swept(tmp_path):
-    flags = {"env_id": "CartPole-v1", "envs_per_worker": 2, "num_steps": 16, "num_minibatches": 2, "eval_episodes": 2}
+    flags = {
+        "env_id": "CartPole-v1",
+        "envs_per_worker": 2,
+        "num_steps": 16,
+        "num_minibatches": 2,
+        "eval_episodes": 2,
+    }
     flags |= {"total_timesteps": 320, "anneal_lr": False, "overlap": True}
     keys = {"program": "ppo_clusterenv.py", "method": "grid"}
-    parameters = {"kl_threshold": {"values": [0.01]}, **{name: {"value": value} for name, value in flags.items()}}
+    parameters = {
+        "kl_threshold": {"values": [0.01]},
+        **{name: {"value": value} for name, value in flags.items()},
+    }
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**keys, "parameters": parameters}))
     result = command(str(tmp_path / "tiny.yaml"), "--output", str(tmp_path / "out"), cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "out" / "results.png").read_bytes().startswith(b"\x89PNG")
     with open(tmp_path / "out" / "results.csv") as file:
         (row,) = csv.DictReader(file)
-    assert row["kl_threshold"] == "0.01" and row["global_step"] == "320" and float(row["eval_return_mean"]) > 0
+    assert (
+        row["kl_threshold"] == "0.01"
+        and row["global_step"] == "320"
+        and float(row["eval_return_mean"]) > 0
+    )
     (summary,) = Path(row["directory"]).glob("runs/*/summary.json")
     assert json.loads(summary.read_text())["args"].items() >= flags.items()
 
@@ -413,7 +517,12 @@ def start(path):
         env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     while not (
-        new := {log.parent for log in Path("runs").glob("sweep/*/*/log.txt") if "saved" in log.read_text()} - before
+        new := {
+            log.parent
+            for log in Path("runs").glob("sweep/*/*/log.txt")
+            if "saved" in log.read_text()
+        }
+        - before
     ):
         time.sleep(0.01)
     return process, new.pop()
@@ -423,7 +532,9 @@ def test_a_configuration_goes_on_with_the_last_attempt_that_has_saved_and_runs_n
     path = write({"x": {"value": 1}})
     Path("train.py").write_text(STOPS)
     first, saved = start(path)
-    second, later = start(path)  # of the same configuration, at the same time: an attempt of its own
+    second, later = start(
+        path
+    )  # of the same configuration, at the same time: an attempt of its own
     assert later != saved
     first.send_signal(signal.SIGUSR1)
     assert "error: interrupted" in first.communicate(timeout=PATIENCE)[1] and first.returncode == 75

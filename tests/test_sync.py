@@ -12,7 +12,13 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, GaussianPolicy, LocalLauncher
+from clusterenv_runtime import (
+    CategoricalPolicy,
+    ClusterEnv,
+    EpsilonGreedyPolicy,
+    GaussianPolicy,
+    LocalLauncher,
+)
 from clusterenv_runtime.arrays.spaces import one_of
 from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.policy.structure import pickled
@@ -27,7 +33,10 @@ from .nets import change, linear
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ({"sync_mode": "often"}, "sync_mode must be 'kl' or 'interval' or 'always' or 'never', got 'often'"),
+        (
+            {"sync_mode": "often"},
+            "sync_mode must be 'kl' or 'interval' or 'always' or 'never', got 'often'",
+        ),
         ({"kl_threshold": -0.1}, "kl_threshold must be a number of nats >= 0, got -0.1"),
         ({"kl_threshold": math.nan}, "kl_threshold must be a number of nats >= 0, got nan"),
         ({"sync_mode": "interval"}, "sync_mode 'interval' needs sync_interval"),
@@ -52,7 +61,13 @@ EVERY_THIRD, AT_MOST_TWO_BEHIND = SyncRule("interval", interval=3), SyncRule("ne
         (KL, 5, 6, math.inf, True),
         (KL, 5, 6, math.nan, True),
         (SyncRule("kl", 0), 5, 6, 0.0, False),
-        (KL, 6, 6, 0.5, False),  # rounded, it may be as far from what was published; another pull brings no more
+        (
+            KL,
+            6,
+            6,
+            0.5,
+            False,
+        ),  # rounded, it may be as far from what was published; another pull brings no more
         (SyncRule("kl", math.inf), 5, 6, math.inf, False),
         (ALWAYS, 5, 6, 0.0, True),
         (ALWAYS, 5, 5, math.inf, False),
@@ -78,7 +93,10 @@ def test_a_worker_without_weights_always_pulls(rule, version):
 
 
 def num_bytes(policy):
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*policy.parameters(), *policy.buffers()))
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in (*policy.parameters(), *policy.buffers())
+    )
 
 
 def make_agent():
@@ -107,7 +125,10 @@ def test_kl_mode_pulls_exactly_when_the_divergence_exceeds_the_threshold():
             if iteration == 0:
                 assert envs.divergence.tolist() == [math.inf] * 2
             else:
-                each = [kl_categorical(versions[held], policy, np.concatenate(part)[-256:]) for part in seen]
+                each = [
+                    kl_categorical(versions[held], policy, np.concatenate(part)[-256:])
+                    for part in seen
+                ]
                 assert envs.divergence == pytest.approx(each, abs=1e-6)
                 apart += (min(each) > 0.02) != (max(each) > 0.02)
             if pulled.any():
@@ -123,7 +144,10 @@ def test_kl_mode_pulls_exactly_when_the_divergence_exceeds_the_threshold():
 
 def kl_categorical(behavior, policy, observations):
     with torch.no_grad():
-        p, q = (net(torch.as_tensor(observations)).double().log_softmax(-1) for net in (behavior, policy))
+        p, q = (
+            net(torch.as_tensor(observations)).double().log_softmax(-1)
+            for net in (behavior, policy)
+        )
     return (p.exp() * (p - q)).sum(-1).mean().item()
 
 
@@ -145,7 +169,10 @@ def test_versions_pulls_and_bytes(arguments, versions):
         assert (envs.policy_version, envs.pulls.tolist(), envs.sync_bytes) == (0, [0], 0)
         for number, expected in enumerate(versions):
             if number == 3:
-                assert [envs.publish(policy) for _ in range(2)] == [4, 5]  # a publish is a version, rolled out or not
+                assert [envs.publish(policy) for _ in range(2)] == [
+                    4,
+                    5,
+                ]  # a publish is a version, rolled out or not
             change(policy, 0.1)
             rollout = envs.rollout(policy, 2)
             assert_same(rollout.policy_versions, np.full(3, expected))
@@ -155,20 +182,29 @@ def test_versions_pulls_and_bytes(arguments, versions):
 
 
 def test_never_acts_on_the_first_weights_until_the_policy_is_another():
-    greedy, uniform, first = EpsilonGreedyPolicy(linear(3, 3), 0), CategoricalPolicy(linear(3, 3)), linear(3, 3)
+    greedy, uniform, first = (
+        EpsilonGreedyPolicy(linear(3, 3), 0),
+        CategoricalPolicy(linear(3, 3)),
+        linear(3, 3),
+    )
     with ClusterEnv(VECTOR_ENVS, 2, sync_mode="never", weights="float32") as envs:
         envs.reset(seed=1)
 
         def share_of_first_choices():
             rollout = envs.rollout(greedy, 100)
             with torch.no_grad():
-                return (first(torch.as_tensor(rollout.observations)).argmax(-1).numpy() == rollout.actions).mean()
+                return (
+                    first(torch.as_tensor(rollout.observations)).argmax(-1).numpy()
+                    == rollout.actions
+                ).mean()
 
         assert share_of_first_choices() == 1
         change(greedy, 3)
         assert share_of_first_choices() == 1
         greedy.epsilon = 1  # belongs to the head, and needs no pull
-        assert share_of_first_choices() == pytest.approx(1 / 3, abs=0.12)  # four standard deviations of 300 draws
+        assert share_of_first_choices() == pytest.approx(
+            1 / 3, abs=0.12
+        )  # four standard deviations of 300 draws
         assert envs.pulls.tolist() == [1, 1]
         sizes = num_bytes(greedy)
         for policy in (uniform, CategoricalPolicy(nn.Linear(3, 3)), uniform):
@@ -176,7 +212,9 @@ def test_never_acts_on_the_first_weights_until_the_policy_is_another():
             assert_same(rollout.policy_versions, np.full(3, envs.policy_version))
             envs.rollout(policy, 3)
             sizes += num_bytes(policy)
-        envs.rollout(CategoricalPolicy(uniform.actor), 3)  # a new wrapper around the same module is nothing new
+        envs.rollout(
+            CategoricalPolicy(uniform.actor), 3
+        )  # a new wrapper around the same module is nothing new
         assert envs.pulls.tolist() == [4, 4]
         assert envs.sync_bytes == 2 * sizes
 
@@ -210,7 +248,9 @@ def two(make):
 
 def test_categorical_divergence(observations):
     old, new = two(lambda: CategoricalPolicy(linear(3, 4)))
-    assert divergence(old, new, observations) == pytest.approx(kl_categorical(old, new, observations), rel=1e-4)
+    assert divergence(old, new, observations) == pytest.approx(
+        kl_categorical(old, new, observations), rel=1e-4
+    )
 
 
 def test_gaussian_divergence(observations):
@@ -226,10 +266,14 @@ def test_gaussian_divergence(observations):
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
-def test_epsilon_greedy_divergence_is_of_softmax_values_at_the_temperature_of_the_gap(observations, epsilon):
+def test_epsilon_greedy_divergence_is_of_softmax_values_at_the_temperature_of_the_gap(
+    observations, epsilon
+):
     old, new = two(lambda: EpsilonGreedyPolicy(linear(3, 4), epsilon))
     with torch.no_grad():
-        behavior, values = (policy(torch.as_tensor(observations)).double().numpy() for policy in (old, new))
+        behavior, values = (
+            policy(torch.as_tensor(observations)).double().numpy() for policy in (old, new)
+        )
     gap = (values.max(-1) - np.median(values, -1)).mean()
     p, q = (scipy.special.softmax(each / gap, -1) for each in (behavior, values))
     expected = (p * np.log(p / q)).sum(-1).mean()
@@ -290,12 +334,16 @@ def test_divergence_is_zero_of_itself_and_a_mean_over_states(policy, observation
     with torch.no_grad():
         parts = [observations, observations[:7], observations[7:]]
         params = [policy(torch.as_tensor(part)).numpy() for part in parts]
-    whole, *split = new.divergence(parts, params)  # several workers at once, each with its own number of states
+    whole, *split = new.divergence(
+        parts, params
+    )  # several workers at once, each with its own number of states
     assert whole == pytest.approx(one, rel=1e-4)
     assert np.average(split, weights=[7, 43]) == pytest.approx(one, rel=1e-4)
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), nn.Dropout(0.5)], ids=lambda layer: type(layer).__name__)
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm1d(3), nn.Dropout(0.5)], ids=lambda layer: type(layer).__name__
+)
 def test_divergence_is_of_what_workers_do_and_changes_nothing(layer, observations):
     policy = CategoricalPolicy(nn.Sequential(layer, linear(3, 4)))
     assert policy.training  # as a learner leaves it; workers act in eval mode
@@ -314,7 +362,10 @@ def test_of_many_rows_fewer_states_of_each_are_kept(num_rows, most):
             return np.zeros(len(pairs))
 
     pairs = []
-    copies, policy = [PolicyCopy(range(row, row + 1)) for row in range(num_rows)], Recording(linear())
+    copies, policy = (
+        [PolicyCopy(range(row, row + 1)) for row in range(num_rows)],
+        Recording(linear()),
+    )
     store = PolicyStore(copies, spaces.Box(-1, 1, (3,)), spaces.Discrete(3), rounds=False)
     store.publish(policy)
     sizes = ((most // 2, most // 2), (most // 4, most // 2 + most // 4), (most, most), (4000, most))
@@ -323,9 +374,13 @@ def test_of_many_rows_fewer_states_of_each_are_kept(num_rows, most):
         (request,) = store.requests(copies[-1:], size)
         assert request.states == min(size, most)
         # As a worker sends them; here they are the observations themselves.
-        params = states[measured_states(size, copies[-1].numbers, request.states, in_sequence=False)]
+        params = states[
+            measured_states(size, copies[-1].numbers, request.states, in_sequence=False)
+        ]
         rewards = np.zeros((size, 1))
-        part = SimpleNamespace(version=1, rewards=rewards, observations=states[:, None], params=params, states=None)
+        part = SimpleNamespace(
+            version=1, rewards=rewards, observations=states[:, None], params=params, states=None
+        )
         store.acted(copies[-1], part)
         store.publish(policy)
         ((observations, behavior_params),) = pairs
@@ -334,13 +389,17 @@ def test_of_many_rows_fewer_states_of_each_are_kept(num_rows, most):
 
 
 @pytest.mark.parametrize(("num_steps", "number"), [(1, 1), (7, 7), (128, 16), (128, 1), (100, 33)])
-def test_the_states_of_a_row_are_spread_evenly_and_are_its_own_whichever_worker_has_it(num_steps, number):
+def test_the_states_of_a_row_are_spread_evenly_and_are_its_own_whichever_worker_has_it(
+    num_steps, number
+):
     def steps_by_row(*shares):
         found = {}
         for rows in shares:
             indices = measured_states(num_steps, rows, number, in_sequence=False)
             steps, places = np.divmod(indices, len(rows))
-            found |= {row: sorted(steps[places == place].tolist()) for place, row in enumerate(rows)}
+            found |= {
+                row: sorted(steps[places == place].tolist()) for place, row in enumerate(rows)
+            }
         return found
 
     of_one = steps_by_row(range(12))
@@ -349,7 +408,9 @@ def test_the_states_of_a_row_are_spread_evenly_and_are_its_own_whichever_worker_
         assert len(set(steps)) == number and min(steps) >= 0 and max(steps) < num_steps
         assert max(np.diff([max(steps) - num_steps, *steps])) <= num_steps / number + 1
     if number == 1:  # one of each row, at all times of the rollout
-        assert np.histogram(np.concatenate(list(of_one.values())), 4, (0, num_steps))[0].min() >= (num_steps > 1)
+        assert np.histogram(np.concatenate(list(of_one.values())), 4, (0, num_steps))[0].min() >= (
+            num_steps > 1
+        )
 
 
 def test_in_sequence_each_rows_first_states_are_measured():
@@ -358,13 +419,21 @@ def test_in_sequence_each_rows_first_states_are_measured():
 
 
 def test_who_acted_by_no_distribution_pulls_and_the_others_are_measured():
-    copies, policy = [PolicyCopy(range(row, row + 1)) for row in range(3)], CategoricalPolicy(linear())
+    copies, policy = (
+        [PolicyCopy(range(row, row + 1)) for row in range(3)],
+        CategoricalPolicy(linear()),
+    )
     store = PolicyStore(copies, spaces.Box(-1, 1, (3,)), spaces.Discrete(3), rounds=False)
     store.publish(policy)
     for copy, logit in zip(copies, (0.0, np.inf, 1.0), strict=True):
         params = np.full((4, 3), logit, np.float32)
         observations = np.zeros((4, 1, 3), np.float32)
-        seen = {"rewards": np.zeros((4, 1)), "observations": observations, "params": params, "states": None}
+        seen = {
+            "rewards": np.zeros((4, 1)),
+            "observations": observations,
+            "params": params,
+            "states": None,
+        }
         store.acted(copy, SimpleNamespace(version=1, **seen))
     store.publish(policy)
     first, second, third = (copy.divergence for copy in copies)
@@ -375,7 +444,9 @@ WIDE = spaces.Box(np.finfo(np.float64).min, np.finfo(np.float64).max, (2,), np.f
 LONG = spaces.Box(0, np.iinfo(np.int64).max, (2,), np.int64)
 
 
-@pytest.mark.parametrize("space", [WIDE, LONG, spaces.Box(-1, 1, (2,), np.longdouble), spaces.Dict(a=WIDE)], ids=str)
+@pytest.mark.parametrize(
+    "space", [WIDE, LONG, spaces.Box(-1, 1, (2,), np.longdouble), spaces.Dict(a=WIDE)], ids=str
+)
 def test_spaces_that_no_number_can_be_drawn_from_have_a_batch_of_one(space):
     batch = one_of(space)
     assert (batch["a"] if isinstance(batch, dict) else batch).shape == (1, 2)
@@ -390,7 +461,10 @@ class Mixed(nn.Module):
         self.second.weight = self.first.weight
         self.norm = nn.BatchNorm1d(4)
         self.transposed = nn.Parameter(torch.randn(3, 5).T)
-        self.empty, self.halves = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.randn(3).half())
+        self.empty, self.halves = (
+            nn.Parameter(torch.empty(0, 3)),
+            nn.Parameter(torch.randn(3).half()),
+        )
         self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
         self.register_buffer("bools", torch.tensor([True, False, True]))
         self.register_buffer("long_int", torch.tensor(2**40))
@@ -431,7 +505,9 @@ def test_weights_travel_to_the_last_bit():
 
 
 def test_the_structure_carries_no_weights():
-    policy = CategoricalPolicy(nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000), nn.Linear(1000, 1000)))
+    policy = CategoricalPolicy(
+        nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000), nn.Linear(1000, 1000))
+    )
     structure = cloudpickle.loads(pickled(policy))
     assert len(cloudpickle.dumps(structure)) < 10_000 < 8_000_000 < num_bytes(policy)
     assert all(tensor.is_meta for tensors in tensors_of(structure) for tensor in tensors.values())

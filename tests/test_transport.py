@@ -23,7 +23,15 @@ from clusterenv_runtime.head.transport import (
     Transport,
     listening_address,
 )
-from clusterenv_runtime.wire.protocol import Close, Ping, Pull, decode_request, encode, frames, pulse_of
+from clusterenv_runtime.wire.protocol import (
+    Close,
+    Ping,
+    Pull,
+    decode_request,
+    encode,
+    frames,
+    pulse_of,
+)
 from clusterenv_runtime.wire.security import HeadKeys, WorkerKeys
 
 from .patience import HOUR, PATIENCE, at_most, wait_until
@@ -86,9 +94,15 @@ def test_what_is_sent_and_received(make, dial):
     first.send_multipart([*frames(3, Pull(7)), b"one", b""])
     second.send_multipart(frames(None, Pull(8)))
     received = {each.identity: each for each in hear(transport, 2)}
-    assert received[b"first"].read() == (3, Pull(7)) and received[b"second"].read() == (None, Pull(8))
+    assert received[b"first"].read() == (3, Pull(7)) and received[b"second"].read() == (
+        None,
+        Pull(8),
+    )
     assert [bytes(frame) for frame in received[b"first"].frames[1:]] == [b"one", b""]
-    sent = [Outgoing(b"second", 5, Close(), (b"array", memoryview(b"2"))), Outgoing(b"first", None, Ping())]
+    sent = [
+        Outgoing(b"second", 5, Close(), (b"array", memoryview(b"2"))),
+        Outgoing(b"first", None, Ping()),
+    ]
     assert transport.exchange(sent, None) == ([], [])
     header, *buffers = second.recv_multipart()
     assert decode_request(header) == (5, Close()) and buffers == [b"array", b"2"]
@@ -100,7 +114,9 @@ def test_with_no_time_it_only_sends(make, dial, monkeypatch):
     peer = dial(transport)
     for number in range(100):
         peer.send_multipart(frames(None, Pull(number)))
-    monkeypatch.setattr(module, "MOST_AT_ONCE", 1)  # Of what has come at once, it takes the first alone.
+    monkeypatch.setattr(
+        module, "MOST_AT_ONCE", 1
+    )  # Of what has come at once, it takes the first alone.
     for number in range(100):
         (received,) = hear(transport)
         assert received.read() == (None, Pull(number))
@@ -176,12 +192,16 @@ def close(transport, pulse):
     """Close a pulse, and wait until the head's socket has noticed."""
     identity = pulse.routing_id
     pulse.close()
-    wait_until(lambda: transport.exchange([Outgoing(identity, None, Close())], None) == ([], [identity]))
+    wait_until(
+        lambda: transport.exchange([Outgoing(identity, None, Close())], None) == ([], [identity])
+    )
 
 
 def ping(transport, *identities):
     """Ping these workers, and return whose connection is closed."""
-    received, closed = transport.exchange([Outgoing(identity, None, Ping()) for identity in identities], None)
+    received, closed = transport.exchange(
+        [Outgoing(identity, None, Ping()) for identity in identities], None
+    )
     assert received == []
     return closed
 
@@ -195,7 +215,9 @@ def test_a_worker_need_not_have_a_second_connection(make, dial):
         assert ping(transport, b"w0") == [] and worker.recv() == PING
 
 
-def test_a_worker_whose_second_connection_closes_is_closed_but_what_it_sent_before_is_heard(make, dial):
+def test_a_worker_whose_second_connection_closes_is_closed_but_what_it_sent_before_is_heard(
+    make, dial
+):
     transport = make()
     identity, worker, pulse = pulsing(transport, dial)
     for _ in range(3):
@@ -221,7 +243,9 @@ def test_a_second_connection_may_be_missing_once_from_the_start(make, dial):
 def test_no_more_pulses_are_kept_than_there_may_be_connections(make, dial, monkeypatch):
     monkeypatch.setattr(module, "MOST_FILES", 3)
     transport = make()
-    identities, _, pulses = zip(*(pulsing(transport, dial, number) for number in range(5)), strict=True)
+    identities, _, pulses = zip(
+        *(pulsing(transport, dial, number) for number in range(5)), strict=True
+    )
     for pulse in pulses:
         close(transport, pulse)
     assert ping(transport, *identities) == []
@@ -241,7 +265,9 @@ def test_a_strangers_message_is_short(beyond):
     header = frames(1, Pull(2))
     received = Received(b"", [*header, bytes(MAX_HELLO - len(header[0]) - 3 + beyond), b"end"])
     assert received.read() == (1, Pull(2))
-    assert received.read(is_strange=True) == ((None, Malformed("a long message")) if beyond else (1, Pull(2)))
+    assert received.read(is_strange=True) == (
+        (None, Malformed("a long message")) if beyond else (1, Pull(2))
+    )
 
 
 def test_what_is_dropped_is_counted_and_said_once_of_each_and_of_a_hundred(make, caplog):
@@ -267,7 +293,9 @@ def test_what_is_dropped_is_counted_and_said_once_of_each_and_of_a_hundred(make,
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
     ],
 )
-def test_the_limit_of_open_files_is_raised_and_never_lowered(monkeypatch, make, soft, hard, expected):
+def test_the_limit_of_open_files_is_raised_and_never_lowered(
+    monkeypatch, make, soft, hard, expected
+):
     limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda which, limit: limits.append((which, limit)))
@@ -278,7 +306,9 @@ def test_the_limit_of_open_files_is_raised_and_never_lowered(monkeypatch, make, 
 def test_its_directory_is_its_owners_and_goes_with_it(tmp_path):
     transport = Transport(None, 0, "none", None, tmp_path / "new" / "place")
     directory = Path(transport.directory)
-    assert directory.parent == tmp_path / "new" / "place" and directory.name.startswith("clusterenv-")
+    assert directory.parent == tmp_path / "new" / "place" and directory.name.startswith(
+        "clusterenv-"
+    )
     assert directory.stat().st_mode & 0o777 == 0o700
     assert transport.address == f"ipc://{directory}/head" and transport.key_file is None
     if (pid := os.fork()) == 0:  # a child of the learner's does not remove it
@@ -310,7 +340,10 @@ def test_where_a_socket_file_has_too_long_a_name_it_says_so(tmp_path):
     assert len(transport.address.removeprefix("ipc://")) == 107
     transport.close()
     parent = parent.with_name(parent.name + "x")
-    with pytest.raises(StartupError, match="the socket's path ipc://.*/head is longer than 107 bytes: set TMPDIR to"):
+    with pytest.raises(
+        StartupError,
+        match="the socket's path ipc://.*/head is longer than 107 bytes: set TMPDIR to",
+    ):
         Transport(None, 0, "none", None, parent)
     assert not any(parent.iterdir())
 
@@ -318,7 +351,9 @@ def test_where_a_socket_file_has_too_long_a_name_it_says_so(tmp_path):
 def test_a_port_that_is_taken_is_told_and_leaves_nothing(make, tmp_path):
     first = make("127.0.0.1")
     port = int(first.address.rpartition(":")[2])
-    with pytest.raises(StartupError, match=f"^cannot listen on tcp://127.0.0.1:{port}: Address already in use$"):
+    with pytest.raises(
+        StartupError, match=f"^cannot listen on tcp://127.0.0.1:{port}: Address already in use$"
+    ):
         make("127.0.0.1", port, "curve")
     assert [path.name for path in tmp_path.iterdir()] == [Path(first.directory).name]
     assert not [thread for thread in threading.enumerate() if "Authent" in type(thread).__name__]
@@ -346,10 +381,14 @@ def test_keys_are_for_tcp_alone(make, dial, caplog):
 
 def test_a_peer_that_does_not_read_keeps_it_neither_from_sending_nor_from_closing(make, dial):
     transport = make()
-    dial(transport).send_multipart(frames(None, Pull(1)))  # of what comes it takes a thousand messages
+    dial(transport).send_multipart(
+        frames(None, Pull(1))
+    )  # of what comes it takes a thousand messages
     hear(transport)
     sent = threading.Thread(
-        target=transport.exchange, args=([Outgoing(b"peer", 1, Ping(), (bytes(2**17),))] * 3000, None), daemon=True
+        target=transport.exchange,
+        args=([Outgoing(b"peer", 1, Ping(), (bytes(2**17),))] * 3000, None),
+        daemon=True,
     )
     closed = threading.Thread(target=transport.close, daemon=True)
     for each in (sent, closed):

@@ -22,7 +22,16 @@ from hypothesis import strategies as st
 
 from clusterenv_runtime import ClusterEnv
 
-from .envs import BufferEnv, CountingEnv, RandomEnv, Sets, UnsendableEnv, Words, assert_same, registered
+from .envs import (
+    BufferEnv,
+    CountingEnv,
+    RandomEnv,
+    Sets,
+    UnsendableEnv,
+    Words,
+    assert_same,
+    registered,
+)
 from .patience import PATIENCE
 
 IMAGE = spaces.Box(0, 255, (3, 4), np.uint8)
@@ -68,7 +77,9 @@ def assert_equal_run(envs, sync, seed=0, num_steps=20):
         assert_same(result, sync.step(actions), f"step {step}")
         ended = result[2] | result[3]
         if envs.metadata["autoreset_mode"] == AutoresetMode.DISABLED and ended.any():
-            masked = [env.reset(options={"reset_mask": ended.copy(), "level": 3}) for env in (envs, sync)]
+            masked = [
+                env.reset(options={"reset_mask": ended.copy(), "level": 3}) for env in (envs, sync)
+            ]
             assert_same(*masked, f"reset after step {step}")
 
 
@@ -76,32 +87,51 @@ def assert_equal_run(envs, sync, seed=0, num_steps=20):
 def test_equals_sync_vector_env_in_every_space(space):
     envs, sync = both([partial(RandomEnv, space, deepcopy(space))] * 3, autoreset_mode="SameStep")
     with envs:
-        for name in ("observation_space", "single_observation_space", "action_space", "single_action_space"):
+        for name in (
+            "observation_space",
+            "single_observation_space",
+            "action_space",
+            "single_action_space",
+        ):
             assert getattr(envs, name) == getattr(sync, name)
-        assert (envs.metadata, envs.render_mode, envs.spec) == (sync.metadata, sync.render_mode, sync.spec)
+        assert (envs.metadata, envs.render_mode, envs.spec) == (
+            sync.metadata,
+            sync.render_mode,
+            sync.spec,
+        )
         assert_equal_run(envs, sync, num_steps=10)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_equals_sync_vector_env_in_every_autoreset_mode(mode, num_workers):
-    envs, sync = both([partial(RandomEnv, SPACES["all in a Dict"])] * 5, num_workers, autoreset_mode=mode)
+    envs, sync = both(
+        [partial(RandomEnv, SPACES["all in a Dict"])] * 5, num_workers, autoreset_mode=mode
+    )
     with envs:
         assert_equal_run(envs, sync, seed=5, num_steps=10)
-        assert_same(envs.reset(), sync.reset())  # without a seed the environments go on with their own randomness
+        assert_same(
+            envs.reset(), sync.reset()
+        )  # without a seed the environments go on with their own randomness
         assert_same(envs.np_random_seed, sync.np_random_seed)
 
 
 @pytest.fixture(scope="module", params=AutoresetMode)
 def pair(request):
     """Five environments on three workers, and the same in this process."""
-    envs, sync = both([partial(RandomEnv, spaces.Box(-1, 1, (2,)))] * 5, 3, autoreset_mode=request.param)
+    envs, sync = both(
+        [partial(RandomEnv, spaces.Box(-1, 1, (2,)))] * 5, 3, autoreset_mode=request.param
+    )
     yield envs, sync
     envs.close()
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.one_of(st.integers(0, 2**31), st.lists(st.none() | st.integers(0, 2**31), min_size=5, max_size=5)))
+@given(
+    st.one_of(
+        st.integers(0, 2**31), st.lists(st.none() | st.integers(0, 2**31), min_size=5, max_size=5)
+    )
+)
 def test_equals_sync_vector_env_with_any_seed(pair, seed):
     envs, sync = pair
     for env in pair:
@@ -111,19 +141,28 @@ def test_equals_sync_vector_env_with_any_seed(pair, seed):
 
 @settings(max_examples=20, deadline=None)
 @given(
-    masks=st.lists(st.lists(st.booleans(), min_size=5, max_size=5).filter(any), min_size=1, max_size=3),
+    masks=st.lists(
+        st.lists(st.booleans(), min_size=5, max_size=5).filter(any), min_size=1, max_size=3
+    ),
     seed=st.none() | st.integers(0, 99),
 )
 def test_equals_sync_vector_env_with_any_reset_mask(pair, masks, seed):
     assert_same(*(env.reset(seed=1) for env in pair))
     for mask in masks:
-        assert_same(*(env.reset(seed=seed, options={"reset_mask": np.array(mask), "level": 1}) for env in pair))
+        assert_same(
+            *(
+                env.reset(seed=seed, options={"reset_mask": np.array(mask), "level": 1})
+                for env in pair
+            )
+        )
         if pair[0].metadata["autoreset_mode"] != AutoresetMode.DISABLED:
             assert_same(*(env.step(np.arange(5) % 3) for env in pair))
 
 
 @pytest.mark.parametrize(
-    "actions", [[0, 1, 2, 0, 1], (0, 1, 2, 0, 1), np.array([0, 1, 2, 0, 1], np.int8)], ids=["list", "tuple", "int8"]
+    "actions",
+    [[0, 1, 2, 0, 1], (0, 1, 2, 0, 1), np.array([0, 1, 2, 0, 1], np.int8)],
+    ids=["list", "tuple", "int8"],
 )
 def test_actions_arrive_as_they_are_given(pair, actions):
     assert_same(*(env.reset(seed=3) for env in pair))
@@ -159,7 +198,12 @@ def counting():
 
 
 def test_call_passes_arguments_and_any_value(counting):
-    value = {"a": [1, (2.0, None)], ("b", 2**80): np.arange(3, dtype=np.int16), "c": b"\0", "d": np.float32(1)}
+    value = {
+        "a": [1, (2.0, None)],
+        ("b", 2**80): np.arange(3, dtype=np.int16),
+        "c": b"\0",
+        "d": np.float32(1),
+    }
     assert_same(counting.call("echo", value, key=value), (((value,), {"key": value}),) * 3)
     counting.call_async("echo", 1)
     assert_same(counting.call_wait(), (((1,), {}),) * 3)
@@ -181,11 +225,21 @@ def test_an_asynchronous_step_is_a_step(counting):
     assert_same(counting.reset_wait(timeout=PATIENCE), (np.zeros((3, 1), np.float32), {}))
     counting.step_async(np.zeros(3, np.int64))
     ended = np.zeros(3, bool)
-    assert_same(counting.step_wait(timeout=PATIENCE), (np.ones((3, 1), np.float32), np.ones(3), ended, ended, {}))
+    assert_same(
+        counting.step_wait(timeout=PATIENCE),
+        (np.ones((3, 1), np.float32), np.ones(3), ended, ended, {}),
+    )
 
 
 @pytest.mark.parametrize(
-    "pending, method", [("reset", "step"), ("step", "reset"), ("step", "call"), ("call", "step"), ("step", "set_attr")]
+    "pending, method",
+    [
+        ("reset", "step"),
+        ("step", "reset"),
+        ("step", "call"),
+        ("call", "step"),
+        ("step", "set_attr"),
+    ],
 )
 def test_nothing_else_may_be_asked_while_a_call_is_pending(counting, pending, method):
     arguments = {"reset": (), "step": ([0, 0, 0],), "call": ("pid",), "set_attr": ("x", 1)}
@@ -196,20 +250,28 @@ def test_nothing_else_may_be_asked_while_a_call_is_pending(counting, pending, me
         getattr(counting, method)(*arguments[method])
     assert caught.value.name == pending
     for other in {"reset", "step", "call"} - {pending}:
-        with pytest.raises(NoAsyncCallError, match=f"Calling `{other}_wait` without any prior call to `{other}_async`"):
+        with pytest.raises(
+            NoAsyncCallError,
+            match=f"Calling `{other}_wait` without any prior call to `{other}_async`",
+        ):
             getattr(counting, f"{other}_wait")()
     getattr(counting, f"{pending}_wait")()  # the pending call is none the worse for it
 
 
 @pytest.mark.parametrize("method", ["reset", "step", "call"])
 def test_waiting_for_nothing_is_an_error(counting, method):
-    with pytest.raises(NoAsyncCallError, match=f"Calling `{method}_wait` without any prior call to `{method}_async`"):
+    with pytest.raises(
+        NoAsyncCallError,
+        match=f"Calling `{method}_wait` without any prior call to `{method}_async`",
+    ):
         getattr(counting, f"{method}_wait")(timeout=1)
 
 
 @pytest.mark.parametrize("actions", [[], [0, 0], np.zeros(4, int), np.zeros((2, 3), int)])
 def test_wrong_number_of_actions(counting, actions):
-    with pytest.raises(ValueError, match=f"Expected 3 actions, one for each environment, got {len(actions)}"):
+    with pytest.raises(
+        ValueError, match=f"Expected 3 actions, one for each environment, got {len(actions)}"
+    ):
         counting.step(actions)
 
 
@@ -221,10 +283,22 @@ def test_wrong_number_of_seeds(counting):
 @pytest.mark.parametrize(
     "mask, error, text",
     [
-        ([True] * 3, TypeError, "`options['reset_mask']` must be a numpy array, got <class 'list'>"),
+        (
+            [True] * 3,
+            TypeError,
+            "`options['reset_mask']` must be a numpy array, got <class 'list'>",
+        ),
         (np.ones(2, bool), ValueError, "`options['reset_mask']` must have shape `(3,)`, got (2,)"),
-        (np.ones(3, int), TypeError, "`options['reset_mask']` must have `dtype=np.bool_`, got int64"),
-        (np.zeros(3, bool), ValueError, "must contain a boolean array with at least one True value"),
+        (
+            np.ones(3, int),
+            TypeError,
+            "`options['reset_mask']` must have `dtype=np.bool_`, got int64",
+        ),
+        (
+            np.zeros(3, bool),
+            ValueError,
+            "must contain a boolean array with at least one True value",
+        ),
     ],
 )
 def test_wrong_reset_masks(counting, mask, error, text):
@@ -243,7 +317,10 @@ def test_a_worker_that_only_steps_never_imports_torch(counting):
 def test_an_unsendable_result_of_a_call_is_a_type_error_and_no_harm(counting):
     counting.reset()
     counting.set_attr("thing", object())
-    with pytest.raises(TypeError, match="a builtins.object cannot be sent to the head, only arrays, numbers, strings"):
+    with pytest.raises(
+        TypeError,
+        match="a builtins.object cannot be sent to the head, only arrays, numbers, strings",
+    ):
         counting.get_attr("thing")
     assert counting.step([0, 0, 0])[0].ravel().tolist() == [1, 1, 1]
 
@@ -262,14 +339,14 @@ def test_timeouts_leave_a_usable_env(tmp_path):
     with ClusterEnv([partial(CountingEnv, gate=str(gate))] * 2, 2) as envs:
         envs.reset()
         envs.step_async([0, 0])
-        text = (
-            r"The call to `step_wait` has timed out after 0\.01 second\(s\)\. No answer from worker 0 \(.*, worker 1 \("
-        )
+        text = r"The call to `step_wait` has timed out after 0\.01 second\(s\)\. No answer from worker 0 \(.*, worker 1 \("
         with pytest.raises(multiprocessing.TimeoutError, match=text):
             envs.step_wait(timeout=0.01)
         with pytest.raises(NoAsyncCallError):
             envs.step_wait()
-        envs.step_async([0, 0])  # the late answer to the first step must not pass for one to the second
+        envs.step_async(
+            [0, 0]
+        )  # the late answer to the first step must not pass for one to the second
         with pytest.raises(multiprocessing.TimeoutError):
             envs.step_wait(timeout=0)
         gate.touch()
@@ -301,12 +378,16 @@ def test_an_environment_that_reuses_its_arrays(mode):
         for step in range(9):
             result, expected = envs.step([0, 0, 0]), sync.step([0, 0, 0])
             # SyncVectorEnv keeps the array itself, which shows the reset observation then; here it is what it was.
-            final_observations += [array.item() for array in result[-1].pop("final_obs", []) if array is not None]
+            final_observations += [
+                array.item() for array in result[-1].pop("final_obs", []) if array is not None
+            ]
             expected[-1].pop("final_obs", None)
             assert_same(result, expected, f"step {step}")
             ended = result[2] | result[3]
             if mode == AutoresetMode.DISABLED and ended.any():
-                assert_same(*(env.reset(options={"reset_mask": ended.copy()}) for env in (envs, sync)))
+                assert_same(
+                    *(env.reset(options={"reset_mask": ended.copy()}) for env in (envs, sync))
+                )
         if mode == AutoresetMode.SAME_STEP:
             assert final_observations == [2, 3, 2, 4, 2, 3, 2, 4, 3]
 
@@ -316,8 +397,14 @@ def test_an_environment_that_reuses_its_arrays(mode):
     [
         ("different", [spaces.Box(-i, i, (2,)) for i in range(1, 6)]),
         ("different", [spaces.Discrete(3 + i, start=i) for i in range(5)]),
-        ("different", [spaces.Dict(a=spaces.Box(0, i, (2,)), b=spaces.Discrete(i)) for i in range(1, 6)]),
-        ((spaces.Box(-9, 9, (5, 2)), spaces.Box(-9, 9, (2,))), [spaces.Box(-i, i, (2,)) for i in range(1, 6)]),
+        (
+            "different",
+            [spaces.Dict(a=spaces.Box(0, i, (2,)), b=spaces.Discrete(i)) for i in range(1, 6)],
+        ),
+        (
+            (spaces.Box(-9, 9, (5, 2)), spaces.Box(-9, 9, (2,))),
+            [spaces.Box(-i, i, (2,)) for i in range(1, 6)],
+        ),
     ],
     ids=["different Box", "different Discrete", "different Dict", "custom"],
 )
@@ -335,7 +422,8 @@ SMALL, LARGE, LONG = spaces.Box(0, 1, (2,)), spaces.Box(0, 2, (2,)), spaces.Box(
 
 @pytest.mark.parametrize("row", [1, 2, 3])
 @pytest.mark.parametrize(
-    "observation_mode, other", [("same", (LARGE,)), ("different", (LONG,)), ("same", (SMALL, spaces.Discrete(4)))]
+    "observation_mode, other",
+    [("same", (LARGE,)), ("different", (LONG,)), ("same", (SMALL, spaces.Discrete(4)))],
 )
 def test_spaces_that_do_not_match(workers, observation_mode, other, row):
     env_fns = [partial(RandomEnv, SMALL)] * 4
@@ -367,10 +455,30 @@ def test_unknown_observation_modes(observation_mode):
             ValueError,
             "launcher must be one of 'local', 'external', 'ray', 'slurm', got 'slurp'",
         ),
-        ([CountingEnv], {"worker_timeuot": 3}, TypeError, "ClusterEnv has no option 'worker_timeuot'; its options are"),
-        ([CountingEnv], {"autoreset_mode": "Never"}, ValueError, "'Never' is not a valid AutoresetMode"),
-        ([CountingEnv], {"sync_mode": "often"}, ValueError, "sync_mode must be 'kl' or 'interval' or"),
-        ([CountingEnv], {"observation_mode": (1, 2)}, TypeError, "Expected both elements of observation_mode"),
+        (
+            [CountingEnv],
+            {"worker_timeuot": 3},
+            TypeError,
+            "ClusterEnv has no option 'worker_timeuot'; its options are",
+        ),
+        (
+            [CountingEnv],
+            {"autoreset_mode": "Never"},
+            ValueError,
+            "'Never' is not a valid AutoresetMode",
+        ),
+        (
+            [CountingEnv],
+            {"sync_mode": "often"},
+            ValueError,
+            "sync_mode must be 'kl' or 'interval' or",
+        ),
+        (
+            [CountingEnv],
+            {"observation_mode": (1, 2)},
+            TypeError,
+            "Expected both elements of observation_mode",
+        ),
     ],
 )
 def test_wrong_arguments(workers, env_fns, kwargs, error, text):
@@ -435,7 +543,12 @@ class PlainEnv(CountingEnv):
 
     def step(self, action):
         point = Point(0.5, Gear.FIRST, {1, 2})
-        return *super().step(action)[:-1], {"gear": Gear.FIRST, "name": Name.ANN, "point": point, **tensors()}
+        return *super().step(action)[:-1], {
+            "gear": Gear.FIRST,
+            "name": Name.ANN,
+            "point": point,
+            **tensors(),
+        }
 
 
 def test_what_is_as_good_as_plain_data_arrives_in_infos_as_that():
@@ -445,10 +558,15 @@ def test_what_is_as_good_as_plain_data_arrives_in_infos_as_that():
             infos = envs.step([0, 0])[-1]
         assert infos["gear"].tolist() == [1, 1] and infos["gear"].dtype == np.int64
         assert infos["name"].tolist() == ["Ann", "Ann"] and type(infos["name"][0]) is str
-        assert infos["point"]["x"].tolist() == [0.5, 0.5] and infos["point"]["gear"].tolist() == [1, 1]
+        assert infos["point"]["x"].tolist() == [0.5, 0.5] and infos["point"]["gear"].tolist() == [
+            1,
+            1,
+        ]
         assert infos["tensor"].tolist() == [2.5, 2.5] and infos["tensor"].dtype == np.float32
         assert infos["tensors"].tolist() == [[0, 1, 2]] * 2
-        with pytest.raises(TypeError, match="Gear cannot be sent to the head"):  # which it would not be at the head
+        with pytest.raises(
+            TypeError, match="Gear cannot be sent to the head"
+        ):  # which it would not be at the head
             envs.call("echo", Gear.FIRST)
 
 
@@ -470,7 +588,9 @@ def test_random_numbers_of_the_whole_process_are_seeded_with_the_environments():
         assert drawn(envs, 1) == first == drawn(others, 1) != drawn(others, 2)
 
 
-@pytest.mark.parametrize("space", [Sets(), spaces.Dict(a=Sets(), b=spaces.Discrete(2)), spaces.Tuple([Sets()])])
+@pytest.mark.parametrize(
+    "space", [Sets(), spaces.Dict(a=Sets(), b=spaces.Discrete(2)), spaces.Tuple([Sets()])]
+)
 def test_observations_that_cannot_be_sent_are_a_type_error(space):
     with (
         ClusterEnv([partial(RandomEnv, space)] * 2, 2) as envs,
@@ -479,7 +599,9 @@ def test_observations_that_cannot_be_sent_are_a_type_error(space):
         envs.reset()
 
 
-@pytest.mark.parametrize("entry_point", [CountingEnv, "tests.envs:CountingEnv", lambda: CountingEnv()])
+@pytest.mark.parametrize(
+    "entry_point", [CountingEnv, "tests.envs:CountingEnv", lambda: CountingEnv()]
+)
 def test_an_environment_registered_here_works_on_workers(entry_point):
     with (
         registered("ClusterTest/Counting-v0", entry_point),
@@ -516,7 +638,10 @@ def only_in(pid):
     "argument, reason",
     [
         (threading.Lock(), "it cannot be pickled: TypeError: cannot pickle '_thread.lock' object"),
-        (OnlyHere(), "it cannot be unpickled: ModuleNotFoundError: No module named 'only_at_the_head'"),
+        (
+            OnlyHere(),
+            "it cannot be unpickled: ModuleNotFoundError: No module named 'only_at_the_head'",
+        ),
     ],
     ids=["pickle", "unpickle"],
 )
@@ -585,7 +710,9 @@ def test_after_close_everything_is_an_error():
     envs = ClusterEnv([CountingEnv] * 2, 2)
     envs.reset()
     envs.step_async([0, 0])
-    with pytest.warns(UserWarning, match="Calling `close` while waiting for a pending call to `step` to complete"):
+    with pytest.warns(
+        UserWarning, match="Calling `close` while waiting for a pending call to `step` to complete"
+    ):
         envs.close()
     assert envs.closed
     envs.close()
@@ -596,8 +723,18 @@ def test_after_close_everything_is_an_error():
         "set_attr": ["length", 1],
         "rollout": [0, 1],
     }
-    for method in ("reset", "step", "step_wait", "reset_wait", "call", "call_wait", "render", *arguments):
+    for method in (
+        "reset",
+        "step",
+        "step_wait",
+        "reset_wait",
+        "call",
+        "call_wait",
+        "render",
+        *arguments,
+    ):
         with pytest.raises(
-            ClosedEnvironmentError, match=r"Trying to operate on `ClusterEnv`, after a call to `close\(\)`"
+            ClosedEnvironmentError,
+            match=r"Trying to operate on `ClusterEnv`, after a call to `close\(\)`",
         ):
             getattr(envs, method)(*arguments.get(method, []))

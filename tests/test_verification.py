@@ -44,13 +44,17 @@ def simulate(*flags, timeout=1200):
 
 def test_no_schedule_breaks_the_runtime():
     result = simulate("--schedules", "500")
-    assert result.returncode == 0 and "500 schedules" in result.stdout, result.stdout + result.stderr
+    assert result.returncode == 0 and "500 schedules" in result.stdout, (
+        result.stdout + result.stderr
+    )
 
 
 def test_a_seed_always_gives_the_same_run():
     first, second = (simulate("--seed", "3", "--trace") for _ in range(2))
     events = [line for line in first.stdout.splitlines() if "schedules in" not in line]
-    assert len(events) > 10 and events == [line for line in second.stdout.splitlines() if "schedules in" not in line]
+    assert len(events) > 10 and events == [
+        line for line in second.stdout.splitlines() if "schedules in" not in line
+    ]
 
 
 @pytest.mark.parametrize("name", list(mutations.MUTATIONS)[:4])

@@ -43,8 +43,14 @@ def test_the_first_version_is_1_and_nobody_knows_what_a_worker_holds():
 
 def test_what_is_no_policy_or_cannot_travel_is_refused_and_changes_nothing():
     _, store = made()
-    for wrong, name in ((linear(), "Sequential"), (CategoricalPolicy, "CategoricalPolicy"), (None, "NoneType")):
-        with pytest.raises(TypeError, match=f"a Policy is wanted, such as .*, got {name}; see docs/policies.md"):
+    for wrong, name in (
+        (linear(), "Sequential"),
+        (CategoricalPolicy, "CategoricalPolicy"),
+        (None, "NoneType"),
+    ):
+        with pytest.raises(
+            TypeError, match=f"a Policy is wanted, such as .*, got {name}; see docs/policies.md"
+        ):
             store.publish(wrong)
     with pytest.raises(ValueError, match="the policy has no parameters"):
         store.publish(CategoricalPolicy(nn.Identity()))
@@ -106,7 +112,9 @@ def test_it_is_said_once_that_a_policy_is_another_many_times_in_a_row(caplog):
     assert not caplog.records
     publish(MANY_CHANGES, changes=True)
     (record,) = caplog.records
-    assert record.getMessage().startswith("the policy is another with each version, by its .extra, so workers get all")
+    assert record.getMessage().startswith(
+        "the policy is another with each version, by its .extra, so workers get all"
+    )
 
 
 class WithoutKL(CategoricalPolicy):
@@ -123,7 +131,9 @@ def test_without_a_divergence_there_is_none_to_measure_and_nothing_to_say(caplog
     assert (copy.behavior, copy.measured, copy.divergence) == (1, 1, math.inf)
     assert not caplog.records
     _, store = made()
-    with pytest.raises(ValueError, match="the policy has no KL divergence: .*; define its kl, or do without by"):
+    with pytest.raises(
+        ValueError, match="the policy has no KL divergence: .*; define its kl, or do without by"
+    ):
         store.publish(policy)
 
 
@@ -154,7 +164,9 @@ def test_one_of_several_that_cannot_be_measured_is_told_once(caplog):
         assert [copy.divergence < math.inf for copy in copies] == [True, False]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith("worker 1's divergence could not be measured, so it pulls: ")
+    assert record.getMessage().startswith(
+        "worker 1's divergence could not be measured, so it pulls: "
+    )
 
 
 def test_all_are_told_the_mean_of_those_that_have_acted():

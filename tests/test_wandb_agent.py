@@ -12,14 +12,22 @@ from . import wandb_server
 from .scripts import ROOT, environment
 
 WANDB = str(Path(sys.executable).parent / "wandb")
-TINY = {"env_id": "CartPole-v1", "envs_per_worker": 2, "num_steps": 16, "num_minibatches": 2, "eval_episodes": 2}
+TINY = {
+    "env_id": "CartPole-v1",
+    "envs_per_worker": 2,
+    "num_steps": 16,
+    "num_minibatches": 2,
+    "eval_episodes": 2,
+}
 
 
 def wandb(server, directory, *arguments):
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"  # W&B's interpreter is the first python there
     env = environment(PATH=path, **server.environment(directory))
     env.pop("WANDB_SILENT")
-    result = subprocess.run([WANDB, *arguments], cwd=directory, env=env, capture_output=True, text=True)
+    result = subprocess.run(
+        [WANDB, *arguments], cwd=directory, env=env, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     return result
 
@@ -33,12 +41,20 @@ def test_wandb_takes_the_projects_sweeps(name, tmp_path):
 
 
 def test_an_agent_runs_the_script_and_its_flags_arrive(tmp_path):
-    flags = {**TINY, "total_timesteps": 320, "kl_threshold": 0.02, "anneal_lr": False, "overlap": True}
+    flags = {
+        **TINY,
+        "total_timesteps": 320,
+        "kl_threshold": 0.02,
+        "anneal_lr": False,
+        "overlap": True,
+    }
     config = yaml.safe_load((ROOT / "sweeps" / "sweep.yaml").read_text())
     config |= {"program": str(ROOT / "ppo_clusterenv.py")}
     config |= {"parameters": {name: {"value": value} for name, value in flags.items()}}
     with wandb_server.serve(config) as server:
-        wandb(server, tmp_path, "agent", "--count", "2", wandb_server.SWEEP)  # ends, too, when there is nothing left
+        wandb(
+            server, tmp_path, "agent", "--count", "2", wandb_server.SWEEP
+        )  # ends, too, when there is nothing left
         assert (server.given, server.agents) == (1, 1)
         assert set(server.operations) == {"Viewer", "SweepWithRuns", "CreateAgent", "Heartbeat"}
     (summary,) = tmp_path.glob("runs/*/summary.json")

@@ -25,7 +25,9 @@ class Handler(BaseHTTPRequestHandler):
             operation = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])[1]
             with self.server.lock:
                 self.server.operations.append(operation)
-                answer = {"data": getattr(self, operation, dict)(**(request.get("variables") or {}))}
+                answer = {
+                    "data": getattr(self, operation, dict)(**(request.get("variables") or {}))
+                }
         body = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -46,15 +48,33 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def Viewer(self, **_):
-        return {"viewer": {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
+        return {
+            "viewer": {
+                "id": "1",
+                "entity": "me",
+                "username": "me",
+                "flags": "{}",
+                "teams": {"edges": []},
+            }
+        }
 
     def UpsertSweep(self, config, **_):
         self.server.config = yaml.safe_load(config)
         project = {"name": "clusterenv", "entity": {"name": "me"}}
-        return {"upsertSweep": {"sweep": {"name": "standin1", "project": project}, "configValidationWarnings": []}}
+        return {
+            "upsertSweep": {
+                "sweep": {"name": "standin1", "project": project},
+                "configValidationWarnings": [],
+            }
+        }
 
     def SweepWithRuns(self, **_):
-        keys = {"id": "1", "name": "standin1", "config": yaml.safe_dump(self.server.config), "runs": {"edges": []}}
+        keys = {
+            "id": "1",
+            "name": "standin1",
+            "config": yaml.safe_dump(self.server.config),
+            "runs": {"edges": []},
+        }
         return {"project": {"sweep": {**keys, "state": "RUNNING"}}}
 
     def CreateAgent(self, **_):
@@ -65,10 +85,19 @@ class Handler(BaseHTTPRequestHandler):
         commands = []
         if not json.loads(runState):  # this agent is idle: give it the next configuration
             server, commands = self.server, [{"type": "exit"}]
-            if server.given < len(flats := configurations({**server.config, "flat": server.flat()}, 1)):
+            if server.given < len(
+                flats := configurations({**server.config, "flat": server.flat()}, 1)
+            ):
                 args = {name: {"value": value} for name, value in nest(flats[server.given]).items()}
                 program = server.config["program"]
-                commands = [{"type": "run", "run_id": f"run{server.given}", "program": program, "args": args}]
+                commands = [
+                    {
+                        "type": "run",
+                        "run_id": f"run{server.given}",
+                        "program": program,
+                        "args": args,
+                    }
+                ]
                 server.given += 1
         return {"agentHeartbeat": {"agent": {"id": id}, "commands": json.dumps(commands)}}
 
@@ -87,7 +116,13 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, config=None):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.config, self.operations, self.given, self.agents, self.lock = config, [], 0, 0, threading.Lock()
+        self.config, self.operations, self.given, self.agents, self.lock = (
+            config,
+            [],
+            0,
+            0,
+            threading.Lock(),
+        )
 
     def flat(self):
         return flatten(self.config["parameters"])
@@ -95,7 +130,12 @@ class Server(ThreadingHTTPServer):
     def environment(self, home):
         """Say what makes W&B's client talk to this server, and to it alone."""
         url = f"http://127.0.0.1:{self.server_port}"
-        return {"WANDB_BASE_URL": url, "WANDB_API_KEY": 40 * "0", "HOME": str(home), "WANDB_ERROR_REPORTING": "false"}
+        return {
+            "WANDB_BASE_URL": url,
+            "WANDB_API_KEY": 40 * "0",
+            "HOME": str(home),
+            "WANDB_ERROR_REPORTING": "false",
+        }
 
 
 @contextmanager

@@ -13,15 +13,24 @@ BUGS = {
     ),
     "a replacement is not asked what is outstanding": ("if request.worker == index:", "if False:"),
     "a replacement is not told the policy's structure": ("if state.structure:", "if False:"),
-    "a replacement is believed to hold what its predecessor held": ("held=0, chain=(), behavior=0, measured=0, ", ""),
+    "a replacement is believed to hold what its predecessor held": (
+        "held=0, chain=(), behavior=0, measured=0, ",
+        "",
+    ),
     "messages of a former process are read": ("if process.number != worker.greeted:", "if False:"),
     "whoever says hello is greeted": ("if worker.phase == STARTING else state", ""),
-    "a worker that pulls takes another structure only later": ('if message[0] == "structure":', "if False:"),
+    "a worker that pulls takes another structure only later": (
+        'if message[0] == "structure":',
+        "if False:",
+    ),
     "a worker keeps its weights under another structure": (
         "structure=structure, held=0, chain=()",
         "structure=structure",
     ),
-    "the head believes so, too": ("worker = worker._replace(held=0, chain=(), behavior=0)\n", "pass\n"),
+    "the head believes so, too": (
+        "worker = worker._replace(held=0, chain=(), behavior=0)\n",
+        "pass\n",
+    ),
     "who pulls for nobody gets no weights": (
         'case ("pull", held) if worker.phase in (BUILDING, READY):',
         'case ("pull", held) if any(request.worker == index for request in state.requests):',
@@ -30,11 +39,20 @@ BUGS = {
         "base, chain = worker.chain, ",
         "base, chain = (state.version - 1,), ",
     ),
-    "what came while weights were awaited is done in reverse": ("process.later[0])", "process.later[-1])"),
+    "what came while weights were awaited is done in reverse": (
+        "process.later[0])",
+        "process.later[-1])",
+    ),
     "an interrupted call is not given up": ('if call in ("rollout", "step"):', "if False:"),
-    "the end of a lost episode is not told": ('"cut" if request.kind == "step" and worker.cut else ', ""),
+    "the end of a lost episode is not told": (
+        '"cut" if request.kind == "step" and worker.cut else ',
+        "",
+    ),
     "nor if it is lost after the answer": ("cut=number != worker.number", "cut=False"),
-    "nobody is told that a worker is given up": ("requests=requests, error=True", "requests=requests"),
+    "nobody is told that a worker is given up": (
+        "requests=requests, error=True",
+        "requests=requests",
+    ),
 }
 
 

@@ -9,7 +9,9 @@ import numpy as np
 
 from .world import World
 
-world: World | None = None  # in which the environments are: those of workers are unpickled and find it here
+world: World | None = (
+    None  # in which the environments are: those of workers are unpickled and find it here
+)
 
 
 class WrongBatch(AssertionError):
@@ -38,7 +40,9 @@ class Labelled(gym.Env):
     def _observation(self) -> np.ndarray:
         return np.array([self.row, self.life, self.step_number], np.float64)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict]:
         """Begin an episode that nobody has seen."""
         super().reset(seed=seed)
         world.work(self.row)
@@ -51,14 +55,22 @@ class Labelled(gym.Env):
         self.step_number += 1
         ends = self.step_number == length_of(self.life)
         reward = reward_of(self.row, self.life, self.step_number)
-        return self._observation(), reward, ends and self.life % 2 == 0, ends and self.life % 2 == 1, {}
+        return (
+            self._observation(),
+            reward,
+            ends and self.life % 2 == 0,
+            ends and self.life % 2 == 1,
+            {},
+        )
 
 
 class Ledger:
     """What the user has seen last of each row, and whether what comes next follows from that."""
 
     def __init__(self, num_envs: int) -> None:
-        self._last: list[tuple[int, int] | None] = [None] * num_envs  # episode and step, before a reset None
+        self._last: list[tuple[int, int] | None] = [
+            None
+        ] * num_envs  # episode and step, before a reset None
         self._given_up = list(self._last)  # where it was before a call that may have done nothing
         self._ended = [False] * num_envs  # whether the user has seen the end, and not what follows
         self._seen: set[tuple[int, int]] = set()  # episodes and steps
@@ -69,7 +81,12 @@ class Ledger:
             self._begins(row, observation)
 
     def step(
-        self, observations: np.ndarray, rewards: np.ndarray, ends: np.ndarray, cuts: np.ndarray, infos: dict[str, Any]
+        self,
+        observations: np.ndarray,
+        rewards: np.ndarray,
+        ends: np.ndarray,
+        cuts: np.ndarray,
+        infos: dict[str, Any],
     ) -> None:
         """Check what a step of all environments has returned."""
         lost = infos.get("worker_lost", np.zeros(len(rewards), bool))
@@ -77,11 +94,23 @@ class Ledger:
             flags = bool(ends[row]), bool(cuts[row])
             if self._ended[row]:
                 self._begins(row, observation)
-                self._assert(rewards[row] == 0 and flags == (False, False), row, "begins with", rewards[row], flags)
+                self._assert(
+                    rewards[row] == 0 and flags == (False, False),
+                    row,
+                    "begins with",
+                    rewards[row],
+                    flags,
+                )
             elif lost[row]:
                 known = self._last[row] is None or self._is(row, observation, *self._last[row])
                 self._assert(known, row, "is lost at", observation)
-                self._assert(rewards[row] == 0 and flags == (False, True), row, "is lost with", rewards[row], flags)
+                self._assert(
+                    rewards[row] == 0 and flags == (False, True),
+                    row,
+                    "is lost with",
+                    rewards[row],
+                    flags,
+                )
                 self._ended[row] = True  # and what follows begins
             else:
                 self._goes_on(row, observation, rewards[row], flags)
@@ -101,7 +130,10 @@ class Ledger:
                 self._jumps(row, first)
             after = [*rollout.observations[1:, column], rollout.next_observations[column]]
             for step, observation in enumerate(after):
-                flags = bool(rollout.terminations[step, column]), bool(rollout.truncations[step, column])
+                flags = (
+                    bool(rollout.terminations[step, column]),
+                    bool(rollout.truncations[step, column]),
+                )
                 seen = final_of[step, column] if any(flags) else observation
                 self._goes_on(row, seen, rollout.rewards[step, column], flags)
                 if any(flags):
@@ -118,14 +150,22 @@ class Ledger:
 
     def _begins(self, row: int, observation: np.ndarray) -> None:
         number, life, step = observation.astype(int).tolist()
-        self._assert(number == row and step == 0 and (life, 0) not in self._seen, row, "begins with", observation)
+        self._assert(
+            number == row and step == 0 and (life, 0) not in self._seen,
+            row,
+            "begins with",
+            observation,
+        )
         self._last[row], self._ended[row] = (life, 0), False
         self._seen.add((life, 0))
 
     def _jumps(self, row: int, observation: np.ndarray) -> None:
         """Check an observation that does not follow: an episode of another process, or one that was given up."""
         number, life, step = observation.astype(int).tolist()
-        last, is_old = self._last[row], (life, step) in self._seen and (life, step) != self._given_up[row]
+        last, is_old = (
+            self._last[row],
+            (life, step) in self._seen and (life, step) != self._given_up[row],
+        )
         self._assert(number == row and not is_old, row, "goes on with", observation)
         if last is not None:
             others = world.lives[last[0]] != world.lives[life]
@@ -133,14 +173,26 @@ class Ledger:
         self._last[row], self._ended[row] = (life, step), False
         self._seen.add((life, step))
 
-    def _goes_on(self, row: int, observation: np.ndarray, reward: float, flags: tuple[bool, bool]) -> None:
+    def _goes_on(
+        self, row: int, observation: np.ndarray, reward: float, flags: tuple[bool, bool]
+    ) -> None:
         if self._last[row] is None:
             self._jumps(row, observation)
             self._ended[row] = any(flags)
             return
         life, step = self._last[row][0], self._last[row][1] + 1
-        expected = (step == length_of(life) and life % 2 == 0, step == length_of(life) and life % 2 == 1)
-        self._assert(self._is(row, observation, life, step), row, "goes on with", observation, "after", self._last[row])
+        expected = (
+            step == length_of(life) and life % 2 == 0,
+            step == length_of(life) and life % 2 == 1,
+        )
+        self._assert(
+            self._is(row, observation, life, step),
+            row,
+            "goes on with",
+            observation,
+            "after",
+            self._last[row],
+        )
         self._assert(reward == reward_of(row, life, step), row, "has the reward", reward)
         self._assert(flags == expected, row, "ends as", flags)
         self._assert((life, step) not in self._seen, row, "comes twice", observation)

@@ -8,7 +8,11 @@ from clusterenv_runtime.wire import protocol
 
 
 def lie_instead_of(
-    random: Random, seq: int | None, message: protocol.Message, frames: list[bytes], asked: set[int | None]
+    random: Random,
+    seq: int | None,
+    message: protocol.Message,
+    frames: list[bytes],
+    asked: set[int | None],
 ) -> tuple[str, list[list[bytes]]]:
     """Return what kind of lie it is, and messages that no worker may send, in place of one; each is of frames.
 
@@ -26,7 +30,10 @@ def lie_instead_of(
             return kind, [frames, frames]
         case "others":  # others' requests, which it answers besides its own
             others = {seq + 1, seq - 1} - asked
-            return kind, [*([protocol.encode((other, message)), *frames[1:]] for other in sorted(others)), frames]
+            return kind, [
+                *([protocol.encode((other, message)), *frames[1:]] for other in sorted(others)),
+                frames,
+            ]
         case "pulls":
             return kind, [protocol.frames(seq, protocol.Pull(0)) for _ in range(5)]
         case "empty":

@@ -14,7 +14,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .state import BUILDING, ENDED, KILLED, LOST, READY, STARTING, Process, Request, State, Violation, Worker
+from .state import (
+    BUILDING,
+    ENDED,
+    KILLED,
+    LOST,
+    READY,
+    STARTING,
+    Process,
+    Request,
+    State,
+    Violation,
+    Worker,
+)
 
 Event = tuple[Any, ...]  # what happens, in words and values
 
@@ -47,7 +59,9 @@ def does(process: Process, message: tuple) -> Process:
             return process._replace(structure=structure, held=0, chain=())
         case ("collect", request):
             lags = process.held < request.version
-            if process.held and not (lags and request.diverged and process.held == request.behavior):
+            if process.held and not (
+                lags and request.diverged and process.held == request.behavior
+            ):
                 return acts(process, request)
             return process._replace(stage="pulling", request=request).says("pull", process.held)
         case ("step" | "cut" as kind, request):
@@ -70,7 +84,9 @@ class Model:
         max_restarts: how many processes of one worker may be lost in a row.
     """
 
-    def __init__(self, num_workers: int, calls: dict[str, int], faults: int, max_restarts: int) -> None:
+    def __init__(
+        self, num_workers: int, calls: dict[str, int], faults: int, max_restarts: int
+    ) -> None:
         self.max_restarts = max_restarts
         processes = tuple(Process(worker, 1) for worker in range(num_workers))
         self.first = State((Worker(),) * num_workers, processes, tuple(calls.items()), faults)
@@ -83,15 +99,31 @@ class Model:
             name = process.worker, process.number
             if process.up:
                 after = state.with_process(index, process._replace(up=process.up[1:]))
-                yield ("head reads", *name, process.up[0]), self.head_reads(after, process, process.up[0]), False
+                yield (
+                    ("head reads", *name, process.up[0]),
+                    self.head_reads(after, process, process.up[0]),
+                    False,
+                )
             if process.stage == "new" and not process.up and not process.down:
-                yield ("process greets again", *name), state.with_process(index, process.says("hello")), False
+                yield (
+                    ("process greets again", *name),
+                    state.with_process(index, process.says("hello")),
+                    False,
+                )
             if process.stage == "idle" and process.later:
                 after = does(process._replace(later=process.later[1:]), process.later[0])
-                yield ("process does what came before", *name), state.with_process(index, after), False
+                yield (
+                    ("process does what came before", *name),
+                    state.with_process(index, after),
+                    False,
+                )
             elif process.stage != "dead" and process.down:
                 after = reads(process._replace(down=process.down[1:]), process.down[0])
-                yield ("process reads", *name, process.down[0]), state.with_process(index, after), False
+                yield (
+                    ("process reads", *name, process.down[0]),
+                    state.with_process(index, after),
+                    False,
+                )
         for index, worker in enumerate(state.workers):
             if after := self.look_after(state, index, worker):
                 yield ("head looks after", index), after, False
@@ -149,7 +181,9 @@ class Model:
 
     def look_after(self, state: State, index: int, worker: Worker) -> State | None:
         """Take a worker whose process or link is gone one step further; None if there is nothing to do."""
-        living = {each.number for each in state.processes if each.worker == index and each.stage != "dead"}
+        living = {
+            each.number for each in state.processes if each.worker == index and each.stage != "dead"
+        }
         if worker.phase in (STARTING, BUILDING, READY):
             if worker.number in living and worker.greeted in (0, *living):
                 return None
@@ -166,9 +200,13 @@ class Model:
         """Start another process in place of one that is gone, unless there have been too many."""
         if worker.losses == self.max_restarts:
             return self.end(state, index)
-        worker = worker._replace(phase=STARTING, number=worker.number + 1, greeted=0, losses=worker.losses + 1)
+        worker = worker._replace(
+            phase=STARTING, number=worker.number + 1, greeted=0, losses=worker.losses + 1
+        )
         worker = worker._replace(held=0, chain=(), behavior=0, measured=0, cut=worker.seen > 0)
-        return state.with_worker(index, worker).with_processes((*state.processes, Process(index, worker.number)))
+        return state.with_worker(index, worker).with_processes(
+            (*state.processes, Process(index, worker.number))
+        )
 
     def end(self, state: State, index: int) -> State:
         """Give a worker up: nobody waits for it any more, and the user is told."""
@@ -206,10 +244,15 @@ class Model:
             raise Violation(f"nobody takes {state.requests} {state.answers}")
         yield ("user closes",), state._replace(over=True)
 
-    def returns(self, state: State, call: str, awaited: Sequence[int]) -> Iterator[tuple[Event, State]]:
+    def returns(
+        self, state: State, call: str, awaited: Sequence[int]
+    ) -> Iterator[tuple[Event, State]]:
         """Yield the return of a call, if it has what it waits for: weights of workers, or answers by their seqs."""
         if call == "send":
-            lack = any(state.workers[i].phase == READY and state.workers[i].held != state.version for i in awaited)
+            lack = any(
+                state.workers[i].phase == READY and state.workers[i].held != state.version
+                for i in awaited
+            )
             if not lack or not any(request.seq in state.granted for request in state.requests):
                 yield ("send returns",), state._replace(waiting=())
             return
@@ -224,11 +267,17 @@ class Model:
     def sends(self, state: State) -> Iterator[tuple[Event, State]]:
         """Yield what comes of asking one worker to collect, whatever the divergence is."""
         for index in range(len(state.workers)):
-            is_busy = any(request.worker == index for request in state.requests if request.seq in state.granted)
+            is_busy = any(
+                request.worker == index
+                for request in state.requests
+                if request.seq in state.granted
+            )
             for diverged in (False, True):
                 asked, (seq,) = self.ask(state, [index], "collect", diverged)
                 pulls = not is_busy and asked.requests[-1].diverged
-                asked = asked._replace(waiting=("send", (index,) * pulls), granted=(*state.granted, seq))
+                asked = asked._replace(
+                    waiting=("send", (index,) * pulls), granted=(*state.granted, seq)
+                )
                 yield ("user calls send", index, diverged), asked
 
     def publish(self, state: State, structure: int) -> State:
@@ -243,14 +292,18 @@ class Model:
             state = state.post(index, ("structure", structure))
         return state
 
-    def ask(self, state: State, indices: Sequence[int], kind: str, diverged: bool) -> tuple[State, tuple[int, ...]]:
+    def ask(
+        self, state: State, indices: Sequence[int], kind: str, diverged: bool
+    ) -> tuple[State, tuple[int, ...]]:
         """Ask workers for something, in this order; return the seqs, too."""
         seqs = tuple(range(state.seq + 1, state.seq + 1 + len(indices)))
         diverged = diverged or not any(state.workers[index].measured for index in indices)
         for seq, index in zip(seqs, indices, strict=True):
             request, worker = Request(seq, index, kind), state.workers[index]
             if kind == "collect":
-                request = Request(seq, index, kind, state.version, worker.measured, diverged, state.structure)
+                request = Request(
+                    seq, index, kind, state.version, worker.measured, diverged, state.structure
+                )
             state = state.post(index, self.order(worker, request))
             state = state._replace(requests=(*state.requests, request), seq=seq)
         return state, seqs
@@ -271,11 +324,15 @@ class Model:
         if message[0] == "part":
             _, _, version, structure = message
             if structure < request.structure or state.structures[version - 1] != structure:
-                raise Violation(f"{request} was answered by {message}; the versions' structures: {state.structures}")
+                raise Violation(
+                    f"{request} was answered by {message}; the versions' structures: {state.structures}"
+                )
             if structure == state.structure:
                 worker = worker._replace(behavior=version)
         elif message[2] != (worker.seen not in (0, greeted)):
-            raise Violation(f"{message} of process {greeted}, and the user has seen process {worker.seen}")
+            raise Violation(
+                f"{message} of process {greeted}, and the user has seen process {worker.seen}"
+            )
         worker = worker._replace(seen=greeted, cut=number != worker.number)
         answers = tuple(other for other in state.answers if other != answer)
         granted = tuple(seq for seq in state.granted if seq != request.seq)
@@ -292,8 +349,17 @@ class Model:
                 after = process._replace(up=process.up[:sent]).dead()
                 yield ("process dies, having sent", *name, sent), state.with_process(index, after)
             if process.stage == "idle":
-                yield ("process raises", *name), state.with_process(index, process.says("raised").dead())
+                yield (
+                    ("process raises", *name),
+                    state.with_process(index, process.says("raised").dead()),
+                )
             if process.number == worker.number and worker.phase in (STARTING, BUILDING):
-                yield ("process is too slow", *name), state.with_worker(name[0], worker._replace(phase=LOST))
+                yield (
+                    ("process is too slow", *name),
+                    state.with_worker(name[0], worker._replace(phase=LOST)),
+                )
             if process.number == worker.number and worker.phase == LOST:
-                yield ("process survives", *name), state.with_worker(name[0], worker._replace(phase=KILLED))
+                yield (
+                    ("process survives", *name),
+                    state.with_worker(name[0], worker._replace(phase=KILLED)),
+                )

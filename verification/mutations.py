@@ -30,14 +30,26 @@ MUTATIONS = {
         'return "" if may and 0 <= held < version else',
         'return "" if True else',
     ),
-    "what a lost worker held is believed of its replacement": ("head/recovery.py", "worker.copy.forget()", "pass"),
+    "what a lost worker held is believed of its replacement": (
+        "head/recovery.py",
+        "worker.copy.forget()",
+        "pass",
+    ),
     "a replacement is not asked what is outstanding": (
         "head/pool.py",
         "self._recovery.orders(worker, self._requests.of(worker.index))",
         "self._recovery.orders(worker, [])",
     ),
-    "a replacement is not told the policy's structure": ("head/recovery.py", "if self._store.structure:", "if False:"),
-    "the end of a lost episode is not told": ("head/recovery.py", "            worker.episodes.lost()\n", ""),
+    "a replacement is not told the policy's structure": (
+        "head/recovery.py",
+        "if self._store.structure:",
+        "if False:",
+    ),
+    "the end of a lost episode is not told": (
+        "head/recovery.py",
+        "            worker.episodes.lost()\n",
+        "",
+    ),
     "until 8cddea0: nor if it is lost after the answer to a step": (
         "head/stepping.py",
         "        if worker.index in self._lost_since:",
@@ -127,21 +139,40 @@ def find(name: str, schedules: int) -> tuple[bool, str]:
     file, old, new = MUTATIONS[name]
     with tempfile.TemporaryDirectory() as directory:
         for package in ("clusterenv_runtime", "verification"):
-            shutil.copytree(ROOT / package, Path(directory, package), ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / package,
+                Path(directory, package),
+                ignore=shutil.ignore_patterns("__pycache__"),
+            )
         path = Path(directory, "clusterenv_runtime", file)
         text = path.read_text()
         if text.count(old) != 1:
             sys.exit(f"error: {old!r} is in {file} {text.count(old)} times, not once")
         path.write_text(text.replace(old, new))
-        command = [sys.executable, "-m", "verification.simulate", "--schedules", str(schedules), "--until-failure"]
-        result = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=1800)
+        command = [
+            sys.executable,
+            "-m",
+            "verification.simulate",
+            "--schedules",
+            str(schedules),
+            "--until-failure",
+        ]
+        result = subprocess.run(
+            command, cwd=directory, capture_output=True, text=True, timeout=1800
+        )
     lines = (result.stdout.strip() or result.stderr.strip()).splitlines()
-    return result.returncode == 1, next((line for line in lines if line.startswith("seed")), lines[0])
+    return result.returncode == 1, next(
+        (line for line in lines if line.startswith("seed")), lines[0]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Put mistakes into the runtime, and let the simulation find them.")
-    parser.add_argument("--schedules", type=int, default=12000, help="how many it may take to find one")
+    parser = argparse.ArgumentParser(
+        description="Put mistakes into the runtime, and let the simulation find them."
+    )
+    parser.add_argument(
+        "--schedules", type=int, default=12000, help="how many it may take to find one"
+    )
     args = parser.parse_args()
     missed = 0
     for name in MUTATIONS:

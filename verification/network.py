@@ -19,7 +19,9 @@ class Network:
     def __init__(self, world: World) -> None:
         self._world, self.dropped = world, 0
 
-    def exchange(self, outbox: Iterable[Outgoing], seconds: float | None) -> tuple[list[Received], list[bytes]]:
+    def exchange(
+        self, outbox: Iterable[Outgoing], seconds: float | None
+    ) -> tuple[list[Received], list[bytes]]:
         """As `Transport.exchange`; time passes while it waits."""
         world, closed = self._world, []
         for out in outbox:
@@ -28,7 +30,9 @@ class Network:
                 closed.append(out.identity)
             else:
                 process.asked.add(out.seq)
-                process.post([bytes(frame) for frame in protocol.frames(out.seq, out.message, *out.buffers)])
+                process.post(
+                    [bytes(frame) for frame in protocol.frames(out.seq, out.message, *out.buffers)]
+                )
         if seconds is None:
             return [], closed
         # A thousandth of a second goes by at least, as the head works, too.
@@ -76,6 +80,8 @@ class Processes(Launcher):
         return self.of[index].exit is not None
 
     def stop(self, timeout: float) -> None:
-        self._world.run(self._world.now + timeout, lambda: all(each.exit for each in self.of.values()))
+        self._world.run(
+            self._world.now + timeout, lambda: all(each.exit for each in self.of.values())
+        )
         for process in self.of.values():
             process.die()

@@ -18,7 +18,9 @@ class Net(nn.Module):
 
     def __init__(self, unused: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1e-3, 1e-3, 2 * (3 + unused)).reshape(3 + unused, 2))
+        self.weight = nn.Parameter(
+            torch.linspace(-1e-3, 1e-3, 2 * (3 + unused)).reshape(3 + unused, 2)
+        )
 
     def forward(self, observations: torch.Tensor) -> torch.Tensor:
         """Return logits ``(batch, 2)`` of observations ``(batch, 3)``."""

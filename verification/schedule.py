@@ -31,7 +31,9 @@ class Schedule(World):
         # Which of the messages that arrive is followed by a misfortune.
         self._faults = sorted(draw.sample(range(80), draw.choice((0, 1, 1, 2, 2, 3, 5))))
         self._arrivals = 0
-        self.raises_at = draw.randrange(200) if draw.random() < 0.1 else None  # which step of an environment raises
+        self.raises_at = (
+            draw.randrange(200) if draw.random() < 0.1 else None
+        )  # which step of an environment raises
         self._steps = 0
         self.slowness = draw.choice((0.0, 0.0, 0.1, 0.5))  # how often a step takes long
         self.num_workers = draw.randint(1, 3)
@@ -65,9 +67,13 @@ class Schedule(World):
         self._arrivals += 1
         if self._faults and self._arrivals > self._faults[0]:
             del self._faults[0]
-            process = self.random.choice([each for each in self.processes.values() if each.exit is None] or [None])
+            process = self.random.choice(
+                [each for each in self.processes.values() if each.exit is None] or [None]
+            )
             if process is not None:
-                self.after(self.random.choice((0.0, 0.001, 0.02)), functools.partial(self.strike, process))
+                self.after(
+                    self.random.choice((0.0, 0.001, 0.02)), functools.partial(self.strike, process)
+                )
 
     def strike(self, process: Process) -> None:
         """Do something to a process."""

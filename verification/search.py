@@ -48,7 +48,10 @@ def search(model: Model) -> Result:
     """Visit every state that can be reached, nearest first, until one breaks a rule; then look for dead ends."""
     start, transitions = time.perf_counter(), 0
     numbers, states = {model.first: 0}, [model.first]
-    parents, events = array("l", [-1]), list[Event]([()])  # from where each was reached first, and by what
+    parents, events = (
+        array("l", [-1]),
+        list[Event]([()]),
+    )  # from where each was reached first, and by what
     sources, targets = array("l"), array("l")  # of all steps that take no bad luck
 
     def result(problem: str = "", last: int = 0) -> Result:
@@ -73,7 +76,11 @@ def search(model: Model) -> Result:
         except Violation as violation:
             return result(str(violation), number)
     dead_end = first_without_way([state.over for state in states], sources, targets)
-    return result() if dead_end is None else result(f"there is no way to the end from {states[dead_end]}", dead_end)
+    return (
+        result()
+        if dead_end is None
+        else result(f"there is no way to the end from {states[dead_end]}", dead_end)
+    )
 
 
 def first_without_way(is_end: list[bool], sources: array, targets: array) -> int | None:
@@ -102,7 +109,9 @@ def find(bug: str) -> Result:
 def main():
     parser = argparse.ArgumentParser(description="Search all states of the protocol's model.")
     parser.add_argument("--large", action="store_true", help="more calls")
-    parser.add_argument("--bugs", action="store_true", help="put bugs into the model, which it must find")
+    parser.add_argument(
+        "--bugs", action="store_true", help="put bugs into the model, which it must find"
+    )
     args = parser.parse_args()
     failed = False
     if args.bugs:

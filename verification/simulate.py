@@ -30,7 +30,14 @@ import torch
 from gymnasium.error import ResetNeeded
 
 import clusterenv_runtime
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, Rollout, StartupError, WorkerDiedError
+from clusterenv_runtime import (
+    CategoricalPolicy,
+    ClusterEnv,
+    Interrupted,
+    Rollout,
+    StartupError,
+    WorkerDiedError,
+)
 from clusterenv_runtime.head.handle import State
 from clusterenv_runtime.head.start import start_head
 
@@ -42,7 +49,18 @@ from .schedule import SILENCE_S, Schedule
 
 STARTUP_S = 5.0
 PACKAGE = os.path.dirname(clusterenv_runtime.__file__)
-CALLS = ["rollout"] * 4 + ["overlap", "send", "send", "recv", "recv", "step", "step", "reset", "publish", "structure"]
+CALLS = ["rollout"] * 4 + [
+    "overlap",
+    "send",
+    "send",
+    "recv",
+    "recv",
+    "step",
+    "step",
+    "reset",
+    "publish",
+    "structure",
+]
 
 
 class Wrong(AssertionError):
@@ -69,12 +87,16 @@ class User:
     def __init__(self, world: Schedule, envs: ClusterEnv) -> None:
         self.world, self.envs = world, envs
         self.ledger = Ledger(world.num_envs)
-        self.rows = [np.arange(worker.rows.start, worker.rows.stop) for worker in envs._pool.workers]
+        self.rows = [
+            np.arange(worker.rows.start, worker.rows.stop) for worker in envs._pool.workers
+        ]
         self.everything = np.arange(world.num_envs)
         self.make_policy(0)
         self.ahead: int | None = None  # the steps of an overlapped rollout that was requested
         self.sent = 0
-        self.impatience = world.random.choice((0.1, 0.1, 0.1, 0.6))  # how many of its calls are interrupted
+        self.impatience = world.random.choice(
+            (0.1, 0.1, 0.1, 0.6)
+        )  # how many of its calls are interrupted
 
     def make_policy(self, unused: int) -> None:
         self.policy = CategoricalPolicy(Net(unused))
@@ -83,17 +105,23 @@ class User:
         """Change the policy a bit."""
         with torch.no_grad():
             for parameter in self.policy.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=self.world.generator), alpha=0.001)
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=self.world.generator), alpha=0.001
+                )
 
     def run(self) -> None:
         """Reset, and make some calls."""
         draw = self.world.random
         self.call("reset")
         for _ in range(draw.randint(1, 4)):
-            while self.envs._pool.failed:  # if an interrupt came before the user was told, what was sent is to come
+            while (
+                self.envs._pool.failed
+            ):  # if an interrupt came before the user was told, what was sent is to come
                 self.call("recv" if self.sent else "reset")
             self.call(draw.choice([name for name in CALLS if self.may(name)]))
-            self.world.pass_time(draw.choice((0.0, 0.0, 0.5, 5.0)))  # the user learns, and nobody is served
+            self.world.pass_time(
+                draw.choice((0.0, 0.0, 0.5, 5.0))
+            )  # the user learns, and nobody is served
         while self.sent:
             self.call("recv")
         while self.envs._pool.failed:
@@ -105,7 +133,11 @@ class User:
         if name == "recv":
             return self.sent > 0
         if name == "send":
-            return self.ahead is None and self.envs.policy_version > 0 and self.sent < 2 * len(self.rows)
+            return (
+                self.ahead is None
+                and self.envs.policy_version > 0
+                and self.sent < 2 * len(self.rows)
+            )
         if self.ahead is not None:
             return name in ("rollout", "overlap", "publish")
         return self.sent == 0 or name in ("publish", "structure")
@@ -137,7 +169,9 @@ class User:
             if world.raises_at is None or "raised by an environment" not in str(error):
                 raise
             world.note("the user is told that an environment has raised")
-            self.ledger.lose_track(self.everything)  # until the reset that now must come, and gives up what was sent
+            self.ledger.lose_track(
+                self.everything
+            )  # until the reset that now must come, and gives up what was sent
             self.ahead, self.sent = None, 0
         finally:
             is_over = True
@@ -193,7 +227,11 @@ class User:
 
     def check_rollout(self, rollout: Rollout, rows: np.ndarray) -> None:
         versions = rollout.policy_versions
-        if rollout.rows.tolist() != rows.tolist() or versions.min() < 1 or versions.max() > self.envs.policy_version:
+        if (
+            rollout.rows.tolist() != rows.tolist()
+            or versions.min() < 1
+            or versions.max() > self.envs.policy_version
+        ):
             raise Wrong(f"rows {rollout.rows} came of versions {versions}; {rows} were asked for")
         self.ledger.rollout(rollout, rows)
 
@@ -212,24 +250,37 @@ class User:
         """Check that the head keeps nothing which nobody will ask for, and has always known what workers hold."""
         requests, store = self.envs._pool._requests, self.envs._store
         if self.ahead is None and (requests.outstanding or requests.answers):
-            raise Wrong(f"nobody takes {requests.outstanding} and the answers {list(requests.answers)}")
-        if store.mismatches and not any(process.has_lied for process in self.world.processes.values()):
+            raise Wrong(
+                f"nobody takes {requests.outstanding} and the answers {list(requests.answers)}"
+            )
+        if store.mismatches and not any(
+            process.has_lied for process in self.world.processes.values()
+        ):
             raise Wrong("a worker did not hold what the head believed")
 
     def check_weights(self) -> None:
         """Compare what honest workers hold with what the head believes, where neither is about to change."""
         for worker in self.envs._pool.workers:
             process, copy = self.world.processes.get(worker.identity), worker.copy
-            if worker.state != State.READY or process.exit is not None or process.is_busy or process.has_lied:
+            if (
+                worker.state != State.READY
+                or process.exit is not None
+                or process.is_busy
+                or process.has_lied
+            ):
                 continue
             if copy.weights is None:
                 continue
             actor = process.worker._actor
             if actor.version != copy.held or not torch.equal(actor._held, copy.weights.tensor):
-                raise Wrong(f"{process.name} holds version {actor.version}, the head believes {copy.held}, or others")
+                raise Wrong(
+                    f"{process.name} holds version {actor.version}, the head believes {copy.held}, or others"
+                )
 
 
-@mock.patch("clusterenv_runtime.head.pool.randbits", lambda _: 0)  # so that numbers are the same in each run
+@mock.patch(
+    "clusterenv_runtime.head.pool.randbits", lambda _: 0
+)  # so that numbers are the same in each run
 def run(seed: int, trace: bool = False) -> list[str]:
     """Go through a schedule; return what happened, if it is to be traced.
 
@@ -238,7 +289,9 @@ def run(seed: int, trace: bool = False) -> list[str]:
     """
     world = ledger.world = Schedule(seed)
     world.trace = [] if trace else None
-    start = functools.partial(start_head, make_transport=lambda *_: Network(world), clock=world.clock)
+    start = functools.partial(
+        start_head, make_transport=lambda *_: Network(world), clock=world.clock
+    )
     envs = user = None
     try:
         with mock.patch("clusterenv_runtime.env.start_head", start):
@@ -252,7 +305,8 @@ def run(seed: int, trace: bool = False) -> list[str]:
             )
         user = User(world, envs)
         with mock.patch(
-            "clusterenv_runtime.policy.versions.probe", lambda policy, *_: probed(sum(policy.rounded_sizes))
+            "clusterenv_runtime.policy.versions.probe",
+            lambda policy, *_: probed(sum(policy.rounded_sizes)),
         ):
             user.run()
     except (StartupError, WorkerDiedError) as error:
@@ -269,7 +323,9 @@ def run(seed: int, trace: bool = False) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Put the head and its workers through random schedules.")
+    parser = argparse.ArgumentParser(
+        description="Put the head and its workers through random schedules."
+    )
     parser.add_argument("--schedules", type=int, default=1000, help="how many, from --first on")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="only this one")
@@ -298,13 +354,18 @@ def main() -> None:
         if args.trace:
             print(*events, sep="\n")
         if number % 1000 == 0:
-            print(f"{number:,} schedules, {number / (time.monotonic() - start):.0f} a second", flush=True)
+            print(
+                f"{number:,} schedules, {number / (time.monotonic() - start):.0f} a second",
+                flush=True,
+            )
     done = f"{number:,} schedules in {time.monotonic() - start:.0f} s, from seed {seeds[0]:,} on"
     print(f"{done}: {len(failed)} failed {failed[:20] or ''}".rstrip())
     sys.exit(bool(failed))
 
 
 if __name__ == "__main__":
-    from verification import simulate  # what is in this module travels by its name, and alike in each schedule
+    from verification import (
+        simulate,
+    )  # what is in this module travels by its name, and alike in each schedule
 
     simulate.main()

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-STARTING, BUILDING, READY, LOST, KILLED, ENDED = "starting", "building", "ready", "lost", "killed", "ended"
+STARTING, BUILDING, READY, LOST, KILLED, ENDED = (
+    "starting",
+    "building",
+    "ready",
+    "lost",
+    "killed",
+    "ended",
+)
 
 
 class Violation(AssertionError):
@@ -35,7 +42,9 @@ class Worker(NamedTuple):
     greeted: int = 0  # of the process that said hello; 0 for none
     losses: int = 0  # of processes in a row
     held: int = 0  # the version that it was sent last
-    chain: tuple[int, ...] = ()  # the versions of the differences that made the weights which it holds
+    chain: tuple[
+        int, ...
+    ] = ()  # the versions of the differences that made the weights which it holds
     behavior: int = 0  # the version that it acted on when last heard of
     measured: int = 0  # the version whose divergence is known
     cut: bool = False  # whether its episodes are lost, and the user does not know
@@ -100,7 +109,9 @@ class State(NamedTuple):
 
     def with_processes(self, processes: Iterable[Process]) -> State:
         """Return the state with these, but without those that are dead and have nothing more to say."""
-        return self._replace(processes=tuple(each for each in processes if each.stage != "dead" or each.up))
+        return self._replace(
+            processes=tuple(each for each in processes if each.stage != "dead" or each.up)
+        )
 
     def post(self, index: int, message: tuple) -> State:
         """Return the state after the head has sent a message to a worker, if there is a process that listens."""
@@ -121,4 +132,6 @@ class State(NamedTuple):
         """Return the state in which the user has one such call fewer, or None if there was none left."""
         if not dict(self.calls).get(call):
             return None
-        return self._replace(calls=tuple((name, number - (name == call)) for name, number in self.calls))
+        return self._replace(
+            calls=tuple((name, number - (name == call)) for name, number in self.calls)
+        )

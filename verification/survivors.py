@@ -76,7 +76,11 @@ for script in SCRIPTS:
     name = script.removesuffix(".py")
     # Those of this script, and those that are of one script only.
     files = ("formulas", "training", "not_finite", "resuming")
-    TESTS[script] = [*(f"algorithms/test_{file}.py" for file in files), "-k", f"{name} or not clusterenv"]
+    TESTS[script] = [
+        *(f"algorithms/test_{file}.py" for file in files),
+        "-k",
+        f"{name} or not clusterenv",
+    ]
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -89,11 +93,17 @@ def changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     for node in ast.walk(tree):
         match node:
             case ast.Compare(ops=[op]) if type(op) in SWAPS:
-                yield node, f"({ast.unparse(ast.Compare(node.left, [SWAPS[type(op)]()], node.comparators))})"
+                yield (
+                    node,
+                    f"({ast.unparse(ast.Compare(node.left, [SWAPS[type(op)]()], node.comparators))})",
+                )
             case ast.BoolOp() if type(node.op) in SWAPS:
                 yield node, f"({ast.unparse(ast.BoolOp(SWAPS[type(node.op)](), node.values))})"
             case ast.BinOp() if type(node.op) in SWAPS:
-                yield node, f"({ast.unparse(ast.BinOp(node.left, SWAPS[type(node.op)](), node.right))})"
+                yield (
+                    node,
+                    f"({ast.unparse(ast.BinOp(node.left, SWAPS[type(node.op)](), node.right))})",
+                )
             case ast.UnaryOp(op=ast.Not()):
                 yield node, f"({ast.unparse(node.operand)})"
             case ast.Constant(value=bool() as value):
@@ -104,7 +114,12 @@ def changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
                 pass
             case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
                 yield test, f"(not ({ast.unparse(test)}))"
-            case ast.Expr(value=ast.Call()) | ast.Raise() | ast.AugAssign() | ast.Assign(targets=[ast.Attribute()]):
+            case (
+                ast.Expr(value=ast.Call())
+                | ast.Raise()
+                | ast.AugAssign()
+                | ast.Assign(targets=[ast.Attribute()])
+            ):
                 yield node, "pass"
             case ast.Return(value=ast.AST()):
                 yield node, "return None"
@@ -113,7 +128,9 @@ def changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 def formula_changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     """Return more of them, for formulas: signs, extremes, and values that take another one's place."""
     stored = Counter(
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     )
     others = {"min": "max", "max": "min", "amax": "amin", "exp": "neg", "mean": "sum"}
     for node in ast.walk(tree):
@@ -132,17 +149,27 @@ def mutants(text: str, has_formulas: bool = False) -> Iterator[tuple[str, str, i
     """Return of each change a description, the text with it, and its line."""
     tree, lines = ast.parse(text), text.encode().splitlines(keepends=True)
     starts = [0, *itertools.accumulate(map(len, lines))]
-    skips = [getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")]
-    skips += [node for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "strict"]  # of `zip`
+    skips = [
+        getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")
+    ]
+    skips += [
+        node for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "strict"
+    ]  # of `zip`
     skipped = {id(part) for skip in skips if skip is not None for part in ast.walk(skip)}
     seen = Counter[str]()
     more = formula_changes(tree) if has_formulas else ()
     for node, new in itertools.chain(changes(tree), more):
-        start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+        start, end = (
+            starts[node.lineno - 1] + node.col_offset,
+            starts[node.end_lineno - 1] + node.end_col_offset,
+        )
         old = text.encode()[start:end]
         if id(node) not in skipped and b"f" + old[:1] not in (b'f"', b"f'") and old != new.encode():
             changed = text.encode()[:start] + new.encode() + text.encode()[end:]
-            piece, line = " ".join(old.decode().split()), lines[node.lineno - 1].decode().split("  #")[0].strip()
+            piece, line = (
+                " ".join(old.decode().split()),
+                lines[node.lineno - 1].decode().split("  #")[0].strip(),
+            )
             description = f"{piece} => {new}" + f" in {line}" * (piece != line)
             seen[description] += 1
             again = f" [{seen[description]}]" * (seen[description] > 1)
@@ -157,7 +184,10 @@ def path_of(file: str) -> Path:
 def computing_lines(text: str) -> set[int]:
     """Return the lines of a script, counted from 1, in which it computes what it learns."""
     lines = text.splitlines()
-    first, last = (next(number for number, line in enumerate(lines, 1) if line.startswith(mark)) for mark in LOOP)
+    first, last = (
+        next(number for number, line in enumerate(lines, 1) if line.startswith(mark))
+        for mark in LOOP
+    )
     chosen = set(range(first, last))
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in COMPUTE:
@@ -168,7 +198,9 @@ def computing_lines(text: str) -> set[int]:
 def changed_lines(path: Path, revision: str) -> set[int]:
     """Return the lines of a file, counted from 1, that were changed since a revision."""
     command = ["git", "diff", "--unified=0", revision, "--", str(path)]
-    difference = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    difference = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     chosen = set()
     for start, number in re.findall(r"^@@ .* \+(\d+)(?:,(\d+))? @@", difference, re.MULTILINE):
         chosen |= set(range(int(start), int(start) + int(number or 1)))
@@ -209,10 +241,17 @@ def _test(directory: Path, tests: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Say which changes of the runtime or of scripts no test notices.")
-    parser.add_argument("files", nargs="+", choices=TESTS, metavar="FILE", help=f"of {', '.join(TESTS)}")
+    parser = argparse.ArgumentParser(
+        description="Say which changes of the runtime or of scripts no test notices."
+    )
     parser.add_argument(
-        "--done", type=Path, default="runs/survivors.csv", help="what has been tried, and survived or not"
+        "files", nargs="+", choices=TESTS, metavar="FILE", help=f"of {', '.join(TESTS)}"
+    )
+    parser.add_argument(
+        "--done",
+        type=Path,
+        default="runs/survivors.csv",
+        help="what has been tried, and survived or not",
     )
     parser.add_argument("--since", help="change only lines that were changed since this commit")
     args = parser.parse_args()
@@ -223,14 +262,18 @@ def main() -> None:
     found = 0
     with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent, "project")
-        shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__"))
+        shutil.copytree(
+            ROOT, directory, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__")
+        )
         for file in args.files:
             path, seconds = directory / path_of(file), None
             original = path.read_text()
             all_lines = set(range(1, len(original.splitlines()) + 1))
             chosen = computing_lines(original) if file in SCRIPTS else all_lines
             chosen &= changed_lines(path_of(file), args.since) if args.since else all_lines
-            for number, (description, changed, line) in enumerate(mutants(original, file in SCRIPTS)):
+            for number, (description, changed, line) in enumerate(
+                mutants(original, file in SCRIPTS)
+            ):
                 name = f"{file}: {description}"
                 # What is explained of one script may be of all of a kind: ppo*_clusterenv.py.
                 kinds = {name, f"{file[:3]}*_clusterenv.py: {description}"} & explained
@@ -243,10 +286,16 @@ def main() -> None:
                     if seconds is None:
                         start = time.monotonic()
                         if not passes(directory, file):
-                            sys.exit(f"error: the tests of {file} fail by themselves: mend them first")
-                        seconds = 60 + 3 * (time.monotonic() - start)  # whoever takes longer has noticed
+                            sys.exit(
+                                f"error: the tests of {file} fail by themselves: mend them first"
+                            )
+                        seconds = 60 + 3 * (
+                            time.monotonic() - start
+                        )  # whoever takes longer has noticed
                     path.write_text(changed)
-                    os.utime(path, (number, number))  # Python knows by size and second what it has compiled
+                    os.utime(
+                        path, (number, number)
+                    )  # Python knows by size and second what it has compiled
                     done[name] = "survived" if passes(directory, file, seconds) else "noticed"
                     path.write_text(original)
                     with args.done.open("a", newline="") as log:
@@ -254,7 +303,11 @@ def main() -> None:
                 if done[name] == "survived":
                     found += 1
                     print(name, flush=True)
-    stale = [name for name in sorted(explained - found_explained) if name.partition(": ")[0] in args.files]
+    stale = [
+        name
+        for name in sorted(explained - found_explained)
+        if name.partition(": ")[0] in args.files
+    ]
     for name in stale:
         print(f"there is no such change to explain any more: {name}")
     print(f"{found} changes that no test notices and nobody has explained, of {len(done)}")

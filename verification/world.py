@@ -115,14 +115,18 @@ class Process:
         self.name, self.identity = f"process {index}.{number}", b"%d.%d" % (index, number)
         self.waited = 0.0  # as `Connection` has it
         self.exit: Exit | None = None
-        self.is_cut = self.is_stopped = self.is_closed = False  # the link, the process, the link for good
+        self.is_cut = self.is_stopped = self.is_closed = (
+            False  # the link, the process, the link for good
+        )
         self.inbox: deque[list[bytes]] = deque()
         self.asked = set[int | None]()  # the numbers of what the head has sent
         # What is under way from and to it, and when the last of it arrives.
         self._up, self._down = deque[list[bytes]](), deque[list[bytes]]()
         self._up_at = self._down_at = 0.0
         self._held: list[Callable[[], None]] = []  # arrivals that wait for the link to be healed
-        self._listens = self._is_due = False  # whether a message wakes it, and whether it has slept through its turn
+        self._listens = self._is_due = (
+            False  # whether a message wakes it, and whether it has slept through its turn
+        )
         self.survives = False  # that it is killed
         self.lies = self.has_lied = False  # with its next message, and whether it has
         self.worker = Worker(self)
@@ -143,7 +147,9 @@ class Process:
             self._close_behind(len(self._up))
 
     def _greet(self) -> None:
-        hello = protocol.Hello(protocol.PROTOCOL_VERSION, self.index, "host", 1, protocol.shared_versions())
+        hello = protocol.Hello(
+            protocol.PROTOCOL_VERSION, self.index, "host", 1, protocol.shared_versions()
+        )
         while not self.inbox:
             self.send(None, hello)
             self.world.after(HELLO_S, lambda: self.wake() if self._listens else None)
@@ -266,7 +272,9 @@ class Process:
 
     def _after(self, seconds: float, over: Callable[[], None], silent: Callable[[], None]) -> None:
         """Have one thing happen after so long, or, if the link is silent for too long by then, the other."""
-        self.world.after(min(seconds, self.world.silence), silent if seconds >= self.world.silence else over)
+        self.world.after(
+            min(seconds, self.world.silence), silent if seconds >= self.world.silence else over
+        )
 
     def _heal(self) -> None:
         self.is_cut = False

@@ -60,17 +60,36 @@ class Peer(NamedTuple):
     def measure(self, venvs, env_id, iterations, timeout):
         python = venvs / self.venv / "bin" / "python"
         return measure(
-            f"benchmarks.peers.{self.module}", env_id, iterations, *self.flags, python=python, timeout=timeout
+            f"benchmarks.peers.{self.module}",
+            env_id,
+            iterations,
+            *self.flags,
+            python=python,
+            timeout=timeout,
         )
 
 
 PEERS = {
     "sb3-subproc": Peer(
-        "sb3", "stable-baselines3", "Stable-Baselines3", "SubprocVecEnv, 64 processes", "sb3", ("subproc",)
+        "sb3",
+        "stable-baselines3",
+        "Stable-Baselines3",
+        "SubprocVecEnv, 64 processes",
+        "sb3",
+        ("subproc",),
     ),
-    "sb3-dummy": Peer("sb3", "stable-baselines3", "Stable-Baselines3", "DummyVecEnv, one process", "sb3", ("dummy",)),
+    "sb3-dummy": Peer(
+        "sb3",
+        "stable-baselines3",
+        "Stable-Baselines3",
+        "DummyVecEnv, one process",
+        "sb3",
+        ("dummy",),
+    ),
     "rllib": Peer("rllib", "ray[rllib]", "RLlib", "2 env runners", "rllib"),
-    "sample-factory": Peer("sample-factory", "sample-factory", "Sample Factory", "2 workers", "sample_factory"),
+    "sample-factory": Peer(
+        "sample-factory", "sample-factory", "Sample Factory", "2 workers", "sample_factory"
+    ),
     "torchrl": Peer("torchrl", "torchrl", "TorchRL", "2 collectors", "torchrl"),
     "envpool": Peer("envpool", "envpool", "EnvPool", "CleanRL-style loop", "envpool"),
 }
@@ -105,7 +124,9 @@ def set_up(peer, venvs, timeout):
     if done.exists() and done.read_text() == wanted:
         return
     call([sys.executable, "-m", "venv", "--clear", folder], venvs, timeout)
-    call([folder / "bin" / "python", "-m", "pip", "install", "-r", peer.requirements], venvs, timeout)
+    call(
+        [folder / "bin" / "python", "-m", "pip", "install", "-r", peer.requirements], venvs, timeout
+    )
     done.write_text(wanted)
 
 
@@ -133,11 +154,25 @@ def plot(rates, systems, env_ids, path):
     for axes, env_id in zip(panels, env_ids, strict=True):
         for row, name in enumerate(systems):
             if mine := rates.get((env_id, name)):
-                median, color = np.median(mine), "#0072B2" if name.startswith("clusterenv") else "#BBBBBB"
+                median, color = (
+                    np.median(mine),
+                    "#0072B2" if name.startswith("clusterenv") else "#BBBBBB",
+                )
                 whiskers = [[median - min(mine)], [max(mine) - median]]
                 hatch = "//" if name == "floor" else None
-                axes.barh(row, median, xerr=whiskers, color=color, edgecolor="white", hatch=hatch, capsize=3)
-                text, offset = f"{median / 1000:.1f}k", {"xytext": (5, 0), "textcoords": "offset points"}
+                axes.barh(
+                    row,
+                    median,
+                    xerr=whiskers,
+                    color=color,
+                    edgecolor="white",
+                    hatch=hatch,
+                    capsize=3,
+                )
+                text, offset = (
+                    f"{median / 1000:.1f}k",
+                    {"xytext": (5, 0), "textcoords": "offset points"},
+                )
                 axes.annotate(text, (max(mine), row), va="center", **offset)
         axes.set(title=env_id, yticks=range(len(systems)))
         axes.set_yticklabels([label.replace(", ", "\n", 1) for label, _ in systems.values()])
@@ -146,7 +181,8 @@ def plot(rates, systems, env_ids, path):
         axes.spines[["top", "right"]].set_visible(False)
     axes.invert_yaxis()  # all share it
     figure.supxlabel(
-        "environment steps per second, training included: median, slowest and fastest round", fontsize="medium"
+        "environment steps per second, training included: median, slowest and fastest round",
+        fontsize="medium",
     )
     figure.savefig(path, dpi=150)
 
@@ -156,9 +192,13 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is ended
     venvs, failed = args.venvs.resolve(), set()
     venvs.mkdir(parents=True, exist_ok=True)
-    everything = SYSTEMS | {name: (peer.label, partial(peer.measure, venvs)) for name, peer in PEERS.items()}
+    everything = SYSTEMS | {
+        name: (peer.label, partial(peer.measure, venvs)) for name, peer in PEERS.items()
+    }
     systems = select(everything, args.only)
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as progress:
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    ) as progress:
 
         def give_up(name, env_ids, error):
             failed.update((env_id, name) for env_id in env_ids)
@@ -184,14 +224,19 @@ if __name__ == "__main__":
         task = progress.add_task("", total=len(todo))
         for number, env_id, name in todo:
             progress.update(task, description=f"round {number}, {env_id}, {name}")
-            if number not in read(args.csv).get((env_id, name), {}) and (env_id, name) not in failed:
+            if (
+                number not in read(args.csv).get((env_id, name), {})
+                and (env_id, name) not in failed
+            ):
                 try:
                     steps, seconds = systems[name][1](env_id, args.iterations, args.timeout)
                 except FAILURES as error:
                     give_up(name, [env_id], error)
                 else:
                     append(args.csv, env_id, name, number, steps, round(seconds, 6))
-                    progress.console.print(f"{env_id}, {name}, round {number}: {steps / seconds:,.0f} steps/s")
+                    progress.console.print(
+                        f"{env_id}, {name}, round {number}: {steps / seconds:,.0f} steps/s"
+                    )
             progress.advance(task)
         progress.update(task, description="measured")
 
@@ -207,4 +252,7 @@ if __name__ == "__main__":
         plot(rates, shown, args.env_ids, args.csv.with_suffix(".png"))
         print(text)
     if failed:
-        sys.exit("failed, see above: " + ", ".join(f"{name} on {env_id}" for env_id, name in sorted(failed)))
+        sys.exit(
+            "failed, see above: "
+            + ", ".join(f"{name} on {env_id}" for env_id, name in sorted(failed))
+        )

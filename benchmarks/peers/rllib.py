@@ -19,7 +19,9 @@ from benchmarks import work
 if __name__ == "__main__":
     env_id, iterations, _ = work.arguments()
     torch.set_num_threads(1)
-    model = DefaultModelConfig(fcnet_hiddens=work.HIDDEN, fcnet_activation="tanh", vf_share_layers=False)
+    model = DefaultModelConfig(
+        fcnet_hiddens=work.HIDDEN, fcnet_activation="tanh", vf_share_layers=False
+    )
     config = (
         PPOConfig()
         .environment(env_id)
@@ -45,7 +47,9 @@ if __name__ == "__main__":
             vf_clip_param=1e9,
         )  # fmt: skip
     )
-    with tempfile.TemporaryDirectory(prefix="", dir=os.getcwd()) as directory:  # short: it will hold sockets
+    with tempfile.TemporaryDirectory(
+        prefix="", dir=os.getcwd()
+    ) as directory:  # short: it will hold sockets
         ray.init(num_cpus=work.NUM_WORKERS + 1, include_dashboard=False, _temp_dir=directory)
         algorithm = config.build_algo()
         sampled = [algorithm.train()["env_runners"]["num_env_steps_sampled_lifetime"]]

@@ -35,7 +35,9 @@ def make_env(env_id, cfg=None, env_config=None, render_mode=None):
 
 if __name__ == "__main__":
     env_id, iterations, _ = work.arguments()
-    env_id = {"LunarLander-v3": "LunarLander-v2", "HalfCheetah-v5": "HalfCheetah-v4"}.get(env_id, env_id)
+    env_id = {"LunarLander-v3": "LunarLander-v2", "HalfCheetah-v5": "HalfCheetah-v4"}.get(
+        env_id, env_id
+    )
     register_env(env_id, make_env)
     flags = {
         "env": env_id, "train_dir": ".", "device": "cpu", "train_for_env_steps": iterations * work.BATCH_SIZE - 1,

@@ -33,7 +33,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     # The 64 processes would import it one by one, which takes minutes: no difference to what is measured.
     multiprocessing.set_forkserver_preload(["stable_baselines3"])
-    envs = make_vec_env(env_id, work.NUM_ENVS, vec_env_cls={"subproc": SubprocVecEnv, "dummy": DummyVecEnv}[vector])
+    envs = make_vec_env(
+        env_id, work.NUM_ENVS, vec_env_cls={"subproc": SubprocVecEnv, "dummy": DummyVecEnv}[vector]
+    )
     model = PPO(
         "MlpPolicy", envs, n_steps=work.NUM_STEPS, n_epochs=work.UPDATE_EPOCHS, batch_size=work.MINIBATCH_SIZE,
         learning_rate=work.LEARNING_RATE, gamma=work.GAMMA, gae_lambda=work.GAE_LAMBDA, clip_range=work.CLIP_COEF,

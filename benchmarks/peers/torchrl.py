@@ -26,7 +26,11 @@ def make_envs(env_id):
     env_fns = [partial(gym.make, env_id)] * work.ENVS_PER_WORKER
     envs = gym.vector.SyncVectorEnv(env_fns, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     envs = GymWrapper(envs, categorical_action_encoding=True)
-    return envs.append_transform(DoubleToFloat()) if envs.observation_spec["observation"].dtype.itemsize == 8 else envs
+    return (
+        envs.append_transform(DoubleToFloat())
+        if envs.observation_spec["observation"].dtype.itemsize == 8
+        else envs
+    )
 
 
 def mlp(num_inputs, num_outputs):
@@ -39,9 +43,15 @@ if __name__ == "__main__":
     env = gym.make(env_id)
     num_inputs, space = env.observation_space.shape[0], env.action_space
     if isinstance(space, gym.spaces.Discrete):
-        net, keys, distribution = mlp(num_inputs, int(space.n)), ["logits"], torch.distributions.Categorical
+        net, keys, distribution = (
+            mlp(num_inputs, int(space.n)),
+            ["logits"],
+            torch.distributions.Categorical,
+        )
     else:
-        net = torch.nn.Sequential(mlp(num_inputs, space.shape[0]), AddStateIndependentNormalScale(space.shape[0]))
+        net = torch.nn.Sequential(
+            mlp(num_inputs, space.shape[0]), AddStateIndependentNormalScale(space.shape[0])
+        )
         keys, distribution = ["loc", "scale"], IndependentNormal
     actor = ProbabilisticActor(
         TensorDictModule(net, in_keys=["observation"], out_keys=keys),
@@ -55,7 +65,9 @@ if __name__ == "__main__":
     )  # fmt: skip
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=work.LEARNING_RATE, eps=1e-5)
     buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(work.BATCH_SIZE), sampler=SamplerWithoutReplacement(), batch_size=work.MINIBATCH_SIZE
+        storage=LazyTensorStorage(work.BATCH_SIZE),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=work.MINIBATCH_SIZE,
     )
     collector = MultiSyncCollector(
         [partial(make_envs, env_id)] * work.NUM_WORKERS, actor, frames_per_batch=work.BATCH_SIZE,

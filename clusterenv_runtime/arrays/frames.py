@@ -39,12 +39,16 @@ class Frames:
             IndexError: ``key`` has an Ellipsis before its end, and so counts from the last axis.
         """
         if isinstance(key, tuple) and any(each is ... for each in key[:-1]):
-            raise IndexError("stacks are indexed from their first axis on; from the last one np.asarray of them is")
+            raise IndexError(
+                "stacks are indexed from their first axis on; from the last one np.asarray of them is"
+            )
         index = self.index[key]
         if isinstance(self.frames, np.ndarray):
             return self.frames[index]
         # Of rows, several times as fast as an index in brackets.
-        return self.frames.index_select(0, index.reshape(-1)).view(*index.shape, *self.frames.shape[1:])
+        return self.frames.index_select(0, index.reshape(-1)).view(
+            *index.shape, *self.frames.shape[1:]
+        )
 
     def only(self, key: Any) -> Frames:
         """Return the stacks at several places of arrays, with a copy of their frames alone."""
@@ -77,12 +81,16 @@ class Frames:
         def moved(array: Any) -> torch.Tensor:
             tensor = torch.as_tensor(array)
             pinned = tensor.device.type == "cpu" and torch.device(device).type == "cuda"
-            return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
+            return (
+                tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
+            )
 
         return Frames(moved(self.frames), moved(self.index))
 
 
-def fold(stacks: np.ndarray, finals: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def fold(
+    stacks: np.ndarray, finals: np.ndarray, ended: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Take stacks apart, whatever is in them; return the frames, and the indices of the stacks and of the final ones.
 
     A stack that goes on with the one before adds its last frame, one that repeats a frame only that, and any other all.

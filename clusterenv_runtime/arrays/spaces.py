@@ -11,7 +11,13 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import Space, spaces
-from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array, iterate
+from gymnasium.vector.utils import (
+    batch_differing_spaces,
+    batch_space,
+    concatenate,
+    create_empty_array,
+    iterate,
+)
 
 from ..errors import ProtocolError
 from .frames import Frames
@@ -19,7 +25,10 @@ from .trees import leaves, map_tree
 
 
 def observation_spaces(
-    mode: str | tuple[Space, Space], single: Space, num_envs: int, env_fns: Sequence[Callable[[], gym.Env]]
+    mode: str | tuple[Space, Space],
+    single: Space,
+    num_envs: int,
+    env_fns: Sequence[Callable[[], gym.Env]],
 ) -> tuple[Space, Space]:
     """Return the single and the batched space that SyncVectorEnv's ``observation_mode`` asks for.
 
@@ -53,7 +62,9 @@ def check_reset_mask(mask: Any, num_envs: int) -> None:
     if not isinstance(mask, np.ndarray):
         raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
     if mask.shape != (num_envs,):
-        raise ValueError(f"`options['reset_mask']` must have shape `({num_envs},)`, got {mask.shape}")
+        raise ValueError(
+            f"`options['reset_mask']` must have shape `({num_envs},)`, got {mask.shape}"
+        )
     if mask.dtype != np.bool_:
         raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
     if not mask.any():
@@ -65,8 +76,15 @@ def check_reset_mask(mask: Any, num_envs: int) -> None:
 def is_batched(space: Space) -> bool:
     """Return whether batches of ``space`` are (nested) arrays."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
-        return all(map(is_batched, space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces))
-    return isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
+        return all(
+            map(
+                is_batched,
+                space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces,
+            )
+        )
+    return isinstance(
+        space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary
+    )
 
 
 def are_stacks(space: Space, size: int | None) -> Any:
@@ -82,7 +100,9 @@ def one_of(space: Space) -> Any:
     """Return a batch of one of ``space``, always the same: of zeros if none can be drawn, and else of anything."""
     batch = create_empty_array(space, 1)
     if is_batched(space):
-        with contextlib.suppress(Exception):  # NumPy draws no numbers from bounds as wide as float64's
+        with contextlib.suppress(
+            Exception
+        ):  # NumPy draws no numbers from bounds as wide as float64's
             own = copy.deepcopy(space)  # whose random numbers are nobody else's
             own.seed(0)
             batch = concatenate(space, [own.sample()], batch)
@@ -104,7 +124,10 @@ def check_actions(space: Space, actions: Any) -> None:
     if isinstance(actions, np.ndarray):
         actions = np.unique(actions, axis=0)  # of a Discrete one of each, not hundreds
     try:
-        wrong = not all(fits(space, action) for action in iterate(batch_space(space, len(leaves(actions)[0])), actions))
+        wrong = not all(
+            fits(space, action)
+            for action in iterate(batch_space(space, len(leaves(actions)[0])), actions)
+        )
     except (LookupError, TypeError, ValueError):
         wrong = True
     if wrong:
@@ -115,7 +138,10 @@ def check_actions(space: Space, actions: Any) -> None:
 def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:
     """Apply ``function`` to the leaves of batches of ``space``: arrays, or tuples of what cannot be batched."""
     if isinstance(space, spaces.Dict):
-        return {key: map_space(function, sub, *(tree[key] for tree in trees)) for key, sub in space.items()}
+        return {
+            key: map_space(function, sub, *(tree[key] for tree in trees))
+            for key, sub in space.items()
+        }
     if isinstance(space, spaces.Tuple):
         parts = zip(space.spaces, *trees, strict=True)
         return tuple(map_space(function, sub, *leaves) for sub, *leaves in parts)

@@ -53,13 +53,19 @@ class Blueprint:
         first_row: int = 0,
     ) -> None:
         self.first_row = first_row  # of all learners' environments, for seeds, noise and messages
-        self.steps_together = callable(env_fns)  # a worker's rows are one vector environment, for a policy to act in
+        self.steps_together = callable(
+            env_fns
+        )  # a worker's rows are one vector environment, for a policy to act in
         if self.steps_together:
             self.env_fns = env_fns
             if not hasattr(env_fns, "build"):
-                raise TypeError("env_fns must be a list of functions; one for all environments goes into a Together")
+                raise TypeError(
+                    "env_fns must be a list of functions; one for all environments goes into a Together"
+                )
             if num_envs is None or num_envs < 1:
-                raise ValueError(f"one function for all environments needs num_envs, at least 1, got {num_envs}")
+                raise ValueError(
+                    f"one function for all environments needs num_envs, at least 1, got {num_envs}"
+                )
             if observation_mode != "same":
                 raise ValueError(
                     f"one function for all environments has observation_mode 'same', got {observation_mode!r}"
@@ -75,7 +81,9 @@ class Blueprint:
         if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
             raise TypeError(f"info_keys must be a tuple of strings, got {info_keys!r}")
         if masks := [key for key in info_keys if f"_{key}" in info_keys]:
-            raise ValueError(f"info_keys must not have both {masks[0]!r} and '_{masks[0]}', which says where it is")
+            raise ValueError(
+                f"info_keys must not have both {masks[0]!r} and '_{masks[0]}', which says where it is"
+            )
         if frame_stack is not None and (type(frame_stack) is not int or frame_stack < 1):
             raise ValueError(f"frame_stack must be an integer from 1, got {frame_stack!r}")
         self.observation_mode, self.autoreset_mode = observation_mode, AutoresetMode(autoreset_mode)
@@ -84,7 +92,9 @@ class Blueprint:
         space = self.single_observation_space
         if frame_stack is not None and not any(leaves(are_stacks(space, frame_stack))):
             how = "Gymnasium's wrapper FrameStackObservation makes such"
-            raise ValueError(f"frame_stack is {frame_stack!r}, but no observations are so many arrays: {space}; {how}")
+            raise ValueError(
+                f"frame_stack is {frame_stack!r}, but no observations are so many arrays: {space}; {how}"
+            )
 
     def _read_spaces(self) -> None:
         """Build one environment, or all if they differ, to read what they are."""

@@ -37,7 +37,9 @@ def load_registry(packed: dict[str, bytes | str]) -> None:
     """Register these. What cannot be here says why when it is made, as most environments never are."""
     for env_id, data in packed.items():
         try:
-            gym.registry[env_id] = _stub(env_id, data) if isinstance(data, str) else pickle.loads(data)
+            gym.registry[env_id] = (
+                _stub(env_id, data) if isinstance(data, str) else pickle.loads(data)
+            )
         except Exception as error:  # such as of a module that is missing here
             gym.registry[env_id] = _stub(env_id, f"it cannot be unpickled: {one_line(error)}")
     # A package that is imported from now on registers its own once more.
@@ -45,7 +47,10 @@ def load_registry(packed: dict[str, bytes | str]) -> None:
 
 
 def _stub(env_id: str, reason: str) -> EnvSpec:
-    return EnvSpec(env_id, entry_point=partial(_raise, f"{env_id} is registered at the head, but not here: {reason}"))
+    return EnvSpec(
+        env_id,
+        entry_point=partial(_raise, f"{env_id} is registered at the head, but not here: {reason}"),
+    )
 
 
 def _raise(text: str, **_: Any) -> NoReturn:

@@ -29,7 +29,9 @@ class EnvPoolVectorEnv(VectorEnv):
         import envpool
 
         if env_id not in envpool.list_all_envs():
-            raise gym.error.NameNotFound(f"EnvPool has no {env_id}; envpool.list_all_envs() tells what it has")
+            raise gym.error.NameNotFound(
+                f"EnvPool has no {env_id}; envpool.list_all_envs() tells what it has"
+            )
         self.num_envs, self._pool = num_envs, None
         # By default one thread: there is a worker for every core.
         kwargs = {"num_threads": 1, **kwargs, "num_envs": num_envs}
@@ -42,22 +44,37 @@ class EnvPoolVectorEnv(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 
-    def reset(self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> Any:
-        seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed or [None] * self.num_envs
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
+        seeds = (
+            [seed + i for i in range(self.num_envs)]
+            if isinstance(seed, int)
+            else seed or [None] * self.num_envs
+        )
         mask = (options or {}).get("reset_mask")
         if self._pool is None or any(one is not None for one in seeds):
             self.close_extras()
-            self._pool = self._make(seed=[secrets.randbits(31) if one is None else one % 2**31 for one in seeds])
+            self._pool = self._make(
+                seed=[secrets.randbits(31) if one is None else one % 2**31 for one in seeds]
+            )
             mask = None
         if mask is None:
             self._observations, infos = self._pool.reset()
-            self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
+            self._returns, self._lengths = (
+                np.zeros(self.num_envs),
+                np.zeros(self.num_envs, np.int64),
+            )
         else:
             space, rows = self.single_observation_space, np.flatnonzero(mask).astype(np.int32)
             # A step after the last one resets, whatever the action. EnvPool's `reset` would begin a new game of Atari
             # where only a life was lost.
-            some, _, _, _, infos = self._pool.step(create_empty_array(self.single_action_space, len(rows)), rows)
-            self._observations = map_space(np.copy, space, self._observations)  # the user has the one from before
+            some, _, _, _, infos = self._pool.step(
+                create_empty_array(self.single_action_space, len(rows)), rows
+            )
+            self._observations = map_space(
+                np.copy, space, self._observations
+            )  # the user has the one from before
             for leaf, new in zip(*leaves_of(space, self._observations, some), strict=True):
                 leaf[mask] = new
         return self._observations, infos
@@ -76,7 +93,10 @@ class EnvPoolVectorEnv(VectorEnv):
         self._returns += infos["reward"]
         self._lengths += 1
         over = infos["terminated"].astype(bool) | truncations
-        infos |= {"episode": {"r": self._returns.copy(), "l": self._lengths.copy()}, "_episode": over}
+        infos |= {
+            "episode": {"r": self._returns.copy(), "l": self._lengths.copy()},
+            "_episode": over,
+        }
         self._returns[over] = self._lengths[over] = 0
 
     def close_extras(self, **_: Any) -> None:
@@ -105,4 +125,6 @@ def make_vec(backend: str, env_id: str, num_envs: int, **kwargs: Any) -> VectorE
     except ModuleNotFoundError as error:
         if error.name != "envpool":
             raise
-        raise ModuleNotFoundError("there is no EnvPool here: pip install envpool", name="envpool") from None
+        raise ModuleNotFoundError(
+            "there is no EnvPool here: pip install envpool", name="envpool"
+        ) from None

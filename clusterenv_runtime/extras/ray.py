@@ -32,7 +32,9 @@ def check_address(address: str) -> None:
         try:
             socket.create_connection((host, int(port)), CONNECT_S).close()
         except OSError as error:
-            raise StartupError(f"cannot reach Ray at RAY_ADDRESS={address}: {error.strerror or error}") from None
+            raise StartupError(
+                f"cannot reach Ray at RAY_ADDRESS={address}: {error.strerror or error}"
+            ) from None
 
 
 class Agent:
@@ -86,7 +88,9 @@ class RayLauncher(Launcher):
         self._actors: dict[int, Any] = {}
         self._begun: dict[int, ray.ObjectRef] = {}
         self._runs: dict[int, ray.ObjectRef] = {}
-        self._patience: dict[int, float] = {}  # until when a killed one may end by itself, by `time.monotonic`
+        self._patience: dict[
+            int, float
+        ] = {}  # until when a killed one may end by itself, by `time.monotonic`
 
     def check_resources(self, resources: Mapping[str, float], num_workers: int) -> None:
         pass  # what is not there may come, as a node of an autoscaler
@@ -118,10 +122,16 @@ class RayLauncher(Launcher):
         import ray
 
         resources = self._needs
-        options = {"num_cpus": resources.pop("CPU"), "num_gpus": resources.pop("GPU", 0), "resources": resources}
+        options = {
+            "num_cpus": resources.pop("CPU"),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources,
+        }
         if "memory" in resources:
             options["memory"] = resources.pop("memory")
-        actor = ray.remote(Agent).options(max_concurrency=3, **options)  # for `kill` while it is in `run`
+        actor = ray.remote(Agent).options(
+            max_concurrency=3, **options
+        )  # for `kill` while it is in `run`
         self._actors[index] = actor = actor.remote(index, self.flags, self._keys, self._prefix)
         self._begun[index], self._runs[index] = actor.begun.remote(), actor.run.remote()
 
@@ -164,7 +174,9 @@ class RayLauncher(Launcher):
         if _is_done(self._runs[index]):
             return True
         if time.monotonic() > self._patience[index]:
-            ray.kill(self._actors[index])  # on a node that does not answer; a worker there finds its link closed
+            ray.kill(
+                self._actors[index]
+            )  # on a node that does not answer; a worker there finds its link closed
         return False
 
     def stop(self, timeout: float) -> None:
@@ -173,7 +185,10 @@ class RayLauncher(Launcher):
         if not ray.is_initialized():
             return
         runs = list(self._runs.values())
-        for seconds, end in ((timeout, self.kill), (PATIENCE_S, lambda index: ray.kill(self._actors[index]))):
+        for seconds, end in (
+            (timeout, self.kill),
+            (PATIENCE_S, lambda index: ray.kill(self._actors[index])),
+        ):
             ray.wait(runs, num_returns=len(runs), timeout=seconds)
             for index, run in self._runs.items():
                 if not _is_done(run):

@@ -16,7 +16,12 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from stable_baselines3.common.env_util import is_wrapped
-from stable_baselines3.common.vec_env.base_vec_env import VecEnv, VecEnvIndices, VecEnvObs, VecEnvStepReturn
+from stable_baselines3.common.vec_env.base_vec_env import (
+    VecEnv,
+    VecEnvIndices,
+    VecEnvObs,
+    VecEnvStepReturn,
+)
 
 from ..env import ClusterEnv
 
@@ -28,7 +33,9 @@ class Numbered(gym.Wrapper):
         super().__init__(env_fn())
         self.number = number
 
-    def call_of(self, numbers: Sequence[int], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_of(
+        self, numbers: Sequence[int], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call a method if this is one of these environments, else return None."""
         return self.env.get_wrapper_attr(name)(*args, **kwargs) if self.number in numbers else None
 
@@ -58,12 +65,20 @@ class ClusterVecEnv(VecEnv):
         TypeError, ValueError, RuntimeError, StartupError, WorkerDiedError: as `ClusterEnv`.
     """
 
-    def __init__(self, env_fns: Sequence[Callable[[], gym.Env]], num_workers: int = 2, **options: Any) -> None:
+    def __init__(
+        self, env_fns: Sequence[Callable[[], gym.Env]], num_workers: int = 2, **options: Any
+    ) -> None:
         numbered = [partial(Numbered, env_fn, number) for number, env_fn in enumerate(env_fns)]
-        self.envs = ClusterEnv(numbered, num_workers, autoreset_mode=AutoresetMode.SAME_STEP, **options)
+        self.envs = ClusterEnv(
+            numbered, num_workers, autoreset_mode=AutoresetMode.SAME_STEP, **options
+        )
         self.metadata = self.envs.metadata
         try:
-            super().__init__(self.envs.num_envs, self.envs.single_observation_space, self.envs.single_action_space)
+            super().__init__(
+                self.envs.num_envs,
+                self.envs.single_observation_space,
+                self.envs.single_action_space,
+            )
         except BaseException:
             self.envs.close()
             raise
@@ -72,7 +87,9 @@ class ClusterVecEnv(VecEnv):
         """Reset all environments, with the seeds and the options that were set before."""
         options = self._options[0]
         if any(other != options for other in self._options):
-            raise ValueError(f"all environments are reset with the same options, got {self._options}")
+            raise ValueError(
+                f"all environments are reset with the same options, got {self._options}"
+            )
         self.envs.reset_async(seed=list(self._seeds), options=options or None)
         observations, infos = self.envs._stepper.finish_reset(None)
         self.reset_infos = [{} for _ in range(self.num_envs)]
@@ -88,7 +105,9 @@ class ClusterVecEnv(VecEnv):
 
     def step_wait(self) -> VecEnvStepReturn:
         """Return observations, float32 rewards, which episodes have ended, and each environment's info."""
-        observations, rewards, terminations, truncations, found = self.envs._stepper.finish_step(None)
+        observations, rewards, terminations, truncations, found = self.envs._stepper.finish_step(
+            None
+        )
         dones, infos = terminations | truncations, [{} for _ in range(self.num_envs)]
         for number, info in found:
             if "final_obs" in info:
@@ -122,14 +141,20 @@ class ClusterVecEnv(VecEnv):
         self.envs.call("set_of", self._numbers(indices), attr_name, value)
 
     def env_method(
-        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
+        self,
+        method_name: str,
+        *method_args: Any,
+        indices: VecEnvIndices = None,
+        **method_kwargs: Any,
     ) -> list[Any]:
         """Call a method of these environments."""
         numbers = self._numbers(indices)
         results = self.envs.call("call_of", numbers, method_name, method_args, method_kwargs)
         return [results[number] for number in numbers]
 
-    def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
+    def env_is_wrapped(
+        self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None
+    ) -> list[bool]:
         """Say of these environments whether a wrapper of this class is around them."""
         wrapped = self.envs.call("is_wrapped_by", wrapper_class)
         return [wrapped[number] for number in self._numbers(indices)]

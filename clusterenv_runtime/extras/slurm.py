@@ -75,11 +75,15 @@ def read_allocation() -> Allocation:
             "sbatch slurm/ppo.sbatch, or run this in a shell of salloc"
         )
     if not shutil.which("srun"):
-        raise StartupError("there is no srun here: inside a container, Slurm's commands must be made visible in it")
+        raise StartupError(
+            "there is no srun here: inside a container, Slurm's commands must be made visible in it"
+        )
     het = "SLURM_JOB_NODELIST_HET_GROUP_1" in os.environ
     part = "_HET_GROUP_1" if het else ""
     nodes = _scontrol("show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{part}"]).split()
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ[f"SLURM_JOB_CPUS_PER_NODE{part}"])  # as in 4(x2),2
+    counts = re.findall(
+        r"(\d+)(?:\(x(\d+)\))?", os.environ[f"SLURM_JOB_CPUS_PER_NODE{part}"]
+    )  # as in 4(x2),2
     cpus = [int(number) for number, times in counts for _ in range(int(times or 1))]
     free, head = dict(zip(nodes, cpus, strict=True)), os.environ.get("SLURMD_NODENAME")
     cores = int(os.environ.get(f"SLURM_CPUS_PER_TASK{part}", 1))
@@ -88,11 +92,19 @@ def read_allocation() -> Allocation:
     return Allocation(free, cores, head, het)
 
 
-def srun_command(index: int, node: str, het: bool, log: str | None, worker: list[str], own_cores: int = 0) -> list[str]:
+def srun_command(
+    index: int, node: str, het: bool, log: str | None, worker: list[str], own_cores: int = 0
+) -> list[str]:
     """Return the command that runs a worker as a step on a node, with cores of its own or with those of all steps."""
     if own_cores:
         # All of the job's memory, and none of its GPUs: a step that claimed these would wait for the others to end.
-        cores = ["--exact", f"--cpus-per-task={own_cores}", "--cpu-bind=cores", "--mem=0", "--gres=none"]
+        cores = [
+            "--exact",
+            f"--cpus-per-task={own_cores}",
+            "--cpu-bind=cores",
+            "--mem=0",
+            "--gres=none",
+        ]
         worker = [*WITHOUT_SLURM, *worker]
     else:
         # All of the job's cores on that node, beside the other steps. With cores of its own a step waits for as long as
@@ -135,7 +147,9 @@ class SlurmLauncher(LocalLauncher):
         self._allocation = read_allocation()
         self._places: list[str] = []  # each worker's node
         self._words: dict[int, IO[bytes]] = {}  # what each srun has said
-        self._patience: dict[int, float] = {}  # until when a killed srun may end by itself, by `time.monotonic`
+        self._patience: dict[
+            int, float
+        ] = {}  # until when a killed srun may end by itself, by `time.monotonic`
 
     @property
     def _own_cores(self) -> int:
@@ -146,7 +160,9 @@ class SlurmLauncher(LocalLauncher):
         cores = resources.get("CPU", 1)
         if set(resources) - {"CPU"} or cores < 1 or cores % 1:
             got = " ".join(f"{name}={number:g}" for name, number in resources.items())
-            raise ValueError(f"must be CPU=NUMBER with the launcher slurm, whole cores for each worker, got {got}")
+            raise ValueError(
+                f"must be CPU=NUMBER with the launcher slurm, whole cores for each worker, got {got}"
+            )
         self._allocation.places(num_workers, _own_cores_of(resources))
 
     def address(self, num_workers: int) -> str:
@@ -162,7 +178,9 @@ class SlurmLauncher(LocalLauncher):
         found = re.search(r"\bNodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", node))
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-                sock.connect((found[1] if found else node, 9))  # sends nothing, but asks the kernel for its route
+                sock.connect(
+                    (found[1] if found else node, 9)
+                )  # sends nothing, but asks the kernel for its route
                 return sock.getsockname()[0]
         except OSError as error:
             raise StartupError(
@@ -174,7 +192,11 @@ class SlurmLauncher(LocalLauncher):
         super(LocalLauncher, self).prepare(num_workers, flags, directory)
         self._places = self._allocation.places(num_workers, self._own_cores)
         if sum(self._allocation.free.values()) < num_workers:
-            logger.warning("%d workers share fewer cores: besides the head's, %s", num_workers, self._allocation)
+            logger.warning(
+                "%d workers share fewer cores: besides the head's, %s",
+                num_workers,
+                self._allocation,
+            )
 
     def command(self, index: int) -> list[str]:
         # With a prefix, that is a container's: the path of this one means nothing there.
@@ -188,14 +210,20 @@ class SlurmLauncher(LocalLauncher):
         # why it ended. What a step has started, Slurm ends.
         names = BY_TASK if not self._own_cores else f"{BY_TASK}|{OF_EXACT}"
         unset = re.compile(f"{VARIABLE}|(SLURM|SRUN)_({names})(_HET_GROUP_.)?")
-        return {name: value for name, value in super().environment(mark).items() if not unset.fullmatch(name)}
+        return {
+            name: value
+            for name, value in super().environment(mark).items()
+            if not unset.fullmatch(name)
+        }
 
     def start_worker(self, index: int) -> None:
         before, words = self._words.get(index), tempfile.TemporaryFile()  # noqa: SIM115
         place = self._places[index]
         if before is not None:
             alone = set(self._places) == {self._allocation.head}  # listening for nobody else
-            if "task 0: " not in self._said(index) and not alone:  # not the worker ended: its node may be down
+            if (
+                "task 0: " not in self._said(index) and not alone
+            ):  # not the worker ended: its node may be down
                 self._places[index] = self._next_place(index)
         self._words[index] = words
         try:
@@ -214,23 +242,34 @@ class SlurmLauncher(LocalLauncher):
         nodes, here = list(self._allocation.free), self._places[index]
         at = nodes.index(here)
         for node in [*nodes[at + 1 :], *nodes[:at]]:
-            if self._allocation.free[node] - self._own_cores * self._places.count(node) >= self._own_cores:
+            if (
+                self._allocation.free[node] - self._own_cores * self._places.count(node)
+                >= self._own_cores
+            ):
                 return node
         return here
 
     def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes]]:
-        return contextlib.nullcontext(self._words[index])  # srun's; the worker's own goes to its log, see srun_command
+        return contextlib.nullcontext(
+            self._words[index]
+        )  # srun's; the worker's own goes to its log, see srun_command
 
     def pending(self, index: int) -> str | None:
         said = self._said(index)
-        return None if "tasks started" in said else (said.splitlines() or ["srun has said nothing yet"])[-1]
+        return (
+            None
+            if "tasks started" in said
+            else (said.splitlines() or ["srun has said nothing yet"])[-1]
+        )
 
     def exit(self, index: int) -> Exit | None:
         code = self._processes[index].poll()
         if code is None:
             return None
         errors = "; ".join(re.findall(r"^srun: error: (.*)", self._said(index), re.MULTILINE))
-        return Exit(errors or f"srun ended with exit code {code}", by_signal=code < 0 or 128 < code <= 192)
+        return Exit(
+            errors or f"srun ended with exit code {code}", by_signal=code < 0 or 128 < code <= 192
+        )
 
     def kill(self, index: int) -> None:
         self._processes[index].terminate()  # srun kills its task then, if the node can be reached
@@ -240,7 +279,9 @@ class SlurmLauncher(LocalLauncher):
         if super().has_ended(index):
             return True
         if time.monotonic() > self._patience[index]:
-            kill_group(self._processes[index])  # a worker that lives on ends when it finds its link closed
+            kill_group(
+                self._processes[index]
+            )  # a worker that lives on ends when it finds its link closed
         return False
 
     def stop(self, timeout: float) -> None:
@@ -259,7 +300,11 @@ def _own_cores_of(resources: Mapping[str, float]) -> int:
 def _scontrol(*arguments: str) -> str:
     try:
         result = subprocess.run(
-            ["scontrol", *arguments], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+            ["scontrol", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StartupError(f"scontrol {' '.join(arguments)}: {error}") from None

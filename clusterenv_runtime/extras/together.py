@@ -60,13 +60,25 @@ class EnvsTogether:
         self._stacks = are_stacks(single_observation_space, frame_stack)
         self.num_envs, self._envs = num_envs, env_fns(num_envs)
         if self._envs.num_envs != num_envs:
-            raise RuntimeError(f"the function was asked for {num_envs} environments and made {self._envs.num_envs}")
-        for name, expected in (("observation", single_observation_space), ("action", single_action_space)):
+            raise RuntimeError(
+                f"the function was asked for {num_envs} environments and made {self._envs.num_envs}"
+            )
+        for name, expected in (
+            ("observation", single_observation_space),
+            ("action", single_action_space),
+        ):
             if (space := getattr(self._envs, f"single_{name}_space")) != expected:
-                raise RuntimeError(f"the environments' {name} space here is {space}, at the head it was {expected}")
-        self.single_observation_space, self.single_action_space = single_observation_space, single_action_space
+                raise RuntimeError(
+                    f"the environments' {name} space here is {space}, at the head it was {expected}"
+                )
+        self.single_observation_space, self.single_action_space = (
+            single_observation_space,
+            single_action_space,
+        )
         self._example = create_empty_array(single_observation_space, 1)
-        self._mode = AutoresetMode(self._envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        self._mode = AutoresetMode(
+            self._envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+        )
         self.infos: list[Any] = []  # those of a reset have no place in a rollout
         self._returns, self._lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
         self._dead = np.zeros(num_envs, bool)  # rows that the next step resets, whatever the action
@@ -75,17 +87,23 @@ class EnvsTogether:
         self._envs.close()
 
     def reset(self, *, seed: list[int | None], options: dict[str, Any] | None) -> Any:
-        one_each = isinstance(self._envs, EnvPoolVectorEnv | SyncVectorEnv)  # Gymnasium wants one for all
+        one_each = isinstance(
+            self._envs, EnvPoolVectorEnv | SyncVectorEnv
+        )  # Gymnasium wants one for all
         observations, infos = self._envs.reset(seed=seed if one_each else seed[0], options=options)
         self._observations = self._of_space(observations)
         self._returns[:], self._lengths[:], self._dead[:] = 0, 0, False
-        return deepcopy(self._observations), infos  # it is sent without copying, perhaps while we go on
+        return deepcopy(
+            self._observations
+        ), infos  # it is sent without copying, perhaps while we go on
 
     def _of_space(self, observations: Any) -> Any:
         """Return a batch in the dtypes of the space, as `SyncVectorEnv` does it; not every vector environment does."""
 
         def cast(leaf: Any, example: Any) -> Any:
-            return leaf.astype(example.dtype, copy=False) if isinstance(example, np.ndarray) else leaf
+            return (
+                leaf.astype(example.dtype, copy=False) if isinstance(example, np.ndarray) else leaf
+            )
 
         return map_space(cast, self.single_observation_space, observations, self._example)
 
@@ -100,10 +118,18 @@ class EnvsTogether:
         transitions = Transitions(space, self._observations, num_steps, starts)
         (places,) = leaves_of(space, transitions.observations)
         final_observations = [_take(space, self._observations, slice(0))]
-        episodes: list[np.ndarray] = [np.empty((0, 3))]  # as `Transitions.part` takes them; those beyond it come last
-        ends: list[np.ndarray] = [np.empty(0, np.int64)]  # the transitions that ended one; not each may count
+        episodes: list[np.ndarray] = [
+            np.empty((0, 3))
+        ]  # as `Transitions.part` takes them; those beyond it come last
+        ends: list[np.ndarray] = [
+            np.empty(0, np.int64)
+        ]  # the transitions that ended one; not each may count
         actor.start(num_steps, starts)
-        aligned, step, count = self._mode != AutoresetMode.NEXT_STEP, 0, np.zeros(num_envs, np.int64)
+        aligned, step, count = (
+            self._mode != AutoresetMode.NEXT_STEP,
+            0,
+            np.zeros(num_envs, np.int64),
+        )
         # Which of the actor's steps each transition was.
         step_of = None if aligned else np.zeros((num_steps, num_envs), np.int64)
         while True:
@@ -118,12 +144,23 @@ class EnvsTogether:
                 rows = np.flatnonzero(~self._dead & (count < num_steps))
                 here = count[rows], rows
                 step_of[here] = step
-            seen, reward, terminated, truncated, info = self._envs.step(actor.act(self._observations, starts))
+            seen, reward, terminated, truncated, info = self._envs.step(
+                actor.act(self._observations, starts)
+            )
             if self._info_keys:
                 wanted = np.arange(num_envs)[rows]
-                self._keep_infos(transitions, info, terminated | truncated, wanted, count[wanted] * num_envs + wanted)
+                self._keep_infos(
+                    transitions,
+                    info,
+                    terminated | truncated,
+                    wanted,
+                    count[wanted] * num_envs + wanted,
+                )
             transitions.rewards[here] = reward[rows]
-            transitions.terminations[here], transitions.truncations[here] = terminated[rows], truncated[rows]
+            transitions.terminations[here], transitions.truncations[here] = (
+                terminated[rows],
+                truncated[rows],
+            )
             self._returns += reward
             self._lengths += 1
             self._returns[self._dead] = self._lengths[self._dead] = 0
@@ -150,24 +187,35 @@ class EnvsTogether:
         counted, all_ends = np.concatenate(episodes), np.concatenate(ends)
         order = all_ends.argsort()  # by transition, which is not always the order that they came in
         within = order[all_ends[order] < transitions.rewards.size]
-        final = map_space(lambda *leaves: np.concatenate(leaves)[within], space, *final_observations)
+        final = map_space(
+            lambda *leaves: np.concatenate(leaves)[within], space, *final_observations
+        )
         in_order = counted[counted[:, 0].argsort()]
         return transitions.part(actor, final, self._stacks, in_order, step_of)
 
     def _keep_infos(
-        self, transitions: Transitions, infos: dict[str, Any], ended: np.ndarray, rows: np.ndarray, steps: np.ndarray
+        self,
+        transitions: Transitions,
+        infos: dict[str, Any],
+        ended: np.ndarray,
+        rows: np.ndarray,
+        steps: np.ndarray,
     ) -> None:
         """Keep what ``infos`` have of these rows, whose transitions have these numbers."""
         all_rows = np.ones(len(ended), bool)
         sources = [(infos, all_rows)]
-        if self._mode == AutoresetMode.SAME_STEP:  # where an episode has ended, those are of the reset
+        if (
+            self._mode == AutoresetMode.SAME_STEP
+        ):  # where an episode has ended, those are of the reset
             sources = [(infos, ~ended), (infos.get("final_info", {}), ended)]
         for key in self._info_keys:
             for source, among in sources:
                 if key in source:
                     there = (among & source.get(f"_{key}", all_rows))[rows]
                     if there.any():
-                        transitions.add_info(key, steps[there], np.asarray(source[key])[rows[there]])
+                        transitions.add_info(
+                            key, steps[there], np.asarray(source[key])[rows[there]]
+                        )
 
 
 def _take(space: gym.Space, batch: Any, rows: Any) -> Any:

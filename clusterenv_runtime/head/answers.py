@@ -44,7 +44,11 @@ class Opener:
         info_keys: Collection[str] = (),
         frame_stack: int | None = None,
     ) -> None:
-        self._space, self._action_space, self._example = space, action_space, create_empty_array(space, 1)
+        self._space, self._action_space, self._example = (
+            space,
+            action_space,
+            create_empty_array(space, 1),
+        )
         self._info_keys, self._stacks = info_keys, are_stacks(space, frame_stack)
         self._stack, index = frame_stack, np.empty((1, frame_stack or 0), np.int32)
         self._frames: list[np.ndarray] = []  # of each stack one, ``(frame_stack, *frame)``
@@ -81,7 +85,9 @@ class Opener:
         if isinstance(asked, Collect) != isinstance(answer, Part):
             raise ProtocolError(f"a {type(answer).__name__} to a {type(asked).__name__}")
         if isinstance(answer, Part):
-            return self._open_part(asked.num_steps, asked.states, answer, frames[1:], num_envs, asked_at, published)
+            return self._open_part(
+                asked.num_steps, asked.states, answer, frames[1:], num_envs, asked_at, published
+            )
         unpack = Unpacker(frames[1:])
         answer.value, answer.infos = unpack(answer.value), unpack(answer.infos)
         self._check_reply(asked, answer, num_envs)
@@ -99,7 +105,9 @@ class Opener:
     ) -> RolloutPart:
         packed = answer.part
         if packed.keys() != _FIELDS:
-            raise ProtocolError(f"a part has missing or unknown fields: {sorted(packed.keys() ^ _FIELDS)!r:.200}")
+            raise ProtocolError(
+                f"a part has missing or unknown fields: {sorted(packed.keys() ^ _FIELDS)!r:.200}"
+            )
         if type(version := packed["version"]) is not int:
             raise ProtocolError(f"version must be an int, got a {type(version).__name__}")
         policy = published if version >= published.since else asked_at
@@ -108,7 +116,11 @@ class Opener:
             raise ProtocolError(f"it says that it acted on version {version}, {possible}")
         if not 0 <= answer.waited < 2**53:  # so that no sum of these is infinite
             raise ProtocolError(f"it says that it waited for {answer.waited} seconds")
-        steps, episodes, example_of = (num_steps, num_envs), (_length(packed["episodes"]),), policy.example
+        steps, episodes, example_of = (
+            (num_steps, num_envs),
+            (_length(packed["episodes"]),),
+            policy.example,
+        )
         forms = {
             name: (packed[name], example, leading)
             for name, example, leading in (
@@ -121,18 +133,28 @@ class Opener:
             )
         }  # fmt: skip
         unpack = Unpacker(buffers, copy=False)
-        values, infos, frames = unpack.arrays(forms), unpack(packed["infos"]), unpack.tree_of(packed["frames"])
+        values, infos, frames = (
+            unpack.arrays(forms),
+            unpack(packed["infos"]),
+            unpack.tree_of(packed["frames"]),
+        )
         ended = (values["terminations"] | values["truncations"]).reshape(-1)
         ends = int(np.count_nonzero(ended))
         leading = zip(OBSERVATIONS, (steps, (ends,), (num_envs,)), strict=True)
         values |= unpack.arrays({name: (packed[name], self._sent, axes) for name, axes in leading})
         part = RolloutPart(version=version, infos=infos, **values)
         self._check_infos(part.infos, ended.size)
-        if (fault := fault_of(part, self._action_space if policy.is_identity else None)) is not None:
+        if (
+            fault := fault_of(part, self._action_space if policy.is_identity else None)
+        ) is not None:
             raise ProtocolError(fault)
         if part.episodes.size:
             within = part.episodes[part.episodes < ended.size]  # some go further
-            if part.episodes[0] < 0 or np.any(np.diff(part.episodes) <= 0) or not np.all(ended[within]):
+            if (
+                part.episodes[0] < 0
+                or np.any(np.diff(part.episodes) <= 0)
+                or not np.all(ended[within])
+            ):
                 raise ProtocolError("episodes are counted that have not ended")
             if part.episodes.size > 4 * ended.size or np.any(part.episodic_lengths < 1):
                 raise ProtocolError("episodes are counted that were none")
@@ -149,21 +171,29 @@ class Opener:
         for each, example in zip(found, self._frames, strict=True):
             frames = unpack.arrays({"frames": (each, example, (_length(each),))})["frames"]
             if len(frames) > most:
-                raise ProtocolError(f"{len(frames)} frames are too many for {stacks} stacks of {self._stack}")
+                raise ProtocolError(
+                    f"{len(frames)} frames are too many for {stacks} stacks of {self._stack}"
+                )
             all_frames.append(frames)
 
         def stacked(is_stack: bool, index: Any) -> Any:
             if not is_stack:
                 return index
             frames = next(remaining)
-            if index.size and index.view(np.uint32).max() >= len(frames):  # those below 0 are the largest
-                raise ProtocolError(f"observations are of {len(frames)} frames, and say that they are of others")
+            if index.size and index.view(np.uint32).max() >= len(
+                frames
+            ):  # those below 0 are the largest
+                raise ProtocolError(
+                    f"observations are of {len(frames)} frames, and say that they are of others"
+                )
             return Frames(frames, index)
 
         for name in OBSERVATIONS if all_frames else ():
             remaining = iter(all_frames)
             trees = map_tree(stacked, self._stacks, getattr(part, name))
-            setattr(part, name, trees if name == "observations" else map_tree(np.asarray, trees))  # the others are few
+            setattr(
+                part, name, trees if name == "observations" else map_tree(np.asarray, trees)
+            )  # the others are few
 
     def _check_infos(self, infos: dict[str, Any], size: int) -> None:
         for key, found in infos.items():
@@ -171,7 +201,9 @@ class Opener:
                 raise ProtocolError(f"infos have {key!r:.100}, which nobody asked for")
             where, values = found
             _check("steps of infos", where, np.int64, np.shape(where)[:1])
-            is_numbers = isinstance(values, np.ndarray) and values.ndim and values.dtype.kind in "biuf"
+            is_numbers = (
+                isinstance(values, np.ndarray) and values.ndim and values.dtype.kind in "biuf"
+            )
             if not (is_numbers and values.dtype.isnative and values.dtype.itemsize <= 8):
                 raise ProtocolError(f"info {key!r} must be an array of numbers")
             _check(f"info {key!r}", values, values.dtype, where.shape, values.shape[1:])
@@ -186,26 +218,36 @@ class Opener:
             if is_step and not (isinstance(reply.value, tuple) and len(reply.value) == 4):
                 raise ProtocolError(f"a step gives four values, got {type(reply.value).__name__}")
             observations, *arrays = reply.value if is_step else (reply.value,)
-            _check_observations("observations", *leaves_of(self._space, observations, self._example), (num_envs,))
+            _check_observations(
+                "observations", *leaves_of(self._space, observations, self._example), (num_envs,)
+            )
             dtypes = {"rewards": np.float64, "terminations": bool, "truncations": bool}
             for (name, dtype), array in zip(dtypes.items(), arrays, strict=False):
                 _check(name, array, dtype, (num_envs,))
-        elif isinstance(asked, Call) and not (isinstance(reply.value, list | tuple) and len(reply.value) == num_envs):
+        elif isinstance(asked, Call) and not (
+            isinstance(reply.value, list | tuple) and len(reply.value) == num_envs
+        ):
             raise ProtocolError(f"a call gives {num_envs} values, got {type(reply.value).__name__}")
         if not isinstance(reply.infos, list):
             raise ProtocolError(f"infos are a list, got {type(reply.infos).__name__}")
         for info in reply.infos:
             is_pair = isinstance(info, tuple) and len(info) == 2 and isinstance(info[1], dict)
             if not (is_pair and type(info[0]) is int and 0 <= info[0] < num_envs):
-                raise ProtocolError(f"infos are pairs of an environment and a dict, got {type(info).__name__}")
+                raise ProtocolError(
+                    f"infos are pairs of an environment and a dict, got {type(info).__name__}"
+                )
 
 
-def _check_observations(name: str, leaves: list[Any], example: list[Any], leading: tuple[int, ...]) -> None:
+def _check_observations(
+    name: str, leaves: list[Any], example: list[Any], leading: tuple[int, ...]
+) -> None:
     for leaf, one in zip(leaves, example, strict=True):
         if isinstance(one, np.ndarray):
             _check(name, leaf, one.dtype, leading, one.shape[1:])
         elif not (isinstance(leaf, tuple) and len(leaf) == leading[0]):
-            raise ProtocolError(f"{name} must be {leading[0]} in a tuple, got a {type(leaf).__name__}")
+            raise ProtocolError(
+                f"{name} must be {leading[0]} in a tuple, got a {type(leaf).__name__}"
+            )
 
 
 def _length(packed: Any) -> int:
@@ -213,10 +255,14 @@ def _length(packed: Any) -> int:
     return packed.shape[0] if isinstance(packed, Array) and packed.shape else 0
 
 
-def _check(name: str, array: Any, dtype: Any, leading: tuple[int, ...], trailing: tuple[int, ...] = ()) -> None:
+def _check(
+    name: str, array: Any, dtype: Any, leading: tuple[int, ...], trailing: tuple[int, ...] = ()
+) -> None:
     """Raise ProtocolError if this is not an array of this dtype and shape."""
     if not isinstance(array, np.ndarray):
         raise ProtocolError(f"{name} must be an array, got a {type(array).__name__}")
     if array.shape != leading + trailing or array.dtype != dtype:
         expected, found = np.dtype(dtype).str, array.dtype.str
-        raise ProtocolError(f"{name} must be {expected} {leading + trailing}, got {found} {array.shape}")
+        raise ProtocolError(
+            f"{name} must be {expected} {leading + trailing}, got {found} {array.shape}"
+        )

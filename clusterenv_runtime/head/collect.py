@@ -31,11 +31,20 @@ class Collector:
     """
 
     def __init__(self, head: Head, blueprint: Blueprint) -> None:
-        self._pool, self._store, self._rule, self._recovery = head.pool, head.store, head.rule, head.recovery
+        self._pool, self._store, self._rule, self._recovery = (
+            head.pool,
+            head.store,
+            head.rule,
+            head.recovery,
+        )
         self._space = space = blueprint.single_observation_space
         self._is_batched = is_batched(space)
-        self._infos = {key: np.zeros(()) for key in blueprint.info_keys}  # what one is like, as far as is known
-        self.granted: dict[int, int] = {}  # seq -> worker, of requests to act that are outstanding, oldest first
+        self._infos = {
+            key: np.zeros(()) for key in blueprint.info_keys
+        }  # what one is like, as far as is known
+        self.granted: dict[
+            int, int
+        ] = {}  # seq -> worker, of requests to act that are outstanding, oldest first
         self.overlapped: int | None = None  # the steps of the rollout that was requested ahead
 
     @contextlib.contextmanager
@@ -72,13 +81,17 @@ class Collector:
     def _assert_arrays(self) -> None:
         if not self._is_batched:
             instead = "leave out what does not with the wrapper FilterObservation, or make it one, see docs/policies.md"
-            raise ValueError(f"a policy needs observations that become arrays, got {self._space}: {instead}")
+            raise ValueError(
+                f"a policy needs observations that become arrays, got {self._space}: {instead}"
+            )
 
     def publish(self, policy: Policy) -> int:
         """Make the policy's weights the next version, and return its number."""
         self._assert_arrays()
         if self._store.publish(policy, self._pool.workers[0].episodes.seen):
-            for worker in self._pool.workers:  # each answers when it has loaded it, and nobody waits for that
+            for worker in (
+                self._pool.workers
+            ):  # each answers when it has loaded it, and nobody waits for that
                 self._pool.forget([self._pool.ask(worker, Structure(), self._store.structure)])
             self._pool.exchange()
         return self._store.version
@@ -86,7 +99,9 @@ class Collector:
     def rollout(self, policy: Policy, num_steps: int, overlap: bool) -> Rollout:
         """Publish ``policy``, let all workers act, and join their parts; see `ClusterEnv.rollout`."""
         if self.overlapped not in (None, num_steps):
-            raise ValueError(f"the overlapped rollout was requested with {self.overlapped} steps, not {num_steps}")
+            raise ValueError(
+                f"the overlapped rollout was requested with {self.overlapped} steps, not {num_steps}"
+            )
         was_ahead, self.overlapped = self.overlapped is not None, None
         try:
             if not was_ahead:
@@ -113,7 +128,9 @@ class Collector:
                 "with several learners there is `rollout`, and no `send`, so that all workers pull together"
             )
         if self.overlapped is not None:
-            raise AlreadyPendingCallError("Calling `send` while an overlapped `rollout` is outstanding.", "rollout")
+            raise AlreadyPendingCallError(
+                "Calling `send` while an overlapped `rollout` is outstanding.", "rollout"
+            )
         workers = self._pool.workers
         if worker is not None and not 0 <= worker < len(workers):
             raise ValueError(f"worker must be 0 to {len(workers) - 1}, got {worker}")
@@ -134,7 +151,9 @@ class Collector:
 
         # Answered now, so that they need not wait until you have learned, and get these weights and no later ones.
         with self._gives_up_after_error():
-            self._pool.wait_until(lambda: self._pool.errors or not any(map(lacks_weights, pulling)), self.granted)
+            self._pool.wait_until(
+                lambda: self._pool.errors or not any(map(lacks_weights, pulling)), self.granted
+            )
 
     def _grant(
         self, num_steps: int, workers: Sequence[WorkerHandle], policy: Policy | None = None
@@ -155,7 +174,9 @@ class Collector:
     def recv(self, worker: int | None) -> tuple[int, Rollout]:
         """Return the next answer to `send`, of this worker or of whichever is first; see `ClusterEnv.recv`."""
         if self._has_raised:
-            raise ResetNeeded("Cannot call `recv` before all environments are `reset`, as one has raised.")
+            raise ResetNeeded(
+                "Cannot call `recv` before all environments are `reset`, as one has raised."
+            )
         seqs: Collection[int] = self.granted  # of all; or the oldest of one
         if worker is not None:
             seqs = [seq for seq, index in self.granted.items() if index == worker][:1]

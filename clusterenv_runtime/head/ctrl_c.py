@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from .pool import WorkerPool
 
 Method = TypeVar("Method", bound=Callable)
-_under_way: WorkerPool | None = None  # the pool of the main thread's call, of one within another the inner one's
+_under_way: WorkerPool | None = (
+    None  # the pool of the main thread's call, of one within another the inner one's
+)
 
 
 def ends_by_ctrl_c(method: Method) -> Method:

@@ -19,7 +19,9 @@ class Episodes:
 
     seen: Any  # the observations the user has; None before the first reset
     ended: np.ndarray  # environments whose end the user has seen, but not what follows
-    cut: np.ndarray | None = None  # environments whose episode is lost, which the user does not know; None for none
+    cut: np.ndarray | None = (
+        None  # environments whose episode is lost, which the user does not know; None for none
+    )
 
     @classmethod
     def begun(cls, seen: Any, num_envs: int) -> Episodes:

@@ -10,7 +10,10 @@ from ..errors import EnvError, printable
 from ..wire.codec import MAX_FRAME
 from ..wire.protocol import Error
 
-FOR_ITERATION = StopIteration, StopAsyncIteration  # raised anew they would end a loop or a generator of the user's
+FOR_ITERATION = (
+    StopIteration,
+    StopAsyncIteration,
+)  # raised anew they would end a loop or a generator of the user's
 
 
 def to_exception(errors: list[tuple[str, Error]]) -> Exception:
@@ -21,7 +24,9 @@ def to_exception(errors: list[tuple[str, Error]]) -> Exception:
     """
     for _, error in errors:
         if error.ends and error.env is not None:
-            gym.logger.error(f"Received the following error from Worker-{error.env} - Shutting it down")
+            gym.logger.error(
+                f"Received the following error from Worker-{error.env} - Shutting it down"
+            )
             gym.logger.error("%s", _lines(error.traceback))
     worker, error = errors[-1]
     if error.ends and error.env is not None:
@@ -44,7 +49,9 @@ def _local_exception(error: Error) -> Exception | None:
     """Make the exception a worker names, if it is one of Python's or Gymnasium's that takes one text."""
     module, _, name = error.kind.rpartition(".")
     kind = getattr({"builtins": builtins, "gymnasium.error": gym.error}.get(module), name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, FOR_ITERATION):
+    if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(
+        kind, FOR_ITERATION
+    ):
         return None
     try:
         return kind(_lines(error.message))

@@ -19,7 +19,9 @@ class State(enum.Enum):
     STARTING = "starting"  # it has not said hello
     BUILDING = "building"  # it has, and builds its environments
     READY = "ready"  # it answers requests
-    LOST = "lost"  # its process or its link is gone: the head reads its last words and finds out why
+    LOST = (
+        "lost"  # its process or its link is gone: the head reads its last words and finds out why
+    )
     KILLED = "killed"  # it is being ended for good, so that another can take its place
     REFUSED = "refused"  # another could not be started in its place, and is tried again soon
     ENDED = "ended"  # there will be no other
@@ -79,8 +81,13 @@ class WorkerHandle:
     user_seeds: list[int | None] | None = None  # of the user's last reset of all environments
     asked_rollouts: int = 0  # since the noise was seeded
     rollouts: int = 0  # that have come of these
-    asked: dict[int, Message] = field(default_factory=dict)  # what its process was sent and has not answered, by seq
-    pulled: tuple[int, int] = 0, 0  # the seq that its process has pulled for last, and what it said it held
+    asked: dict[int, Message] = field(
+        default_factory=dict
+    )  # what its process was sent and has not answered, by seq
+    pulled: tuple[int, int] = (
+        0,
+        0,
+    )  # the seq that its process has pulled for last, and what it said it held
     waited: float = 0.0  # seconds so far without a request to work on, or without weights
     has_been_ready: bool = False
     answers: int = 0  # of its process
@@ -88,7 +95,9 @@ class WorkerHandle:
 
     def __post_init__(self) -> None:
         self.num_envs = self.rows.stop - self.rows.start
-        self.first_row = self.offset + self.rows.start  # the number of its first environment, for seeds and users
+        self.first_row = (
+            self.offset + self.rows.start
+        )  # the number of its first environment, for seeds and users
         self.numbers = self.copy.numbers = range(self.first_row, self.first_row + self.num_envs)
 
     def describe(self, log: str | None = None) -> str:

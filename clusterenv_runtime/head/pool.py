@@ -33,9 +33,13 @@ class Requests:
     def __init__(self) -> None:
         self._number = 0  # of the last one
         self.outstanding: dict[int, PendingRequest] = {}  # by seq, oldest first
-        self.answers: dict[int, tuple[PendingRequest, Reply | RolloutPart, int]] = {}  # by seq, with whose it is
+        self.answers: dict[
+            int, tuple[PendingRequest, Reply | RolloutPart, int]
+        ] = {}  # by seq, with whose it is
 
-    def add(self, worker: WorkerHandle, message: Message, buffers: tuple[Any, ...], published: Published) -> int:
+    def add(
+        self, worker: WorkerHandle, message: Message, buffers: tuple[Any, ...], published: Published
+    ) -> int:
         """Keep a request, and return its number."""
         seq = self.number()
         self.outstanding[seq] = PendingRequest(seq, worker.index, message, buffers, published)
@@ -58,7 +62,9 @@ class Requests:
 
     def forget_worker(self, worker: int) -> None:
         """Wait no more for anything of this worker."""
-        self.outstanding = {seq: request for seq, request in self.outstanding.items() if request.worker != worker}
+        self.outstanding = {
+            seq: request for seq, request in self.outstanding.items() if request.worker != worker
+        }
 
     def of(self, worker: int) -> list[PendingRequest]:
         """Return what this worker has not answered, oldest first."""
@@ -75,7 +81,9 @@ class Requests:
         rest = list(seqs)
 
         def are_settled() -> bool:
-            while rest and rest[-1] not in self.outstanding:  # what has been answered is not asked again
+            while (
+                rest and rest[-1] not in self.outstanding
+            ):  # what has been answered is not asked again
                 rest.pop()
             return not rest
 
@@ -94,19 +102,39 @@ class WorkerPool:
         recovery: Recovery, store: PolicyStore, opener: Opener, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.workers, self.transport, self._open = workers, transport, opener
-        self._launcher, self._supervisor, self._recovery, self._store = launcher, supervisor, recovery, store
+        self._launcher, self._supervisor, self._recovery, self._store = (
+            launcher,
+            supervisor,
+            recovery,
+            store,
+        )
         self._clock, self._requests, self._next_ping, self._closed = clock, Requests(), 0.0, False
         self._by_identity: dict[bytes, WorkerHandle] = {}
-        self._former, self.failed = set[bytes](), set[int]()  # lost processes' identities; who raised, until a reset
-        self.errors: list[tuple[str, Error]] = []  # that the next wait will raise, and whose they are
-        self._outbox, self._inbox = list[Outgoing](), deque[Received]()  # to be sent; not yet handled to the end
-        self.interrupted: BaseException | None = None  # what a wait is to raise; handlers and threads may set it
+        self._former, self.failed = (
+            set[bytes](),
+            set[int](),
+        )  # lost processes' identities; who raised, until a reset
+        self.errors: list[
+            tuple[str, Error]
+        ] = []  # that the next wait will raise, and whose they are
+        self._outbox, self._inbox = (
+            list[Outgoing](),
+            deque[Received](),
+        )  # to be sent; not yet handled to the end
+        self.interrupted: BaseException | None = (
+            None  # what a wait is to raise; handlers and threads may set it
+        )
 
     def start(self, min_workers: int) -> None:
         """Start all workers, and return when so many have built their environments; see `start_head`."""
         self._supervisor.all_must_start = min_workers == len(self.workers)
         self._supervisor.start()
-        self._wait(lambda: self.errors or sum(each.state == State.READY for each in self.workers) >= min_workers)
+        self._wait(
+            lambda: (
+                self.errors
+                or sum(each.state == State.READY for each in self.workers) >= min_workers
+            )
+        )
         self._supervisor.all_must_start = False
 
     def ask(self, worker: WorkerHandle, message: Message, *buffers: Any) -> int:
@@ -139,7 +167,9 @@ class WorkerPool:
 
     def first(self, seqs: Collection[int]) -> Served:
         """Return the first of these requests to be answered, with its answer."""
-        self.wait_until(lambda: self.errors or self._requests.first_answered(seqs) is not None, seqs)
+        self.wait_until(
+            lambda: self.errors or self._requests.first_answered(seqs) is not None, seqs
+        )
         return self._take(self._requests.first_answered(seqs))
 
     def forget(self, seqs: Iterable[int]) -> None:
@@ -156,7 +186,9 @@ class WorkerPool:
         if not done():
             self.require(*self.workers)
 
-    def _wait(self, done: Callable[[], bool], seqs: Iterable[int] = (), timeout: float | None = None) -> None:
+    def _wait(
+        self, done: Callable[[], bool], seqs: Iterable[int] = (), timeout: float | None = None
+    ) -> None:
         """Exchange messages and supervise until ``done``; raise what has failed meanwhile."""
         deadline = math.inf if timeout is None else self._clock() + timeout
         try:
@@ -170,7 +202,9 @@ class WorkerPool:
                     break
                 if self._clock() >= deadline:
                     late = (worker for worker in self.workers if self._requests.of(worker.index))
-                    raise DeadlineError("No answer from " + ", ".join(map(self._supervisor.describe, late)))
+                    raise DeadlineError(
+                        "No answer from " + ", ".join(map(self._supervisor.describe, late))
+                    )
         finally:
             if self._outbox:  # such as the weights that were waited for
                 self.exchange()
@@ -194,7 +228,9 @@ class WorkerPool:
         self._inbox.extend(self.exchange(0 if self._inbox else seconds))
         while self._inbox:
             received = self._inbox[0]
-            answered = self._handle(received)  # should it raise, Ctrl-C for instance, it is handled once more
+            answered = self._handle(
+                received
+            )  # should it raise, Ctrl-C for instance, it is handled once more
             self._inbox.popleft()
             if (worker := self._by_identity.get(received.identity)) is not None:
                 worker.asked.pop(answered, None)
@@ -241,7 +277,9 @@ class WorkerPool:
                 self._handle_answer(worker, seq, message, received.frames)
                 return None if isinstance(message, Pull) else seq
 
-    def _handle_answer(self, worker: WorkerHandle, seq: int | None, message: Any, frames: list[Any]) -> None:
+    def _handle_answer(
+        self, worker: WorkerHandle, seq: int | None, message: Any, frames: list[Any]
+    ) -> None:
         request = self._requests.outstanding.get(seq)
         match message:
             case Reply() | Part() | Error() if seq not in worker.asked:
@@ -256,7 +294,9 @@ class WorkerPool:
             case Error() if request is not None or message.ends:
                 self.errors.append((self._supervisor.describe(worker), message))
                 self._requests.forget([seq])
-                if message.ends:  # even if it answers a request given up since: there will be no other answer
+                if (
+                    message.ends
+                ):  # even if it answers a request given up since: there will be no other answer
                     self.failed.add(worker.index)
                     self._requests.forget_worker(worker.index)
                 if message.fatal:
@@ -264,18 +304,26 @@ class WorkerPool:
                     self.failed.discard(worker.index)  # there is nothing to reset any more
                     self._supervisor.end(worker, "shut down after its error")
             case Error():
-                self.transport.drop(worker.identity, f"an error of worker {worker.index}, not waited for: {message}")
+                self.transport.drop(
+                    worker.identity, f"an error of worker {worker.index}, not waited for: {message}"
+                )
             case Reply() | Part() if request is not None:  # else given up
                 policies = request.published, self._store.published
                 try:
-                    answer = self._open(request.message, message, frames, worker.num_envs, *policies)
-                except Exception as error:  # ProtocolError; but nothing that a worker sends is to end the run
+                    answer = self._open(
+                        request.message, message, frames, worker.num_envs, *policies
+                    )
+                except (
+                    Exception
+                ) as error:  # ProtocolError; but nothing that a worker sends is to end the run
                     return self._refuse(worker, f"its answer was wrong: {printable(str(error))}")
                 self._requests.answer(seq, answer, worker.process)
                 worker.answers += 1
                 if isinstance(message, Part):
                     worker.waited += message.waited
-                if isinstance(message, Part) or worker.answers > 2:  # a cut-off and a reset are no steps
+                if (
+                    isinstance(message, Part) or worker.answers > 2
+                ):  # a cut-off and a reset are no steps
                     worker.losses = 0
             case Reply() if seq == worker.building and worker.state == State.BUILDING:
                 self._supervisor.is_ready(worker)
@@ -290,7 +338,9 @@ class WorkerPool:
     def _greet(self, identity: bytes, hello: Hello) -> None:
         worker = self.workers[hello.index] if 0 <= hello.index < len(self.workers) else None
         if worker is None or worker.state != State.STARTING:
-            return self.transport.drop(identity, f"a hello from {hello.host}, pid {hello.pid}: no worker {hello.index}")
+            return self.transport.drop(
+                identity, f"a hello from {hello.host}, pid {hello.pid}: no worker {hello.index}"
+            )
         self._by_identity[identity] = worker
         self._supervisor.said_hello(worker, identity, hello.host, hello.pid)
         if (mismatch := protocol.mismatch(hello)) is not None:
@@ -326,8 +376,12 @@ class WorkerPool:
                 self._post(worker, None, Close())
             self.exchange()
             # One that sees this socket closed before it has read that it is to close has failed.
-            while self._clock() < deadline and any(worker.state in CONNECTED for worker in self.workers):
+            while self._clock() < deadline and any(
+                worker.state in CONNECTED for worker in self.workers
+            ):
                 self.exchange(0.01)
                 for worker in self.workers:
                     self._post(worker, None, Ping())
-                deadline = self._clock() if isinstance(self.interrupted, KeyboardInterrupt) else deadline
+                deadline = (
+                    self._clock() if isinstance(self.interrupted, KeyboardInterrupt) else deadline
+                )

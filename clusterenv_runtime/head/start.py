@@ -111,7 +111,11 @@ def start_head(
     min_workers = min(options.min_workers or num_workers, num_workers)
     workers = [
         WorkerHandle(
-            index, rows, blueprint.setup(rows), Episodes.begun(None, rows.stop - rows.start), blueprint.first_row
+            index,
+            rows,
+            blueprint.setup(rows),
+            Episodes.begun(None, rows.stop - rows.start),
+            blueprint.first_row,
         )
         for index, rows in enumerate(blueprint.shares(num_workers))
     ]
@@ -122,7 +126,9 @@ def start_head(
     max_restarts = options.max_worker_restarts if options.on_worker_loss == "restart" else 0
     startup_timeout, worker_timeout = options.startup_timeout, options.worker_timeout
     supervisor = Supervisor(workers, launcher, startup_timeout, worker_timeout, max_restarts, clock)
-    transport = make_transport(address, options.port, options.security, options.keys(), launcher.directory)
+    transport = make_transport(
+        address, options.port, options.security, options.keys(), launcher.directory
+    )
     opener = Opener(*spaces, blueprint.info_keys, blueprint.frame_stack)
     pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, opener, clock)
     key_file = options.workers_key_file(launcher, transport.key_file)

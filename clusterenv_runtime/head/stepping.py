@@ -38,28 +38,43 @@ class Stepper:
     def __init__(self, head: Head, blueprint: Blueprint, copy: bool) -> None:
         self._pool, self._recovery, self._blueprint = head.pool, head.recovery, blueprint
         self._space, self._copy = blueprint.single_observation_space, copy
-        self._skips_absent = head.is_partial  # a reset leaves out workers that have yet to come, and then are reset
+        self._skips_absent = (
+            head.is_partial
+        )  # a reset leaves out workers that have yet to come, and then are reset
         self.state = AsyncState.DEFAULT
         self.was_reset = False
-        self._pending: list[int | None] = []  # the seq each worker is to answer; None for one that is not asked
+        self._pending: list[
+            int | None
+        ] = []  # the seq each worker is to answer; None for one that is not asked
         self._mask: np.ndarray | None = None  # of the reset under way
         self._observations: Any = None  # of all environments, the last ones
-        self._lost_since: set[int] = set()  # workers whose process was replaced after it had answered the last call
+        self._lost_since: set[int] = (
+            set()
+        )  # workers whose process was replaced after it had answered the last call
         self._warned: set[str] = set()  # what the user was told of infos
 
     def _assert_none_has_raised(self, method: str) -> None:
         if self._pool.failed:
-            raise ResetNeeded(f"Cannot call `{method}` before all environments are `reset`, as one has raised.")
+            raise ResetNeeded(
+                f"Cannot call `{method}` before all environments are `reset`, as one has raised."
+            )
 
     def _assert_one_by_one(self) -> None:
         if self._blueprint.steps_together:
-            raise ValueError("environments that step together are for a policy to act in: `rollout`, `send` and `recv`")
+            raise ValueError(
+                "environments that step together are for a policy to act in: `rollout`, `send` and `recv`"
+            )
 
-    def _ask(self, state: AsyncState, request: Callable[[WorkerHandle], tuple[Message, bytes]]) -> None:
+    def _ask(
+        self, state: AsyncState, request: Callable[[WorkerHandle], tuple[Message, bytes]]
+    ) -> None:
         self._pool.require(*self._pool.workers)
-        requests = [request(worker) for worker in self._pool.workers]  # before any is asked, as this may raise
+        requests = [
+            request(worker) for worker in self._pool.workers
+        ]  # before any is asked, as this may raise
         self._pending = [
-            self._pool.ask(worker, *each) for worker, each in zip(self._pool.workers, requests, strict=True)
+            self._pool.ask(worker, *each)
+            for worker, each in zip(self._pool.workers, requests, strict=True)
         ]
         if self._skips_absent and state == AsyncState.WAITING_RESET and self._mask is None:
             for worker in self._pool.workers:
@@ -73,7 +88,8 @@ class Stepper:
         """Return the replies, one for each worker, with their values unpacked."""
         if self.state != state:
             raise NoAsyncCallError(
-                f"Calling `{state.value}_wait` without any prior call to `{state.value}_async`.", state.value
+                f"Calling `{state.value}_wait` without any prior call to `{state.value}_async`.",
+                state.value,
             )
         try:
             served = self._pool.gather([seq for seq in self._pending if seq is not None], timeout)
@@ -83,7 +99,10 @@ class Stepper:
             ) from None
         finally:
             self.state = AsyncState.DEFAULT
-        replies, self._lost_since = {}, {answer.request.worker for answer in served if answer.is_last}
+        replies, self._lost_since = (
+            {},
+            {answer.request.worker for answer in served if answer.is_last},
+        )
         for request, reply, _ in served:
             replies[request.worker] = reply
             for key in reply.dropped:
@@ -93,7 +112,11 @@ class Stepper:
 
     def _infos(self, replies: list[Reply]) -> Infos:
         starts = [worker.rows.start for worker in self._pool.workers]
-        return [(start + env, info) for start, reply in zip(starts, replies, strict=True) for env, info in reply.infos]
+        return [
+            (start + env, info)
+            for start, reply in zip(starts, replies, strict=True)
+            for env, info in reply.infos
+        ]
 
     def _note_loss(self, worker: WorkerHandle) -> None:
         """Have the next step tell of episodes that were lost after the answer to this call."""
@@ -110,7 +133,9 @@ class Stepper:
             try:
                 joined = add_info(joined, info, env)
             except Exception:  # whatever it raises where infos do not go together
-                self._warn(f"Infos of environment {env} are left out: they do not go with those of others.")
+                self._warn(
+                    f"Infos of environment {env} are left out: they do not go with those of others."
+                )
         return joined
 
     def _warn(self, text: str) -> None:
@@ -129,7 +154,10 @@ class Stepper:
             self._assert_none_has_raised("reset` with a `reset_mask")
         seeds = seed
         if seed is None or isinstance(seed, int):
-            seeds = [None if seed is None else seed + self._blueprint.first_row + i for i in range(num_envs)]
+            seeds = [
+                None if seed is None else seed + self._blueprint.first_row + i
+                for i in range(num_envs)
+            ]
         if len(seeds) != num_envs:
             raise ValueError(
                 f"If seeds are passed as a list the length must match num_envs={num_envs} but got length={len(seeds)}."
@@ -154,7 +182,9 @@ class Stepper:
                 self._pool.failed.discard(worker.index)
                 parts.append(reply.value)
             else:
-                parts.append(worker.episodes.saw_reset(self._space, reply.value, self._mask[worker.rows]))
+                parts.append(
+                    worker.episodes.saw_reset(self._space, reply.value, self._mask[worker.rows])
+                )
             self._note_loss(worker)
         return self._join(parts), self._infos(replies)
 
@@ -167,13 +197,21 @@ class Stepper:
         if not (is_array and isinstance(space, Box | MultiDiscrete)):
             actions = list(iterate(space, actions))
         if len(actions) != num_envs:
-            raise ValueError(f"Expected {num_envs} actions, one for each environment, got {len(actions)}")
-        self._ask(AsyncState.WAITING_STEP, lambda worker: worker.episodes.step(actions[worker.rows]))
+            raise ValueError(
+                f"Expected {num_envs} actions, one for each environment, got {len(actions)}"
+            )
+        self._ask(
+            AsyncState.WAITING_STEP, lambda worker: worker.episodes.step(actions[worker.rows])
+        )
 
-    def finish_step(self, timeout: float | None) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:
+    def finish_step(
+        self, timeout: float | None
+    ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:
         """Return observations, rewards, terminations, truncations and infos."""
         replies = self._replies(AsyncState.WAITING_STEP, timeout)
-        shows_ends = self._blueprint.autoreset_mode != AutoresetMode.SAME_STEP  # before what follows them
+        shows_ends = (
+            self._blueprint.autoreset_mode != AutoresetMode.SAME_STEP
+        )  # before what follows them
         for worker, reply in zip(self._pool.workers, replies, strict=True):
             observations, _, terminations, truncations = reply.value
             worker.episodes = Episodes(observations, (terminations | truncations) & shows_ends)
@@ -189,7 +227,11 @@ class Stepper:
 
     def finish_call(self, timeout: float | None) -> tuple[Any, ...]:
         """Return one result for each environment."""
-        return tuple(result for reply in self._replies(AsyncState.WAITING_CALL, timeout) for result in reply.value)
+        return tuple(
+            result
+            for reply in self._replies(AsyncState.WAITING_CALL, timeout)
+            for result in reply.value
+        )
 
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of each environment, also of those that a replacement builds."""
@@ -204,7 +246,10 @@ class Stepper:
         before, attributes = dict(self._recovery.attributes), self._recovery.attributes
         attributes[name] = values  # from now on, as a worker may be replaced when it has answered
         try:
-            self._ask(AsyncState.WAITING_CALL, lambda worker: (SetAttr(name), cloudpickle.dumps(values[worker.rows])))
+            self._ask(
+                AsyncState.WAITING_CALL,
+                lambda worker: (SetAttr(name), cloudpickle.dumps(values[worker.rows])),
+            )
             self._replies(AsyncState.WAITING_CALL, None)
         except BaseException:
             self._recovery.attributes = before
@@ -215,7 +260,9 @@ class Stepper:
         if self._copy or self._observations is None:
             self._observations = map_space(_concatenate, self._space, *parts)
         else:
-            self._observations = map_space(_concatenate_into, self._space, self._observations, *parts)
+            self._observations = map_space(
+                _concatenate_into, self._space, self._observations, *parts
+            )
         return self._observations
 
 

@@ -47,7 +47,9 @@ class Supervisor:
         self._workers, self._launcher, self._clock = workers, launcher, clock
         self._startup_timeout, self._worker_timeout = startup_timeout, worker_timeout
         self._max_restarts = max_restarts
-        self.all_must_start = True  # until they have: one that ends by itself, or is late, ends the run
+        self.all_must_start = (
+            True  # until they have: one that ends by itself, or is late, ends the run
+        )
         self.next_look = self._next_look_at_all = 0.0
 
     def start(self) -> None:
@@ -64,7 +66,12 @@ class Supervisor:
             self._begin(worker)
 
     def _begin(self, worker: WorkerHandle) -> None:
-        worker.state, worker.identity, worker.building, worker.exit = State.STARTING, None, None, None
+        worker.state, worker.identity, worker.building, worker.exit = (
+            State.STARTING,
+            None,
+            None,
+            None,
+        )
         worker.host, worker.pid, worker.asked, worker.pulled, worker.answers = "", 0, {}, (0, 0), 0
         worker.heard = worker.noticed = self._clock()
         worker.deadline = worker.heard + self._startup_timeout
@@ -89,7 +96,11 @@ class Supervisor:
     def lose(self, worker: WorkerHandle, reason: Exit | None = None) -> None:
         """Note that a worker's process or link is gone; why is found out later, if it is not known."""
         if worker.state in (State.STARTING, State.BUILDING, State.READY):
-            worker.state, worker.exit, worker.deadline = State.LOST, reason, self._clock() + REASON_S
+            worker.state, worker.exit, worker.deadline = (
+                State.LOST,
+                reason,
+                self._clock() + REASON_S,
+            )
             self.next_look = min(self.next_look, self._clock() + SOON_S)
 
     def end(self, worker: WorkerHandle, because: str) -> None:
@@ -112,7 +123,11 @@ class Supervisor:
                     continue
                 if (exit := self._launcher.exit(worker.index)) is not None:
                     self.lose(worker, exit)
-                elif worker.state != State.READY and not self._is_pending(worker, now) and now > worker.deadline:
+                elif (
+                    worker.state != State.READY
+                    and not self._is_pending(worker, now)
+                    and now > worker.deadline
+                ):
                     late.append(worker)
             elif worker.state == State.LOST:
                 # Since the last look, all that it had sent has been read: its last words may be an answer, or say why.
@@ -121,7 +136,9 @@ class Supervisor:
                     # Should it be only stopped, or cut off: it is not to come back.
                     self._launcher.kill(worker.index)
                     worker.state, worker.deadline = State.KILLED, now + KILL_S
-            elif worker.state == State.KILLED and (self._launcher.has_ended(worker.index) or now >= worker.deadline):
+            elif worker.state == State.KILLED and (
+                self._launcher.has_ended(worker.index) or now >= worker.deadline
+            ):
                 lost.append((worker, f"{self.describe(worker)} died: {self._why(worker, now)}"))
             elif worker.state == State.REFUSED and now >= worker.deadline:
                 self._start(worker)
@@ -131,7 +148,9 @@ class Supervisor:
         if late:
             self._handle_late(late)
         in_between = any(worker.state in (State.LOST, State.KILLED) for worker in self._workers)
-        self.next_look = min(self._next_look_at_all, now + SOON_S) if in_between else self._next_look_at_all
+        self.next_look = (
+            min(self._next_look_at_all, now + SOON_S) if in_between else self._next_look_at_all
+        )
         return lost
 
     def _is_pending(self, worker: WorkerHandle, now: float) -> bool:
@@ -174,7 +193,11 @@ class Supervisor:
         cannot_start = self.all_must_start and worker.exit is not None and not worker.exit.by_signal
         if worker.losses > self._max_restarts or cannot_start:
             self.end(worker, "lost")
-            again = f" (and so did {worker.losses - 1} before it, one after the other)" if worker.losses > 1 else ""
+            again = (
+                f" (and so did {worker.losses - 1} before it, one after the other)"
+                if worker.losses > 1
+                else ""
+            )
             raise WorkerDiedError(text + again)
         worker.process += 1
         self._begin(worker)

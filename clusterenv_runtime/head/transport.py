@@ -34,7 +34,9 @@ def listening_address(bind_address: str | None, port: int | str, directory: str)
     """Return where to listen for workers, as ZeroMQ writes it."""
     if not bind_address:
         return f"ipc://{directory}/head"
-    return f"tcp://[{bind_address}]:{port}" if ":" in bind_address else f"tcp://{bind_address}:{port}"
+    return (
+        f"tcp://[{bind_address}]:{port}" if ":" in bind_address else f"tcp://{bind_address}:{port}"
+    )
 
 
 def raise_file_limit() -> None:
@@ -84,7 +86,9 @@ class Received:
             return None, Malformed("a long message")
         try:
             return protocol.decode_answer(self.frames[0])
-        except Exception as error:  # msgspec's, UnicodeDecodeError, RecursionError: anything may be sent
+        except (
+            Exception
+        ) as error:  # msgspec's, UnicodeDecodeError, RecursionError: anything may be sent
             return None, Malformed(f"a malformed message: {printable(str(error))}")
 
 
@@ -116,7 +120,9 @@ class Transport:
         raise_file_limit()
         self.dropped = 0  # messages so far that were malformed or of strangers
         self._complained_of: set[bytes] = set()
-        self._pulses: dict[bytes, bool] = {}  # by identity, whether it was missing at the last `Ping`
+        self._pulses: dict[
+            bytes, bool
+        ] = {}  # by identity, whether it was missing at the last `Ping`
         if parent is not None:
             parent.mkdir(parents=True, exist_ok=True)
         # 0700: nobody else can dial in
@@ -127,7 +133,9 @@ class Transport:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._socket.linger = 0
-        self._socket.router_mandatory = True  # a message to a worker that has gone raises instead of vanishing
+        self._socket.router_mandatory = (
+            True  # a message to a worker that has gone raises instead of vanishing
+        )
         # All is read at once. Where libzmq has stopped to read from a connection that then breaks, its next PONG would
         # end the process, by an assertion, and so would a PING, of which the head sends none.
         self._socket.rcvhwm = 0
@@ -135,7 +143,9 @@ class Transport:
         # One that does not read must not block the head. What it is sent is bounded: it cannot answer what it has not
         # read, see `Requests.number`, and only then is it asked for more.
         self._socket.sndhwm = 0
-        self._socket.router_handover = True  # else libzmq keeps what comes under an identity that is taken for ever
+        self._socket.router_handover = (
+            True  # else libzmq keeps what comes under an identity that is taken for ever
+        )
         protocol.set_limits(self._socket, MAX_FRAME)
         # Connections to machines that are gone close in the end; that of a worker is noticed sooner, see `_has_pulse`.
         self._socket.tcp_keepalive, self._socket.tcp_keepalive_idle = 1, 60
@@ -154,7 +164,9 @@ class Transport:
     def _bind(self, address: str) -> None:
         data = os.fsencode(address)  # the path of a socket file need not be UTF-8
         if address.startswith("ipc://") and len(data) > len("ipc://") + 107:
-            raise StartupError(f"the socket's path {address} is longer than 107 bytes: set TMPDIR to a shorter one")
+            raise StartupError(
+                f"the socket's path {address} is longer than 107 bytes: set TMPDIR to a shorter one"
+            )
         try:
             self._socket.bind(data)
         except zmq.ZMQError as error:
@@ -165,7 +177,9 @@ class Transport:
         """Connections with a foreign key so far."""
         return 0 if self._gate is None else self._gate.refused
 
-    def exchange(self, outbox: Iterable[Outgoing], seconds: float | None) -> tuple[list[Received], list[bytes]]:
+    def exchange(
+        self, outbox: Iterable[Outgoing], seconds: float | None
+    ) -> tuple[list[Received], list[bytes]]:
         """Send these, and wait for up to ``seconds`` until there is something to receive; with None only send.
 
         Return what has come, and the identities of those whose connection is closed.
@@ -186,7 +200,9 @@ class Transport:
 
     def _send(self, out: Outgoing) -> bool:
         """Send a message, and say whether the connection is open still."""
-        is_open = self._reaches([out.identity, protocol.encode((out.seq, out.message)), *out.buffers])
+        is_open = self._reaches(
+            [out.identity, protocol.encode((out.seq, out.message)), *out.buffers]
+        )
         return is_open and (not isinstance(out.message, Ping) or self._has_pulse(out.identity))
 
     def _has_pulse(self, identity: bytes) -> bool:

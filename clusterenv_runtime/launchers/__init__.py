@@ -45,7 +45,9 @@ def launcher_names() -> list[str]:
     return [*OWN, *sorted(_added())]
 
 
-def make_launcher(name: str, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> Launcher:
+def make_launcher(
+    name: str, log_dir: str | os.PathLike[str] | None = None, prefix: str = ""
+) -> Launcher:
     """Return the launcher of this name.
 
     Raises:

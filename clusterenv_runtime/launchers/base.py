@@ -31,9 +31,15 @@ class Launcher:
     """
 
     name = "of your own"
-    remote = True  # whether workers may run on other machines, so that the head must listen over tcp
-    by_hand = False  # whether you start its workers, with your own copy of the keys that you have made
-    resources: Mapping[str, float] = MappingProxyType({})  # of each worker, as in {"CPU": 2}; the rest is up to it
+    remote = (
+        True  # whether workers may run on other machines, so that the head must listen over tcp
+    )
+    by_hand = (
+        False  # whether you start its workers, with your own copy of the keys that you have made
+    )
+    resources: Mapping[str, float] = MappingProxyType(
+        {}
+    )  # of each worker, as in {"CPU": 2}; the rest is up to it
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         self.log_dir, self.prefix = None if log_dir is None else Path(log_dir), shlex.split(prefix)
@@ -122,8 +128,16 @@ class Launcher:
 
 
 def worker_flags(
-    address: str, key_file: str | os.PathLike[str] | None, startup_timeout: float, worker_timeout: float
+    address: str,
+    key_file: str | os.PathLike[str] | None,
+    startup_timeout: float,
+    worker_timeout: float,
 ) -> list[str]:
     """Return the flags of `clusterenv_runtime.worker` that all workers of a head have in common."""
     timeouts = ["--startup-timeout", str(startup_timeout), "--head-timeout", str(worker_timeout)]
-    return ["--connect", address, *([] if key_file is None else ["--key-file", str(key_file)]), *timeouts]
+    return [
+        "--connect",
+        address,
+        *([] if key_file is None else ["--key-file", str(key_file)]),
+        *timeouts,
+    ]

@@ -26,7 +26,9 @@ class ExternalLauncher(Launcher):
         super().start()
 
     def start_worker(self, index: int) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it any more; the command is the one that was printed first
+        with contextlib.suppress(
+            OSError
+        ):  # nobody reads it any more; the command is the one that was printed first
             print_line(shlex.join(self.command(index)))
 
     def pending(self, index: int) -> str | None:

@@ -19,7 +19,9 @@ from .base import Exit, Launcher
 from .processes import VARIABLE, kill_marked
 
 logger = logging.getLogger(__name__)
-LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # somebody may have put a link there
+LOG_FLAGS = (
+    os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+)  # somebody may have put a link there
 
 
 class LocalLauncher(Launcher):
@@ -33,7 +35,10 @@ class LocalLauncher(Launcher):
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._replaced: list[subprocess.Popen[bytes]] = []  # killed, and perhaps not yet reaped
         # What the marks of all processes begin with, in a worker its own; and the marks by pid. See `processes`.
-        self._mark, self._marks = f"{os.environ.get(VARIABLE, '')}{secrets.token_hex(8)}.", dict[int, str]()
+        self._mark, self._marks = (
+            f"{os.environ.get(VARIABLE, '')}{secrets.token_hex(8)}.",
+            dict[int, str](),
+        )
 
     def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
         flags = [*flags, "--head-directory", directory, "--head-pid", str(os.getpid())]
@@ -43,9 +48,15 @@ class LocalLauncher(Launcher):
         return [*self.prefix, sys.executable, *self.arguments(index)]
 
     def variables(self) -> dict[str, str]:
-        paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [
+            str(Path(__file__).resolve().parents[2]),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
         # One BLAS thread each: a worker's cores are its environments'.
-        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": os.pathsep.join(paths)}
+        return {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
 
     def environment(self, mark: str) -> dict[str, str]:
         """Return the environment variables of a command; see `processes` for the mark."""
@@ -84,7 +95,9 @@ class LocalLauncher(Launcher):
         except OSError as error:
             if index not in self._processes or error.errno in (errno.EMFILE, errno.ENFILE):
                 raise  # for lack of open files, the process could not be started either
-            logger.warning("from now on worker %d has no log: %s", index, error)  # what it does is worth more
+            logger.warning(
+                "from now on worker %d has no log: %s", index, error
+            )  # what it does is worth more
             return open(os.devnull, "ab")
 
     def log(self, index: int) -> str | None:
@@ -94,7 +107,9 @@ class LocalLauncher(Launcher):
         code = self._processes[index].poll()
         if code is None:
             return None
-        if code >= 0:  # above 128 it stands for a signal, as a shell tells it, which may be the prefix
+        if (
+            code >= 0
+        ):  # above 128 it stands for a signal, as a shell tells it, which may be the prefix
             return Exit(f"exit code {code}", by_signal=128 < code <= 192)
         names = {number.value: number.name for number in signal.Signals}
         return Exit(f"killed by {names.get(-code, f'signal {-code}')}", by_signal=True)
@@ -116,7 +131,9 @@ class LocalLauncher(Launcher):
             if not _await(processes, deadline + 1):
                 for process in processes:
                     process.kill()
-                _await(processes, deadline + 6)  # one that is in the kernel, on a file system that is gone, stays
+                _await(
+                    processes, deadline + 6
+                )  # one that is in the kernel, on a file system that is gone, stays
         for process in processes:
             kill_group(process)
         while kill_marked(self._mark) and time.monotonic() < deadline + 7:

@@ -19,7 +19,9 @@ class Actor:
 
     def __init__(self) -> None:
         self.version = 0  # of the policy held; 0 for none
-        self.state: Any = None  # of the policy, after its last step; None if it has none, or has not begun
+        self.state: Any = (
+            None  # of the policy, after its last step; None if it has none, or has not begun
+        )
         self._held: torch.Tensor | None = None  # the float32 weights that differences are added to
         self._generator = torch.Generator()
 
@@ -45,7 +47,9 @@ class Actor:
         weights, others = self.policy.split_weights(self.policy.flat_weights())
         is_right = checksum(weights, others.numpy()) == message.checksum
         if not is_right and message.levels != FROM_HELD:
-            raise ValueError("weights have another checksum than the head's: is a network or memory broken?")
+            raise ValueError(
+                "weights have another checksum than the head's: is a network or memory broken?"
+            )
         self.version = message.version if is_right else 0
 
     def set_numbers(self, numbers: list[float]) -> None:
@@ -95,7 +99,9 @@ class Actor:
         self._step_params.append(params)
         self._actions.append(actions)
         # Copies: `to_env` and the environments may write to them.
-        given = map_tree(lambda leaf: leaf.numpy(), self.policy.to_env(map_tree(torch.clone, actions)))
+        given = map_tree(
+            lambda leaf: leaf.numpy(), self.policy.to_env(map_tree(torch.clone, actions))
+        )
         if not self.policy.is_identity and any(leaf.dtype.kind in "iu" for leaf in leaves(given)):
             self._given.append(map_tree(np.copy, given))
         return given
@@ -128,14 +134,19 @@ class Actor:
         ``steps`` ``(num_steps, num_envs)``: which step each is of, if there were more than num_steps.
         """
         params, actions = (
-            map_tree(lambda *leaves: torch.stack(leaves), *each) for each in (self._step_params, self._actions)
+            map_tree(lambda *leaves: torch.stack(leaves), *each)
+            for each in (self._step_params, self._actions)
         )
         if steps is not None:
             which = torch.from_numpy(steps), torch.arange(self._num_envs)
             params, actions = map_tree(lambda leaf: leaf[which], (params, actions))
         if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in leaves(params)):
-            raise ValueError("params hold NaN: has the policy diverged?")  # before torch prints all of them
-        places = measured_states(self._num_steps, self._rows, self._measured, self._states is not None)
+            raise ValueError(
+                "params hold NaN: has the policy diverged?"
+            )  # before torch prints all of them
+        places = measured_states(
+            self._num_steps, self._rows, self._measured, self._states is not None
+        )
         measured = torch.from_numpy(places)
         kept = {
             "actions": actions,
@@ -144,7 +155,9 @@ class Actor:
             "params": map_tree(lambda leaf: leaf.flatten(0, 1)[measured], params),
         }
         arrays = map_tree(lambda leaf: leaf.numpy(), kept)
-        arrays["states"] = None if self._states is None else map_tree(lambda leaf: leaf.numpy(), self._states)
+        arrays["states"] = (
+            None if self._states is None else map_tree(lambda leaf: leaf.numpy(), self._states)
+        )
         return arrays
 
 

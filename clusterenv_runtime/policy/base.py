@@ -24,7 +24,9 @@ from torch.distributions import Distribution, Independent, kl_divergence
 
 from ..arrays.trees import leaves, map_tree
 
-PASS_ELEMENTS = 2**20  # numbers in the observations of one forward pass at the head, so that its memory is bounded
+PASS_ELEMENTS = (
+    2**20
+)  # numbers in the observations of one forward pass at the head, so that its memory is bounded
 KL_SAMPLES = 64  # actions for each state where the divergence has to be estimated
 
 logger = logging.getLogger(__name__)
@@ -113,7 +115,9 @@ class Policy(nn.Module):
         """
         steps = []
         for step, begins in enumerate(starts):
-            params, state = self(map_tree(lambda leaf: leaf[step], observations), self.started(state, begins))  # noqa: B023
+            params, state = self(
+                map_tree(lambda leaf: leaf[step], observations), self.started(state, begins)
+            )  # noqa: B023
             steps.append(params)
         return map_tree(lambda *each: torch.stack(each), *steps), state
 
@@ -125,7 +129,9 @@ class Policy(nn.Module):
         """
         with _evaluating(self):
             size = len(leaves(observations)[0])
-            most = max(PASS_ELEMENTS * size // max(sum(leaf.size for leaf in leaves(observations)), 1), 1)
+            most = max(
+                PASS_ELEMENTS * size // max(sum(leaf.size for leaf in leaves(observations)), 1), 1
+            )
             passes = []
             for start in range(0, size, most):
                 some = map_tree(lambda leaf: leaf[start : start + most], observations)  # noqa: B023
@@ -137,7 +143,9 @@ class Policy(nn.Module):
     @torch.no_grad()
     def params_along(self, observations: Any, starts: np.ndarray, state: Any) -> Any:
         """As `unroll`, of arrays, in eval mode, as on the workers; return the parameters alone."""
-        elements = sum(leaf[0, 0].size for leaf in leaves(observations))  # that one row sees in a step
+        elements = sum(
+            leaf[0, 0].size for leaf in leaves(observations)
+        )  # that one row sees in a step
         most, passes = max(PASS_ELEMENTS // max(elements, 1), 1), []
         with _evaluating(self):
             for first in range(0, starts.shape[1], most):
@@ -156,9 +164,13 @@ class Policy(nn.Module):
     def check(self) -> None:
         """Raise ValueError if this cannot travel."""
         if not list(self.parameters()):
-            raise ValueError("the policy has no parameters, so there is nothing to learn or to pull")
+            raise ValueError(
+                "the policy has no parameters, so there is nothing to learn or to pull"
+            )
         if any(map(nn.parameter.is_lazy, [*self.parameters(), *self.buffers()])):
-            raise ValueError("the policy has lazy modules that have not seen an input: call it once, then publish it")
+            raise ValueError(
+                "the policy has lazy modules that have not seen an input: call it once, then publish it"
+            )
         self.numbers_now()
 
     def numbers_now(self) -> list[float]:
@@ -167,7 +179,9 @@ class Policy(nn.Module):
             raise ValueError(f"the policy's numbers must be a tuple of names, got {self.numbers!r}")
         for name in self.numbers:
             if not isinstance(value := getattr(self, name, None), Real):
-                raise ValueError(f"{name!r} is among the policy's numbers, but is no number: {value!r}")
+                raise ValueError(
+                    f"{name!r} is among the policy's numbers, but is no number: {value!r}"
+                )
         return [float(getattr(self, name)) for name in self.numbers]
 
     @torch.no_grad()
@@ -187,18 +201,31 @@ class Policy(nn.Module):
             states: likewise, before the first step.
         """
         if states is not None:
-            if len({len(each) for each in starts}) > 1:  # of workers that were asked for different numbers of steps
+            if (
+                len({len(each) for each in starts}) > 1
+            ):  # of workers that were asked for different numbers of steps
                 workers = zip(observations, behavior_params, starts, states, strict=True)
-                return np.concatenate([self.divergence(*([part] for part in worker)) for worker in workers])
+                return np.concatenate(
+                    [self.divergence(*([part] for part in worker)) for worker in workers]
+                )
             shape = len(starts[0]), sum(each.shape[1] for each in starts)
             steps = [map_tree(lambda leaf, own=own: leaf.reshape(*own.shape, *leaf.shape[1:]), params)
                      for params, own in zip(behavior_params, starts, strict=True)]  # fmt: skip
-            params = self.params_along(_join(observations, 1), np.concatenate(starts, 1), _join(states))
-            behavior, params = map_tree(lambda leaf: leaf.flatten(0, 1), (self.to_device(_join(steps, 1)), params))
-            kl, sizes = self.kl(behavior, params).view(shape).mean(0), [each.shape[1] for each in starts]
+            params = self.params_along(
+                _join(observations, 1), np.concatenate(starts, 1), _join(states)
+            )
+            behavior, params = map_tree(
+                lambda leaf: leaf.flatten(0, 1), (self.to_device(_join(steps, 1)), params)
+            )
+            kl, sizes = (
+                self.kl(behavior, params).view(shape).mean(0),
+                [each.shape[1] for each in starts],
+            )
         else:
             sizes = [len(leaves(params)[0]) for params in behavior_params]
-            kl = self.kl(self.to_device(_join(behavior_params)), self.params_at(_join(observations)))
+            kl = self.kl(
+                self.to_device(_join(behavior_params)), self.params_at(_join(observations))
+            )
         return np.add.reduceat(kl.cpu().numpy(), np.cumsum([0, *sizes[:-1]])) / sizes
 
     def to_device(self, arrays: Any) -> Any:
@@ -220,7 +247,10 @@ class Policy(nn.Module):
                 inner = inner.base_dist
             if (kind := type(inner).__name__) not in _estimated:
                 _estimated.add(kind)
-                logger.warning("torch has no KL divergence of %s: it is estimated; define the policy's kl", kind)
+                logger.warning(
+                    "torch has no KL divergence of %s: it is estimated; define the policy's kl",
+                    kind,
+                )
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(0)
             actions = old.sample((KL_SAMPLES,))
@@ -230,7 +260,9 @@ class Policy(nn.Module):
     # What travels: the structure once, then one flat buffer per pull.
     def _tensors(self) -> list[torch.Tensor]:
         tensors = [*self.parameters(), *self.buffers()]
-        return sorted(tensors, key=lambda tensor: not _is_rounded(tensor))  # first what `rounded_sizes` are of
+        return sorted(
+            tensors, key=lambda tensor: not _is_rounded(tensor)
+        )  # first what `rounded_sizes` are of
 
     @property
     def rounded_sizes(self) -> list[int]:
@@ -247,10 +279,14 @@ class Policy(nn.Module):
         def empty(tensor: torch.Tensor) -> torch.Tensor:
             # Not empty_like, which imports sympy for a tensor on torch's meta device: 0.4 s.
             new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+            return (
+                nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+            )
 
         memo = {id(tensor): empty(tensor) for tensor in self._tensors()}
-        for module in self.modules():  # what a module keeps of its last forward cannot be copied otherwise
+        for (
+            module
+        ) in self.modules():  # what a module keeps of its last forward cannot be copied otherwise
             kept = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
             memo |= {id(tensor): tensor.detach() for tensor in kept if tensor.grad_fn is not None}
         return copy.deepcopy(self, memo)
@@ -258,7 +294,12 @@ class Policy(nn.Module):
     @torch.no_grad()
     def flat_weights(self) -> torch.Tensor:
         """Return all parameters and buffers as one fresh flat uint8 tensor on the policy's device."""
-        return torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in self._tensors()])
+        return torch.cat(
+            [
+                tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+                for tensor in self._tensors()
+            ]
+        )
 
     def split_weights(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return of what `flat_weights` returns the part that may be rounded, as float32, and the bytes of the rest."""

@@ -24,9 +24,15 @@ import torch
 SHARE = 0.25  # of the weights move, or fewer
 FAR = 0.5  # lengths of the weights: a worker that is further off gets all of them
 SAMPLE = 2**16  # weights of a tensor that are looked at to find those that move
-WHOLE, FROM_ZEROS, FROM_HELD = 0, 127, 1  # steps up or down that a message can tell; exact weights have none
+WHOLE, FROM_ZEROS, FROM_HELD = (
+    0,
+    127,
+    1,
+)  # steps up or down that a message can tell; exact weights have none
 _POWERS = 3 ** np.arange(5, dtype=np.uint8)  # five numbers of -1, 0 or 1 make a byte
-_TRITS = (np.arange(3**5)[:, None] // _POWERS % 3 - 1).astype(np.int8)  # (243, 5), of each such byte
+_TRITS = (np.arange(3**5)[:, None] // _POWERS % 3 - 1).astype(
+    np.int8
+)  # (243, 5), of each such byte
 
 
 @dataclass
@@ -38,7 +44,9 @@ class Difference:
     scales: torch.Tensor  # (tensors,) float32
 
     @classmethod
-    def between(cls, held: torch.Tensor | None, weights: torch.Tensor, sizes: Sequence[int]) -> Difference | None:
+    def between(
+        cls, held: torch.Tensor | None, weights: torch.Tensor, sizes: Sequence[int]
+    ) -> Difference | None:
         """Return what to add to ``held`` (None: zeros), or None if these are not all finite.
 
         Args:
@@ -54,7 +62,11 @@ class Difference:
             rest, quantize, levels = weights, _to_bytes, FROM_ZEROS
         parts = [quantize(part) for part in rest.split(list(sizes))]
         steps = torch.cat([steps for steps, _ in parts])
-        return cls(levels, steps, torch.tensor([scale for _, scale in parts], dtype=torch.float32, device="cpu"))
+        return cls(
+            levels,
+            steps,
+            torch.tensor([scale for _, scale in parts], dtype=torch.float32, device="cpu"),
+        )
 
     def added_to(self, held: torch.Tensor | None, sizes: Sequence[int]) -> torch.Tensor:
         """Return the sum with ``held``, unless it is a difference from zeros: ``(weights,)`` float32.
@@ -70,7 +82,9 @@ class Difference:
         """Return the buffers that carry it: the scales, and the steps, compressed."""
         steps = self.steps
         if self.levels == FROM_HELD:
-            trits = torch.nn.functional.pad(steps + 1, (0, -len(steps) % 5)).to(torch.uint8).view(-1, 5)
+            trits = (
+                torch.nn.functional.pad(steps + 1, (0, -len(steps) % 5)).to(torch.uint8).view(-1, 5)
+            )
             steps = (trits * torch.from_numpy(_POWERS).to(trits.device)).sum(1, dtype=torch.uint8)
         # By how often each byte occurs. There is nothing else to find in these, and looking for it takes time.
         deflate = zlib.compressobj(wbits=-15, strategy=zlib.Z_HUFFMAN_ONLY)
@@ -87,12 +101,22 @@ class Difference:
         size = num_weights if levels == FROM_ZEROS else -(-num_weights // 5)
         unpacked = zlib.decompressobj(wbits=-15).decompress(packed, size + 1)
         if len(unpacked) != size:
-            raise ValueError(f"a difference of {num_weights} weights has {size} bytes, not {len(unpacked)}")
+            raise ValueError(
+                f"a difference of {num_weights} weights has {size} bytes, not {len(unpacked)}"
+            )
         if levels == FROM_ZEROS:
             steps = np.frombuffer(unpacked, np.int8).copy()
         else:
-            steps = _TRITS.take(np.frombuffer(unpacked, np.uint8), axis=0).reshape(-1)[:num_weights].copy()
-        return cls(levels, torch.from_numpy(steps), torch.from_numpy(np.frombuffer(scales, np.float32).copy()))
+            steps = (
+                _TRITS.take(np.frombuffer(unpacked, np.uint8), axis=0)
+                .reshape(-1)[:num_weights]
+                .copy()
+            )
+        return cls(
+            levels,
+            torch.from_numpy(steps),
+            torch.from_numpy(np.frombuffer(scales, np.float32).copy()),
+        )
 
 
 def checksum(weights: torch.Tensor, others: Any) -> int:
@@ -106,7 +130,9 @@ def _to_bytes(weights: torch.Tensor) -> tuple[torch.Tensor, float]:
     scale = np.float32(largest) / np.float32(FROM_ZEROS)
     if scale == 0:
         return torch.zeros_like(weights, dtype=torch.int8), 0.0
-    return (weights / float(scale)).round().clamp(-FROM_ZEROS, FROM_ZEROS).to(torch.int8), float(scale)
+    return (weights / float(scale)).round().clamp(-FROM_ZEROS, FROM_ZEROS).to(torch.int8), float(
+        scale
+    )
 
 
 def _furthest(rest: torch.Tensor) -> tuple[torch.Tensor, float]:

@@ -17,14 +17,22 @@ from ..wire.protocol import Collect
 if TYPE_CHECKING:
     from .base import Policy
 
-SIZES = 3, 5, 7, 11, 13  # of the rollout in which it is tried: the first two that no axis of its actions has
+SIZES = (
+    3,
+    5,
+    7,
+    11,
+    13,
+)  # of the rollout in which it is tried: the first two that no axis of its actions has
 DRAWS = 256  # actions that are drawn to see whether they are of the action space
 
 
 class Probed(NamedTuple):
     """What is known of a policy that has been tried."""
 
-    example: dict[str, Any]  # what a part of a rollout holds of it, arrays ``(1, ...)`` by the names of `RolloutPart`
+    example: dict[
+        str, Any
+    ]  # what a part of a rollout holds of it, arrays ``(1, ...)`` by the names of `RolloutPart`
     dimensions: int  # of an action
     volatile: set[str]  # the keys of `structure.layout_of` that change when it acts
     kl_fault: str | None  # why its divergence cannot be measured, if it cannot
@@ -46,7 +54,9 @@ def probe(policy: Policy, space: Space, action_space: Space, seen: Any) -> Probe
         except Exception as error:
             errors.append(error)
     drawn = "; the observation was drawn from the space" if seen is None else ""
-    raise ValueError(f"the policy cannot act on {space}: {_blamed(errors[0], policy, drawn)}") from errors[0]
+    raise ValueError(
+        f"the policy cannot act on {space}: {_blamed(errors[0], policy, drawn)}"
+    ) from errors[0]
 
 
 def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
@@ -83,9 +93,13 @@ def _act_there(policy: Policy, action_space: Space, observations: Any) -> Probed
             return noise
 
     actor = Tried()
-    actor.load_structure(policy)  # what was pickled by value must not come back: it would replace the user's classes
+    actor.load_structure(
+        policy
+    )  # what was pickled by value must not come back: it would replace the user's classes
     actor.policy.load_flat_weights(policy.flat_weights().cpu().numpy())
-    actor.prepare(Collect(num_steps, 0, 0, 0.0, policy.numbers_now(), states=num_steps), range(num_envs))
+    actor.prepare(
+        Collect(num_steps, 0, 0, 0.0, policy.numbers_now(), states=num_steps), range(num_envs)
+    )
     initial = actor.policy.initial_state(num_envs)
     if initial is not None:
         _check_tree("initial_state", initial)
@@ -105,7 +119,9 @@ def _act_there(policy: Policy, action_space: Space, observations: Any) -> Probed
     volatile = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
     lead = {"params": np.s_[:1], "states": np.s_[:1]}  # of the others the first step's first
     example = {
-        name: tree if tree is None else map_tree(lambda leaf, key=lead.get(name, np.s_[0, :1]): leaf[key], tree)
+        name: tree
+        if tree is None
+        else map_tree(lambda leaf, key=lead.get(name, np.s_[0, :1]): leaf[key], tree)
         for name, tree in kept.items()
     }
     dimensions = max(sum(leaf[0].size for leaf in leaves(given)), 1)  # of what environments get
@@ -119,10 +135,14 @@ def _check_kept(kept: dict[str, Any], num_steps: int, num_envs: int) -> None:
     _check_leading("act", kept["actions"], steps)
     if kept["logprobs"].shape != steps:
         found = f"its log_prob gives {kept['logprobs'].shape} for {num_steps} steps of {num_envs} environments"
-        raise ValueError(f"{found}, not one number for each: sum over the last dimensions, of the actions")
+        raise ValueError(
+            f"{found}, not one number for each: sum over the last dimensions, of the actions"
+        )
     for name, extra in kept["extras"].items():
         if not isinstance(name, str) or not isinstance(extra, np.ndarray):
-            raise ValueError(f"its extras must be tensors by their names, got {name!r}: a {type(extra).__name__}")
+            raise ValueError(
+                f"its extras must be tensors by their names, got {name!r}: a {type(extra).__name__}"
+            )
         _check_leading(f"extra {name!r}", extra, steps)
 
 
@@ -131,7 +151,9 @@ def _check_draws(policy: Policy, params: Any, action_space: Space) -> None:
     import torch
 
     with torch.inference_mode():
-        many = map_tree(lambda leaf: torch.from_numpy(leaf[:1]).expand(DRAWS, *leaf.shape[1:]), params)
+        many = map_tree(
+            lambda leaf: torch.from_numpy(leaf[:1]).expand(DRAWS, *leaf.shape[1:]), params
+        )
         noise = policy.noise(1, many, torch.Generator().manual_seed(0))
         actions = policy.to_env(policy.act(many, map_tree(lambda leaf: leaf[0], noise)))
     check_actions(action_space, map_tree(lambda leaf: leaf.numpy(), actions))
@@ -152,7 +174,9 @@ def _check_leading(name: str, tree: Any, leading: tuple[int, ...]) -> None:
     for leaf in leaves(tree):
         if leaf.shape[: len(leading)] != leading:
             wanted = f"({', '.join(map(str, leading))}, ...)"
-            raise ValueError(f"its {name} gives {tuple(leaf.shape)}, where {wanted} is wanted of {leading[-1]} rows")
+            raise ValueError(
+                f"its {name} gives {tuple(leaf.shape)}, where {wanted} is wanted of {leading[-1]} rows"
+            )
 
 
 def _check_tree(name: str, tree: Any) -> None:
@@ -171,25 +195,40 @@ def _check_state(initial: Any, state: Any) -> None:
     """Raise ValueError if the next state is not like the initial one."""
 
     def check(before: Any, after: Any) -> None:
-        if type(after) is not type(before) or (after.shape, after.dtype) != (before.shape, before.dtype):
-            found = f"{after.dtype} {tuple(after.shape)}" if hasattr(after, "dtype") else f"a {type(after).__name__}"
+        if type(after) is not type(before) or (after.shape, after.dtype) != (
+            before.shape,
+            before.dtype,
+        ):
+            found = (
+                f"{after.dtype} {tuple(after.shape)}"
+                if hasattr(after, "dtype")
+                else f"a {type(after).__name__}"
+            )
             expected = f"its initial_state is {before.dtype} {tuple(before.shape)}"
             raise TypeError(f"its forward returns a state that is {found}, {expected}")
 
     try:
         map_tree(check, initial, state)
     except ValueError:
-        raise TypeError("its forward returns a state of another structure than its initial_state") from None
+        raise TypeError(
+            "its forward returns a state of another structure than its initial_state"
+        ) from None
 
 
 def _blamed(error: Exception, policy: Policy, more: str) -> str:
     """Return a line that names which of a policy's methods has raised an error, and what `forward` gets."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    mine = [frame.f_code.co_name for frame in frames if type(frame.f_locals.get("self")) is type(policy)]
+    mine = [
+        frame.f_code.co_name for frame in frames if type(frame.f_locals.get("self")) is type(policy)
+    ]
     mine += [frame.f_code.co_name for frame in frames if frame.f_code.co_name == "log_prob"]
     if not mine or mine[-1] == "numbers_now":  # it is ours
         return str(error)
     if mine[-1] != "forward":
         return f"its {mine[-1]} fails: {one_line(error)}"
-    kept = "all come as float32" if policy.float_observations else "floats come as float32, others as they are"
+    kept = (
+        "all come as float32"
+        if policy.float_observations
+        else "floats come as float32, others as they are"
+    )
     return f"its forward fails: {one_line(error)} ({kept}, see its float_observations{more})"

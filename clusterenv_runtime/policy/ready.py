@@ -24,11 +24,15 @@ class CategoricalPolicy(Policy):
     def forward(self, observations: Any) -> torch.Tensor:
         return self.actor(observations)
 
-    def noise(self, num_steps: int, params: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def noise(
+        self, num_steps: int, params: torch.Tensor, generator: torch.Generator
+    ) -> torch.Tensor:
         return -torch.empty(num_steps, *params.shape).exponential_(generator=generator).log()
 
     def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        return (params + noise).argmax(-1)  # Gumbel-max: a sample of softmax(logits) without computing it
+        return (params + noise).argmax(
+            -1
+        )  # Gumbel-max: a sample of softmax(logits) without computing it
 
     def distribution(self, params: torch.Tensor) -> Distribution:
         return Categorical(logits=params)
@@ -45,18 +49,26 @@ class GaussianPolicy(Policy):
 
     float_observations = True
 
-    def __init__(self, actor_mean: nn.Module, actor_logstd: nn.Parameter, space: Box | None = None) -> None:
+    def __init__(
+        self, actor_mean: nn.Module, actor_logstd: nn.Parameter, space: Box | None = None
+    ) -> None:
         super().__init__()
         if not isinstance(actor_logstd, nn.Parameter):
-            raise TypeError(f"actor_logstd must be an nn.Parameter, got a {type(actor_logstd).__name__}")
+            raise TypeError(
+                f"actor_logstd must be an nn.Parameter, got a {type(actor_logstd).__name__}"
+            )
         self.actor_mean, self.actor_logstd = actor_mean, actor_logstd
-        self._bounds = None if space is None else (space.low, space.high)  # no buffers: these travel once
+        self._bounds = (
+            None if space is None else (space.low, space.high)
+        )  # no buffers: these travel once
 
     def forward(self, observations: Any) -> torch.Tensor:
         mean = self.actor_mean(observations)
         return torch.cat([mean, self.actor_logstd.expand_as(mean)], -1)
 
-    def noise(self, num_steps: int, params: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def noise(
+        self, num_steps: int, params: torch.Tensor, generator: torch.Generator
+    ) -> torch.Tensor:
         return torch.randn(num_steps, len(params), params.shape[-1] // 2, generator=generator)
 
     def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -86,7 +98,9 @@ class EpsilonGreedyPolicy(Policy):
     def forward(self, observations: Any) -> torch.Tensor:
         return self.q_network(observations)
 
-    def noise(self, num_steps: int, params: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def noise(
+        self, num_steps: int, params: torch.Tensor, generator: torch.Generator
+    ) -> torch.Tensor:
         return torch.rand(num_steps, len(params), 2, generator=generator)
 
     def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -105,7 +119,10 @@ class EpsilonGreedyPolicy(Policy):
         The temperature is what this policy's best action is worth above the median one, in the mean over all these
         states, so that the unit of reward does not matter, nor how much worse the worst action is.
         """
-        behavior, params = behavior.double(), params.double()  # values may be large beside what they differ by
+        behavior, params = (
+            behavior.double(),
+            params.double(),
+        )  # values may be large beside what they differ by
         temperature = (params.amax(-1) - params.quantile(0.5, -1)).mean().clamp(min=1e-8)
         # Not Categorical's, which is inf where a probability underflows.
         old, new = (values.div(temperature).log_softmax(-1) for values in (behavior, params))

@@ -28,7 +28,10 @@ def layout_of(policy: Policy) -> dict[str, Any]:
     When these change the policy has another structure. What is among ``numbers`` may change without that.
     """
     named = [*policy.named_parameters(), *policy.named_buffers()]
-    found: dict[str, Any] = {"numbers": tuple(policy.numbers), "order": tuple(name for name, _ in named)}
+    found: dict[str, Any] = {
+        "numbers": tuple(policy.numbers),
+        "order": tuple(name for name, _ in named),
+    }
     found |= {f"tensor {name}": (tensor.shape, tensor.dtype) for name, tensor in named}
     travelling = {id(tensor) for _, tensor in named}
     for path, module in policy.named_modules():
@@ -61,9 +64,13 @@ def pickled(policy: Policy) -> bytes:
 
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, nn.Parameter) and value.requires_grad:  # one that has been emptied does not
+        if (
+            isinstance(value, nn.Parameter) and value.requires_grad
+        ):  # one that has been emptied does not
             text = f"it has a parameter {tuple(value.shape)} that no module registers, as in a list or a function"
-            raise ValueError(f"{text}: workers would keep it as it is. Use nn.ModuleList, or make it an attribute")
+            raise ValueError(
+                f"{text}: workers would keep it as it is. Use nn.ModuleList, or make it an attribute"
+            )
         return super().reducer_override(value)
 
 
@@ -80,15 +87,28 @@ def _fixed(value: Any, travelling: set[int]) -> Any:
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, torch.Tensor) and id(value) in travelling:
         return torch.Tensor
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type != "meta":
-        return value.dtype, value.shape, value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type != "meta"
+    ):
+        return (
+            value.dtype,
+            value.shape,
+            value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
     if isinstance(value, list | tuple | set | frozenset):
         items = [_fixed(item, travelling) for item in value]
         return type(value), frozenset(items) if isinstance(value, set | frozenset) else tuple(items)
     if isinstance(value, dict):
-        return tuple((_fixed(key, travelling), _fixed(item, travelling)) for key, item in value.items())
+        return tuple(
+            (_fixed(key, travelling), _fixed(item, travelling)) for key, item in value.items()
+        )
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return _fixed(vars(value), travelling)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _fixed({each.name: getattr(value, each.name, None) for each in dataclasses.fields(value)}, travelling)
+        return _fixed(
+            {each.name: getattr(value, each.name, None) for each in dataclasses.fields(value)},
+            travelling,
+        )
     return id(value)

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from ..wire.protocol import Collect
 
 KL_STATES = 1024  # of all rows together, or one of each if these are more
-KL_ELEMENTS = 2**22  # numbers in their observations: 148 stacks of four 84 x 84 frames, as convolutions are slow
+KL_ELEMENTS = (
+    2**22
+)  # numbers in their observations: 148 stacks of four 84 x 84 frames, as convolutions are slow
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # whose multiples spread evenly
 
 
@@ -39,7 +41,9 @@ class SyncRule(msgspec.Struct, frozen=True):
         if held == 0 or (self.max_lag is not None and lag > self.max_lag):
             return True
         if self.mode == "kl":  # NaN pulls too
-            return lag > 0 and held == request.behavior and not request.divergence <= self.kl_threshold
+            return (
+                lag > 0 and held == request.behavior and not request.divergence <= self.kl_threshold
+            )
         return self.mode == "always" and lag > 0 or self.mode == "interval" and lag >= self.interval
 
 

@@ -48,7 +48,9 @@ class PolicyCopy:
     held: int = 0  # the version last sent; 0 for none of this structure
     behavior: int = 0  # the version it acted on when last heard of; 0 for unknown
     measured: int = 0  # the version whose divergence is known; 0 for none
-    divergence: float = math.inf  # nats per action dimension, from the published version; inf until it has acted
+    divergence: float = (
+        math.inf
+    )  # nats per action dimension, from the published version; inf until it has acted
     pulls: int = 0  # so far
     # What it has seen lately under `behavior`: how many states, and these as `Policy.divergence` takes them, in parts,
     # oldest first.
@@ -102,7 +104,9 @@ class PolicyStore:
         self.is_of_several_learners = sum_over_learners is not None
         # Of all learners, once they have told each other.
         self._num_rows = self._own_rows = sum(len(copy.numbers) for copy in copies)
-        self._elements = sum(getattr(leaf, "size", 1) for leaf in leaves(create_empty_array(space, 1)))
+        self._elements = sum(
+            getattr(leaf, "size", 1) for leaf in leaves(create_empty_array(space, 1))
+        )
         self.version, self.published = 0, Published()  # +1 at each publish, and what is known of it
         self.structure = b""  # cloudpickle of the policy without its weights
         self.bytes_sent = 0  # cumulative weight bytes, all workers
@@ -111,8 +115,12 @@ class PolicyStore:
         self._layout: dict[str, Any] = {}  # of the policy, see `structure.layout_of`
         self._probed: Probed | None = None  # what is known of it
         self._has_warned, self._changes = False, 0  # in a row, of the structure
-        self._flat: torch.Tensor | None = None  # all weights of the version, on the learner's device
-        self._updates: dict[int, Update] = {}  # to the version, by the number of the weights held, or 0
+        self._flat: torch.Tensor | None = (
+            None  # all weights of the version, on the learner's device
+        )
+        self._updates: dict[
+            int, Update
+        ] = {}  # to the version, by the number of the weights held, or 0
         self._numbers = itertools.count(1)  # of `HeldWeights`
 
     def publish(self, policy: Policy, seen: Any = None) -> bool:
@@ -137,7 +145,9 @@ class PolicyStore:
                 text = f"the policy has no KL divergence: {probed.kl_fault}"
                 raise ValueError(f"{text}; define its kl, or do without by sync_mode 'always'")
         flat = policy.flat_weights()
-        changed = structure != self.structure  # a new wrapper around the same module is not a new structure
+        changed = (
+            structure != self.structure
+        )  # a new wrapper around the same module is not a new structure
         if changed and self.structure:
             self._warn_of_changes(layout)
         else:
@@ -166,7 +176,10 @@ class PolicyStore:
         self._changes += 1
         if self._changes == MANY_CHANGES and (names := self._differences(layout)):
             text = "the policy is another with each version, by its %s, so workers get all weights: is that one of its"
-            logger.warning(f"{text} numbers, or a buffer? See docs/policies.md", " and ".join(sorted(names)[:3]))
+            logger.warning(
+                f"{text} numbers, or a buffer? See docs/policies.md",
+                " and ".join(sorted(names)[:3]),
+            )
 
     def _measure(self, copies: list[PolicyCopy]) -> None:
         """Measure how far copies that have acted are from the policy; where that is no number, it stays inf."""
@@ -174,7 +187,9 @@ class PolicyStore:
             return
         try:
             divergence = self._policy.divergence(*zip(*map(self._joined, copies), strict=True))
-        except Exception as error:  # their parameters may be no distribution's, or its own kl may fail
+        except (
+            Exception
+        ) as error:  # their parameters may be no distribution's, or its own kl may fail
             for copy in copies if len(copies) > 1 else []:
                 self._measure([copy])
             if len(copies) == 1 and not self._has_warned:
@@ -195,8 +210,14 @@ class PolicyStore:
             return  # another structure
         # No views of what the user gets, who may write to it, nor of a message: of `Frames`, that is a copy.
         number = len(leaves(part.params)[0]) // len(copy.numbers)
-        recent = [self._sampled(copy, part, number) if part.states is None else self._in_sequence(part, number)]
-        if part.version == copy.behavior and part.states is None:  # the same policy: more of the same
+        recent = [
+            self._sampled(copy, part, number)
+            if part.states is None
+            else self._in_sequence(part, number)
+        ]
+        if (
+            part.version == copy.behavior and part.states is None
+        ):  # the same policy: more of the same
             recent = [*copy.recent, *recent]
             while sum(number for number, _ in recent[1:]) >= self._most(copy):
                 del recent[0]
@@ -214,7 +235,9 @@ class PolicyStore:
             copy.recent = [(min(sum(numbers), most), joined)]
         return map_tree(np.asarray, copy.recent[0][1])
 
-    def _sampled(self, copy: PolicyCopy, part: RolloutPart, number: int) -> tuple[int, tuple[Any, Any]]:
+    def _sampled(
+        self, copy: PolicyCopy, part: RolloutPart, number: int
+    ) -> tuple[int, tuple[Any, Any]]:
         size, num_steps = part.rewards.size, len(part.rewards)
         sent = measured_states(num_steps, copy.numbers, number, in_sequence=False)
 
@@ -224,11 +247,20 @@ class PolicyStore:
 
         return len(sent), (map_tree(kept, part.observations), map_tree(np.copy, part.params))
 
-    def _in_sequence(self, part: RolloutPart, number: int) -> tuple[int, tuple[Any, Any, np.ndarray, Any]]:
-        starts = np.zeros((number, part.rewards.shape[1]), bool)  # its state is that before the first step
+    def _in_sequence(
+        self, part: RolloutPart, number: int
+    ) -> tuple[int, tuple[Any, Any, np.ndarray, Any]]:
+        starts = np.zeros(
+            (number, part.rewards.shape[1]), bool
+        )  # its state is that before the first step
         starts[1:] = (part.terminations | part.truncations)[: number - 1]
         seen = map_tree(lambda leaf: np.array(leaf[:number]), part.observations)
-        return starts.size, (seen, map_tree(np.copy, part.params), starts, map_tree(np.copy, part.states))
+        return starts.size, (
+            seen,
+            map_tree(np.copy, part.params),
+            starts,
+            map_tree(np.copy, part.states),
+        )
 
     def requests(self, copies: Sequence[PolicyCopy], num_steps: int) -> list[Collect]:
         """Return what asks each of these workers to act on the published version, or on its own.
@@ -245,13 +277,18 @@ class PolicyStore:
         mean = float(total / number) if number else math.inf
         numbers = self._policy.numbers_now()
         states = states_of_each_row(int(num_steps), self._num_rows, self._elements)
-        return [Collect(int(num_steps), self.version, copy.measured, mean, numbers, states) for copy in copies]
+        return [
+            Collect(int(num_steps), self.version, copy.measured, mean, numbers, states)
+            for copy in copies
+        ]
 
     def pull(self, copy: PolicyCopy, version: int) -> tuple[Weights, list[Any]]:
         """Return the published version and its weights, for a worker that asks and says that it holds ``version``."""
         if version != copy.held and copy.weights is not None:
             self.mismatches += 1
-            text = "worker %d does not hold the weights it was sent, and gets all; %d so far did not"
+            text = (
+                "worker %d does not hold the weights it was sent, and gets all; %d so far did not"
+            )
             logger.warning(text, self._number(copy), self.mismatches)
             copy.weights = None
         number = 0 if copy.weights is None else copy.weights.number
@@ -265,13 +302,21 @@ class PolicyStore:
 
     def _has_room_for(self, weights: torch.Tensor, copy: PolicyCopy) -> bool:
         """Say whether this copy's next weights may be kept; else its next pull is of all weights again."""
-        others = [other.weights for other in self._copies if other is not copy and other.weights is not None]
+        others = [
+            other.weights
+            for other in self._copies
+            if other is not copy and other.weights is not None
+        ]
         different = {other.number: other.tensor.nbytes for other in others}
         return sum(different.values()) + weights.nbytes <= HELD_BYTES
 
     def _encode(self, copy: PolicyCopy) -> Update:
         """Make what takes a worker from the weights it holds to the published version."""
-        from .differences import WHOLE, Difference, checksum  # brings torch, as the policy has by now
+        from .differences import (
+            WHOLE,
+            Difference,
+            checksum,
+        )  # brings torch, as the policy has by now
 
         sizes = self._policy.rounded_sizes
         weights, others = self._policy.split_weights(self._flat)
@@ -283,7 +328,9 @@ class PolicyStore:
             after = difference.added_to(held, sizes)
             message = Weights(self.version, difference.levels, checksum(after, others))
             is_kept = self._has_room_for(after, copy)
-            return Update(message, packed, HeldWeights(next(self._numbers), after) if is_kept else None)
+            return Update(
+                message, packed, HeldWeights(next(self._numbers), after) if is_kept else None
+            )
         message = Weights(self.version, WHOLE, checksum(weights, others))
         return Update(message, [self._flat.cpu().numpy().data], None)
 
@@ -311,5 +358,7 @@ def _check_policy(policy: Any) -> None:
 
     if not isinstance(policy, Policy):
         found = policy.__name__ if isinstance(policy, type) else type(policy).__name__
-        raise TypeError(f"a Policy is wanted, such as CategoricalPolicy(actor), got {found}; see docs/policies.md")
+        raise TypeError(
+            f"a Policy is wanted, such as CategoricalPolicy(actor), got {found}; see docs/policies.md"
+        )
     policy.check()

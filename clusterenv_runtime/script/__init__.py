@@ -5,4 +5,13 @@ from .checkpoint import Counters
 from .environments import by_backend, evaluate, read_spaces
 from .run import Run
 
-__all__ = ["Counters", "Run", "ScriptArgs", "by_backend", "check", "evaluate", "parse", "read_spaces"]
+__all__ = [
+    "Counters",
+    "Run",
+    "ScriptArgs",
+    "by_backend",
+    "check",
+    "evaluate",
+    "parse",
+    "read_spaces",
+]

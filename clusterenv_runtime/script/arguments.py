@@ -21,8 +21,24 @@ import msgspec
 import torch
 import tyro
 
-from ..errors import CheckpointError, LearnerLostError, RunLockedError, StartupError, WorkerDiedError, printable
-from ..options import ClusterOptions, Name, NotNegative, Positive, PositiveNumber, Range, RunsCode, that_run_code
+from ..errors import (
+    CheckpointError,
+    LearnerLostError,
+    RunLockedError,
+    StartupError,
+    WorkerDiedError,
+    printable,
+)
+from ..options import (
+    ClusterOptions,
+    Name,
+    NotNegative,
+    Positive,
+    PositiveNumber,
+    Range,
+    RunsCode,
+    that_run_code,
+)
 from .checkpoint import check_run, has_checkpoint, load_checkpoint
 from .learners.learners import Learners
 from .lock import lock
@@ -60,7 +76,9 @@ def _are_kwargs(text: str) -> bool:
         return False
 
 
-Kwargs = Annotated[str, Range("name=value pairs, as in 'gravity=-5 enable_wind=true'", _are_kwargs), RunsCode(bool)]
+Kwargs = Annotated[
+    str, Range("name=value pairs, as in 'gravity=-5 enable_wind=true'", _are_kwargs), RunsCode(bool)
+]
 
 
 DIVIDED = "num_workers", "min_workers"  # among several learners
@@ -74,7 +92,9 @@ def check(fine: Any, message: Any) -> None:
     if not fine:
         if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(60)  # if the first learner has found the same, torchrun ends this one meanwhile
+            time.sleep(
+                60
+            )  # if the first learner has found the same, torchrun ends this one meanwhile
         sys.exit(f"error: {printable(str(message), most=10_000)}")
 
 
@@ -149,7 +169,9 @@ class ScriptArgs(ClusterOptions):
 
     def options(self) -> dict[str, Any]:
         """Return those of these that are options of `ClusterEnv`, its keyword arguments."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(ClusterOptions)}
+        return {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(ClusterOptions)
+        }
 
 
 def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str, Any]]:
@@ -169,7 +191,9 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
     try:
         learners = Learners.of_torchrun()
         if (name := learners.run_before()) is not None:
-            resume = learners.tell("resume", f"runs/{name}" if has_checkpoint(f"runs/{name}") else "")
+            resume = learners.tell(
+                "resume", f"runs/{name}" if has_checkpoint(f"runs/{name}") else ""
+            )
             args.resume = resume or args.resume
             argv += ["--resume", resume] if resume else []
     except LearnerLostError as error:
@@ -179,7 +203,9 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
         check(in_runs, f"--resume must be runs/NAME, of the working directory, got {args.resume}")
         try:
             if os.path.isdir(args.resume) and not args.dry_run and learners.rank == 0:
-                lock(args.resume)  # before it is read: whoever has it may be about to write the next checkpoint
+                lock(
+                    args.resume
+                )  # before it is read: whoever has it may be about to write the next checkpoint
             step = None if learners.rank == 0 else int(learners.tell("step", ""))
             saved = load_checkpoint(args.resume, step)
             check_run(saved)
@@ -190,19 +216,28 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
         except OSError as error:
             check(False, f"cannot write to {args.resume}: {error.strerror}")
         unknown = ", ".join(spell(name) for name in saved["args"] if name not in hints)
-        check(not unknown, f"{args.resume} is of another script, or version of it: it has {unknown}")
+        check(
+            not unknown, f"{args.resume} is of another script, or version of it: it has {unknown}"
+        )
         try:
             before = msgspec.convert(saved["args"], script_args)
         except msgspec.ValidationError as error:
             check(False, f"the flags in {args.resume} are wrong: {error}")
         given, args = args, tyro.cli(script_args, args=argv, default=before)
-        code = {name: value for name, value in that_run_code(args).items() if value != getattr(given, name)}
+        code = {
+            name: value
+            for name, value in that_run_code(args).items()
+            if value != getattr(given, name)
+        }
         has = " and ".join(f"{spell(name)} {value!r}" for name, value in code.items())
         why = "what can run someone's code, or upload yours, is not taken from a file; to accept it, give it again here"
         check(not code, f"{args.resume} has {has}: {why}")
         for name in ("num_envs", "envs_per_worker", "env_kwargs", *fixed):
             was, now = getattr(before, name), getattr(args, name)
-            check(was == now, f"{spell(name)} cannot change on the way: {args.resume} has {was}, got {now}")
+            check(
+                was == now,
+                f"{spell(name)} cannot change on the way: {args.resume} has {was}, got {now}",
+            )
     if args.num_envs is None:
         args.num_envs = args.num_workers * args.envs_per_worker
     _check(args)
@@ -216,8 +251,15 @@ def resume_command(args: ScriptArgs, directory: str, command: list[str]) -> str:
     """
     usual, start = vars(type(args)()), [*command, sys.argv[0]]
     if submit := os.environ.get("CLUSTERENV_RESUME"):
-        usual["worker_prefix"], start = args.worker_prefix, shlex.split(submit)  # the job gives the prefix by itself
-    flags = [f"{spell(name)}={value}" for name, value in that_run_code(args).items() if value != usual[name]]
+        usual["worker_prefix"], start = (
+            args.worker_prefix,
+            shlex.split(submit),
+        )  # the job gives the prefix by itself
+    flags = [
+        f"{spell(name)}={value}"
+        for name, value in that_run_code(args).items()
+        if value != usual[name]
+    ]
     return printable(shlex.join([*start, *flags, "--resume", directory]), most=10_000)
 
 
@@ -226,10 +268,17 @@ def check_for_learners(args: ScriptArgs, number: int) -> None:
     for name in ("num_envs", *DIVIDED):
         value = getattr(args, name) or 0
         fits = value % number == 0
-        check(fits, f"{spell(name)} {value} must be a multiple of the {number} learners of torchrun")
-    no_port = f"--port {args.port} cannot be that of {number} learners: each listens on one of its own"
+        check(
+            fits, f"{spell(name)} {value} must be a multiple of the {number} learners of torchrun"
+        )
+    no_port = (
+        f"--port {args.port} cannot be that of {number} learners: each listens on one of its own"
+    )
     check(not args.port, no_port)
-    gpus, here = torch.cuda.device_count() if args.cuda else 0, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus, here = (
+        torch.cuda.device_count() if args.cuda else 0,
+        int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    )
     fewer = f"this machine has {gpus} GPUs for its {here} learners: start fewer of them, or give --no-cuda"
     check(not gpus or here <= gpus, fewer)
 
@@ -244,8 +293,13 @@ def _check(args: ScriptArgs) -> None:
     except (StartupError, ValueError) as error:
         check(False, error)
     except OSError as error:
-        check(False, f"cannot listen on --bind-address {args.bind_address}, port {args.port}: {error.strerror}")
-    too_few = f"--num-envs {args.num_envs} must be at least as many as --num-workers {args.num_workers}"
+        check(
+            False,
+            f"cannot listen on --bind-address {args.bind_address}, port {args.port}: {error.strerror}",
+        )
+    too_few = (
+        f"--num-envs {args.num_envs} must be at least as many as --num-workers {args.num_workers}"
+    )
     check(args.num_envs >= args.num_workers, too_few)
     video = args.env_backend == "gymnasium" or not args.capture_video
     check(video, f"--capture-video needs --env-backend gymnasium, not {args.env_backend}")

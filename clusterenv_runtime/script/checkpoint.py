@@ -77,7 +77,9 @@ def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], st
     """
     _check(state, "state")
     directory = Path(directory)
-    temporary = directory / "checkpoint.tmp"  # of a process killed while it saved, too: the next one overwrites it
+    temporary = (
+        directory / "checkpoint.tmp"
+    )  # of a process killed while it saved, too: the next one overwrites it
     with _on_disk(temporary) as file:
         digest = _dump(state, file)
     path = directory / f"checkpoint-{step:012d}-{digest}.pt"
@@ -118,7 +120,9 @@ def _on_disk(path: Path) -> Iterator[BinaryIO]:
     try:
         path.unlink(missing_ok=True)
         # Not through a link that somebody has put there: it would have another file overwritten.
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "wb") as file:
+        with open(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "wb"
+        ) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -224,7 +228,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) ->
     fresh.step()  # so that it has all that it keeps
     expected = fresh.state_dict()
     # Of parameters that have had no gradient it has kept nothing.
-    expected["state"] = {key: kept for key, kept in expected["state"].items() if key in state["state"]}
+    expected["state"] = {
+        key: kept for key, kept in expected["state"].items() if key in state["state"]
+    }
     _check_alike(state, expected, "state")
 
 
@@ -232,7 +238,11 @@ def _check_alike(found: Any, expected: Any, where: str) -> None:
     """Raise ValueError if two trees of dicts, lists and tuples differ in keys, types, or tensors' shapes and dtypes."""
     fits = type(found) is type(expected)
     if isinstance(expected, torch.Tensor):
-        fits = fits and (found.shape, found.dtype) == (expected.shape, expected.dtype) and found.is_contiguous()
+        fits = (
+            fits
+            and (found.shape, found.dtype) == (expected.shape, expected.dtype)
+            and found.is_contiguous()
+        )
     elif isinstance(expected, dict):
         fits = fits and found.keys() == expected.keys()
     elif isinstance(expected, list | tuple):
@@ -253,9 +263,17 @@ def _check(value: Any, where: str) -> None:
         for index, item in enumerate(value):
             _check(item, f"{where}[{index}]")
     elif type(value) is bytes and not value:
-        raise TypeError(f"a checkpoint cannot hold {where}, which is empty bytes: torch would not load them")
-    elif not (value is None or isinstance(value, torch.Tensor) or type(value) in (bool, int, float, str, bytes)):
-        raise TypeError(f"a checkpoint cannot hold {where}, which is a {type(value).__module__}.{type(value).__name__}")
+        raise TypeError(
+            f"a checkpoint cannot hold {where}, which is empty bytes: torch would not load them"
+        )
+    elif not (
+        value is None
+        or isinstance(value, torch.Tensor)
+        or type(value) in (bool, int, float, str, bytes)
+    ):
+        raise TypeError(
+            f"a checkpoint cannot hold {where}, which is a {type(value).__module__}.{type(value).__name__}"
+        )
 
 
 def _checkpoints(directory: Path) -> list[_Entry]:
@@ -285,7 +303,12 @@ def rng_state() -> dict[str, Any]:
     name, keys, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     numpy = [name, keys.tolist(), *rest]
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
+    return {
+        "python": random.getstate(),
+        "numpy": numpy,
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:

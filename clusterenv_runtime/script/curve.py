@@ -40,7 +40,12 @@ class LearningCurve:
 
     def state_dict(self) -> dict[str, Any]:
         recent = list(self._recent_returns)
-        return {"points": self.points, "recent": recent, "returns": self._returns, "lengths": self._lengths}
+        return {
+            "points": self.points,
+            "recent": recent,
+            "returns": self._returns,
+            "lengths": self._lengths,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.points = msgspec.convert(state["points"], list[tuple[int, float, float, int]])
@@ -49,7 +54,9 @@ class LearningCurve:
         self._recent_returns.extend(msgspec.convert(state["recent"], list[float]))
 
     def plot(self, title: str, file: BinaryIO) -> None:
-        from matplotlib.figure import Figure  # takes half a second, in which nobody need wait for a run to begin
+        from matplotlib.figure import (
+            Figure,
+        )  # takes half a second, in which nobody need wait for a run to begin
 
         steps, returns, pulls, versions = np.array(self.points).reshape(-1, 4).T
         figure = Figure(figsize=(7, 5.5), layout="constrained")

@@ -27,7 +27,11 @@ def worker_commands(args: ScriptArgs, log_dir: str) -> list[str]:
     address = listening_address(address, args.port or "PORT", keys)
     key_file = args.workers_key_file(launcher, key_file)
     launcher.resources = args.resources
-    launcher.prepare(args.num_workers, worker_flags(address, key_file, args.startup_timeout, args.worker_timeout), keys)
+    launcher.prepare(
+        args.num_workers,
+        worker_flags(address, key_file, args.startup_timeout, args.worker_timeout),
+        keys,
+    )
     variables = [f"{name}={value}" for name, value in launcher.variables().items()]
     before = ["env", *variables] if variables else []
     return [shlex.join([*before, *launcher.command(index)]) for index in range(args.num_workers)]

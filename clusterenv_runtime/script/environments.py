@@ -23,7 +23,11 @@ from .arguments import check
 EnvFn = Callable[[], gym.Env]
 logger = logging.getLogger(__name__)
 MOST_STEPS = 30_000  # of an evaluation, as not every environment ends its episodes; Atari's games end after 27,000
-NEUTRAL = "RecordEpisodeStatistics", "PassiveEnvChecker", "OrderEnforcing"  # wrappers that change no step
+NEUTRAL = (
+    "RecordEpisodeStatistics",
+    "PassiveEnvChecker",
+    "OrderEnforcing",
+)  # wrappers that change no step
 
 
 def by_backend(args: Any, env_fns: list[EnvFn], **envpool: Any) -> Any:
@@ -33,8 +37,12 @@ def by_backend(args: Any, env_fns: list[EnvFn], **envpool: Any) -> Any:
     """
     if args.env_backend == "gymnasium":
         return env_fns
-    arguments = {"num_threads": args.env_threads, **envpool} if args.env_backend == "envpool" else {}
-    return Together(partial(make_vec, args.env_backend, args.env_id, **{**arguments, **args.make_kwargs}))
+    arguments = (
+        {"num_threads": args.env_threads, **envpool} if args.env_backend == "envpool" else {}
+    )
+    return Together(
+        partial(make_vec, args.env_backend, args.env_id, **{**arguments, **args.make_kwargs})
+    )
 
 
 def make_here(args: Any, env_fns: list[EnvFn], **envpool: Any) -> VectorEnv:
@@ -64,7 +72,10 @@ def read_spaces(
     if args.capture_video:
         modes = env.metadata.get("render_modes", ())
         check("rgb_array" in modes, f"--capture-video: {args.env_id} renders no pictures")
-        check(importlib.util.find_spec("moviepy"), "--capture-video needs MoviePy: pip install moviepy")
+        check(
+            importlib.util.find_spec("moviepy"),
+            "--capture-video needs MoviePy: pip install moviepy",
+        )
     env.close()
     return env.single_observation_space, env.single_action_space
 
@@ -90,7 +101,10 @@ def check_plain(args: Any, make_env: Callable[..., EnvFn], but_for: Collection[s
         changes = [f"{type(error).__name__} on {env_id}"]
     without = f"without what make_env does ({', '.join(changes)})"
     instead = "use --env-backend gymnasium, or take that out of make_env"
-    check(not changes, f"--env-backend {args.env_backend} makes the environments itself, {without}: {instead}")
+    check(
+        not changes,
+        f"--env-backend {args.env_backend} makes the environments itself, {without}: {instead}",
+    )
 
 
 def _changes(env: gym.Env, plain: gym.Env, but_for: Collection[str]) -> list[str]:
@@ -98,7 +112,9 @@ def _changes(env: gym.Env, plain: gym.Env, but_for: Collection[str]) -> list[str
     ours, theirs = _parts(env), _parts(plain) + Counter(but_for)
     changes = [*(ours - theirs), *(f"no {part}" for part in theirs - ours if "=" not in part)]
     spaces = () if but_for else ("observation_space", "action_space")
-    return changes or [f"another {name}" for name in spaces if getattr(env, name) != getattr(plain, name)]
+    return changes or [
+        f"another {name}" for name in spaces if getattr(env, name) != getattr(plain, name)
+    ]
 
 
 def _parts(env: gym.Env) -> Counter[str]:
@@ -107,13 +123,17 @@ def _parts(env: gym.Env) -> Counter[str]:
     while isinstance(inner, gym.Wrapper):
         parts[type(inner).__name__] += type(inner).__name__ not in NEUTRAL
         inner = inner.env
-    arguments = {**env.spec.kwargs, "max_episode_steps": env.spec.max_episode_steps} if env.spec else {}
+    arguments = (
+        {**env.spec.kwargs, "max_episode_steps": env.spec.max_episode_steps} if env.spec else {}
+    )
     given = (f"{name}={value}" for name, value in arguments.items() if name != "render_mode")
     return parts + Counter([type(inner).__name__, *given])
 
 
 @torch.no_grad()
-def evaluate(args: Any, make_env: Callable[..., EnvFn], act: Callable[[Any], np.ndarray], **envpool: Any) -> np.ndarray:
+def evaluate(
+    args: Any, make_env: Callable[..., EnvFn], act: Callable[[Any], np.ndarray], **envpool: Any
+) -> np.ndarray:
     """Let ``act`` play one episode in each of `eval_episodes` new environments, of this process; return the returns.
 
     Environments that count their own episodes (RecordEpisodeStatistics) say when one is over, and what it returned: of
@@ -121,7 +141,9 @@ def evaluate(args: Any, make_env: Callable[..., EnvFn], act: Callable[[Any], np.
     """
     if not args.eval_episodes:
         return np.empty(0)
-    env_fns = [make_env(args.env_id, 1, False, "", **args.make_kwargs) for _ in range(args.eval_episodes)]
+    env_fns = [
+        make_env(args.env_id, 1, False, "", **args.make_kwargs) for _ in range(args.eval_episodes)
+    ]
     envs = make_here(args, env_fns, **envpool)
     key = stats_key(envs.envs) if isinstance(envs, SyncVectorEnv) else None
     obs, _ = envs.reset(seed=args.seed + 100_000)
@@ -132,7 +154,10 @@ def evaluate(args: Any, make_env: Callable[..., EnvFn], act: Callable[[Any], np.
         ended = terminations | truncations
         if key is not None or "episode" in infos:
             name = key or "episode"
-            own, ended = infos.get(name, {"r": returns}), infos.get(f"_{name}", np.zeros_like(running))
+            own, ended = (
+                infos.get(name, {"r": returns}),
+                infos.get(f"_{name}", np.zeros_like(running)),
+            )
             returns = np.where(running & ended, own["r"], returns)
         running &= ~ended
         if not running.any():

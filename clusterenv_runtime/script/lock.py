@@ -30,6 +30,10 @@ def lock(directory: str | os.PathLike[str]) -> None:
         who = os.read(file, 1000).decode(errors="replace") or "another process"
         raise RunLockedError(f"{directory} is being trained by {who}") from None
     except OSError as error:
-        logger.warning("no other process may train %s, but that cannot be ensured: %s", directory, error.strerror)
+        logger.warning(
+            "no other process may train %s, but that cannot be ensured: %s",
+            directory,
+            error.strerror,
+        )
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)

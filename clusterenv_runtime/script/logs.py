@@ -102,7 +102,9 @@ class EventFiles:
             self._attempt(self._file.close)
 
     def _begin_again(self) -> None:
-        with tempfile.TemporaryFile(dir=self._directory) as probe:  # a file that cannot be begun would stay, empty
+        with tempfile.TemporaryFile(
+            dir=self._directory
+        ) as probe:  # a file that cannot be begun would stay, empty
             probe.write(bytes(2**16))
         self._file = self._begin(self._directory)
 
@@ -112,12 +114,16 @@ class EventFiles:
         except OSError as error:
             if self._file is not None:
                 why = error.strerror or error
-                logger.warning("no TensorBoard logs in %s until the next checkpoint: %s", self._directory, why)
+                logger.warning(
+                    "no TensorBoard logs in %s until the next checkpoint: %s", self._directory, why
+                )
             self._file = None
 
 
 def _report(args: Any, usual: Callable[[Any], None] = threading.excepthook) -> None:
-    if not type(args.thread).__module__.startswith("tensorboard."):  # which raises its error where one logs, as well
+    if not type(args.thread).__module__.startswith(
+        "tensorboard."
+    ):  # which raises its error where one logs, as well
         usual(args)
 
 

@@ -66,7 +66,10 @@ class Run:
         self.global_step: int = saved.get("global_step", 0)
         self.learners = Learners.of_torchrun()
         number = self.learners.world_size
-        check(number == 1 or not alone, f"{sys.argv[0]} has one learner, but torchrun has started {number}: {alone}")
+        check(
+            number == 1 or not alone,
+            f"{sys.argv[0]} has one learner, but torchrun has started {number}: {alone}",
+        )
         self._workers: AllWorkers | None = None
         self._parts: dict[str, Any] = {}
         self.curve = self.keep("curve", LearningCurve())
@@ -77,7 +80,10 @@ class Run:
         self.name = args.resumed_name or args.run_name or name
         is_first = self.learners.rank == 0
         if args.dry_run:
-            check(number == 1, "--dry-run prints the workers' commands of one learner: run it without torchrun")
+            check(
+                number == 1,
+                "--dry-run prints the workers' commands of one learner: run it without torchrun",
+            )
             print_line("\n".join(worker_commands(args, f"runs/{self.name}/workers")))
             sys.exit()
         if args.track and is_first:
@@ -89,7 +95,9 @@ class Run:
         if args.track and is_first:
             self._wandb = start_wandb(args, self.name, saved.get("wandb_id"))
         try:
-            self.writer = open_logs(self.directory, self.global_step + bool(saved)) if is_first else NoLogs()
+            self.writer = (
+                open_logs(self.directory, self.global_step + bool(saved)) if is_first else NoLogs()
+            )
         except OSError as error:
             check(False, f"cannot write to {self.directory}: {error.strerror}")
         table = "\n".join([f"|{key}|{value}|" for key, value in vars(args).items()])
@@ -116,7 +124,10 @@ class Run:
         self._parts[name] = kept
         if self._saved:
             parts = self._saved.get("parts", {})
-            check(name in parts, f"{self.args.resume} is of another version of this script: it has no {name!r}")
+            check(
+                name in parts,
+                f"{self.args.resume} is of another version of this script: it has no {name!r}",
+            )
             self._load(name, lambda: load_part(kept, parts[name]))
         return part
 
@@ -145,7 +156,9 @@ class Run:
     def _write(self) -> None:
         save_checkpoint(self.directory, self._state, self.global_step)
         if self.args.save_model:
-            save_model(f"{self.directory}/{self.args.exp_name}.cleanrl_model", self._model.state_dict())
+            save_model(
+                f"{self.directory}/{self.args.exp_name}.cleanrl_model", self._model.state_dict()
+            )
 
     def _try_to_save(self) -> None:
         """Save, or warn: a disk that is full now need not be at the next time, or in `finish`."""
@@ -197,7 +210,9 @@ class Run:
         self._number = number
         done, self._saved_at = -(-self.global_step // steps), time.monotonic()
         self._agreed = False, False  # what `_by_clock` of the first learner has said, for all
-        self._task = self._progress.add_task("train", total=number, completed=done, status="starting")
+        self._task = self._progress.add_task(
+            "train", total=number, completed=done, status="starting"
+        )
         self._printed, self._stop = done * 20 // number, False
         for self._iteration in range(done + 1, number + 1):
             self._signals.raise_if_received()
@@ -251,7 +266,10 @@ class Run:
         """
         step, sps = self.global_step, int(self.global_step / self.seconds)
         totals = self._workers.totals(self._envs.policy_version - rollout.policy_versions)
-        pulls, kl = totals["pulls"], totals["kl"]  # per worker; KL is inf until every worker has acted
+        pulls, kl = (
+            totals["pulls"],
+            totals["kl"],
+        )  # per worker; KL is inf until every worker has acted
         scalars = {
             **self.curve.add_point(step, pulls, versions),
             "charts/SPS": sps, "charts/worker_restarts": totals["restarts"], "sync/pulls_per_worker": pulls,
@@ -312,7 +330,11 @@ def _finite(value: Any) -> Any:
 
 def _status(mean_return: float, kl: float) -> str:
     mean = f"{mean_return:.1f}" if np.isfinite(mean_return) else "of no episode yet"
-    return f"return {mean} KL {kl:.3f} nats" if np.isfinite(kl) else f"return {mean} KL not measured yet"
+    return (
+        f"return {mean} KL {kl:.3f} nats"
+        if np.isfinite(kl)
+        else f"return {mean} KL not measured yet"
+    )
 
 
 def _means(mean_return: float, eval_returns: np.ndarray) -> str:
@@ -321,21 +343,34 @@ def _means(mean_return: float, eval_returns: np.ndarray) -> str:
 
 
 def _by_clock(run: Run) -> tuple[bool, bool]:
-    is_due, most = time.monotonic() - run._saved_at > run.args.checkpoint_interval, run.args.max_seconds
+    is_due, most = (
+        time.monotonic() - run._saved_at > run.args.checkpoint_interval,
+        run.args.max_seconds,
+    )
     return is_due, most is not None and run.seconds > most
 
 
 def _check_alike(fingerprints: list[np.ndarray], step: int) -> None:
     """Exit with one line if the learners' models or random numbers differ."""
     for rank, own in enumerate(fingerprints):
-        for fits, what in zip(own == fingerprints[0], ("model is", "random numbers are"), strict=False):
+        for fits, what in zip(
+            own == fingerprints[0], ("model is", "random numbers are"), strict=False
+        ):
             after = f"after step {step}: a machine may be broken, or of another kind"
             check(fits, f"learner {rank}'s {what} not the first one's {after}")
 
 
 def _summary(run: Run, eval_returns: np.ndarray, more: dict[str, Any]) -> dict[str, Any]:
-    seconds, mean_return, workers = run._trained_seconds, run.curve.mean_return, run._workers.known()
-    evaluation = [float(eval_returns.mean()), float(eval_returns.std())] if len(eval_returns) else [None, None]
+    seconds, mean_return, workers = (
+        run._trained_seconds,
+        run.curve.mean_return,
+        run._workers.known(),
+    )
+    evaluation = (
+        [float(eval_returns.mean()), float(eval_returns.std())]
+        if len(eval_returns)
+        else [None, None]
+    )
     return {
         "global_step": run.global_step, "wall_seconds": seconds, "sps": run.global_step / seconds, **more,
         "pulls_per_worker": workers["pulls"] / workers["workers"], "sync_bytes": workers["sync_bytes"],

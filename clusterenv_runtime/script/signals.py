@@ -14,7 +14,10 @@ from ..errors import Interrupted, LearnerLostError, one_line
 from .learners.learners import Learners
 
 TOLD = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
-PREEMPTED, CTRL_C = 75, 130  # exit codes: EX_TEMPFAIL, for which schedulers may requeue, and the shell's 128 + SIGINT
+PREEMPTED, CTRL_C = (
+    75,
+    130,
+)  # exit codes: EX_TEMPFAIL, for which schedulers may requeue, and the shell's 128 + SIGINT
 
 
 class Signals:
@@ -29,7 +32,9 @@ class Signals:
         self._code: int | None = None  # the exit code, once a signal has come
         self._envs: ClusterEnv | None = None  # what the training waits for
         for number in (*TOLD, signal.SIGINT):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+            if (
+                number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+            ):  # nohup has it ignored
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: Any) -> None:
@@ -81,15 +86,21 @@ class Signals:
                 save()
             except OSError as error:
                 self._learners.part(1)
-                sys.exit(f"error: interrupted, and not saved: {error.strerror or error}; {from_before}")
-            self._exit(f"; to go on: {to_go_on}" if self._learners.rank == 0 else f"; {from_before}", why)
+                sys.exit(
+                    f"error: interrupted, and not saved: {error.strerror or error}; {from_before}"
+                )
+            self._exit(
+                f"; to go on: {to_go_on}" if self._learners.rank == 0 else f"; {from_before}", why
+            )
         except LearnerLostError as error:  # amid an update
             _heed_no_more()
             self._learners.begin_to_end()
             culprit, _ = self._learners.part(1)
             sys.exit(f"error: {culprit or error}; {from_before}" if self._learners.speaks else 1)
         except BaseException as error:
-            if self._learners.world_size > 1:  # torchrun, which has the others end, would end this one's last words
+            if (
+                self._learners.world_size > 1
+            ):  # torchrun, which has the others end, would end this one's last words
                 _heed_no_more()
             self._learners.leave(f"has failed: {one_line(error)}")
             raise

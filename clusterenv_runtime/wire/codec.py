@@ -20,8 +20,12 @@ from ..arrays.trees import map_tree
 from ..errors import ProtocolError
 from .packed import DTYPE, Array, Bytes, Dict, Generator, Graph, Int, List, Packed, Scalar, Tuple
 
-MAX_FRAME = 2**18  # bytes; what is larger travels in several frames. A stranger's handshake may be as long
-SMALL = 2**16  # bytes; what is smaller shares a frame with others, as each frame costs several microseconds
+MAX_FRAME = (
+    2**18
+)  # bytes; what is larger travels in several frames. A stranger's handshake may be as long
+SMALL = (
+    2**16
+)  # bytes; what is smaller shares a frame with others, as each frame costs several microseconds
 
 
 def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Packed:
@@ -52,7 +56,9 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Pa
         and (value.nbytes or not value.ndim or not value.size)
     ):
         place = _append(np.ascontiguousarray(value).reshape(-1), buffers)
-        return (Scalar if isinstance(value, np.generic) else Array)(*place, value.dtype.str, list(value.shape))
+        return (Scalar if isinstance(value, np.generic) else Array)(
+            *place, value.dtype.str, list(value.shape)
+        )
     if isinstance(value, list | tuple):
         node = List if kind is list else Graph if kind is GraphInstance else Tuple
         return node([pack(item, buffers, dropped) for item in value])
@@ -101,9 +107,15 @@ def _append(array: np.ndarray, buffers: list[Any]) -> tuple[int, int]:
     """Append the data of a flat array, and return in which buffer they are, and from which byte on."""
     data = array.view(np.uint8).data if array.nbytes else b""
     if array.nbytes >= SMALL:
-        buffers.extend(data[start : start + MAX_FRAME] for start in range(0, array.nbytes, MAX_FRAME))
+        buffers.extend(
+            data[start : start + MAX_FRAME] for start in range(0, array.nbytes, MAX_FRAME)
+        )
         return len(buffers) - -(-array.nbytes // MAX_FRAME), 0
-    if not buffers or not isinstance(buffers[-1], bytearray) or len(buffers[-1]) > MAX_FRAME - SMALL - 8:
+    if (
+        not buffers
+        or not isinstance(buffers[-1], bytearray)
+        or len(buffers[-1]) > MAX_FRAME - SMALL - 8
+    ):
         buffers.append(bytearray())
     shared = buffers[-1]
     shared += bytes(-len(shared) % 8)  # so that numbers lie where the processor wants them
@@ -141,7 +153,13 @@ class Unpacker:
                 return array.copy() if self._copy else array
             case List():
                 items = [self._value_of(item) for item in tree.items]
-                return items if type(tree) is List else GraphInstance(*items) if type(tree) is Graph else tuple(items)
+                return (
+                    items
+                    if type(tree) is List
+                    else GraphInstance(*items)
+                    if type(tree) is Graph
+                    else tuple(items)
+                )
             case Dict():
                 return {self._value_of(key): self._value_of(item) for key, item in tree.items}
             case Int():
@@ -172,7 +190,11 @@ class Unpacker:
         if isinstance(example, np.ndarray):  # as most are
             return self._array_like(name, packed, example, leading)
         try:
-            return map_tree(lambda one, leaf: self._array_like(name, leaf, one, leading), example, self.tree_of(packed))
+            return map_tree(
+                lambda one, leaf: self._array_like(name, leaf, one, leading),
+                example,
+                self.tree_of(packed),
+            )
         except ValueError:
             raise ProtocolError(f"{name} are not of the policy's structure") from None
 
@@ -195,7 +217,9 @@ class Unpacker:
         size = math.prod(shape) * dtype.itemsize
         self._bytes_left -= size
         if self._bytes_left < 0:
-            raise ProtocolError("malformed value in a message: its arrays are larger than the message")
+            raise ProtocolError(
+                "malformed value in a message: its arrays are larger than the message"
+            )
         data = self._buffers[array.frame] if array.frame < len(self._buffers) else b""
         if size > MAX_FRAME and len(data) == MAX_FRAME:
             data = bytearray().join(self._buffers[array.frame : array.frame - (-size // MAX_FRAME)])
@@ -205,7 +229,9 @@ class Unpacker:
 
     def _array_of(self, array: Array) -> np.ndarray:
         dtype = np.dtype(array.dtype)
-        if not dtype.itemsize and array.shape and math.prod(array.shape):  # it would be as long as the sender likes
+        if (
+            not dtype.itemsize and array.shape and math.prod(array.shape)
+        ):  # it would be as long as the sender likes
             raise ValueError(f"dtype {array.dtype}, shape {array.shape}")
         return self._view(array, dtype, array.shape)
 

@@ -14,7 +14,9 @@ DTYPE = r"[<>|][biufcSUmM]\d{1,9}(\[\w+\])?"  # plain data of a fixed size
 _Index = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
 
-class _Node(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=lambda name: name.lower()):
+class _Node(
+    msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=lambda name: name.lower()
+):
     """Base of what a packed value is made of; on the wire a list that begins with the name."""
 
 
@@ -23,7 +25,9 @@ class Array(_Node):
 
     frame: _Index
     offset: _Index  # in bytes
-    dtype: Annotated[str, msgspec.Meta(pattern=f"^{DTYPE}$")]  # of an object, NumPy would take the data for pointers
+    dtype: Annotated[
+        str, msgspec.Meta(pattern=f"^{DTYPE}$")
+    ]  # of an object, NumPy would take the data for pointers
     shape: Annotated[list[_Index], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 
 
@@ -67,4 +71,19 @@ class Generator(_Node):
     state: Packed
 
 
-Packed = None | bool | int | float | str | Array | Scalar | List | Tuple | Graph | Dict | Int | Bytes | Generator
+Packed = (
+    None
+    | bool
+    | int
+    | float
+    | str
+    | Array
+    | Scalar
+    | List
+    | Tuple
+    | Graph
+    | Dict
+    | Int
+    | Bytes
+    | Generator
+)

@@ -14,7 +14,10 @@ from .codec import pack
 from .packed import Packed
 
 OBSERVATIONS = "observations", "final_observations", "next_observations"
-MAX_INFO_BYTES, MAX_INFO_AXES = 2**18, 32  # of one step's: where it is missing, a rollout has zeros in its place
+MAX_INFO_BYTES, MAX_INFO_AXES = (
+    2**18,
+    32,
+)  # of one step's: where it is missing, a rollout has zeros in its place
 MOST = np.finfo(np.float32).max
 
 
@@ -29,20 +32,30 @@ class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     starts: np.ndarray  # (num_envs,) bool, whether the first observation is the first of an episode
     observations: Any  # (num_steps, num_envs, ...) what the policy acted on
     actions: Any  # (num_steps, num_envs, ...)
-    logprobs: np.ndarray  # (num_steps, num_envs) floats, of the actions under the policy that took them
+    logprobs: (
+        np.ndarray
+    )  # (num_steps, num_envs) floats, of the actions under the policy that took them
     states: Any  # (num_envs, ...) of the policy before the first step, None if it has none
     extras: dict[str, np.ndarray]  # (num_steps, num_envs, ...) what `Policy.extras` gives
-    infos: dict[str, Any]  # for each of ``info_keys`` that has come: which steps had it, (n,) as below, and (n, ...)
+    infos: dict[
+        str, Any
+    ]  # for each of ``info_keys`` that has come: which steps had it, (n,) as below, and (n, ...)
     rewards: np.ndarray  # (num_steps, num_envs) float64
     terminations: np.ndarray  # (num_steps, num_envs) bool
     truncations: np.ndarray  # (num_steps, num_envs) bool
-    final_observations: Any  # (ends, ...) what the steps that ended an episode led to, ordered as their nonzero()
+    final_observations: (
+        Any  # (ends, ...) what the steps that ended an episode led to, ordered as their nonzero()
+    )
     next_observations: Any  # (num_envs, ...) after the last step
-    episodes: np.ndarray  # (num_episodes,) int64, which step ended each that counts: step * num_envs + environment
+    episodes: (
+        np.ndarray
+    )  # (num_episodes,) int64, which step ended each that counts: step * num_envs + environment
     episodic_returns: np.ndarray  # (num_episodes,) float64
     episodic_lengths: np.ndarray  # (num_episodes,) int64
     params: Any  # (states, ...) the policy's distribution parameters at `measured_states`
-    frames: tuple[np.ndarray, ...] = ()  # of observations that are stacks each frame once: they are indices, see `fold`
+    frames: tuple[
+        np.ndarray, ...
+    ] = ()  # of observations that are stacks each frame once: they are indices, see `fold`
 
     def pack(self, buffers: list[Any]) -> dict[str, Packed]:
         """Return what `protocol.Part` holds, and append the data of the arrays to ``buffers``."""
@@ -66,8 +79,12 @@ def fault_of(part: RolloutPart, action_space: Space | None, given: Any = None) -
             if np.isnan(leaf).any():
                 return f"{name} hold NaN: has the policy diverged?"
             if name == "logprobs" and np.isneginf(leaf).any():
-                return "logprobs are of actions that cannot have been drawn: has the policy diverged?"
-    if action_space is not None and _are_beyond(action_space, part.actions if given is None else given):
+                return (
+                    "logprobs are of actions that cannot have been drawn: has the policy diverged?"
+                )
+    if action_space is not None and _are_beyond(
+        action_space, part.actions if given is None else given
+    ):
         return f"actions are not of {action_space}"
     return None
 
@@ -79,9 +96,17 @@ def _are_beyond(space: Space, actions: Any) -> bool:
         if not isinstance(actions, np.ndarray) or actions.shape[2:] != space.shape:
             return False
         return bool(((actions < space.start) | (actions >= space.start + number)).any())
-    if isinstance(space, spaces.Dict) and isinstance(actions, dict) and actions.keys() == space.spaces.keys():
+    if (
+        isinstance(space, spaces.Dict)
+        and isinstance(actions, dict)
+        and actions.keys() == space.spaces.keys()
+    ):
         return any(_are_beyond(space[key], actions[key]) for key in actions)
-    if isinstance(space, spaces.Tuple) and isinstance(actions, tuple) and len(actions) == len(space.spaces):
+    if (
+        isinstance(space, spaces.Tuple)
+        and isinstance(actions, tuple)
+        and len(actions) == len(space.spaces)
+    ):
         return any(map(_are_beyond, space.spaces, actions))
     return False
 

@@ -81,11 +81,15 @@ class Collect(Message):
     rollout: int = 0  # the number of this rollout since the seed was given, for `sync.noise_seed`
 
 
-class Structure(Message):  # cloudpickle of the policy without its weights, which the worker then pulls
+class Structure(
+    Message
+):  # cloudpickle of the policy without its weights, which the worker then pulls
     pass
 
 
-class Weights(Message):  # all, flat; or what `differences.Difference.pack` makes, and what is never rounded
+class Weights(
+    Message
+):  # all, flat; or what `differences.Difference.pack` makes, and what is never rounded
     """Answers a `Pull`."""
 
     version: int
@@ -117,7 +121,9 @@ class Built(Message):
 class Reply(Message):  # the buffers of ``value`` and ``infos``
     value: Packed
     infos: Packed = None
-    dropped: Annotated[list[str], msgspec.Meta(max_length=MAX_DROPPED)] = []  # what of ``infos`` could not be sent
+    dropped: Annotated[
+        list[str], msgspec.Meta(max_length=MAX_DROPPED)
+    ] = []  # what of ``infos`` could not be sent
 
 
 class Part(Message):  # the buffers of ``part``
@@ -150,7 +156,9 @@ class Error(Message):
         return printable(self.message)
 
 
-Request = Setup | Reset | Step | CutOff | Call | SetAttr | Structure | Collect | Weights | Ping | Close
+Request = (
+    Setup | Reset | Step | CutOff | Call | SetAttr | Structure | Collect | Weights | Ping | Close
+)
 Answer = Hello | Built | Reply | Part | Pull | Error
 encode = msgspec.msgpack.Encoder().encode  # of (seq, message)
 decode_request = msgspec.msgpack.Decoder(tuple[int | None, Request]).decode
@@ -175,7 +183,9 @@ def shared_versions() -> dict[str, str]:
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("gymnasium", "numpy", "cloudpickle", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name).split("+")[0]  # a CPU build matches a CUDA build
+            versions[name] = importlib.metadata.version(name).split("+")[
+                0
+            ]  # a CPU build matches a CUDA build
     return versions
 
 
@@ -202,7 +212,9 @@ def keep_alive(socket: zmq.Socket[bytes], silence: float) -> None:
     What else is received puts off the end of a silence for ever, or hides a PONG behind it, so this is for a connection
     that carries nothing else. The head waits for 65 seconds at most: libzmq counts milliseconds in 16 bits there.
     """
-    milliseconds = max(int(min(silence, 10**6) * 750), 1)  # eleven days at most: here it has 32 bits
+    milliseconds = max(
+        int(min(silence, 10**6) * 750), 1
+    )  # eleven days at most: here it has 32 bits
     socket.heartbeat_timeout = milliseconds
     socket.heartbeat_ttl = min(max(milliseconds, 100), 65_500)
     socket.heartbeat_ivl = max(min(milliseconds // 3, int(PULSE_S * 1000)), 1)

@@ -97,7 +97,9 @@ class Gate:
             return True
         self.refused += 1
         if self.refused == 1:
-            logger.warning("refused a connection with a foreign key; others will be refused without a word")
+            logger.warning(
+                "refused a connection with a foreign key; others will be refused without a word"
+            )
         return False
 
     def close(self) -> None:
@@ -113,7 +115,9 @@ def read_key_file(path: str | os.PathLike[str], kind: type[Keys] = WorkerKeys) -
     try:
         mode = os.stat(path).st_mode
         if stat.S_IMODE(mode) & 0o077:
-            raise StartupError(f"others can read the key file {path} (mode {stat.S_IMODE(mode):04o}): chmod 600 it")
+            raise StartupError(
+                f"others can read the key file {path} (mode {stat.S_IMODE(mode):04o}): chmod 600 it"
+            )
         return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except OSError as error:
         raise StartupError(f"cannot read the key file {path}: {error.strerror}") from None

@@ -59,7 +59,9 @@ class Connection:
                 self._parent = None  # it lives, our parent is of a --worker-prefix; the link will tell when it ends
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.routing_id = b"w" + secrets.token_bytes(16)  # nobody can take it, as nobody else knows it
+        self._socket.routing_id = b"w" + secrets.token_bytes(
+            16
+        )  # nobody can take it, as nobody else knows it
         self._socket.linger = 5000  # the last message may be why we die
         self._socket.rcvhwm = 0  # the head bounds what it asks; were pings to pile up unread, the link would seem dead
         # libzmq's own thread notices a silent link, whatever Python does at either end: that of a second socket, which
@@ -68,14 +70,23 @@ class Connection:
         self._pulse.routing_id = protocol.pulse_of(self._socket.routing_id)
         self._pulse.linger = self._pulse.rcvhwm = 0
         protocol.keep_alive(self._pulse, timeout)
-        self._shows, self._shown_at = threading.Event(), 0.0  # set when the pulse is connected, and when that was
-        self._monitors = [self._dial(socket, address, keys, timeout) for socket in (self._pulse, self._socket)]
-        self._pulse.send(protocol.encode((None, protocol.Ping())))  # from now on the head counts on it
+        self._shows, self._shown_at = (
+            threading.Event(),
+            0.0,
+        )  # set when the pulse is connected, and when that was
+        self._monitors = [
+            self._dial(socket, address, keys, timeout) for socket in (self._pulse, self._socket)
+        ]
+        self._pulse.send(
+            protocol.encode((None, protocol.Ping()))
+        )  # from now on the head counts on it
         threading.Thread(target=self._exit_with_head, daemon=True).start()
         self.waited = 0.0  # seconds in `receive` since this was last set to 0
 
     @staticmethod
-    def _dial(socket: zmq.Socket[bytes], address: str, keys: WorkerKeys | None, silence: float) -> zmq.Socket[bytes]:
+    def _dial(
+        socket: zmq.Socket[bytes], address: str, keys: WorkerKeys | None, silence: float
+    ) -> zmq.Socket[bytes]:
         """Connect a socket, and return its monitor."""
         # The kernel notices where a network has lost this connection alone, be there something to send or not.
         seconds = int(min(max(silence, 4), 30_000))  # it takes no more
@@ -86,7 +97,9 @@ class Connection:
         protocol.set_limits(socket, protocol.MAX_REQUEST_FRAME)
         if keys is not None:
             keys.secure(socket)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSED | zmq.EVENT_DISCONNECTED)
+        monitor = socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSED | zmq.EVENT_DISCONNECTED
+        )
         socket.ipv6 = "[" in address
         socket.connect(os.fsencode(address))  # the path of a socket file need not be UTF-8
         return monitor
@@ -141,7 +154,10 @@ class Connection:
 
     def _parent_has_left(self) -> bool:
         """Say whether the head was this process's parent, and is no more."""
-        return self._parent is not None and os.getppid() not in (self._parent, 0)  # 0: it is not in our pid namespace
+        return self._parent is not None and os.getppid() not in (
+            self._parent,
+            0,
+        )  # 0: it is not in our pid namespace
 
     def _tidy_up(self) -> None:
         if self._parent_has_left() and self._directory is not None:
@@ -171,7 +187,11 @@ class Connection:
             else:
                 logger.error("there is no head at the other end: exiting")
             deadline = time.monotonic() + 1  # a process's links close a moment before it has ended
-            while self._parent is not None and not self._parent_has_left() and time.monotonic() < deadline:
+            while (
+                self._parent is not None
+                and not self._parent_has_left()
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.01)
             self._tidy_up()
             if VARIABLE in os.environ:

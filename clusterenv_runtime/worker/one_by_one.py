@@ -57,7 +57,9 @@ class _Envs(list[gym.Env]):
 
 def stats_key(envs: Sequence[gym.Env]) -> str | None:
     """Return under which info environments count their own episodes (RecordEpisodeStatistics); None if not all do."""
-    keys = [env.has_wrapper_attr("_stats_key") and env.get_wrapper_attr("_stats_key") for env in envs]
+    keys = [
+        env.has_wrapper_attr("_stats_key") and env.get_wrapper_attr("_stats_key") for env in envs
+    ]
     return keys[0] if all(keys) else None
 
 
@@ -86,30 +88,50 @@ class EnvsOneByOne(SyncVectorEnv):
         self._info_keys = info_keys
         self._stacks = are_stacks(single_observation_space, frame_stack)
         self._batched_actions = batch_space(single_action_space, len(env_fns))
-        self.infos: list[tuple[int, dict[str, Any]]] = []  # (environment, info) in the order they arose
-        mode = observation_mode if observation_mode == "same" else (gym.spaces.Discrete(1), single_observation_space)
+        self.infos: list[
+            tuple[int, dict[str, Any]]
+        ] = []  # (environment, info) in the order they arose
+        mode = (
+            observation_mode
+            if observation_mode == "same"
+            else (gym.spaces.Discrete(1), single_observation_space)
+        )
         numbered = _Envs(env_fns)
         with numbered.named():
             envs = _Envs()
             for env_fn in numbered:
                 envs.append(env_fn())
                 built()
-        super().__init__([lambda env=env: env for env in envs], observation_mode=mode, autoreset_mode=autoreset_mode)
+        super().__init__(
+            [lambda env=env: env for env in envs],
+            observation_mode=mode,
+            autoreset_mode=autoreset_mode,
+        )
         self.envs = envs
-        for name, expected in (("observation", single_observation_space), ("action", single_action_space)):
+        for name, expected in (
+            ("observation", single_observation_space),
+            ("action", single_action_space),
+        ):
             if (space := getattr(self, f"single_{name}_space")) != expected:
                 raise RuntimeError(
                     f"ClusterEnv(..., observation_mode={observation_mode!r}) however the sub-environments {name} "
                     f"spaces are not equivalent. Environment 0 has {expected}, another has {space}."
-                    + (" If this is intentional, use `observation_mode='different'` instead." * (name == "observation"))
+                    + (
+                        " If this is intentional, use `observation_mode='different'` instead."
+                        * (name == "observation")
+                    )
                 )
         # The head has iterated over the actions already; a Box makes `step` take what it is given, item by item.
         self.action_space = gym.spaces.Box(0, 1, (self.num_envs,))
         self._stats_key = stats_key(self.envs)  # they know better than the sum of rewards
         self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
 
-    def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
-        if "final_obs" in env_info:  # an environment may reuse these arrays in the reset that follows
+    def _add_info(
+        self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int
+    ) -> dict[str, Any]:
+        if (
+            "final_obs" in env_info
+        ):  # an environment may reuse these arrays in the reset that follows
             env_info = _copy_arrays(env_info)
         if env_info:
             self.infos.append((env_num, env_info))
@@ -117,7 +139,9 @@ class EnvsOneByOne(SyncVectorEnv):
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
         mask = (options or {}).get("reset_mask", slice(None))
-        if isinstance(mask, np.ndarray) and not mask.any():  # other workers' rows are reset; it is Gymnasium's error
+        if (
+            isinstance(mask, np.ndarray) and not mask.any()
+        ):  # other workers' rows are reset; it is Gymnasium's error
             return self._observations, {}
         self._returns[mask] = self._lengths[mask] = 0
         with self.envs.named():
@@ -126,7 +150,9 @@ class EnvsOneByOne(SyncVectorEnv):
         return result
 
     def step(self, actions: Any) -> Any:
-        ended = self._autoreset_envs  # with their last step: they have been reset then, or are in this one
+        ended = (
+            self._autoreset_envs
+        )  # with their last step: they have been reset then, or are in this one
         with self.envs.named():
             result = super().step(actions)
         self._returns[ended] = self._lengths[ended] = 0
@@ -148,13 +174,18 @@ class EnvsOneByOne(SyncVectorEnv):
         The environments have just been reset; the rows that are not cut show that. See `protocol.CutOff`.
         """
         begun, self._autoreset_envs = deepcopy(self._observations), np.zeros(self.num_envs, bool)
-        for i, observation in enumerate(iterate(batch_space(self.single_observation_space, self.num_envs), last)):
+        for i, observation in enumerate(
+            iterate(batch_space(self.single_observation_space, self.num_envs), last)
+        ):
             info: dict[str, Any] = {"worker_lost": True} if cut[i] else {}
             if cut[i] and self.autoreset_mode == AutoresetMode.SAME_STEP:
                 info |= {"final_obs": observation, "final_info": {}}
             self._add_info({}, info, i)
         if self.autoreset_mode != AutoresetMode.SAME_STEP:
-            begun, self._autoreset_envs = merge_rows(self.single_observation_space, cut, last, begun), cut
+            begun, self._autoreset_envs = (
+                merge_rows(self.single_observation_space, cut, last, begun),
+                cut,
+            )
         self.infos += [(i, info) for i, info in self._reset_infos if not self._autoreset_envs[i]]
         return begun, np.zeros(self.num_envs), np.zeros(self.num_envs, bool), cut
 
@@ -163,13 +194,17 @@ class EnvsOneByOne(SyncVectorEnv):
         ended, self._autoreset_envs = self._autoreset_envs, np.zeros(self.num_envs, bool)
         self._returns[ended] = self._lengths[ended] = 0
         if self.autoreset_mode != AutoresetMode.SAME_STEP and ended.any():
-            self.reset(options={"reset_mask": ended})  # from here on an episode is reset within its last step
+            self.reset(
+                options={"reset_mask": ended}
+            )  # from here on an episode is reset within its last step
         self.infos.clear()
         space = self.single_observation_space
         starts = self._lengths == 0
         transitions = Transitions(space, self._observations, num_steps, starts)
         final_observations: list[Any] = []
-        episodes: list[tuple[int, float, int]] = []  # (step * num_envs + environment, return, length)
+        episodes: list[
+            tuple[int, float, int]
+        ] = []  # (step * num_envs + environment, return, length)
         actor.start(num_steps, starts)
         envs = list(self.envs)  # a plain one is faster
         with self.envs.named():
@@ -188,13 +223,22 @@ class EnvsOneByOne(SyncVectorEnv):
                     transitions.rewards[step, i] = reward
                     for key in self._info_keys:
                         if key in info:
-                            transitions.add_info(key, [step * self.num_envs + i], np.array(info[key])[None])
+                            transitions.add_info(
+                                key, [step * self.num_envs + i], np.array(info[key])[None]
+                            )
                     if terminated or truncated:
-                        transitions.terminations[step, i], transitions.truncations[step, i] = terminated, truncated
-                        final_observations.append(deepcopy(self._env_obs[i]))  # the reset may write to it
+                        transitions.terminations[step, i], transitions.truncations[step, i] = (
+                            terminated,
+                            truncated,
+                        )
+                        final_observations.append(
+                            deepcopy(self._env_obs[i])
+                        )  # the reset may write to it
                         counted = self._counted(i, reward, info)
                         if counted is not None:
-                            episodes.append((step * self.num_envs + i, float(counted["r"]), int(counted["l"])))
+                            episodes.append(
+                                (step * self.num_envs + i, float(counted["r"]), int(counted["l"]))
+                            )
                         self._env_obs[i], _ = env.reset()
                 self._returns += transitions.rewards[step]
                 self._lengths += 1
@@ -215,4 +259,8 @@ def _copy_arrays(value: Any) -> Any:
         return value.copy()
     if type(value) in (list, tuple):
         return type(value)(map(_copy_arrays, value))
-    return {key: _copy_arrays(item) for key, item in value.items()} if isinstance(value, dict) else value
+    return (
+        {key: _copy_arrays(item) for key, item in value.items()}
+        if isinstance(value, dict)
+        else value
+    )

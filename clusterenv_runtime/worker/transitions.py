@@ -23,7 +23,9 @@ class Transitions:
     ``starts`` ``(num_envs,)`` says which of these have begun an episode.
     """
 
-    def __init__(self, space: gym.Space, observations: Any, num_steps: int, starts: np.ndarray) -> None:
+    def __init__(
+        self, space: gym.Space, observations: Any, num_steps: int, starts: np.ndarray
+    ) -> None:
         self._starts, shape = starts, (num_steps, len(starts))
         self._found: dict[str, list[tuple[Any, Any]]] = {}  # of infos: (which steps, values)
         # One step further than the rest: what the last step led to.
@@ -66,7 +68,10 @@ class Transitions:
         steps, says which of its steps each of ours is.
         """
         numbers, returns, lengths = np.array(episodes, np.float64).reshape(-1, 3).T
-        frames, found = list[np.ndarray](), list[tuple[Any, Any]]()  # of each leaf: observations, and final ones
+        frames, found = (
+            list[np.ndarray](),
+            list[tuple[Any, Any]](),
+        )  # of each leaf: observations, and final ones
 
         def folded(is_stack: bool, leaf: Any, final: Any) -> int:
             if is_stack:

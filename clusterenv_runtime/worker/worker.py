@@ -26,7 +26,9 @@ from .one_by_one import EnvRaised, EnvsOneByOne
 if TYPE_CHECKING:
     from ..policy.actor import Actor
 
-MAX_TEXT_BYTES = 2**16  # of each of an error's three texts, which must fit in a frame, `codec.MAX_FRAME`
+MAX_TEXT_BYTES = (
+    2**16
+)  # of each of an error's three texts, which must fit in a frame, `codec.MAX_FRAME`
 
 
 def build_environments(registry: dict[str, bytes | str], **arguments: Any) -> Any:
@@ -52,7 +54,9 @@ class Worker:
         """Answer requests until the head says that it is enough, or one has failed."""
         with contextlib.suppress(End):
             while True:
-                self._answer(*(self._later.popleft() if self._later else self._connection.receive()))
+                self._answer(
+                    *(self._later.popleft() if self._later else self._connection.receive())
+                )
 
     def close(self) -> None:
         """Close the environments."""
@@ -62,9 +66,14 @@ class Worker:
     def _answer(self, seq: int | None, request: protocol.Request, buffers: list[Any]) -> None:
         if isinstance(request, protocol.Reset) and not request.partial:
             self._failed = False
-        if self._failed and isinstance(request, protocol.Reset | protocol.Step | protocol.CutOff | protocol.Collect):
+        if self._failed and isinstance(
+            request, protocol.Reset | protocol.Step | protocol.CutOff | protocol.Collect
+        ):
             return  # it was asked before the head knew, and has been given up
-        out, dropped = list[Any](), list[str]()  # the answer's buffers, and infos that cannot be sent
+        out, dropped = (
+            list[Any](),
+            list[str](),
+        )  # the answer's buffers, and infos that cannot be sent
         try:
             if isinstance(request, protocol.Collect):
                 answer = self._collect(seq, request, out)
@@ -72,7 +81,9 @@ class Worker:
                 value = pack(self._handle(request, buffers), out)
                 infos, self._envs.infos = self._envs.infos, []
                 infos = pack(infos, out, dropped)
-                answer = protocol.Reply(value, infos, list(dict.fromkeys(dropped))[: protocol.MAX_DROPPED])
+                answer = protocol.Reply(
+                    value, infos, list(dict.fromkeys(dropped))[: protocol.MAX_DROPPED]
+                )
             self._connection.send(seq, answer, *out)
         except End:
             raise
@@ -136,7 +147,9 @@ class Worker:
         return observations
 
     def _load_structure(self, structure: Any) -> None:
-        from ..policy.actor import Actor  # brings torch, which a worker that only steps does not need
+        from ..policy.actor import (
+            Actor,
+        )  # brings torch, which a worker that only steps does not need
 
         if self._actor is None:
             import torch

@@ -25,7 +25,10 @@ SMALL = "--num-steps 8 --num-minibatches 2 --update-epochs 2 --eval-episodes 20"
 DQN = "--deterministic --num-workers 1 --envs-per-worker 8 --num-steps 8 --learning-starts 128 --gamma 0.95"
 DQN += " --exploration-fraction 0.6 --end-e 0.02 --eval-episodes 100"
 TRAININGS = {  # the environment, and flags
-    "ppo_clusterenv.py": ("Corridor-vector", f"{PPO} --total-timesteps 10240 --learning-rate 0.005 --reward-scale 1"),
+    "ppo_clusterenv.py": (
+        "Corridor-vector",
+        f"{PPO} --total-timesteps 10240 --learning-rate 0.005 --reward-scale 1",
+    ),
     "ppo_continuous_clusterenv.py": (
         "Corridor-box",
         f"{PPO} --total-timesteps 20480 --learning-rate 0.005 --ent-coef 0.06",
@@ -34,7 +37,10 @@ TRAININGS = {  # the environment, and flags
         "Recall-vector",
         f"{PPO} --total-timesteps 20480 --learning-rate 0.005 --reward-scale 1 {LONG}",
     ),
-    "ppo_minatar_clusterenv.py": ("Corridor-minatar", f"{PPO} --total-timesteps 10240 --learning-rate 0.003"),
+    "ppo_minatar_clusterenv.py": (
+        "Corridor-minatar",
+        f"{PPO} --total-timesteps 10240 --learning-rate 0.003",
+    ),
     "ppo_atari_clusterenv.py": (
         "Corridor-atari",
         f"{PPO} --total-timesteps 3072 --learning-rate 0.001 {SMALL}",
@@ -58,7 +64,10 @@ MISTAKES = {  # what of a script stands there, and what instead; or flags
     },
     "no bootstrap": {
         "ppo": ("nextvalues[dones] = final_values", "nextvalues[dones] = 0"),
-        "dqn": ("(self.dones, rollout.terminations)", "(self.dones, rollout.terminations | rollout.truncations)"),
+        "dqn": (
+            "(self.dones, rollout.terminations)",
+            "(self.dones, rollout.terminations | rollout.truncations)",
+        ),
     },
 }
 
@@ -80,11 +89,19 @@ def learn(script, directory, seed=1, mistake="none"):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Train each script, right and with mistakes, and print its returns.")
+    parser = argparse.ArgumentParser(
+        description="Train each script, right and with mistakes, and print its returns."
+    )
     parser.add_argument("--seeds", type=int, default=10, help="how many")
-    parser.add_argument("--scripts", nargs="+", choices=TRAININGS, default=list(TRAININGS), help="which")
-    parser.add_argument("--mistakes", nargs="+", choices=MISTAKES, default=list(MISTAKES), help="which")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many trainings at once")
+    parser.add_argument(
+        "--scripts", nargs="+", choices=TRAININGS, default=list(TRAININGS), help="which"
+    )
+    parser.add_argument(
+        "--mistakes", nargs="+", choices=MISTAKES, default=list(MISTAKES), help="which"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="how many trainings at once"
+    )
     args = parser.parse_args()
 
     def one(run):

@@ -37,17 +37,29 @@ class Recording:
     args: dict[str, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     epsilons: list[float] = field(default_factory=list)  # with which each chunk was asked for
-    newest: list[int] = field(default_factory=list)  # version of the policy when each chunk was asked for
+    newest: list[int] = field(
+        default_factory=list
+    )  # version of the policy when each chunk was asked for
     seeds: list[int] = field(default_factory=list)  # with which the environments were reset
     versions: list[int] = field(default_factory=list)  # of the policy, that were published
-    published: list[dict[str, dict[str, torch.Tensor]]] = field(default_factory=list)  # the networks of each of these
-    parts: dict[str, Any] = field(default_factory=dict)  # what checkpoints hold, when training was about to begin
-    networks: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # as they are after training
+    published: list[dict[str, dict[str, torch.Tensor]]] = field(
+        default_factory=list
+    )  # the networks of each of these
+    parts: dict[str, Any] = field(
+        default_factory=dict
+    )  # what checkpoints hold, when training was about to begin
+    networks: dict[str, dict[str, torch.Tensor]] = field(
+        default_factory=dict
+    )  # as they are after training
     scalars: dict[str, list[float]] = field(default_factory=dict)  # that were logged
     steps: dict[str, list[int]] = field(default_factory=dict)  # at which they were logged
     summary: dict[str, Any] = field(default_factory=dict)
-    acted_on: np.ndarray | None = None  # observations, (number, ...), and with memory (steps, number, ...)
-    acts: np.ndarray | None = None  # (times, number, ...): what the evaluation's function does, at the last step
+    acted_on: np.ndarray | None = (
+        None  # observations, (number, ...), and with memory (steps, number, ...)
+    )
+    acts: np.ndarray | None = (
+        None  # (times, number, ...): what the evaluation's function does, at the last step
+    )
 
 
 def record(script, directory, *flags, interrupt=None):
@@ -94,16 +106,24 @@ def main(output, script, interrupt, *flags):
     from clusterenv_runtime.script import Run
 
     recording, kept = Recording(), {}
-    original = {name: getattr(ClusterEnv, name) for name in ("rollout", "recv", "send", "reset", "publish")}
+    original = {
+        name: getattr(ClusterEnv, name) for name in ("rollout", "recv", "send", "reset", "publish")
+    }
     keep, add = Run.keep, Run.add_episodes
     add_scalars = torch.utils.tensorboard.SummaryWriter.add_scalar
 
     def networks(variables):
-        return {name: deepcopy(variables[name].state_dict()) for name in NETWORKS if name in variables}
+        return {
+            name: deepcopy(variables[name].state_dict()) for name in NETWORKS if name in variables
+        }
 
     def collect(name):
         def call(envs, *args, **kwargs):
-            state = np.random.get_state(), torch.get_rng_state(), networks(sys._getframe(1).f_globals)
+            state = (
+                np.random.get_state(),
+                torch.get_rng_state(),
+                networks(sys._getframe(1).f_globals),
+            )
             result = original[name](envs, *args, **kwargs)
             rollout = result[1] if name == "recv" else result
             recording.calls.append(Call(deepcopy(rollout), *state))
@@ -161,6 +181,8 @@ def main(output, script, interrupt, *flags):
 
 
 if __name__ == "__main__":
-    from tests.algorithms import recording as this  # so that what is pickled has a name that others know
+    from tests.algorithms import (
+        recording as this,
+    )  # so that what is pickled has a name that others know
 
     this.main(*sys.argv[1:])

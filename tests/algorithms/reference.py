@@ -15,7 +15,9 @@ import torch
 
 def dense(weights, prefix, x, activation=torch.tanh):
     """Apply the linear layers of a Sequential, with an activation in between."""
-    layers = [name for name in weights if name.startswith(f"{prefix}.") and name.endswith(".weight")]
+    layers = [
+        name for name in weights if name.startswith(f"{prefix}.") and name.endswith(".weight")
+    ]
     numbers = sorted(int(name.split(".")[1]) for name in layers)
     for number in numbers:
         x = x @ weights[f"{prefix}.{number}.weight"].T + weights[f"{prefix}.{number}.bias"]
@@ -64,7 +66,9 @@ class Continuous(Vector):
 
     def logprob_and_entropy(self, weights, params, actions):
         logstd = weights["actor_logstd"]
-        logprobs = -0.5 * ((actions - params) / logstd.exp()) ** 2 - logstd - 0.5 * np.log(2 * np.pi)
+        logprobs = (
+            -0.5 * ((actions - params) / logstd.exp()) ** 2 - logstd - 0.5 * np.log(2 * np.pi)
+        )
         entropy = (0.5 + 0.5 * np.log(2 * np.pi) + logstd).sum()
         return logprobs.sum(-1), entropy.expand(len(params))
 
@@ -117,7 +121,9 @@ class Adam:
         scale = min(1.0, max_norm / (norm + 1e-6))
         self.time += 1
         with torch.no_grad():
-            for number, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
+            for number, (parameter, gradient) in enumerate(
+                zip(self.parameters, gradients, strict=True)
+            ):
                 self.mean[number] = 0.9 * self.mean[number] + 0.1 * gradient * scale
                 self.square[number] = 0.999 * self.square[number] + 0.001 * (gradient * scale) ** 2
                 mean = self.mean[number] / (1 - 0.9**self.time)
@@ -133,11 +139,15 @@ def is_of_normalizer(name):
 def parameters_of(state):
     """Return float64 copies of what a `state_dict` holds: all, and those that are learned."""
     weights = {name: value.double().clone() for name, value in state.items()}
-    learned = [value.requires_grad_() for name, value in weights.items() if not is_of_normalizer(name)]
+    learned = [
+        value.requires_grad_() for name, value in weights.items() if not is_of_normalizer(name)
+    ]
     return weights, learned
 
 
-def advantages_by_definition(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
+def advantages_by_definition(
+    rewards, values, next_values, terminations, truncations, gamma, gae_lambda
+):
     """The sum of discounted TD errors up to the end of the episode or of the rollout, https://arxiv.org/abs/1506.02438.
 
     All are ``(num_steps, num_envs)``; ``next_values`` are of what each step led to.
@@ -155,7 +165,9 @@ def advantages_by_definition(rewards, values, next_values, terminations, truncat
     return advantages
 
 
-def ppo_objective(args, reached, new, entropy, value, old, advantages, returns, old_values, weights):
+def ppo_objective(
+    args, reached, new, entropy, value, old, advantages, returns, old_values, weights
+):
     """Return PPO's loss of a minibatch, https://arxiv.org/abs/1707.06347, and what is logged of it.
 
     Add to the set ``reached`` which of the objective's cases occurred.
@@ -165,7 +177,10 @@ def ppo_objective(args, reached, new, entropy, value, old, advantages, returns, 
         advantages = (advantages - advantages.mean()) / (variance.sqrt() + 1e-8)
     ratio = (new - old).exp()
     low, high = (torch.full_like(ratio, 1 + sign * args.clip_coef) for sign in (-1, 1))
-    unclipped, clipped = ratio * advantages, torch.minimum(torch.maximum(ratio, low), high) * advantages
+    unclipped, clipped = (
+        ratio * advantages,
+        torch.minimum(torch.maximum(ratio, low), high) * advantages,
+    )
     objective = (weights * torch.minimum(unclipped, clipped)).mean()
     reached |= {"ratio clipped"} if (clipped < unclipped).any() else set()
     error = (value - returns) ** 2
@@ -204,7 +219,9 @@ def ppo(recording, network):
     for iteration, call in enumerate(recording.calls):
         rollout = call.rollout
         num_steps, num_envs = rollout.rewards.shape
-        learning_rate = args.learning_rate * (1 - iteration / len(recording.calls) if args.anneal_lr else 1)
+        learning_rate = args.learning_rate * (
+            1 - iteration / len(recording.calls) if args.anneal_lr else 1
+        )
         obs, actions = array(rollout.observations), array(rollout.actions)
         behavior = array(rollout.logprobs)
         ends = rollout.terminations | rollout.truncations
@@ -224,7 +241,10 @@ def ppo(recording, network):
                 params, values, next_values = _look_recurrent(network, weights, rollout, obs)
             else:
                 params, values = network(weights, obs.flatten(0, 1))
-                params, values = params.view(num_steps, num_envs, -1), values.view(num_steps, num_envs)
+                params, values = (
+                    params.view(num_steps, num_envs, -1),
+                    values.view(num_steps, num_envs),
+                )
                 after = network(weights, array(rollout.next_observations))[1]
                 next_values = torch.cat([values[1:], after[None]])
                 finals = iter(network(weights, array(rollout.final_observations))[1])
@@ -258,17 +278,29 @@ def ppo(recording, network):
             rng.shuffle(inds)
             for batch in np.split(inds, args.num_minibatches):
                 if is_recurrent:
-                    pick = [each[:, batch].flatten() for each in (old, advantages, returns, values, importance)]
+                    pick = [
+                        each[:, batch].flatten()
+                        for each in (old, advantages, returns, values, importance)
+                    ]
                     params_, value = _unroll(network, weights, rollout, obs, batch)
-                    new, entropy = network.logprob_and_entropy(weights, params_, actions[:, batch].flatten())
+                    new, entropy = network.logprob_and_entropy(
+                        weights, params_, actions[:, batch].flatten()
+                    )
                 else:
-                    pick = [each.flatten()[batch] for each in (old, advantages, returns, values, importance)]
+                    pick = [
+                        each.flatten()[batch]
+                        for each in (old, advantages, returns, values, importance)
+                    ]
                     params_, value = network(weights, obs.flatten(0, 1)[batch])
-                    new, entropy = network.logprob_and_entropy(weights, params_, flat_actions[batch])
+                    new, entropy = network.logprob_and_entropy(
+                        weights, params_, flat_actions[batch]
+                    )
                 loss, last = ppo_objective(args, reached, new, entropy, value, *pick)
                 fractions.append(last["clipfrac"])
                 norm = adam.step(loss, learning_rate, args.max_grad_norm)
-                reached.add("gradient clipped" if norm > args.max_grad_norm else "gradient not clipped")
+                reached.add(
+                    "gradient clipped" if norm > args.max_grad_norm else "gradient not clipped"
+                )
             if args.target_kl is not None:
                 is_far = last["approx_kl"] > args.target_kl
                 reached.add("stopped" if is_far else "not stopped")
@@ -286,7 +318,9 @@ def ppo(recording, network):
             mean, variance = moments(observed)
             for name in filter(is_of_normalizer, weights):
                 is_mean = name.endswith(".mean")
-                weights[name].copy_(torch.from_numpy(mean if is_mean else 1 / np.sqrt(variance + 1e-8)))
+                weights[name].copy_(
+                    torch.from_numpy(mean if is_mean else 1 / np.sqrt(variance + 1e-8))
+                )
     return weights, logged, reached
 
 
@@ -308,7 +342,10 @@ def _states(network, weights, rollout, obs, env):
 
 def _unroll(network, weights, rollout, obs, envs):
     """Return parameters and values of these environments' steps, by step and then environment."""
-    by_env = [torch.stack([hidden for hidden, _ in _states(network, weights, rollout, obs, env)]) for env in envs]
+    by_env = [
+        torch.stack([hidden for hidden, _ in _states(network, weights, rollout, obs, env)])
+        for env in envs
+    ]
     return network.heads(weights, torch.stack(by_env, dim=1).flatten(0, 1))
 
 
@@ -325,7 +362,11 @@ def _look_recurrent(network, weights, rollout, obs):
             if rollout.terminations[step, env] or rollout.truncations[step, env]:
                 after = next(finals)
             else:
-                after = obs[step + 1, env] if step + 1 < num_steps else array(rollout.next_observations)[env]
+                after = (
+                    obs[step + 1, env]
+                    if step + 1 < num_steps
+                    else array(rollout.next_observations)[env]
+                )
             hidden, _ = network.step(weights, after, states[env][step])
             next_values[step, env] = network.heads(weights, hidden)[1]
     return params, values, next_values
@@ -360,7 +401,13 @@ def dqn(recording, q_values, newest_first=False):
     args = SimpleNamespace(**recording.args)
     weights, learned = parameters_of(recording.calls[0].networks["q_network"])
     target, _ = parameters_of(recording.calls[0].networks["target_network"])
-    adam, logged, kept, inserted, gradient_steps = Adam(learned, eps=1e-8), defaultdict(list), [], 0, 0
+    adam, logged, kept, inserted, gradient_steps = (
+        Adam(learned, eps=1e-8),
+        defaultdict(list),
+        [],
+        0,
+        0,
+    )
     for call in recording.calls:
         chunk = call.rollout
         torch.set_rng_state(call.torch_state)
@@ -374,7 +421,9 @@ def dqn(recording, q_values, newest_first=False):
                 follows = next(finals) if has_ended else follows
                 bootstraps = 0.0 if chunk.terminations[step, env] else 1.0
                 reward = float(chunk.rewards[step, env])
-                kept.append((obs[step, env], int(chunk.actions[step, env]), follows, reward, bootstraps))
+                kept.append(
+                    (obs[step, env], int(chunk.actions[step, env]), follows, reward, bootstraps)
+                )
                 inserted += 1
         held = min(inserted, args.buffer_size)
         while gradient_steps < (inserted - args.learning_starts) // args.train_frequency:
@@ -382,7 +431,10 @@ def dqn(recording, q_values, newest_first=False):
             if newest_first:
                 batch = [kept[-1 - draw] for draw in draws]
             else:  # the transition that lies at this place in a ring
-                batch = [kept[draw + (inserted - 1 - draw) // args.buffer_size * args.buffer_size] for draw in draws]
+                batch = [
+                    kept[draw + (inserted - 1 - draw) // args.buffer_size * args.buffer_size]
+                    for draw in draws
+                ]
             before, after = (torch.stack([row[column] for row in batch]) for column in (0, 2))
             actions = torch.tensor([row[1] for row in batch])
             with torch.no_grad():
@@ -395,7 +447,9 @@ def dqn(recording, q_values, newest_first=False):
             gradient_steps += 1
             if gradient_steps * args.train_frequency % args.target_network_frequency == 0:
                 for name in target:
-                    target[name] = args.tau * weights[name].detach() + (1 - args.tau) * target[name].detach()
+                    target[name] = (
+                        args.tau * weights[name].detach() + (1 - args.tau) * target[name].detach()
+                    )
             last = loss.item(), chosen.mean().item()
         logged["charts/epsilon"].append(linear_epsilon(args, inserted))
         logged["throughput/replay_ratio"].append(gradient_steps * args.batch_size / inserted)

@@ -24,7 +24,9 @@ DQN = "dqn_clusterenv", "dqn_atari_clusterenv"
 
 def kind_of(name):
     """Return of which kind of `toys` a script's environments are."""
-    return {"continuous": "box", "minatar": "minatar", "atari": "atari"}.get(name.split("_")[1], "vector")
+    return {"continuous": "box", "minatar": "minatar", "atari": "atari"}.get(
+        name.split("_")[1], "vector"
+    )
 
 
 @pytest.fixture(params=PPO)
@@ -51,8 +53,13 @@ def compute(script, rewards, values, ends, final_values, gamma, gae_lambda):
 def test_advantages_are_the_discounted_sum_of_td_errors(ppo, share_of_ends):
     rng = np.random.default_rng(1)
     num_steps, num_envs = 17, 5
-    rewards, values = rng.normal(size=(num_steps, num_envs)), rng.normal(size=(num_steps + 1, num_envs))
-    ends = rng.choice(3, size=rewards.shape, p=[1 - share_of_ends, share_of_ends / 2, share_of_ends / 2])
+    rewards, values = (
+        rng.normal(size=(num_steps, num_envs)),
+        rng.normal(size=(num_steps + 1, num_envs)),
+    )
+    ends = rng.choice(
+        3, size=rewards.shape, p=[1 - share_of_ends, share_of_ends / 2, share_of_ends / 2]
+    )
     ends[:, 0] = 0  # an episode that lasts for the whole rollout, and longer
     final_values = rng.normal(size=np.count_nonzero(ends))
     next_values, finals = values[1:].copy(), iter(final_values)
@@ -60,7 +67,9 @@ def test_advantages_are_the_discounted_sum_of_td_errors(ppo, share_of_ends):
         for env in range(num_envs):
             if ends[step, env]:
                 next_values[step, env] = next(finals)
-    expected = advantages_by_definition(rewards, values, next_values, ends == 1, ends == 2, 0.9, 0.7)
+    expected = advantages_by_definition(
+        rewards, values, next_values, ends == 1, ends == 2, 0.9, 0.7
+    )
     advantages, returns = compute(ppo, rewards, values, ends, final_values, 0.9, 0.7)
     assert advantages.dtype == returns.dtype == np.float32
     np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-5)
@@ -84,9 +93,17 @@ def test_a_termination_is_worth_nothing_and_a_truncation_what_its_final_observat
 
 
 def test_the_arrays_that_advantages_are_computed_from_stay_as_they_are(ppo):
-    rewards, values, ends = np.ones((2, 1), np.float32), np.ones((3, 1), np.float32), np.array([[True], [False]])
+    rewards, values, ends = (
+        np.ones((2, 1), np.float32),
+        np.ones((3, 1), np.float32),
+        np.array([[True], [False]]),
+    )
     ppo.compute_gae(rewards, values, np.zeros(1, np.float32), ends, np.zeros_like(ends), 0.9, 0.9)
-    assert rewards.tolist() == [[1], [1]] and values.tolist() == [[1], [1], [1]] and ends.tolist() == [[True], [False]]
+    assert (
+        rewards.tolist() == [[1], [1]]
+        and values.tolist() == [[1], [1], [1]]
+        and ends.tolist() == [[True], [False]]
+    )
 
 
 # PPO's loss.
@@ -109,7 +126,9 @@ def loss_of(script, logprob, old, advantages, *, value=0.0, returns=0.0, old_val
     says = (new, entropy, value[:, None])
     is_recurrent = script.__name__.startswith("ppo_lstm")
     agent = SimpleNamespace(get_action_and_value=lambda *_: says if is_recurrent else (None, *says))
-    obs = (None, None) if is_recurrent else (None,)  # the latter of a recurrent network's says where episodes begin
+    obs = (
+        (None, None) if is_recurrent else (None,)
+    )  # the latter of a recurrent network's says where episodes begin
     state = ([],) if is_recurrent else ()
     loss, logged = script.ppo_loss(
         agent, SimpleNamespace(**{**ARGS, **args}), *obs, None, *others, *state, adv_mean_std
@@ -130,7 +149,9 @@ def loss_in_numpy(logprob, old, advantages, value, returns, old_values, entropy,
         fraction += not low <= ratio <= high
         errors = [value[number] - returns[number]]
         if args["clip_vloss"]:
-            change = np.clip(value[number] - old_values[number], -args["clip_coef"], args["clip_coef"])
+            change = np.clip(
+                value[number] - old_values[number], -args["clip_coef"], args["clip_coef"]
+            )
             errors.append(old_values[number] + change - returns[number])
         value_total += max(error**2 for error in errors)
     number = len(logprob)
@@ -143,10 +164,20 @@ def loss_in_numpy(logprob, old, advantages, value, returns, old_values, entropy,
 @pytest.mark.parametrize("clip_vloss", [True, False])
 def test_the_loss_is_that_of_the_paper(ppo, norm_adv, clip_vloss):
     rng = np.random.default_rng(2)
-    args = {"clip_coef": 0.2, "norm_adv": norm_adv, "clip_vloss": clip_vloss, "ent_coef": 0.3, "vf_coef": 0.7}
+    args = {
+        "clip_coef": 0.2,
+        "norm_adv": norm_adv,
+        "clip_vloss": clip_vloss,
+        "ent_coef": 0.3,
+        "vf_coef": 0.7,
+    }
     old = rng.normal(size=200) - 1
     values = {name: rng.normal(size=200) for name in ("value", "returns", "old_values", "entropy")}
-    logprob, advantages, weights = old + 0.3 * rng.normal(size=200), 1 + rng.normal(size=200), rng.uniform(0, 2, 200)
+    logprob, advantages, weights = (
+        old + 0.3 * rng.normal(size=200),
+        1 + rng.normal(size=200),
+        rng.uniform(0, 2, 200),
+    )
     expected = loss_in_numpy(logprob, old, advantages, **values, weights=weights, args=args)
     loss, logged, _ = loss_of(ppo, logprob, old, advantages, **values, weights=weights, **args)
     found = loss.item(), logged["policy_loss"], logged["value_loss"], logged["clipfrac"]
@@ -159,7 +190,9 @@ def test_the_loss_is_that_of_the_paper(ppo, norm_adv, clip_vloss):
 
 def test_the_loss_falls_as_good_actions_become_likelier_and_stops_at_the_clip(ppo):
     inside, above, below = 0.0, np.log(1.5), np.log(0.5)
-    loss, _, (new, _, _) = loss_of(ppo, [inside, above, below] * 2, [0.0] * 6, [1, 1, 1, -1, -1, -1])
+    loss, _, (new, _, _) = loss_of(
+        ppo, [inside, above, below] * 2, [0.0] * 6, [1, 1, 1, -1, -1, -1]
+    )
     loss.backward()
     # What has gone too far in its good direction gets no gradient; what has gone the wrong way does.
     expected = np.array([-1, 0, -0.5, 1, 1.5, 0]) / 6
@@ -182,7 +215,9 @@ def test_importance_weights_multiply_the_policys_loss_alone(ppo):
 
 def test_a_shares_advantages_are_normalized_by_those_of_the_whole_minibatch(ppo):
     adv_mean_std = torch.tensor(1.0), torch.tensor(2.0)
-    _, logged, _ = loss_of(ppo, [0.0, 0.0], [0.0, 0.0], [5.0, 9.0], norm_adv=True, adv_mean_std=adv_mean_std)
+    _, logged, _ = loss_of(
+        ppo, [0.0, 0.0], [0.0, 0.0], [5.0, 9.0], norm_adv=True, adv_mean_std=adv_mean_std
+    )
     assert logged["policy_loss"] == pytest.approx(-(2 + 4) / 2)
     _, logged, _ = loss_of(ppo, [0.0, 0.0], [0.0, 0.0], [5.0, 9.0], norm_adv=True)
     assert logged["policy_loss"] == pytest.approx(0, abs=1e-6)
@@ -202,8 +237,14 @@ def test_an_evaluation_returns_what_the_policy_earns_in_one_episode_each(name):
     walks, places = np.array([True, False, True, True, False]), itertools.count()
 
     def act(_):
-        is_other = walks == (next(places) % 2 == 0 or kind == "atari")  # whoever leaves does so in the first place
-        return np.stack([2.0 * is_other - 1] * 2, 1).astype(np.float32) if kind == "box" else is_other.astype(int)
+        is_other = walks == (
+            next(places) % 2 == 0 or kind == "atari"
+        )  # whoever leaves does so in the first place
+        return (
+            np.stack([2.0 * is_other - 1] * 2, 1).astype(np.float32)
+            if kind == "box"
+            else is_other.astype(int)
+        )
 
     returns = script.evaluate(args, script.make_env, act)
     assert returns.tolist() == np.where(walks, 3, 1).tolist()
@@ -226,14 +267,18 @@ def test_discounted_returns_begin_with_their_episode_and_go_on_in_the_next_rollo
 
 def test_discounted_returns_begin_anew_where_a_lost_workers_environments_did():
     rewards, dones = np.ones((2, 2)), np.zeros((2, 2), bool)
-    returns, _ = continuous.discount(rewards, np.array([True, False]), dones, 0.5, np.array([4.0, 4.0]))
+    returns, _ = continuous.discount(
+        rewards, np.array([True, False]), dones, 0.5, np.array([4.0, 4.0])
+    )
     np.testing.assert_allclose(returns, [[1, 3], [1.5, 2.5]])
 
 
 def test_rewards_are_scaled_by_the_deviation_of_returns_and_clipped():
     scaled = continuous.scale_rewards(np.array([1.0, -4.0, 23.0, -23.0]), 4.0)
     np.testing.assert_allclose(scaled, [0.5, -2, 10, -10])
-    assert continuous.scale_rewards(np.array([1.0]), 0.0) == 10  # before there are any returns that differ
+    assert (
+        continuous.scale_rewards(np.array([1.0]), 0.0) == 10
+    )  # before there are any returns that differ
 
 
 def test_moments_are_those_of_all_that_came():
@@ -247,7 +292,11 @@ def test_moments_are_those_of_all_that_came():
     assert moments.count == len(everything)
     again = continuous.Moments((2,))
     again.load_state_dict(moments.state_dict())
-    assert (again.mean == moments.mean).all() and (again.var == moments.var).all() and again.count == moments.count
+    assert (
+        (again.mean == moments.mean).all()
+        and (again.var == moments.var).all()
+        and again.count == moments.count
+    )
 
 
 def test_observations_are_normalized_and_clipped():
@@ -256,7 +305,9 @@ def test_observations_are_normalized_and_clipped():
     assert normalize(x).tolist() == [[3, -10]] and normalize(-x).tolist() == [[-3, 10]]
     normalize.load(SimpleNamespace(mean=np.array([1.0, 2.0]), var=np.array([4.0, 100.0])))
     torch.testing.assert_close(normalize(x), torch.tensor([[1.0, -5.2]]))
-    normalize.load(SimpleNamespace(mean=np.array([3.0, 0.0]), var=np.zeros(2)))  # of what has never changed
+    normalize.load(
+        SimpleNamespace(mean=np.array([3.0, 0.0]), var=np.zeros(2))
+    )  # of what has never changed
     assert normalize(x).tolist() == [[0, -10]]
 
 
@@ -277,8 +328,12 @@ def test_an_observation_is_the_last_four_frames_the_newest_last(name):
 
     assert observation.shape == (4, 84, 84) and observation.dtype == np.uint8
     assert places(observation) == [[0]] * 4
-    after, reward, *_ = env.step(1)  # a walk to the next place, on the last of the game's four frames
-    assert places(after) == [[0], [0], [0], [0, 1]] and reward == 0  # a frame is the brightest of the last two
+    after, reward, *_ = env.step(
+        1
+    )  # a walk to the next place, on the last of the game's four frames
+    assert (
+        places(after) == [[0], [0], [0], [0, 1]] and reward == 0
+    )  # a frame is the brightest of the last two
     for place in (2, 3, 4, 5):
         after, reward, terminated, _, _ = env.step(1)
         assert (reward, terminated) == (place >= 3, place == 5)
@@ -298,7 +353,9 @@ def test_an_episode_is_a_life_begins_by_firing_and_counts_in_the_return_of_the_g
         assert [terminated for _, _, terminated, _, _ in steps] == [False, False, True]
         episodes = [info["episode"] for *_, info in steps if "episode" in info]
         if life == 1:
-            assert [episode["r"] for episode in episodes] == [2 * (-0.5 - 0.5 + 5 - 0.5)]  # rewards are not clipped
+            assert [episode["r"] for episode in episodes] == [
+                2 * (-0.5 - 0.5 + 5 - 0.5)
+            ]  # rewards are not clipped
         else:
             assert not episodes
             env.reset()
@@ -325,7 +382,9 @@ def test_layers_begin_orthogonal_with_cleanrls_gains(name):
         number, outputs = len(matrix), len(value)
         gain = 1.0 if "lstm" in key or outputs == 1 else np.sqrt(2)
         gain = 0.01 if outputs == 2 and "lstm" not in key else gain  # the actor's last layer
-        torch.testing.assert_close(matrix @ matrix.T, gain**2 * torch.eye(number).double(), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            matrix @ matrix.T, gain**2 * torch.eye(number).double(), atol=1e-5, rtol=1e-4
+        )
 
 
 # DQN's target, loss and exploration.
@@ -350,7 +409,9 @@ def test_the_td_loss_is_the_mean_squared_error_of_the_actions_taken(dqn):
 
 
 def test_epsilon_falls_in_a_line_and_stays(dqn):
-    schedule = [dqn.linear_schedule(1.0, 0.2, 100, step) for step in (0, 25, 50, 99, 100, 101, 10_000)]
+    schedule = [
+        dqn.linear_schedule(1.0, 0.2, 100, step) for step in (0, 25, 50, 99, 100, 101, 10_000)
+    ]
     assert schedule == pytest.approx([1, 0.8, 0.6, 0.208, 0.2, 0.2, 0.2])
 
 
@@ -368,7 +429,9 @@ def chunk_of(first, num_steps, num_envs, shape=()):
     led_to = numbers + 0.5
 
     def observed(values):
-        return np.broadcast_to(np.reshape(values, (*np.shape(values), *[1] * len(shape))), (*np.shape(values), *shape))
+        return np.broadcast_to(
+            np.reshape(values, (*np.shape(values), *[1] * len(shape))), (*np.shape(values), *shape)
+        )
 
     observations = observed(numbers).astype(np.float32).copy()
     # Where no episode ends, the next row is what a step led to.
@@ -413,8 +476,15 @@ def test_the_buffer_holds_the_newest_transitions_whole_and_each_once(size):
         held = min(inserted, size)
         assert buffer.inserted == inserted
         drawn = buffer.sample(100, held, torch.device("cpu"))  # by chance all of them
-        obs, next_obs, numbers = check_drawn([column.flatten(0, 1) for column in drawn], inserted, held)
-        saw = np.array([number if number % 8 < 2 or (number - 2) % 3 else number - 2 + 0.5 for number in numbers])
+        obs, next_obs, numbers = check_drawn(
+            [column.flatten(0, 1) for column in drawn], inserted, held
+        )
+        saw = np.array(
+            [
+                number if number % 8 < 2 or (number - 2) % 3 else number - 2 + 0.5
+                for number in numbers
+            ]
+        )
         np.testing.assert_array_equal(obs, saw)
         np.testing.assert_array_equal(next_obs, numbers + 0.5)
         counts = np.bincount(numbers - (inserted - held))
@@ -438,7 +508,9 @@ def test_the_buffer_of_frames_holds_the_newest_transitions_whole(size):
         assert buffer.inserted == inserted
         drawn = buffer.sample(100 * held, torch.device("cpu"))
         obs, next_obs, numbers = check_drawn(drawn, inserted, held)
-        saw = np.array([number if number % 8 < 2 or (number - 2) % 3 else number - 2 for number in numbers])
+        saw = np.array(
+            [number if number % 8 < 2 or (number - 2) % 3 else number - 2 for number in numbers]
+        )
         np.testing.assert_array_equal(obs, saw)
         np.testing.assert_array_equal(next_obs, numbers)
         counts = np.bincount(numbers - (inserted - held))
@@ -464,7 +536,9 @@ def test_a_chunk_whose_frames_have_been_written_over_is_drawn_no_more():
 def test_a_buffer_takes_as_many_bytes_as_it_says(dqn, size, num_frames):
     space = gym.spaces.Box(0, 255, (4, 3, 2), np.uint8)
     sizes = (size, num_frames) if dqn.__name__ == "dqn_atari_clusterenv" else (size,)
-    tensors = [value for value in vars(dqn.ReplayBuffer(*sizes, space)).values() if torch.is_tensor(value)]
+    tensors = [
+        value for value in vars(dqn.ReplayBuffer(*sizes, space)).values() if torch.is_tensor(value)
+    ]
     assert dqn.ReplayBuffer.num_bytes(*sizes, space) == sum(tensor.nbytes for tensor in tensors)
 
 
@@ -474,7 +548,9 @@ def test_a_checkpoint_holds_the_buffer_or_nothing_of_it(dqn):
     sizes, number = ((30, 200), (50,)) if is_of_frames else ((30,), (1, 50))
     chunks = [chunk_of(8 * number, 4, 2, (4, 1, 1)) for number in range(6)]
     chunks = [in_frames(chunk) for chunk in chunks] if is_of_frames else chunks
-    before, after, without = (dqn.ReplayBuffer(*sizes, space, keeps) for keeps in (True, True, False))
+    before, after, without = (
+        dqn.ReplayBuffer(*sizes, space, keeps) for keeps in (True, True, False)
+    )
     for chunk in chunks[:5]:
         before.add(chunk)
         without.add(chunk)

@@ -45,7 +45,9 @@ def test_nobody_learns_from_the_observation_that_ends_an_episode(tmp_path, scrip
 
 
 def test_nothing_is_normalized_by_what_is_not_finite(tmp_path):
-    text = ENDS.replace("ACTIONS", "gym.spaces.Box(-1, 1, (2,))").replace("self.steps if", "np.inf if")
+    text = ENDS.replace("ACTIONS", "gym.spaces.Box(-1, 1, (2,))").replace(
+        "self.steps if", "np.inf if"
+    )
     (tmp_path / "ends.py").write_text(text)
     flags = "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --total-timesteps 320"
     result = scripts.run("ppo_continuous_clusterenv.py", tmp_path, *flags.split())

@@ -35,12 +35,20 @@ DQN += " --buffer-size 40 --save-replay --tau 0.5"
 RANDOM = "--start-e 1 --end-e 1"
 INTERRUPT = 2  # of four iterations, which are 16 steps each
 STEP = 16 * INTERRUPT
-BY_THE_CLOCK = ("time/", "charts/SPS", "charts/collect_sps", "throughput/produced_sps", "throughput/consumed_sps")
+BY_THE_CLOCK = (
+    "time/",
+    "charts/SPS",
+    "charts/collect_sps",
+    "throughput/produced_sps",
+    "throughput/consumed_sps",
+)
 
 
 def flags_of(script, *more):
     kind, _ = SCRIPTS[script]
-    own = (PPO,) if script.startswith("ppo") else (DQN, *(more or [RANDOM]))  # of two spellings the last one counts
+    own = (
+        (PPO,) if script.startswith("ppo") else (DQN, *(more or [RANDOM]))
+    )  # of two spellings the last one counts
     return [*" ".join([f"--env-id tests.algorithms.toys:Clockwork-{kind}-v0", FLAGS, *own]).split()]
 
 
@@ -70,14 +78,19 @@ def assert_same(found, expected, where=""):
 def without_times(parts):
     """What checkpoints hold, but for the seconds that were waited, and how often the policy was published."""
     parts = {name: dict(part) for name, part in parts.items()}
-    for name, times in {"envs": ("waiting_seconds", "policy_version"), "count": ("waiting",)}.items():
+    for name, times in {
+        "envs": ("waiting_seconds", "policy_version"),
+        "count": ("waiting",),
+    }.items():
         for key in times if name in parts else ():
             del parts[name][key]
     return parts
 
 
 def logged(recording, after=0):
-    tags = {tag: values for tag, values in recording.scalars.items() if not tag.startswith(BY_THE_CLOCK)}
+    tags = {
+        tag: values for tag, values in recording.scalars.items() if not tag.startswith(BY_THE_CLOCK)
+    }
     return {tag: values[after:] for tag, values in tags.items()}
 
 
@@ -98,7 +111,10 @@ def test_the_resumed_run_is_the_run(tmp_path, script):
     assert (whole.seeds, resumed.seeds) == ([5], [5 + STEP])
 
     # It goes on as the run that was not interrupted, and twice in the same way.
-    ends = {name: load_checkpoint(tmp_path / name / "runs" / "x") for name in ("whole", "parted", "again")}
+    ends = {
+        name: load_checkpoint(tmp_path / name / "runs" / "x")
+        for name in ("whole", "parted", "again")
+    }
     for recording, end in ((resumed, ends["parted"]), (again, ends["again"])):
         for ours, theirs in zip(recording.calls, whole.calls[INTERRUPT:], strict=True):
             np.testing.assert_array_equal(ours.rollout.actions, theirs.rollout.actions)
@@ -127,14 +143,18 @@ def test_exploration_and_counts_go_on_where_they_were(tmp_path, script, outstand
     args = reference.SimpleNamespace(**resumed.args)
     # Two chunks are left, and no more are asked for: both at once, or the other after the first has come and counted.
     steps = (STEP, STEP) if outstanding == 3 else (STEP, STEP + 16)
-    assert resumed.epsilons == pytest.approx([reference.linear_epsilon(args, step) for step in steps])
+    assert resumed.epsilons == pytest.approx(
+        [reference.linear_epsilon(args, step) for step in steps]
+    )
     end = load_checkpoint(tmp_path / "runs" / "x")["parts"]
     assert end["count"]["gradient_steps"] == (64 - 16) // 2
     assert end["rb"]["inserted"] == 64
 
 
 @pytest.mark.parametrize("script", ["dqn_clusterenv.py", "dqn_atari_clusterenv.py"])
-def test_without_its_replay_buffer_a_run_collects_before_it_learns_and_learns_at_the_new_rate(tmp_path, script):
+def test_without_its_replay_buffer_a_run_collects_before_it_learns_and_learns_at_the_new_rate(
+    tmp_path, script
+):
     record(script, tmp_path, *flags_of(script, f"{RANDOM} --no-save-replay"), interrupt=INTERRUPT)
     resumed = resume(script, tmp_path, "--learning-rate", "0.25")
     end = load_checkpoint(tmp_path / "runs" / "x")["parts"]

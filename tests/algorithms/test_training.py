@@ -23,7 +23,10 @@ PPO = {
     "ppo_minatar_clusterenv.py": ("minatar", reference.MinAtar()),
     "ppo_atari_clusterenv.py": ("atari", reference.Atari()),
 }
-DQN = {"dqn_clusterenv.py": ("vector", reference.q_vector), "dqn_atari_clusterenv.py": ("atari", reference.q_atari)}
+DQN = {
+    "dqn_clusterenv.py": ("vector", reference.q_vector),
+    "dqn_atari_clusterenv.py": ("atari", reference.q_atari),
+}
 # Every number is one that matters: a weight is truncated, a ratio clipped, a gradient's norm limited.
 PPO_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 7 --eval-episodes 0 --weights float32"
 PPO_FLAGS += " --num-minibatches 2 --update-epochs 3 --gamma 0.9 --gae-lambda 0.8 --clip-coef 0.05"
@@ -33,7 +36,10 @@ WAYS = {  # flags, and which cases of the algorithm occur
         "--sync-mode never --clip-rho 1.02 --clip-vloss --max-grad-norm 0.2",
         {"ratio clipped", "weight truncated", "value clipped", "gradient clipped"},
     ),
-    "stale": ("--sync-mode never --no-decoupled --max-grad-norm 0.2", {"ratio clipped", "gradient clipped"}),
+    "stale": (
+        "--sync-mode never --no-decoupled --max-grad-norm 0.2",
+        {"ratio clipped", "gradient clipped"},
+    ),
     "overlap": (
         "--sync-mode always --overlap --clip-rho 1.02 --max-grad-norm 9",
         {"ratio clipped", "weight truncated"},
@@ -48,7 +54,9 @@ DQN_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 5 --eval-episodes 0
 DQN_FLAGS += " --learning-starts 37 --target-network-frequency 12 --batch-size 8 --gamma 0.9"
 DQN_FLAGS += " --learning-rate 0.003 --tau 0.6 --start-e 0.9 --end-e 0.3 --exploration-fraction 0.4"
 DQN_FLAGS += " --sync-check-frequency 5 --sync-mode always --weights float32"
-TOLERANCE = 0.01  # of what training has changed: float32 and float64 differ by less, and mistakes by more
+TOLERANCE = (
+    0.01  # of what training has changed: float32 and float64 differ by less, and mistakes by more
+)
 # Of large networks an activation may lie at a kink, on one side of it in float32 and on the other in float64. Then they
 # differ by some hundredths, and else by less than a ten-thousandth, as with this seed in all of Atari's cases here.
 SEED = {"atari": 3}
@@ -56,13 +64,21 @@ SEED = {"atari": 3}
 
 def flags_of(kind, *flags):
     seed = str(SEED.get(kind, 1))
-    return ["--env-id", f"tests.algorithms.toys:Clockwork-{kind}-v0", "--seed", seed, *" ".join(flags).split()]
+    return [
+        "--env-id",
+        f"tests.algorithms.toys:Clockwork-{kind}-v0",
+        "--seed",
+        seed,
+        *" ".join(flags).split(),
+    ]
 
 
 def assert_same_weights(found, expected, before):
     assert found.keys() == expected.keys()
     for name, value in found.items():
-        change, error = (torch.linalg.norm(expected[name] - other.double()) for other in (before[name], value))
+        change, error = (
+            torch.linalg.norm(expected[name] - other.double()) for other in (before[name], value)
+        )
         assert error <= TOLERANCE * change, f"{name}: {error:.3g} of a change of {change:.3g}"
 
 
@@ -79,7 +95,9 @@ def assert_same_logs(recording, expected):
 def test_ppo_is_as_defined(tmp_path, script, way):
     kind, network = PPO[script]
     flags, cases = WAYS[way]
-    scale = "--reward-scale 0.3" if script in ("ppo_clusterenv.py", "ppo_lstm_clusterenv.py") else ""
+    scale = (
+        "--reward-scale 0.3" if script in ("ppo_clusterenv.py", "ppo_lstm_clusterenv.py") else ""
+    )
     number, rate = (3, 0.001) if kind == "atari" else (5, 0.01)
     length = f"--total-timesteps {28 * number} --learning-rate {rate}"
     recording = record(script, tmp_path, *flags_of(kind, PPO_FLAGS, flags, scale, length))
@@ -90,13 +108,19 @@ def test_ppo_is_as_defined(tmp_path, script, way):
     assert_same_weights(recording.networks["agent"], weights, recording.calls[0].networks["agent"])
     # The first version acts as the learner would. With --sync-mode always each does, or the one before if it overlaps.
     lag = logged.pop("lag")
-    assert max(lag if way == "plain" else lag[:1]) < 1e-4 and (way == "plain" or min(lag[1:]) > 1e-3)
+    assert max(lag if way == "plain" else lag[:1]) < 1e-4 and (
+        way == "plain" or min(lag[1:]) > 1e-3
+    )
     versions = [call.rollout.policy_versions.tolist() for call in recording.calls]
     newer = {"plain": range(number), "overlap": [0, *range(number - 1)]}.get(way, [0] * number)
     assert versions == [[versions[0][0] + number] * 4 for number in newer]
     assert_same_logs(recording, logged)
-    assert recording.summary["global_step"] == 28 * number and recording.summary["updates"] == number
-    assert len({pickle.dumps(call.numpy_state) for call in recording.calls}) == number  # each shuffles otherwise
+    assert (
+        recording.summary["global_step"] == 28 * number and recording.summary["updates"] == number
+    )
+    assert (
+        len({pickle.dumps(call.numpy_state) for call in recording.calls}) == number
+    )  # each shuffles otherwise
     check_episodes(recording)
     check_acts(recording, network, weights)
 
@@ -125,7 +149,9 @@ def check_acts(recording, network, weights):
     obs = reference.array(recording.acted_on)
     with torch.no_grad():
         if isinstance(network, reference.Recurrent):
-            state = [torch.zeros(obs.shape[1], recording.args["hidden_size"]).double() for _ in range(2)]
+            state = [
+                torch.zeros(obs.shape[1], recording.args["hidden_size"]).double() for _ in range(2)
+            ]
             for each in obs:
                 state = network.step(weights, each, state)
             params, _ = network.heads(weights, state[0])
@@ -144,19 +170,27 @@ def check_acts(recording, network, weights):
 
 
 @pytest.mark.parametrize(
-    ("script", "every"), [("dqn_clusterenv.py", 1), ("dqn_clusterenv.py", 3), ("dqn_atari_clusterenv.py", 3)]
+    ("script", "every"),
+    [("dqn_clusterenv.py", 1), ("dqn_clusterenv.py", 3), ("dqn_atari_clusterenv.py", 3)],
 )
 def test_dqn_is_as_defined(tmp_path, script, every):
     kind, q_values = DQN[script]
     is_atari = script == "dqn_atari_clusterenv.py"
-    total = 100 if is_atari else 200  # environment steps, and ``every`` so many of them a gradient step
+    total = (
+        100 if is_atari else 200
+    )  # environment steps, and ``every`` so many of them a gradient step
     size = "--buffer-size 1000" if is_atari else "--buffer-size 60"
     recording = record(
-        script, tmp_path, *flags_of(kind, DQN_FLAGS, size, f"--total-timesteps {total} --train-frequency {every}")
+        script,
+        tmp_path,
+        *flags_of(kind, DQN_FLAGS, size, f"--total-timesteps {total} --train-frequency {every}"),
     )
     assert_first_networks(recording, script, "q_network")
     first = recording.calls[0].networks
-    assert all(torch.equal(value, first["target_network"][name]) for name, value in first["q_network"].items())
+    assert all(
+        torch.equal(value, first["target_network"][name])
+        for name, value in first["q_network"].items()
+    )
     weights, target, logged = reference.dqn(recording, q_values, newest_first=is_atari)
     for name, expected in (("q_network", weights), ("target_network", target)):
         assert_same_weights(recording.networks[name], expected, first[name])
@@ -165,24 +199,39 @@ def test_dqn_is_as_defined(tmp_path, script, every):
     # Workers act by the newest version of the network that is trained, and explore as they were told.
     assert recording.versions == list(range(1, 2 + (total - 37) // every // 5))
     assert recording.newest[-1] > 1
-    for call, epsilon, newest in zip(recording.calls, recording.epsilons, recording.newest, strict=True):
+    for call, epsilon, newest in zip(
+        recording.calls, recording.epsilons, recording.newest, strict=True
+    ):
         rollout = call.rollout
-        obs, actions, found = map(reference.array, (rollout.observations, rollout.actions, rollout.logprobs))
+        obs, actions, found = map(
+            reference.array, (rollout.observations, rollout.actions, rollout.logprobs)
+        )
         version = int(rollout.policy_versions[0])
         assert newest <= version and (rollout.policy_versions == version).all()
-        acting = {name: value.double() for name, value in recording.published[version - 1]["q_network"].items()}
+        acting = {
+            name: value.double()
+            for name, value in recording.published[version - 1]["q_network"].items()
+        }
         probs = reference.epsilon_greedy(q_values(acting, obs.flatten(0, 1)), epsilon)
         chosen = probs[torch.arange(len(probs)), actions.flatten().long()]
         torch.testing.assert_close(found.flatten(), chosen.log(), atol=1e-4, rtol=0)
     # The evaluation acts by the trained network, and explores as little as the workers do in the end.
     with torch.no_grad():
-        probs = reference.epsilon_greedy(q_values(weights, reference.array(recording.acted_on)), args.end_e)
+        probs = reference.epsilon_greedy(
+            q_values(weights, reference.array(recording.acted_on)), args.end_e
+        )
     np.testing.assert_allclose(recording.acts.mean(0), probs[:, 1], atol=0.12)
     assert recording.summary["gradient_steps"] == (total - 37) // every
     assert recording.summary["global_step"] == recording.summary["transitions_inserted"] == total
     check_episodes(recording)
     waited = recording.scalars["time/learner_waiting"]
-    assert waited[0] > 0 and waited == sorted(waited) and waited[-1] < recording.summary["wall_seconds"]
+    assert (
+        waited[0] > 0
+        and waited == sorted(waited)
+        and waited[-1] < recording.summary["wall_seconds"]
+    )
     # The first chunks are asked for before anything is learned; each further one after another has come.
     steps = [0] * args.num_workers + list(range(10, total - 10, 10))
-    assert recording.epsilons == pytest.approx([reference.linear_epsilon(args, step) for step in steps])
+    assert recording.epsilons == pytest.approx(
+        [reference.linear_epsilon(args, step) for step in steps]
+    )

@@ -11,12 +11,16 @@ from gymnasium import spaces
 
 EVALUATION = 100_000  # from here on seeds are those of a script's evaluation
 ATARI_SCREEN = 210, 160
-PIXELS = np.random.default_rng(1).random((4, 4, 8)) < 0.6  # by which each number is shown in MinAtar, if it is large
+PIXELS = (
+    np.random.default_rng(1).random((4, 4, 8)) < 0.6
+)  # by which each number is shown in MinAtar, if it is large
 
 
 def spaces_of(env):
     """Return what the scripts' networks want to know of environments like this one."""
-    return SimpleNamespace(single_observation_space=env.observation_space, single_action_space=env.action_space)
+    return SimpleNamespace(
+        single_observation_space=env.observation_space, single_action_space=env.action_space
+    )
 
 
 class Toy(gym.Env):
@@ -27,7 +31,9 @@ class Toy(gym.Env):
 
     def __init__(self, render_mode=None, frameskip=1):
         self._frameskip, self.ale = frameskip, self  # as of Atari's games: it has one life
-        self.action_space = spaces.Box(-1, 1, (2,), np.float32) if self.kind == "box" else spaces.Discrete(2)
+        self.action_space = (
+            spaces.Box(-1, 1, (2,), np.float32) if self.kind == "box" else spaces.Discrete(2)
+        )
         self.observation_space = {
             "vector": spaces.Box(0, 1, (self.num_features,), np.float32),
             "box": spaces.Box(0, 1, (self.num_features,), np.float32),
@@ -60,7 +66,9 @@ class Toy(gym.Env):
         if self.kind == "minatar":
             return PIXELS[..., : self.num_features] & (features > 0.5)
         if self.kind == "atari":
-            return np.broadcast_to(np.uint8(0), self.observation_space.shape)  # nobody looks: see getScreenGrayscale
+            return np.broadcast_to(
+                np.uint8(0), self.observation_space.shape
+            )  # nobody looks: see getScreenGrayscale
         return features
 
     # What Atari's wrappers ask of a game.
@@ -73,7 +81,9 @@ class Toy(gym.Env):
 
     def getScreenGrayscale(self, screen):  # noqa: N802
         """Draw columns as bright as the numbers."""
-        for columns, feature in zip(np.array_split(screen, self.num_features, axis=1), self.features(), strict=True):
+        for columns, feature in zip(
+            np.array_split(screen, self.num_features, axis=1), self.features(), strict=True
+        ):
             columns[:] = 255 * feature
 
 

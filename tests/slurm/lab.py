@@ -92,13 +92,26 @@ class Slurm:
             self.head = f"{subnet}.1"
             self.address = {node: f"{subnet}.{10 + i}" for i, node in enumerate(self.nodes, 1)}
             controller = f"{socket.gethostname().split('.')[0]}({self.head})"
-            where = f"NodeHostname=node[1-{nodes}] NodeAddr={subnet}.[11-{10 + nodes}] Port={ports[1]}"
+            where = (
+                f"NodeHostname=node[1-{nodes}] NodeAddr={subnet}.[11-{10 + nodes}] Port={ports[1]}"
+            )
         user = run("id", "-un").stdout.strip()
         names = f"NodeName=node[1-{nodes}] {where}"
-        text = CONF.format(controller=controller, port=ports[0], directory=directory, user=user, nodes=names, cpus=cpus)
+        text = CONF.format(
+            controller=controller,
+            port=ports[0],
+            directory=directory,
+            user=user,
+            nodes=names,
+            cpus=cpus,
+        )
         (directory / "slurm.conf").write_text(text)
-        (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # left to find out for itself, slurmd fails
-        (directory / "gres.conf").write_text("Name=gpu File=/dev/null\n")  # declared like the cores, not there
+        (directory / "cgroup.conf").write_text(
+            "CgroupPlugin=cgroup/v1\n"
+        )  # left to find out for itself, slurmd fails
+        (directory / "gres.conf").write_text(
+            "Name=gpu File=/dev/null\n"
+        )  # declared like the cores, not there
         (directory / "state").mkdir(mode=0o700)
         (directory / "munge").mkdir(mode=0o755)
         hosts = [f"127.0.0.1 localhost\n{self.head} {socket.gethostname()}\n"]
@@ -114,21 +127,33 @@ class Slurm:
     def processes(self, node: str | None = None) -> set[int]:
         """Find every process of this cluster, or of one node: daemons, steps, tasks, and what these started."""
         conf, parents, found = self.env["SLURM_CONF"].encode(), {}, set()
-        names = b"LAB_NODE", b"SLURMD_NODENAME"  # which a shell that only talks to the cluster does not have
+        names = (
+            b"LAB_NODE",
+            b"SLURMD_NODENAME",
+        )  # which a shell that only talks to the cluster does not have
         for directory in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it ended meanwhile, or is someone else's
                 state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
-                environ = dict(word.partition(b"=")[::2] for word in (directory / "environ").read_bytes().split(b"\0"))
+                environ = dict(
+                    word.partition(b"=")[::2]
+                    for word in (directory / "environ").read_bytes().split(b"\0")
+                )
                 if state != "Z":
                     parents[int(directory.name)] = int(parent)
                     at = [environ[name] for name in names if name in environ]
-                    if environ.get(b"SLURM_CONF") == conf and (at if node is None else node.encode() in at):
+                    if environ.get(b"SLURM_CONF") == conf and (
+                        at if node is None else node.encode() in at
+                    ):
                         found.add(int(directory.name))
         while new := {pid for pid, parent in parents.items() if parent in found} - found:
             found |= new
         if self.network is not None:
             for name in [node] if node else self.nodes:
-                found |= set(map(int, run("ip", "netns", "pids", self.link(name), check=False).stdout.split()))
+                found |= set(
+                    map(
+                        int, run("ip", "netns", "pids", self.link(name), check=False).stdout.split()
+                    )
+                )
         return found
 
     def kill(self, node: str | None = None) -> None:
@@ -159,7 +184,16 @@ class Slurm:
             return self.spawn(node, *slurmd.split(), LAB_NODE=node)
         # nsenter, because `ip netns exec` hides /sys/fs/cgroup, without which slurmd does not start
         script = f"mount --bind {self.directory}/hosts /etc/hosts; hostname {node}; exec {slurmd}"
-        enter = ["nsenter", f"--net=/run/netns/{self.link(node)}", "unshare", "--uts", "--mount", "sh", "-c", script]
+        enter = [
+            "nsenter",
+            f"--net=/run/netns/{self.link(node)}",
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            script,
+        ]
         return self.spawn(node, *enter, LAB_NODE=node)
 
     def start(self) -> None:
@@ -170,7 +204,9 @@ class Slurm:
         self.spawn("munged", "munged", "--foreground", f"--socket={munge}/socket", *files)
         self.await_daemons("munged", (munge / "socket").exists)
         self.spawn("slurmctld", "slurmctld", "-D", "-f", self.env["SLURM_CONF"])
-        self.await_daemons("slurmctld", lambda: "is UP" in self.run("scontrol", "ping", check=False).stdout)
+        self.await_daemons(
+            "slurmctld", lambda: "is UP" in self.run("scontrol", "ping", check=False).stdout
+        )
         for node in self.nodes:
             self.spawn_node(node)
         self.await_daemons("all nodes to be idle", lambda: set(self.states().values()) == {"idle"})
@@ -191,7 +227,10 @@ class Slurm:
 
     def states(self) -> dict[str, str]:
         """Tell the state of each node: idle, mix, alloc, down, ..."""
-        return dict(line.split() for line in self.run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines())
+        return dict(
+            line.split()
+            for line in self.run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines()
+        )
 
     def submit(self, *arguments: str, **options) -> str:
         """Run sbatch with these arguments; return the job's id."""
@@ -208,13 +247,18 @@ class Slurm:
         Raises:
             LabError: The time is up, or the job came to an end that was not asked for.
         """
-        wanted, ends = set(states or ["COMPLETED"]), {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+        wanted, ends = (
+            set(states or ["COMPLETED"]),
+            {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"},
+        )
 
         def reached():
             parts = self.jobs(job)
             now = {part["JobState"] for part in parts}
             if now & ends - wanted:
-                raise LabError(f"job {job} is {', '.join(sorted(now))}, not {', '.join(sorted(wanted))}: {parts}")
+                raise LabError(
+                    f"job {job} is {', '.join(sorted(now))}, not {', '.join(sorted(wanted))}: {parts}"
+                )
             return now <= wanted and parts
 
         return wait_for(f"job {job} to be {', '.join(sorted(wanted))}", seconds, reached)
@@ -226,7 +270,9 @@ class Slurm:
     def restore(self, node: str) -> None:
         """Start a crashed node again."""
         self.spawn_node(node)
-        self.await_daemons(f"{node} to be up", lambda: self.states()[node] in ("idle", "mix", "alloc"))
+        self.await_daemons(
+            f"{node} to be up", lambda: self.states()[node] in ("idle", "mix", "alloc")
+        )
 
     def cut(self, node: str) -> None:
         """Cut a node's network, if it has one of its own: packets vanish, connections stay open."""
@@ -252,7 +298,11 @@ def start(nodes: int = 3, cpus: int = 4, networked: bool = False):
     if reason := obstacle(networked):
         raise LabError(reason)
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lab-", ignore_cleanup_errors=True)))
+        directory = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="lab-", ignore_cleanup_errors=True)
+            )
+        )
         directory.chmod(0o755)  # munged insists that everyone can reach its socket
         network = stack.enter_context(namespaces(nodes)) if networked else None
         slurm = Slurm(nodes, cpus, network, directory)
@@ -262,9 +312,15 @@ def start(nodes: int = 3, cpus: int = 4, networked: bool = False):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A Slurm cluster on this machine for as long as a command runs.")
-    parser.add_argument("--networked", action="store_true", help="each node in its own network namespace; as root")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run, or `install` to install Slurm")
+    parser = argparse.ArgumentParser(
+        description="A Slurm cluster on this machine for as long as a command runs."
+    )
+    parser.add_argument(
+        "--networked", action="store_true", help="each node in its own network namespace; as root"
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="what to run, or `install` to install Slurm"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so through every `finally`
     try:

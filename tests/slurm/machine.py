@@ -26,7 +26,10 @@ def obstacle(networked: bool = False) -> str | None:
         return f"no {', '.join(missing)} here; on Debian or Ubuntu, as root: python3 -m tests.slurm.lab install"
     if networked and os.geteuid() != 0:
         return "network namespaces need root"
-    if networked and run("unshare", "--net", "--uts", "--mount", "true", check=False).returncode != 0:
+    if (
+        networked
+        and run("unshare", "--net", "--uts", "--mount", "true", check=False).returncode != 0
+    ):
         return "this machine does not let root make namespaces"
     return None
 
@@ -40,9 +43,17 @@ def install() -> None:
     if obstacle() is None and shutil.which("mpirun"):
         return
     if os.geteuid() != 0 or not shutil.which("apt-get"):
-        raise LabError(f"{obstacle()} (this is {'not root' if os.geteuid() else 'a machine without apt-get'})")
+        raise LabError(
+            f"{obstacle()} (this is {'not root' if os.geteuid() else 'a machine without apt-get'})"
+        )
     for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
-        run("apt-get", "-q", *command, timeout=900, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
+        run(
+            "apt-get",
+            "-q",
+            *command,
+            timeout=900,
+            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+        )
     if obstacle():
         raise LabError(f"apt-get installed {', '.join(PACKAGES)}, but there is {obstacle()}")
 
@@ -50,7 +61,9 @@ def install() -> None:
 def run(*command: str, check: bool = True, **options) -> subprocess.CompletedProcess:
     """Run a command, capturing its text; raise a LabError with its words if it fails."""
     options = {"env": {**os.environ, "PATH": PATH}, "timeout": PATIENCE, **options}
-    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options)
+    result = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options
+    )
     if check and result.returncode != 0:
         words = (result.stderr or result.stdout)[-2000:]
         raise LabError(f"{' '.join(command)}: exit status {result.returncode}: {words}")

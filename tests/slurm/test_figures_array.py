@@ -24,14 +24,21 @@ def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
     modes["interval"]["sync_interval"] = {"value": 1}
     for mode, parameters in modes.items():
         sweep = {"program": "ppo_clusterenv.py", "method": "grid", "command": command}
-        sweep["parameters"] = {**parameters, "kl_threshold": {"value": 0.1}, "seed": {"values": [1, 2]}}
+        sweep["parameters"] = {
+            **parameters,
+            "kl_threshold": {"value": 0.1},
+            "seed": {"values": [1, 2]},
+        }
         (tmp_path / "figures" / f"{mode}.yaml").write_text(yaml.safe_dump(sweep))
     env = {**slurm.env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{slurm.env['PATH']}"}
     options = ["--partition=urgent", "--cpus-per-task=1", "--output=log-%j"]
     first = slurm.submit(*options, "slurm/figures.sbatch", cwd=tmp_path, env=env)
     slurm.wait(first)
     said = (tmp_path / f"log-{first}").read_text()
-    arrays, (results,) = re.findall(r"array (\d+) runs the 2 configurations of", said), re.findall(r"job (\d+)", said)
+    arrays, (results,) = (
+        re.findall(r"array (\d+) runs the 2 configurations of", said),
+        re.findall(r"job (\d+)", said),
+    )
     assert len(arrays) == 2
     for job in (*arrays, results):
         assert {task["Partition"] for task in slurm.wait(job)} == {"urgent"}
@@ -44,7 +51,11 @@ def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
     shutil.copy(tmp_path / "figures" / "kl.yaml", tmp_path / "figures" / "few")
     few = slurm.submit(*options, "slurm/figures.sbatch", "figures/few/", cwd=tmp_path, env=env)
     slurm.wait(few)
-    slurm.wait(re.search(r"job (\d+) draws the figures, in runs/few", (tmp_path / f"log-{few}").read_text())[1])
+    slurm.wait(
+        re.search(
+            r"job (\d+) draws the figures, in runs/few", (tmp_path / f"log-{few}").read_text()
+        )[1]
+    )
     assert len((tmp_path / "runs" / "few" / "results" / "runs.csv").read_text().splitlines()) == 3
     assert (tmp_path / "runs" / "few" / "ppo_cartpole_v1_learning_curves.png").exists()
     again = slurm.submit(*options, "slurm/figures.sbatch", "--results", cwd=tmp_path, env=env)

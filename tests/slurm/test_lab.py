@@ -34,7 +34,9 @@ srun --het-group=0,1 --output=both bash -c '{SAY}'
 """)
     job = slurm.submit("--output=log", str(script), cwd=tmp_path)
     assert len(slurm.wait(job)) == 2
-    group0, group1, both = ((tmp_path / name).read_text().split() for name in ("group0", "group1", "both"))
+    group0, group1, both = (
+        (tmp_path / name).read_text().split() for name in ("group0", "group1", "both")
+    )
     assert (len(group0), len(group1), len(both)) == (1, 2, 3)
     assert {line.split(":")[0] for line in group0 + group1} == set(slurm.nodes)
     assert {line.split(":")[1] for line in both} == {"0", "1", "2"}
@@ -61,12 +63,16 @@ def test_a_job_that_fails_is_told_and_not_waited_for(slurm, tmp_path):
 
 
 def test_a_crashed_node_loses_its_tasks_and_comes_back(slurm, tmp_path):
-    job = slurm.submit("--nodes=2", "--nodelist=node2,node3", "--output=/dev/null", "--wrap=srun sleep 3600")
+    job = slurm.submit(
+        "--nodes=2", "--nodelist=node2,node3", "--output=/dev/null", "--wrap=srun sleep 3600"
+    )
     slurm.wait(job, "RUNNING")
     sleeps = lab.wait_for("the task on node3", PATIENCE, lambda: sleeping(slurm, "node3"))
     others = slurm.processes("node2")
     slurm.crash("node3")
-    assert not slurm.processes("node3") and not any(Path(f"/proc/{pid}/exe").exists() for pid in sleeps)
+    assert not slurm.processes("node3") and not any(
+        Path(f"/proc/{pid}/exe").exists() for pid in sleeps
+    )
     assert others <= slurm.processes("node2")
     slurm.run("scancel", job)
     slurm.restore("node3")
@@ -96,12 +102,20 @@ print(socket.create_connection((address, int(port)), float(seconds)).recv(5).dec
 """
 
 
-def test_a_networked_node_is_reached_under_its_own_address_until_its_link_is_cut(slurm_networked, tmp_path):
+def test_a_networked_node_is_reached_under_its_own_address_until_its_link_is_cut(
+    slurm_networked, tmp_path
+):
     slurm = slurm_networked
     assert len({slurm.head, *slurm.address.values()}) == 4
-    job = slurm.submit("--nodelist=node2", "--output=port", f"--wrap={sys.executable} -c '{LISTEN}'", cwd=tmp_path)
+    job = slurm.submit(
+        "--nodelist=node2", "--output=port", f"--wrap={sys.executable} -c '{LISTEN}'", cwd=tmp_path
+    )
     slurm.wait(job, "RUNNING")
-    port = lab.wait_for("the port", PATIENCE, lambda: (tmp_path / "port").exists() and (tmp_path / "port").read_text())
+    port = lab.wait_for(
+        "the port",
+        PATIENCE,
+        lambda: (tmp_path / "port").exists() and (tmp_path / "port").read_text(),
+    )
 
     def ask(*place, node="node2", seconds=60):
         command = [sys.executable, "-c", ASK, slurm.address[node], port.strip(), str(seconds)]
@@ -113,13 +127,18 @@ def test_a_networked_node_is_reached_under_its_own_address_until_its_link_is_cut
     slurm.cut("node2")
     assert re.search("timed out|No route", ask(seconds=2).stderr)
     slurm.heal("node2")
-    assert lab.wait_for("node2 to be reached again", PATIENCE, lambda: ask(seconds=10).stdout) == "hello\n"
+    assert (
+        lab.wait_for("node2 to be reached again", PATIENCE, lambda: ask(seconds=10).stdout)
+        == "hello\n"
+    )
     slurm.run("scancel", job)
 
 
 @pytest.mark.parametrize("networked", [False, True])
 def test_nothing_is_left_behind(networked, request):
-    request.getfixturevalue("slurm_networked" if networked else "slurm")  # skips where there can be no cluster
+    request.getfixturevalue(
+        "slurm_networked" if networked else "slurm"
+    )  # skips where there can be no cluster
     before = traces()
     with lab.start(networked=networked) as slurm:
         # One task has left its session and its parent, one has forgotten its environment. Only in a namespace is one
@@ -144,7 +163,10 @@ def traces():
 def test_a_failing_start_says_why_and_leaves_nothing(slurm, monkeypatch):
     monkeypatch.setattr(lab, "CONF", lab.CONF.replace("select/cons_tres", "select/none_such"))
     before = traces()
-    with pytest.raises(lab.LabError, match="(?s)slurmctld ended with status 1: .*none_such"), lab.start():
+    with (
+        pytest.raises(lab.LabError, match="(?s)slurmctld ended with status 1: .*none_such"),
+        lab.start(),
+    ):
         pass
     assert traces() == before
 
@@ -164,6 +186,15 @@ def test_without_slurm_tests_are_skipped_or_fail_as_asked(monkeypatch):
 
 
 def test_the_command_line_gives_a_cluster_for_one_command(slurm):
-    command = [sys.executable, "-m", "tests.slurm.lab", "srun", "-N3", "bash", "-c", "echo here; exit 4"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.slurm.lab",
+        "srun",
+        "-N3",
+        "bash",
+        "-c",
+        "echo here; exit 4",
+    ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 4 and result.stdout == "here\n" * 3

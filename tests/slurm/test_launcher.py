@@ -58,16 +58,24 @@ while [[ ! -e go ]]; do sleep 0.05; done
 class Job:
     """A job that trains, in a directory of its own that looks like the repository's root."""
 
-    def __init__(self, slurm, directory, file, *options, flags="", python=Path(sys.executable).parent):
+    def __init__(
+        self, slurm, directory, file, *options, flags="", python=Path(sys.executable).parent
+    ):
         if not (directory / "slurm").exists():
             for name in ("slurm", "ppo_clusterenv.py", "dqn_clusterenv.py"):
                 (directory / name).symlink_to(ROOT / name)
         (directory / "slow_env.py").write_text(SLOW_ENV)
-        env = {**slurm.env, "PATH": f"{python}{os.pathsep}{slurm.env['PATH']}", "PYTHONPATH": str(directory)}
+        env = {
+            **slurm.env,
+            "PATH": f"{python}{os.pathsep}{slurm.env['PATH']}",
+            "PYTHONPATH": str(directory),
+        }
         flags = f"{TINY}{MORE[file]} {flags}".split()
         self.slurm, self.directory = slurm, directory
         where = [f"--output={directory}/log-%j", "--job-name=train"]
-        self.id = slurm.submit(*where, *options, f"slurm/{file}.sbatch", *flags, cwd=directory, env=env)
+        self.id = slurm.submit(
+            *where, *options, f"slurm/{file}.sbatch", *flags, cwd=directory, env=env
+        )
         self.run = directory / "runs" / f"train-{self.id}"
 
     def log(self, job=None):
@@ -91,12 +99,17 @@ class Job:
     def await_requeue(self):
         """Wait until the job is, or was, pending for the second time."""
         job = partial(self.slurm.jobs, self.id)
-        self.wait_for("a requeue", lambda: job()[0]["JobState"] == "PENDING" or job()[0]["Restarts"] != "0")
+        self.wait_for(
+            "a requeue", lambda: job()[0]["JobState"] == "PENDING" or job()[0]["Restarts"] != "0"
+        )
 
     def wait_for(self, what, condition):
         def reached():
             value = condition()
-            ended = not self.slurm.jobs(self.id) or self.slurm.jobs(self.id)[0]["JobState"] in ("FAILED", "COMPLETED")
+            ended = not self.slurm.jobs(self.id) or self.slurm.jobs(self.id)[0]["JobState"] in (
+                "FAILED",
+                "COMPLETED",
+            )
             assert value or not ended, f"ended without {what}: {self.log()}"
             return value
 
@@ -104,15 +117,25 @@ class Job:
 
     def await_training(self, after=0):
         """Wait for a checkpoint of more than so many steps; return its steps."""
-        steps = self.wait_for("a checkpoint", lambda: [n for n in checkpoints(self.run) if n > after])
+        steps = self.wait_for(
+            "a checkpoint", lambda: [n for n in checkpoints(self.run) if n > after]
+        )
         return max(steps)
 
     def places(self):
         """The node of each worker's step, by the step's name."""
-        lines = self.slurm.run("squeue", "--steps", "--noheader", "--format=%i %j %N").stdout.splitlines()
+        lines = self.slurm.run(
+            "squeue", "--steps", "--noheader", "--format=%i %j %N"
+        ).stdout.splitlines()
         steps = [line.split() for line in lines]
-        mine = {part["JobId"] for part in self.slurm.jobs(self.id)}  # each part of a heterogeneous job has its own
-        return {name: node for step, name, node in steps if step.split(".")[0] in mine and "worker" in name}
+        mine = {
+            part["JobId"] for part in self.slurm.jobs(self.id)
+        }  # each part of a heterogeneous job has its own
+        return {
+            name: node
+            for step, name, node in steps
+            if step.split(".")[0] in mine and "worker" in name
+        }
 
     def worker(self, index):
         """The pid of a worker of this job, or None."""
@@ -152,7 +175,9 @@ def stub(slurm, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text(STUB)
     (tmp_path / "bin" / "python").chmod(0o755)
-    return lambda *options, flags="": Job(slurm, tmp_path, "ppo", *options, flags=flags, python=tmp_path / "bin")
+    return lambda *options, flags="": Job(
+        slurm, tmp_path, "ppo", *options, flags=flags, python=tmp_path / "bin"
+    )
 
 
 def test_two_jobs_train_on_the_same_nodes_and_replace_a_killed_worker(train):
@@ -169,7 +194,9 @@ def test_two_jobs_train_on_the_same_nodes_and_replace_a_killed_worker(train):
         (job.directory / "go").touch()
         job.wait()
         assert (job.run / "learning_curve.png").exists() and not left_in(job.run)
-    assert re.search(rf"worker 1 \(.*worker-1.log\) died: {node}: task 0: Killed; another is started", ppo.log())
+    assert re.search(
+        rf"worker 1 \(.*worker-1.log\) died: {node}: task 0: Killed; another is started", ppo.log()
+    )
     assert "died" not in dqn.log()
 
 
@@ -193,7 +220,9 @@ def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
         assert job.await_training(before[job]) > before[job]
         assert job.slurm.jobs(job.id)[0]["Restarts"] == "1"
         assert job.log().count("interrupted; to go on") == 1
-        assert re.match(rf"job {job.id} on \S+: 2 workers, run directory runs/{job.run.name}\n", job.log())
+        assert re.match(
+            rf"job {job.id} on \S+: 2 workers, run directory runs/{job.run.name}\n", job.log()
+        )
         assert [path.name for path in (job.directory / "runs").iterdir()] == [job.run.name]
     submit = "sbatch --ntasks=3 slurm/ppo.sbatch --env-id=slow_env:Slow-v0"
     assert f"interrupted; to go on: {submit} --resume runs/{requeued.run.name}\n" in requeued.log()
@@ -202,7 +231,9 @@ def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
     timed_out.slurm.run("scancel", timed_out.id)
     (requeued.directory / "go").touch()
     requeued.wait()
-    assert requeued.summary()["global_step"] > before[requeued] and not (requeued.run / "job").exists()
+    assert (
+        requeued.summary()["global_step"] > before[requeued] and not (requeued.run / "job").exists()
+    )
 
 
 def test_a_run_is_of_one_job_at_a_time_and_goes_on_where_resume_says(stub):
@@ -217,7 +248,9 @@ def test_a_run_is_of_one_job_at_a_time_and_goes_on_where_resume_says(stub):
     (first.directory / "hold").touch()  # should it come back at once
     first.warn()
     first.await_requeue()
-    assert (run / "job").read_text() == f"{first.id}\n" and not left_in(run)  # it comes back, and so keeps the run
+    assert (run / "job").read_text() == f"{first.id}\n" and not left_in(
+        run
+    )  # it comes back, and so keeps the run
     first.slurm.run("scancel", first.id)
     first.wait("CANCELLED")
     (first.directory / "hold").unlink()
@@ -243,7 +276,9 @@ def test_of_an_array_only_the_task_that_was_warned_is_requeued(stub):
     array = stub("--array=0-1")
     tasks = {task["JobId"]: task["ArrayTaskId"] for task in array.wait("RUNNING")}
     assert array.id in tasks  # one task's id is the array's, too
-    lab.wait_for("both to begin", PATIENCE, lambda: all("began with" in array.log(job) for job in tasks))
+    lab.wait_for(
+        "both to begin", PATIENCE, lambda: all("began with" in array.log(job) for job in tasks)
+    )
     array.warn(f"{array.id}_{tasks[array.id]}")
     array.await_words("began with", 2)
     assert {task["JobId"]: task["Restarts"] for task in array.slurm.jobs(array.id)} == {
@@ -255,7 +290,9 @@ def test_of_an_array_only_the_task_that_was_warned_is_requeued(stub):
 
 def test_warned_before_it_can_save_a_job_is_requeued_only_if_it_has_time(stub, tmp_path):
     (tmp_path / "early").touch()
-    early, late = (stub(f"--time={minutes}") for minutes in (10, 2))  # the second warning is the time limit's
+    early, late = (
+        stub(f"--time={minutes}") for minutes in (10, 2)
+    )  # the second warning is the time limit's
     for job in (early, late):
         job.await_words("began with")
         job.warn()
@@ -270,10 +307,15 @@ def test_warned_before_it_can_save_a_job_is_requeued_only_if_it_has_time(stub, t
 def test_preempted_a_job_saves_and_comes_back(stub):
     job = stub()
     job.await_words("began with")
-    urgent = job.slurm.submit("--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    urgent = job.slurm.submit(
+        "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+    )
     job.slurm.wait(urgent)
     job.await_words("began with", 2)
-    assert f"began with ppo_clusterenv.py --launcher slurm --num-workers 2 --resume runs/{job.run.name} " in job.log()
+    assert (
+        f"began with ppo_clusterenv.py --launcher slurm --num-workers 2 --resume runs/{job.run.name} "
+        in job.log()
+    )
     (job.directory / "go").touch()
     assert job.wait()[0]["Restarts"] == "1"
 
@@ -281,7 +323,9 @@ def test_preempted_a_job_saves_and_comes_back(stub):
 def test_cores_that_no_worker_uses_are_told(stub):
     job = stub("--nodes=3", "--ntasks-per-node=2")
     job.await_words("began with")
-    warning = "warning: 2 workers, though the job's 6 CPUs are enough for more: --ntasks sets how many\n"
+    warning = (
+        "warning: 2 workers, though the job's 6 CPUs are enough for more: --ntasks sets how many\n"
+    )
     assert job.log().startswith(warning) and "--num-workers 2 " in job.log()
     (job.directory / "go").touch()
     job.wait()
@@ -295,7 +339,9 @@ def test_scancel_leaves_nothing_and_the_job_does_not_come_back(slurm, train):
     assert key.name.startswith("clusterenv-") and key.stat().st_mode & 0o77 == 0
     assert (key / "key").stat().st_mode & 0o777 == 0o600
     job.slurm.run("scancel", job.id)
-    lab.wait_for("all processes to end", PATIENCE, lambda: slurm.processes() <= before)  # it would train for hours
+    lab.wait_for(
+        "all processes to end", PATIENCE, lambda: slurm.processes() <= before
+    )  # it would train for hours
     assert not left_in(job.run)
     job.wait("CANCELLED")
     assert "requeued" not in job.log()
@@ -332,7 +378,9 @@ def test_cores_that_do_not_go_round_are_one_line(train):
     with pytest.raises(lab.LabError):
         job.wait()
     (line,) = job.log().splitlines()
-    assert line.startswith("error: a task on each node, with cores for 1 learners and as many workers each: sbatch ")
+    assert line.startswith(
+        "error: a task on each node, with cores for 1 learners and as many workers each: sbatch "
+    )
 
 
 def nodes(slurm, text):
@@ -340,7 +388,9 @@ def nodes(slurm, text):
 
 
 def test_over_a_network_the_head_is_found_and_lost_nodes_are_replaced(slurm_networked, tmp_path):
-    job = Job(slurm_networked, tmp_path, "ppo", "--nodes=3", "--ntasks=4", flags="--worker-timeout 3")
+    job = Job(
+        slurm_networked, tmp_path, "ppo", "--nodes=3", "--ntasks=4", flags="--worker-timeout 3"
+    )
     job.await_training()
     addresses = set(job.slurm.address.values())
     command = Path(f"/proc/{job.worker(2)}/cmdline").read_bytes().decode().split("\0")
@@ -365,7 +415,9 @@ def test_learners_find_each_other_over_a_network_and_a_lost_one_is_named(slurm_n
     first, second = nodes(job.slurm, job.slurm.jobs(job.id)[0]["NodeList"])
     job.slurm.cut(second)
     try:
-        job.wait_for("a name", lambda: re.search(r"error: learner [01] \(process .*\) has", job.log()))
+        job.wait_for(
+            "a name", lambda: re.search(r"error: learner [01] \(process .*\) has", job.log())
+        )
     finally:
         job.slurm.heal(second)
         job.slurm.run("scancel", job.id)

@@ -55,7 +55,11 @@ for line in sys.stdin if rank.value == 0 else iter(passed_on, None):
 def job(slurm, tmp_path, monkeypatch):
     if not shutil.which("mpirun"):
         do_without("no mpirun of Open MPI here: python3 -m tests.slurm.lab install")
-    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"):
+    for name in (
+        "OMPI_ALLOW_RUN_AS_ROOT",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
+        "OMPI_MCA_rmaps_base_oversubscribe",
+    ):
         monkeypatch.setitem(slurm.env, name, "1")  # the cores are declared, not there
     (tmp_path / "my_env.py").write_text(ENV)
     (tmp_path / "solver.py").write_text(SOLVER)

@@ -41,13 +41,22 @@ def submit(slurm, tmp_path):
 
 def test_submitted_alone_it_submits_the_array_and_the_collection_once(slurm, submit, tmp_path):
     (tmp_path / "logs").mkdir()
-    options = ["--cpus-per-task=2", "--time=7", "--partition=urgent", "--mem=100", "--output=logs/mine-%j"]
+    options = [
+        "--cpus-per-task=2",
+        "--time=7",
+        "--partition=urgent",
+        "--mem=100",
+        "--output=logs/mine-%j",
+    ]
     first = submit(PROGRAM, *options, file="mine.sbatch")  # which does not export the environment
     slurm.wait(first)
     array, count, results = re.findall(r"\d+", (tmp_path / "logs" / f"mine-{first}").read_text())
     assert count == "2"
     (collection,) = slurm.jobs(results)
-    assert collection["Dependency"].startswith(f"afterany:{array}") or collection["JobState"] != "PENDING"
+    assert (
+        collection["Dependency"].startswith(f"afterany:{array}")
+        or collection["JobState"] != "PENDING"
+    )
     tasks = slurm.wait(array)
     assert sorted(task["ArrayTaskId"] for task in tasks) == ["0", "1"]
     for job in (collection, *tasks):
@@ -61,7 +70,12 @@ def test_submitted_alone_it_submits_the_array_and_the_collection_once(slurm, sub
         ("1", "5", "50.0"),
     ]
     assert (tmp_path / "out" / "results.png").exists()
-    logs = [f"mine-{first}", f"mine-{array}_0", f"mine-{array}_1", f"mine-{results}"]  # of all jobs that there were
+    logs = [
+        f"mine-{first}",
+        f"mine-{array}_0",
+        f"mine-{array}_1",
+        f"mine-{results}",
+    ]  # of all jobs that there were
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == sorted(logs)
     assert slurm.run("scontrol", "-o", "show", "job").stdout.count(f" WorkDir={tmp_path} ") == 4
     again = submit(PROGRAM, "--array=0-1", "--output=again-%a")  # there is nothing left to run
@@ -77,9 +91,13 @@ def test_a_task_that_is_warned_is_requeued_alone_and_goes_on(slurm, submit, tmp_
         return [log for log in (tmp_path / "out").glob("*/*/log.txt") if "saved" in log.read_text()]
 
     lab.wait_for("both to save", PATIENCE, lambda: len(saved()) == 2)
-    (warned,) = (task["ArrayTaskId"] for task in slurm.jobs(array) if task["JobId"] == array)  # shares the array's id
+    (warned,) = (
+        task["ArrayTaskId"] for task in slurm.jobs(array) if task["JobId"] == array
+    )  # shares the array's id
     slurm.run("scancel", "--batch", "--signal=TERM", f"{array}_{warned}")
-    lab.wait_for("it to end", PATIENCE, lambda: slurm.jobs(f"{array}_{warned}")[0]["JobState"] == "COMPLETED")
+    lab.wait_for(
+        "it to end", PATIENCE, lambda: slurm.jobs(f"{array}_{warned}")[0]["JobState"] == "COMPLETED"
+    )
     restarts = {task["ArrayTaskId"]: task["Restarts"] for task in slurm.jobs(array)}
     assert restarts == {warned: "1", str(1 - int(warned)): "0"}
     assert "requeued; it will go on from its last checkpoint" in (tmp_path / warned).read_text()

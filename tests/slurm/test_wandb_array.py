@@ -26,4 +26,6 @@ def test_each_task_runs_one_configuration(slurm, tmp_path):
 def test_without_a_sweep_it_says_what_it_expects(slurm, tmp_path):
     job = slurm.submit(f"--output={tmp_path}/log", str(ROOT / "slurm" / "sweep.sbatch"))
     slurm.wait(job, "FAILED")
-    assert (tmp_path / "log").read_text().startswith("error: expected one argument, the sweep: sbatch")
+    assert (
+        (tmp_path / "log").read_text().startswith("error: expected one argument, the sweep: sbatch")
+    )

@@ -25,7 +25,9 @@ class Share(NamedTuple):
     start: int  # its first sample, of those that `Learners.share` returns
     end: int
     weight: float  # its part of the whole minibatch
-    adv_mean_std: tuple[torch.Tensor, torch.Tensor] | None  # mean and deviation of the whole one's advantages
+    adv_mean_std: (
+        tuple[torch.Tensor, torch.Tensor] | None
+    )  # mean and deviation of the whole one's advantages
 
 
 class Exchange:
@@ -38,7 +40,9 @@ class Exchange:
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
-        self._flat = torch.empty(0)  # gradients; memory that is new each time would cost as much as to send it
+        self._flat = torch.empty(
+            0
+        )  # gradients; memory that is new each time would cost as much as to send it
         self.raise_if_interrupted: Callable[[], None] = lambda: None
 
     # Numbers, where nothing is half done: a signal interrupts the wait.
@@ -79,7 +83,9 @@ class Exchange:
         except RuntimeError as error:
             if isinstance(error, Interrupted):
                 raise
-            raise Interrupted(f"learner {self.rank} has lost the others: {one_line(error)}") from None
+            raise Interrupted(
+                f"learner {self.rank} has lost the others: {one_line(error)}"
+            ) from None
 
     # An update: what interrupts it, ends the run without saving.
     def rows(self, number: int) -> range:
@@ -109,12 +115,16 @@ class Exchange:
         is_own = (envs >= rows.start) & (envs < rows.stop)
         own = (steps * len(rows) + envs - rows.start)[is_own]
         bounds = np.concatenate([[0], np.cumsum(is_own)[size - 1 :: size]]).tolist()
-        shuffled = advantages[torch.as_tensor(inds, device=advantages.device)].view(len(inds) // size, -1)
+        shuffled = advantages[torch.as_tensor(inds, device=advantages.device)].view(
+            len(inds) // size, -1
+        )
 
         def shares() -> Iterator[Share]:
             for (start, end), minibatch in zip(itertools.pairwise(bounds), shuffled, strict=True):
                 mean_std = minibatch.mean(), minibatch.std()
-                first = min(start, len(own) - 1) if start == end else start  # where it has none: any, of no weight
+                first = (
+                    min(start, len(own) - 1) if start == end else start
+                )  # where it has none: any, of no weight
                 yield Share(first, max(end, first + 1), (end - start) / size, mean_std)
 
         return own, shares()
@@ -135,7 +145,9 @@ class Exchange:
         sizes = [parameter.numel() for parameter in parameters]
         if (sum(sizes), parameters[0].device) != (len(self._flat), self._flat.device):
             self._flat = torch.empty(sum(sizes), device=parameters[0].device)
-        torch.cat([parameter.grad.reshape(-1) for parameter in parameters], out=self._flat).mul_(weight)
+        torch.cat([parameter.grad.reshape(-1) for parameter in parameters], out=self._flat).mul_(
+            weight
+        )
         self._update(dist.all_reduce, self._flat)
         for parameter, grad in zip(parameters, self._flat.split(sizes), strict=True):
             parameter.grad = grad.view_as(parameter)
@@ -164,7 +176,9 @@ class Exchange:
         try:
             collective(*tensors)
         except RuntimeError as error:
-            raise LearnerLostError(f"learner {self.rank} has lost the others: {one_line(error)}") from None
+            raise LearnerLostError(
+                f"learner {self.rank} has lost the others: {one_line(error)}"
+            ) from None
 
 
 def fingerprint(model: torch.nn.Module) -> list[int]:

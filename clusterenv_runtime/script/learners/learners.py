@@ -40,7 +40,10 @@ def interface_towards(hosts: Iterable[str], loopback: bool = True) -> str | None
     Without ``loopback`` that is none: a machine's own name often stands for it, and leads nowhere else.
     """
     for host in hosts:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+        ):
             probe.connect((host, 9))  # sends nothing, but asks the kernel for its route
             own = probe.getsockname()[0]
             for _, name in socket.if_nameindex():
@@ -61,7 +64,10 @@ class Learners(Exchange):
         # What torchrun's restarts have in common, and what is of this one alone.
         self._store = None if store is None else dist.PrefixStore(f"attempt {self.restarts}", store)
         self.watch: Watch | None = None  # once they have met
-        self._has_left, self._exit_code = False, None  # the latter: with what it ends if it leaves before it is done
+        self._has_left, self._exit_code = (
+            False,
+            None,
+        )  # the latter: with what it ends if it leaves before it is done
 
     @classmethod
     @functools.cache
@@ -79,10 +85,17 @@ class Learners(Exchange):
         hosts = rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         try:
             store = dist.TCPStore(
-                address, port, world_size, hosts, timedelta(seconds=ARRIVAL_S), wait_for_workers=False
+                address,
+                port,
+                world_size,
+                hosts,
+                timedelta(seconds=ARRIVAL_S),
+                wait_for_workers=False,
             )
         except RuntimeError as error:
-            raise LearnerLostError(f"no store of torchrun at {address}:{port}: {one_line(error)}") from None
+            raise LearnerLostError(
+                f"no store of torchrun at {address}:{port}: {one_line(error)}"
+            ) from None
         return cls(rank, world_size, store)
 
     @property
@@ -91,13 +104,21 @@ class Learners(Exchange):
         variables = os.environ
         if self._run_store is None:
             return ["python"]
-        nodes = [] if variables["GROUP_WORLD_SIZE"] == "1" else ["--nnodes", variables["GROUP_WORLD_SIZE"]]
+        nodes = (
+            []
+            if variables["GROUP_WORLD_SIZE"] == "1"
+            else ["--nnodes", variables["GROUP_WORLD_SIZE"]]
+        )
         return ["torchrun", *nodes, "--nproc-per-node", variables["LOCAL_WORLD_SIZE"]]
 
     @property
     def restarts(self) -> int:
         """How many times torchrun has restarted the learners."""
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if self._run_store is not None else 0
+        return (
+            int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+            if self._run_store is not None
+            else 0
+        )
 
     # Meeting and parting.
     def meet(self, facts: dict[str, Any], cuda: bool) -> None:
@@ -115,13 +136,20 @@ class Learners(Exchange):
                 text = f"learner {self.rank} has {name} {texts.get(name)}, learner 0 has {first.get(name)}"
                 raise LearnerLostError(f"{text}: all must have the same")
         self._store.set(f"place/{self.rank}", msgspec.json.encode(Place.here()))
-        places = [msgspec.json.decode(self._await(f"place/{rank}"), type=Place) for rank in range(self.world_size)]
+        places = [
+            msgspec.json.decode(self._await(f"place/{rank}"), type=Place)
+            for rank in range(self.world_size)
+        ]
         self._exit_code = 1
         atexit.register(self._exit_at_once)
         self.watch = Watch(self._store, self.rank, self.world_size, places)
         elsewhere = [place.host for place in places if place.host != places[self.rank].host]
-        if "GLOO_SOCKET_IFNAME" not in os.environ:  # by itself Gloo goes by what this machine calls itself
-            name = interface_towards([os.environ["MASTER_ADDR"], *elsewhere], loopback=not elsewhere)
+        if (
+            "GLOO_SOCKET_IFNAME" not in os.environ
+        ):  # by itself Gloo goes by what this machine calls itself
+            name = interface_towards(
+                [os.environ["MASTER_ADDR"], *elsewhere], loopback=not elsewhere
+            )
             os.environ |= {"GLOO_SOCKET_IFNAME": name} if name else {}
         backend = "gloo"
         if cuda and torch.cuda.is_available():
@@ -133,7 +161,9 @@ class Learners(Exchange):
                 timeout=timedelta(seconds=ARRIVAL_S),
             )  # fmt: skip
         except RuntimeError as error:
-            raise LearnerLostError(f"learner {self.rank} does not reach the others: {one_line(error)}") from None
+            raise LearnerLostError(
+                f"learner {self.rank} does not reach the others: {one_line(error)}"
+            ) from None
         # From here on the watch sees who is lost, and who is only late is waited for.
         dist.distributed_c10d._set_pg_timeout(timedelta(days=1))
 
@@ -222,7 +252,9 @@ class Learners(Exchange):
         """Give the first learner ``data``; to it, return what all have given by this name, None for who has died."""
         all_data: dict[int, bytes | None] = {self.rank: data}
         if self.world_size > 1 and not self.watch.store_is_lost:
-            with contextlib.suppress(RuntimeError):  # the store is lost, with what has not been handed in yet
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the store is lost, with what has not been handed in yet
                 if self.rank > 0:
                     self._store.set(f"{name}/{self.rank}", data)
                 else:
@@ -233,7 +265,10 @@ class Learners(Exchange):
         deadline = time.monotonic() + STATE_S
         while len(all_data) < self.world_size and time.monotonic() < deadline:
             for rank in set(range(self.world_size)) - all_data.keys():
-                has_left, key = rank in self.watch.left, f"{name}/{rank}"  # in this order: it hands in, then leaves
+                has_left, key = (
+                    rank in self.watch.left,
+                    f"{name}/{rank}",
+                )  # in this order: it hands in, then leaves
                 if self._store.check([key]):
                     all_data[rank] = self._store.get(key)
                     self._store.delete_key(key)

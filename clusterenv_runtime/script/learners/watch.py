@@ -28,7 +28,9 @@ class Place(msgspec.Struct):
 
     host: str
     pid: int
-    namespace: str  # of the pid, on the machine as it is booted now; empty if that cannot be found out
+    namespace: (
+        str  # of the pid, on the machine as it is booted now; empty if that cannot be found out
+    )
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -63,11 +65,15 @@ class Watch:
         self._others = [other for other in range(world_size) if other != rank]
         self.left: dict[int, str] = {}  # who of the others has left, and why
         self.store_is_lost = self._is_ending = False
-        self.end: Callable[[], None] = lambda: None  # called, in a thread, when one has left before it was done
+        self.end: Callable[[], None] = lambda: (
+            None
+        )  # called, in a thread, when one has left before it was done
         self.patience = END_S  # seconds, see these two
         self._rounds = 0  # in which all have been looked after
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._listen, self._act)]
+        self._threads = [
+            threading.Thread(target=run, daemon=True) for run in (self._listen, self._act)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -77,7 +83,11 @@ class Watch:
         for other, why in self.left.items():
             if why not in (DONE, INTERRUPTED):
                 return printable(f"learner {other} ({self._places[other]}) {why}")
-        return "torchrun is gone, or its machine, and with it the learners' store" if self.store_is_lost else None
+        return (
+            "torchrun is gone, or its machine, and with it the learners' store"
+            if self.store_is_lost
+            else None
+        )
 
     @property
     def speaks(self) -> bool:
@@ -106,7 +116,11 @@ class Watch:
     def wait_for_others(self) -> None:
         """Return when all others have left, in words or by their silence."""
         deadline = time.monotonic() + SILENCE_S + 2 * BEAT_S
-        while len(self.left) < len(self._others) and not self.store_is_lost and time.monotonic() < deadline:
+        while (
+            len(self.left) < len(self._others)
+            and not self.store_is_lost
+            and time.monotonic() < deadline
+        ):
             time.sleep(BEAT_S / 5)
 
     def close(self) -> None:
@@ -116,7 +130,9 @@ class Watch:
 
     def _listen(self) -> None:
         """Leave word, and look for that of the others, round after round."""
-        heard = dict.fromkeys(self._others, (b"", 0))  # the last word of each, and in how many rounds it has been so
+        heard = dict.fromkeys(
+            self._others, (b"", 0)
+        )  # the last word of each, and in how many rounds it has been so
         try:
             store = self._store.clone()  # with a connection of its own: nothing holds it up
             while not self._over.wait(BEAT_S):
@@ -129,8 +145,12 @@ class Watch:
         except RuntimeError:
             self.store_is_lost = True
 
-    def _look_after(self, store: dist.Store, other: int, word: bytes, rounds: int) -> tuple[bytes, int]:
-        lives = self._places[other].lives(self._places[self._rank])  # asked first: it leaves word, and then ends
+    def _look_after(
+        self, store: dist.Store, other: int, word: bytes, rounds: int
+    ) -> tuple[bytes, int]:
+        lives = self._places[other].lives(
+            self._places[self._rank]
+        )  # asked first: it leaves word, and then ends
         if store.check([f"left/{other}"]):
             self.left[other] = store.get(f"left/{other}").decode(errors="replace")
         elif lives is False:
@@ -147,11 +167,19 @@ class Watch:
         while not self._over.wait(BEAT_S):
             rounds, still = self._rounds, still + 1 if rounds == self._rounds else 0
             self.store_is_lost = self.store_is_lost or still * BEAT_S > SILENCE_S
-            is_over = self._is_ending or self.store_is_lost or any(why != DONE for why in self.left.values())
+            is_over = (
+                self._is_ending
+                or self.store_is_lost
+                or any(why != DONE for why in self.left.values())
+            )
             if is_over and told_at is None:
                 told_at = time.monotonic()
                 self.end()
             if told_at is not None and time.monotonic() > told_at + self.patience:
                 if self.speaks:
-                    print(f"error: {self.culprit or 'the other learners have left'}", file=sys.stderr, flush=True)
+                    print(
+                        f"error: {self.culprit or 'the other learners have left'}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 os._exit(1)

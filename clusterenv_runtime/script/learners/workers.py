@@ -12,7 +12,12 @@ from ...env import ClusterEnv
 from ..arguments import DIVIDED
 from .learners import Learners
 
-SUMS = "workers", "pulls", "waiting_seconds", "sync_bytes"  # in a ClusterEnv's state, what is counted
+SUMS = (
+    "workers",
+    "pulls",
+    "waiting_seconds",
+    "sync_bytes",
+)  # in a ClusterEnv's state, what is counted
 
 
 def options_of_one(options: dict[str, Any], learners: Learners, first_row: int) -> dict[str, Any]:
@@ -20,7 +25,11 @@ def options_of_one(options: dict[str, Any], learners: Learners, first_row: int) 
     number = learners.world_size
     divided = {name: options[name] and options[name] // number for name in DIVIDED}
     log_dir = f"{options['log_dir']}/learner-{learners.rank}"
-    return options | divided | {"first_row": first_row, "log_dir": log_dir, "sum_over_learners": learners.sum}
+    return (
+        options
+        | divided
+        | {"first_row": first_row, "log_dir": log_dir, "sum_over_learners": learners.sum}
+    )
 
 
 class AllWorkers:
@@ -28,12 +37,16 @@ class AllWorkers:
 
     def __init__(self, envs: ClusterEnv, learners: Learners) -> None:
         self._envs, self._learners, self._saves = envs, learners, itertools.count()
-        self._others: dict[int, dict[str, Any]] = {}  # by rank the last known state of others', for the first one
+        self._others: dict[
+            int, dict[str, Any]
+        ] = {}  # by rank the last known state of others', for the first one
 
     def state_dict(self) -> dict[str, Any]:
         """Return to the first learner the state of all workers; those of one that has died as it was known last."""
         own, number = self._envs.state_dict(), self._envs.num_workers
-        _, *others = self._learners.hand_in(f"workers {next(self._saves)}", msgspec.msgpack.encode(own))
+        _, *others = self._learners.hand_in(
+            f"workers {next(self._saves)}", msgspec.msgpack.encode(own)
+        )
         for rank, data in enumerate(others, 1):
             if data is not None:
                 self._others[rank] = state = msgspec.msgpack.decode(data)
@@ -48,7 +61,11 @@ class AllWorkers:
     def _joined(self, own: dict[str, Any]) -> dict[str, Any]:
         states = [own, *self._others.values()]
         sums = {name: sum(state[name] for state in states) for name in SUMS}
-        return own | sums | {"restarts": [restart for state in states for restart in state["restarts"]]}
+        return (
+            own
+            | sums
+            | {"restarts": [restart for state in states for restart in state["restarts"]]}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take it up; what is counted for all workers together, the first learner takes."""
