@@ -1,9 +1,6 @@
-# DQN on Atari, whose frames are sent and kept once: CleanRL's dqn_atari.py, changed where distribution asks for it
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["clusterenv[scripts,atari]"]
-# tool.uv.sources.clusterenv = { path = ".", editable = true }
-# ///
+# DQN on Atari, whose frames are sent and kept once: CleanRL's dqn_atari.py, changed where
+# distribution asks for it /// script requires-python = ">=3.11" dependencies =
+# ["clusterenv[scripts,atari]"] tool.uv.sources.clusterenv = { path = ".", editable = true } ///
 import itertools
 import os
 import random
@@ -88,22 +85,30 @@ class Args(
     learning_starts: NotNegative = 80000
     """timestep to start learning"""
     train_frequency: Positive = 4
-    """one gradient step per so many environment steps, however many workers there are and however fast"""
+    """one gradient step per so many environment steps, however many workers there are and however
+    fast
+    """
 
     # Distribution specific arguments
     envs_per_worker: Positive = 8
     num_steps: Positive = 32
     """the number of steps in each environment per chunk that a worker sends"""
     outstanding: Positive = 2
-    """chunks each worker may be ahead of the learner; with one it waits while its last one travels"""
+    """chunks each worker may be ahead of the learner; with one it waits while its last one travels
+    """
     deterministic: bool = False
-    """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same to the last bit"""
+    """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same
+    to the last bit
+    """
     sync_check_frequency: Positive = 250
-    """gradient steps between publishing the policy, which measures the workers' divergence from it"""
+    """gradient steps between publishing the policy, which measures the workers' divergence from it
+    """
     kl_threshold: Nats = 0.001
     max_policy_lag: NotNegative | None = 8
     save_replay: bool = False
-    """whether checkpoints hold the replay buffer; else a resumed run collects `--learning-starts` steps first"""
+    """whether checkpoints hold the replay buffer; else a resumed run collects `--learning-starts`
+    steps first
+    """
 
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
@@ -148,7 +153,8 @@ class QNetwork(nn.Module):
 class ReplayBuffer:
     """The last `size` transitions, or somewhat fewer. A stack is the numbers of its frames.
 
-    Each frame is kept once, but for those of stacks that end a chunk or an episode, which are kept twice.
+    Each frame is kept once, but for those of stacks that end a chunk or an episode, which are kept
+    twice.
     """
 
     def __init__(self, size, num_frames, observation_space, in_checkpoints=True):
@@ -160,7 +166,8 @@ class ReplayBuffer:
         )  # of what was seen before and after
         self.actions = torch.zeros(size, 1, dtype=torch.int64)
         self.rewards, self.dones = torch.zeros(size), torch.zeros(size)
-        self.chunks = []  # of which frames are left: the numbers of the first transition and of the first frame
+        # of which frames are left: the numbers of the first transition and of the first frame
+        self.chunks = []
 
     @staticmethod
     def num_bytes(size, num_frames, observation_space):
@@ -170,7 +177,8 @@ class ReplayBuffer:
     def add(self, rollout):
         self.chunks.append((self.inserted, self.num_frames))
         obs, dones = rollout.observations, rollout.terminations | rollout.truncations
-        # An episode's last step leads to its final observation, not to the one its environment was reset to.
+        # An episode's last step leads to its final observation, not to the one its environment was
+        # reset to.
         after = np.concatenate([rollout.final_observations, rollout.next_observations])
         after_index = len(obs.frames) + np.arange(after[:, :, 0, 0].size).reshape(-1, FRAME_STACK)
         next_index = np.concatenate([obs.index[1:], after_index[None, dones.sum() :]])
@@ -216,14 +224,18 @@ class ReplayBuffer:
 
 
 def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
-    """Return epsilon at step `t`: it falls from `start_e` to `end_e` within `duration` steps, and stays there."""
+    """Return epsilon at step `t`: it falls from `start_e` to `end_e` within `duration` steps, and
+    stays there.
+    """
     slope = (end_e - start_e) / duration
     return max(slope * t + start_e, end_e)
 
 
 @torch.no_grad()
 def compute_td_target(target_network, next_obs, rewards, dones, gamma):
-    """Return the TD targets, `(..., batch_size)` as `rewards` and `dones`. A truncation is no `done`."""
+    """Return the TD targets, `(..., batch_size)` as `rewards` and `dones`. A truncation is no
+    `done`.
+    """
     target_max = target_network(next_obs).amax(-1)
     return rewards + gamma * target_max * (1 - dones)
 
@@ -241,7 +253,8 @@ if __name__ == "__main__":
     check(args.num_envs % args.num_workers == 0, even)
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
-    a_chunk = f"a chunk of {args.num_envs // args.num_workers} environments x {args.num_steps} steps = {args.chunk_size}"
+    rows = args.num_envs // args.num_workers
+    a_chunk = f"a chunk of {rows} environments x {args.num_steps} steps = {args.chunk_size}"
     check(
         args.num_iterations >= 1,
         f"--total-timesteps {args.total_timesteps} must be at least {a_chunk}",
@@ -333,7 +346,8 @@ if __name__ == "__main__":
     envs.reset(seed=args.seed + run.global_step)
 
     with run.training(envs, q_network):
-        # Who may send the next chunk, and whose to take next (None: whichever is ready). Nothing sent is left unused.
+        # Who may send the next chunk, and whose to take next (None: whichever is ready). Nothing
+        # sent is left unused.
         turns = itertools.cycle(range(args.num_workers) if args.deterministic else [None])
         ahead = list(range(args.num_workers)) * (1 if args.deterministic else args.outstanding)
         left = args.num_iterations - -(-run.global_step // args.chunk_size)
@@ -350,12 +364,14 @@ if __name__ == "__main__":
             )
             if iteration + len(ahead) <= args.num_iterations:
                 envs.send(args.num_steps, worker)
-            # From here to the next chunk nothing waits for workers, so a checkpoint holds all of this one or nothing.
+            # From here to the next chunk nothing waits for workers, so a checkpoint holds all of
+            # this one or nothing.
             run.global_step += args.chunk_size
             rb.add(chunk)
             run.add_episodes(chunk)
 
-            # ALGO LOGIC: training. One gradient step per `train_frequency` environment steps after `learning_starts`.
+            # ALGO LOGIC: training. One gradient step per `train_frequency` environment steps after
+            # `learning_starts`.
             due = max(run.global_step - count.warm_up, 0) // args.train_frequency
             while count.gradient_steps < due:
                 obs, actions, next_obs, rewards, dones = rb.sample(args.batch_size, device)

@@ -1,9 +1,6 @@
-# DQN on environments that live in worker processes, anywhere: CleanRL's dqn.py, changed where distribution asks for it
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["clusterenv[scripts]"]
-# tool.uv.sources.clusterenv = { path = ".", editable = true }
-# ///
+# DQN on environments that live in worker processes, anywhere: CleanRL's dqn.py, changed where
+# distribution asks for it /// script requires-python = ">=3.11" dependencies =
+# ["clusterenv[scripts]"] tool.uv.sources.clusterenv = { path = ".", editable = true } ///
 import itertools
 import os
 import random
@@ -71,22 +68,30 @@ class Args(
     learning_starts: NotNegative = 10000
     """timestep to start learning"""
     train_frequency: Positive = 10
-    """one gradient step per so many environment steps, however many workers there are and however fast"""
+    """one gradient step per so many environment steps, however many workers there are and however
+    fast
+    """
 
     # Distribution specific arguments
     envs_per_worker: Positive = 8
     num_steps: Positive = 16
     """the number of steps in each environment per chunk that a worker sends"""
     outstanding: Positive = 2
-    """chunks each worker may be ahead of the learner; with one it waits while its last one travels"""
+    """chunks each worker may be ahead of the learner; with one it waits while its last one travels
+    """
     deterministic: bool = False
-    """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same to the last bit"""
+    """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same
+    to the last bit
+    """
     sync_check_frequency: Positive = 20
-    """gradient steps between publishing the policy, which measures the workers' divergence from it"""
+    """gradient steps between publishing the policy, which measures the workers' divergence from it
+    """
     kl_threshold: Nats = 0.001
     max_policy_lag: NotNegative | None = 40
     save_replay: bool = True
-    """whether checkpoints hold the replay buffer; else a resumed run collects `--learning-starts` steps first"""
+    """whether checkpoints hold the replay buffer; else a resumed run collects `--learning-starts`
+    steps first
+    """
 
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
@@ -117,7 +122,9 @@ class QNetwork(nn.Module):
 
 
 class ReplayBuffer:
-    """The last `size` transitions, in preallocated tensors; observations keep the dtype of their space."""
+    """The last `size` transitions, in preallocated tensors; observations keep the dtype of their
+    space.
+    """
 
     def __init__(self, size, observation_space, in_checkpoints=True):
         self.size, self.pos, self.inserted, self.in_checkpoints = size, 0, 0, in_checkpoints
@@ -137,7 +144,8 @@ class ReplayBuffer:
         next_observations = np.concatenate(
             [rollout.observations[1:], rollout.next_observations[None]]
         )
-        # An episode's last step leads to its final observation, not to the one its environment was reset to.
+        # An episode's last step leads to its final observation, not to the one its environment was
+        # reset to.
         next_observations[rollout.terminations | rollout.truncations] = rollout.final_observations
         num = rollout.rewards.size
         fit = min(num, self.size - self.pos)  # the rest goes to the front, where the oldest are
@@ -153,7 +161,9 @@ class ReplayBuffer:
         self.pos, self.inserted = (self.pos + num) % self.size, self.inserted + num
 
     def sample(self, num_batches, batch_size, device):
-        """Return observations, actions, next observations, rewards and dones, `(num_batches, batch_size, ...)`."""
+        """Return observations, actions, next observations, rewards and dones, `(num_batches,
+        batch_size, ...)`.
+        """
         inds = torch.randint(min(self.inserted, self.size), (num_batches * batch_size,))
         columns = self.observations, self.actions, self.next_observations, self.rewards, self.dones
         shape = num_batches, batch_size
@@ -172,14 +182,18 @@ class ReplayBuffer:
 
 
 def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
-    """Return epsilon at step `t`: it falls from `start_e` to `end_e` within `duration` steps, and stays there."""
+    """Return epsilon at step `t`: it falls from `start_e` to `end_e` within `duration` steps, and
+    stays there.
+    """
     slope = (end_e - start_e) / duration
     return max(slope * t + start_e, end_e)
 
 
 @torch.no_grad()
 def compute_td_target(target_network, next_obs, rewards, dones, gamma):
-    """Return the TD targets, `(..., batch_size)` as `rewards` and `dones`. A truncation is no `done`."""
+    """Return the TD targets, `(..., batch_size)` as `rewards` and `dones`. A truncation is no
+    `done`.
+    """
     target_max = target_network(next_obs).amax(-1)
     return rewards + gamma * target_max * (1 - dones)
 
@@ -197,7 +211,8 @@ if __name__ == "__main__":
     check(args.num_envs % args.num_workers == 0, even)
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
-    a_chunk = f"a chunk of {args.num_envs // args.num_workers} environments x {args.num_steps} steps = {args.chunk_size}"
+    rows = args.num_envs // args.num_workers
+    a_chunk = f"a chunk of {rows} environments x {args.num_steps} steps = {args.chunk_size}"
     check(
         args.num_iterations >= 1,
         f"--total-timesteps {args.total_timesteps} must be at least {a_chunk}",
@@ -279,7 +294,8 @@ if __name__ == "__main__":
     envs.reset(seed=args.seed + run.global_step)
 
     with run.training(envs, q_network):
-        # Who may send the next chunk, and whose to take next (None: whichever is ready). Nothing sent is left unused.
+        # Who may send the next chunk, and whose to take next (None: whichever is ready). Nothing
+        # sent is left unused.
         turns = itertools.cycle(range(args.num_workers) if args.deterministic else [None])
         ahead = list(range(args.num_workers)) * (1 if args.deterministic else args.outstanding)
         left = args.num_iterations - -(-run.global_step // args.chunk_size)
@@ -296,15 +312,18 @@ if __name__ == "__main__":
             )
             if iteration + len(ahead) <= args.num_iterations:
                 envs.send(args.num_steps, worker)
-            # From here to the next chunk nothing waits for workers, so a checkpoint holds all of this one or nothing.
+            # From here to the next chunk nothing waits for workers, so a checkpoint holds all of
+            # this one or nothing.
             run.global_step += args.chunk_size
             rb.add(chunk)
             run.add_episodes(chunk)
 
-            # ALGO LOGIC: training. One gradient step per `train_frequency` environment steps after `learning_starts`.
+            # ALGO LOGIC: training. One gradient step per `train_frequency` environment steps after
+            # `learning_starts`.
             due = max(run.global_step - count.warm_up, 0) // args.train_frequency
             while count.gradient_steps < due:
-                # As many as the target network stays the same for: their batches and targets come in one go.
+                # As many as the target network stays the same for: their batches and targets come
+                # in one go.
                 until_target = target_every - count.gradient_steps % target_every
                 until_check = (
                     args.sync_check_frequency - count.gradient_steps % args.sync_check_frequency

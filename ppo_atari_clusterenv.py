@@ -1,9 +1,6 @@
-# PPO on Atari, whose frames cross the network once: CleanRL's ppo_atari.py, changed where distribution asks for it
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["clusterenv[scripts,atari]"]
-# tool.uv.sources.clusterenv = { path = ".", editable = true }
-# ///
+# PPO on Atari, whose frames cross the network once: CleanRL's ppo_atari.py, changed where
+# distribution asks for it /// script requires-python = ">=3.11" dependencies =
+# ["clusterenv[scripts,atari]"] tool.uv.sources.clusterenv = { path = ".", editable = true } ///
 import os
 import random
 import shutil
@@ -100,15 +97,21 @@ class Args(
 
     # Distribution specific arguments
     decoupled: bool = True
-    """clip against the policy at the update's start; against the one that acted, KL stays below clip_coef^2 / 2"""
+    """clip against the policy at the update's start; against the one that acted, KL stays below
+    clip_coef^2 / 2
+    """
     clip_rho: PositiveNumber = 2.0
     """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
     overlap: bool = False
     """collect the next rollout while learning from this one; it acts one update behind"""
     bfloat16: bool = False
-    """the learner's networks compute in bfloat16, where its processor has that in hardware; weights stay in float32"""
+    """the learner's networks compute in bfloat16, where its processor has that in hardware; weights
+    stay in float32
+    """
     compile: bool = False
-    """if toggled, networks and loss are compiled: up to half a minute, then updates take half to two thirds as long"""
+    """if toggled, networks and loss are compiled: up to half a minute, then updates take half to
+    two thirds as long
+    """
 
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
@@ -177,10 +180,12 @@ class Agent(nn.Module):
 
 
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
-    """Return advantages and returns, https://arxiv.org/abs/1506.02438: arrays of `(num_steps, num_envs)`, as all are.
+    """Return advantages and returns, https://arxiv.org/abs/1506.02438: arrays of `(num_steps,
+    num_envs)`, as all are.
 
-    Only `values` has one step more, for the observations that came last, and `final_values`, of the observations that
-    ended episodes, is `(ends,)`, in the order of `(terminations | truncations).nonzero()`.
+    Only `values` has one step more, for the observations that came last, and `final_values`, of the
+    observations that ended episodes, is `(ends,)`, in the order of `(terminations |
+    truncations).nonzero()`.
     """
     dones = terminations | truncations
     # bootstrap value if not terminated; from the final observation where an episode was cut off
@@ -200,8 +205,9 @@ def ppo_loss(
 ):
     """Return the loss of a minibatch, a scalar, and the scalars that are logged, by name.
 
-    `obs` and `actions` are `(minibatch_size, ...)`, the rest `(minibatch_size,)`. `weights` multiply the policy's loss.
-    With several learners the minibatch is one learner's share, normalized by the whole one's `adv_mean_std`.
+    `obs` and `actions` are `(minibatch_size, ...)`, the rest `(minibatch_size,)`. `weights`
+    multiply the policy's loss. With several learners the minibatch is one learner's share,
+    normalized by the whole one's `adv_mean_std`.
     """
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     logratio = newlogprob - logprobs
@@ -312,7 +318,8 @@ if __name__ == "__main__":
             # Annealing the rate if instructed to do so.
             frac = 1.0 - (iteration - 1.0) / args.num_iterations if args.anneal_lr else 1.0
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate
-            # Collect: the workers act and step; those whose policy has diverged pull this one first.
+            # Collect: the workers act and step; those whose policy has diverged pull this one
+            # first.
             collect_start = time.monotonic()
             rollout = envs.rollout(
                 policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations
@@ -363,9 +370,10 @@ if __name__ == "__main__":
             b_values = values.reshape(-1)
             b_weights = torch.ones_like(b_logprobs)
             if args.decoupled:
-                # A worker's policy may be many updates old. Clipping the ratio to it would pin the learner to it: it
-                # never diverges, nobody pulls, training stalls. So clip against the policy at the start of this update
-                # (proximal) and weight by proximal / behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
+                # A worker's policy may be many updates old. Clipping the ratio to it would pin the
+                # learner to it: it never diverges, nobody pulls, training stalls. So clip against
+                # the policy at the start of this update (proximal) and weight by proximal /
+                # behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
                 b_weights = (proximal - b_logprobs).exp().clamp(max=args.clip_rho)
                 b_logprobs = proximal
 

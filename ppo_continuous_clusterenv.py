@@ -1,9 +1,6 @@
-# PPO with continuous actions: CleanRL's ppo_continuous_action.py, changed where distribution asks for it
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["clusterenv[scripts]"]
-# tool.uv.sources.clusterenv = { path = ".", editable = true }
-# ///
+# PPO with continuous actions: CleanRL's ppo_continuous_action.py, changed where distribution asks
+# for it /// script requires-python = ">=3.11" dependencies = ["clusterenv[scripts]"]
+# tool.uv.sources.clusterenv = { path = ".", editable = true } ///
 import os
 import random
 import shutil
@@ -86,13 +83,17 @@ class Args(
 
     # Distribution specific arguments
     decoupled: bool = True
-    """clip against the policy at the update's start; against the one that acted, KL stays below clip_coef^2 / 2"""
+    """clip against the policy at the update's start; against the one that acted, KL stays below
+    clip_coef^2 / 2
+    """
     clip_rho: PositiveNumber = 2.0
     """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
     overlap: bool = False
     """collect the next rollout while learning from this one; it acts one update behind"""
     compile: bool = False
-    """if toggled, networks and loss are compiled: up to half a minute, then updates take half to two thirds as long"""
+    """if toggled, networks and loss are compiled: up to half a minute, then updates take half to
+    two thirds as long
+    """
 
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
@@ -138,7 +139,9 @@ class Moments(RunningMeanStd):
 
 
 class Normalize(nn.Module):
-    """What comes before both networks. Its buffers travel with the weights: a worker's are of the version it holds."""
+    """What comes before both networks. Its buffers travel with the weights: a worker's are of the
+    version it holds.
+    """
 
     def __init__(self, num_inputs):
         super().__init__()
@@ -186,10 +189,11 @@ class Agent(nn.Module):
 
 
 def discount(rewards, starts, dones, gamma, discounted_return):
-    """Return the discounted return of each episode up to each step, `(num_steps, num_envs)` as `rewards` and `dones`.
+    """Return the discounted return of each episode up to each step, `(num_steps, num_envs)` as
+    `rewards` and `dones`.
 
-    Also return the `(num_envs,)` to go on from, which is `discounted_return` when this function is called next.
-    `starts`, `(num_envs,)`, says which environments begin with a new episode.
+    Also return the `(num_envs,)` to go on from, which is `discounted_return` when this function is
+    called next. `starts`, `(num_envs,)`, says which environments begin with a new episode.
     """
     discounted_returns = np.zeros_like(rewards)
     discounted_return = np.where(starts, 0, discounted_return)
@@ -200,15 +204,19 @@ def discount(rewards, starts, dones, gamma, discounted_return):
 
 
 def scale_rewards(rewards, return_var):
-    """Return rewards over the deviation of discounted returns, clipped, as Gymnasium's wrappers have it."""
+    """Return rewards over the deviation of discounted returns, clipped, as Gymnasium's wrappers
+    have it.
+    """
     return np.clip(rewards / np.sqrt(return_var + 1e-8), -10, 10)
 
 
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
-    """Return advantages and returns, https://arxiv.org/abs/1506.02438: arrays of `(num_steps, num_envs)`, as all are.
+    """Return advantages and returns, https://arxiv.org/abs/1506.02438: arrays of `(num_steps,
+    num_envs)`, as all are.
 
-    Only `values` has one step more, for the observations that came last, and `final_values`, of the observations that
-    ended episodes, is `(ends,)`, in the order of `(terminations | truncations).nonzero()`.
+    Only `values` has one step more, for the observations that came last, and `final_values`, of the
+    observations that ended episodes, is `(ends,)`, in the order of `(terminations |
+    truncations).nonzero()`.
     """
     dones = terminations | truncations
     # bootstrap value if not terminated; from the final observation where an episode was cut off
@@ -228,8 +236,9 @@ def ppo_loss(
 ):
     """Return the loss of a minibatch, a scalar, and the scalars that are logged, by name.
 
-    `obs` and `actions` are `(minibatch_size, ...)`, the rest `(minibatch_size,)`. `weights` multiply the policy's loss.
-    With several learners the minibatch is one learner's share, normalized by the whole one's `adv_mean_std`.
+    `obs` and `actions` are `(minibatch_size, ...)`, the rest `(minibatch_size,)`. `weights`
+    multiply the policy's loss. With several learners the minibatch is one learner's share,
+    normalized by the whole one's `adv_mean_std`.
     """
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     logratio = newlogprob - logprobs
@@ -324,7 +333,8 @@ if __name__ == "__main__":
         "return_moments", Moments()
     )  # of discounted returns, by which rewards are scaled
     discounted_return = np.zeros(envs.num_envs)
-    # What travels to the workers. The environments get actions clipped to their space, the learner as they were drawn.
+    # What travels to the workers. The environments get actions clipped to their space, the learner
+    # as they were drawn.
     policy = GaussianPolicy(agent.actor_mean, agent.actor_logstd, envs.single_action_space)
     optimizer = run.keep(
         "optimizer", optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
@@ -346,7 +356,8 @@ if __name__ == "__main__":
             # Annealing the rate if instructed to do so.
             frac = 1.0 - (iteration - 1.0) / args.num_iterations if args.anneal_lr else 1.0
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate
-            # Collect: the workers act and step; those whose policy has diverged pull this one first.
+            # Collect: the workers act and step; those whose policy has diverged pull this one
+            # first.
             collect_start = time.monotonic()
             rollout = envs.rollout(
                 policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations
@@ -365,7 +376,8 @@ if __name__ == "__main__":
             ).tolist()
             check(not rows, f"environments {rows} gave observations that are not finite")
 
-            # scale rewards by the deviation of the discounted return of each environment, which began with its episode
+            # scale rewards by the deviation of the discounted return of each environment, which
+            # began with its episode
             discounted_returns, discounted_return = discount(
                 rollout.rewards, rollout.starts, rollout.terminations | rollout.truncations,
                 args.gamma, discounted_return,
@@ -398,9 +410,10 @@ if __name__ == "__main__":
             b_values = values.reshape(-1)
             b_weights = torch.ones_like(b_logprobs)
             if args.decoupled:
-                # A worker's policy may be many updates old. Clipping the ratio to it would pin the learner to it: it
-                # never diverges, nobody pulls, training stalls. So clip against the policy at the start of this update
-                # (proximal) and weight by proximal / behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
+                # A worker's policy may be many updates old. Clipping the ratio to it would pin the
+                # learner to it: it never diverges, nobody pulls, training stalls. So clip against
+                # the policy at the start of this update (proximal) and weight by proximal /
+                # behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
                 with torch.no_grad():
                     proximal = (
                         Normal(actor_mean(b_obs), agent.actor_logstd.exp())
@@ -436,7 +449,8 @@ if __name__ == "__main__":
                 ):
                     break
 
-            # The next version normalizes by these observations, too. This one had to be judged as it acted.
+            # The next version normalizes by these observations, too. This one had to be judged as
+            # it acted.
             obs_moments.update(rollout.observations.reshape(-1, *obs_moments.mean.shape), learners)
             agent.normalize.load(obs_moments)
 

@@ -86,7 +86,9 @@ class Args(
 
     # Distribution specific arguments
     decoupled: bool = True
-    """clip against the policy at the update's start; against the one that acted, KL stays below clip_coef^2 / 2"""
+    """clip against the policy at the update's start; against the one that acted, KL stays below
+    clip_coef^2 / 2
+    """
     clip_rho: PositiveNumber = 2.0
     """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
     overlap: bool = False
@@ -174,10 +176,12 @@ class Agent(nn.Module):
 
 
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
-    """Return advantages and returns, https://arxiv.org/abs/1506.02438: arrays of `(num_steps, num_envs)`, as all are.
+    """Return advantages and returns, https://arxiv.org/abs/1506.02438: arrays of `(num_steps,
+    num_envs)`, as all are.
 
-    Only `values` has one step more, for the observations that came last, and `final_values`, of the observations that
-    ended episodes, is `(ends,)`, in the order of `(terminations | truncations).nonzero()`.
+    Only `values` has one step more, for the observations that came last, and `final_values`, of the
+    observations that ended episodes, is `(ends,)`, in the order of `(terminations |
+    truncations).nonzero()`.
     """
     dones = terminations | truncations
     # bootstrap value if not terminated; from the final observation where an episode was cut off
@@ -206,11 +210,12 @@ def ppo_loss(
     lstm_state,
     adv_mean_std=None,
 ):
-    """Return the loss of a minibatch of whole environments, a scalar, and the scalars that are logged, by name.
+    """Return the loss of a minibatch of whole environments, a scalar, and the scalars that are
+    logged, by name.
 
-    All are `(num_steps, num_envs, ...)` but `lstm_state`, from before the first step: `(num_envs, hidden_size)` each.
-    `weights` multiply the policy's loss. With several learners the minibatch is one learner's share, normalized by the
-    whole one's `adv_mean_std`.
+    All are `(num_steps, num_envs, ...)` but `lstm_state`, from before the first step: `(num_envs,
+    hidden_size)` each. `weights` multiply the policy's loss. With several learners the minibatch is
+    one learner's share, normalized by the whole one's `adv_mean_std`.
     """
     newlogprob, entropy, newvalue = agent.get_action_and_value(obs, lstm_state, starts, actions)
     logratio = newlogprob - logprobs
@@ -309,7 +314,8 @@ if __name__ == "__main__":
             # Annealing the rate if instructed to do so.
             frac = 1.0 - (iteration - 1.0) / args.num_iterations if args.anneal_lr else 1.0
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate
-            # Collect: the workers act and step; those whose policy has diverged pull this one first.
+            # Collect: the workers act and step; those whose policy has diverged pull this one
+            # first.
             collect_start = time.monotonic()
             rollout = envs.rollout(
                 policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations
@@ -350,9 +356,10 @@ if __name__ == "__main__":
             values = values[:-1]
             weights = torch.ones_like(logprobs)
             if args.decoupled:
-                # A worker's policy may be many updates old. Clipping the ratio to it would pin the learner to it: it
-                # never diverges, nobody pulls, training stalls. So clip against the policy at the start of this update
-                # (proximal) and weight by proximal / behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
+                # A worker's policy may be many updates old. Clipping the ratio to it would pin the
+                # learner to it: it never diverges, nobody pulls, training stalls. So clip against
+                # the policy at the start of this update (proximal) and weight by proximal /
+                # behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
                 with torch.no_grad():
                     proximal = Categorical(logits=agent.actor(hidden)).log_prob(actions)
                     weights = (proximal - logprobs).exp().clamp(max=args.clip_rho)

@@ -2,11 +2,12 @@
 
     python -m benchmarks.atari
 
-`ppo_atari_clusterenv.py` runs for some iterations with real workers, first with CleanRL's 8 environments: the share of
-an iteration in which the head measures how far the workers' policies have diverged, and how well it knows that from so
-few states: the standard error of its mean over them. Then with 64, whose learner goes through a batch but once, which
-changes no memory: the head's peak before the first rollout, with the first, and in all. Last, what
-`dqn_atari_clusterenv.py` keeps of a transition: a buffer of these sizes, allocated.
+`ppo_atari_clusterenv.py` runs for some iterations with real workers, first with CleanRL's 8
+environments: the share of an iteration in which the head measures how far the workers' policies
+have diverged, and how well it knows that from so few states: the standard error of its mean over
+them. Then with 64, whose learner goes through a batch but once, which changes no memory: the head's
+peak before the first rollout, with the first, and in all. Last, what `dqn_atari_clusterenv.py`
+keeps of a transition: a buffer of these sizes, allocated.
 """
 
 import contextlib
@@ -58,7 +59,8 @@ def peak_mb():
 
 
 def head(args, num_envs, iterations, flags, pipe):
-    """Be the script's head for so many iterations; send its seconds, those of measuring, nats, and peaks of memory.
+    """Be the script's head for so many iterations; send its seconds, those of measuring, nats, and
+    peaks of memory.
 
     Nats are the divergence of each version in each state.
     """

@@ -1,11 +1,13 @@
-"""Where the time of an iteration goes: CPU milliseconds of the head and of a worker, by what they are spent on.
+"""Where the time of an iteration goes: CPU milliseconds of the head and of a worker, by what they
+are spent on.
 
     pip install py-spy; python -m benchmarks.budget
     python -m benchmarks.budget --flags="--overlap --compile"
 
-Trains with ppo_clusterenv.py, on the work of `benchmarks/work.py`, under py-spy, which samples the stacks of all
-processes and leaves out those that wait. Start-up is left out, and of the head whatever does not run Python. What the
-script does itself, without calling a function that is known here, is listed by its lines, those below 1% in one.
+Trains with ppo_clusterenv.py, on the work of `benchmarks/work.py`, under py-spy, which samples the
+stacks of all processes and leaves out those that wait. Start-up is left out, and of the head
+whatever does not run Python. What the script does itself, without calling a function that is known
+here, is listed by its lines, those below 1% in one.
 """
 
 import linecache
@@ -25,7 +27,8 @@ from .scripts import ROOT, call
 
 RATE = 100  # samples per second
 SCRIPT = ROOT / "ppo_clusterenv.py"
-# What a function is part of, by a pattern for the frames of those that the script calls: the first that fits counts.
+# What a function is part of, by a pattern for the frames of those that the script calls: the first
+# that fits counts.
 HEAD = (
     (r"evaluate", None),  # after training
     (r"(?<!<module>) \(torch/_dynamo/convert_frame", "compiling, or loading what was compiled"),
@@ -67,7 +70,9 @@ class Args:
 
 
 def of_head(frames):
-    """Return what a stack of the head is part of, or the number of the line that works itself, or None."""
+    """Return what a stack of the head is part of, or the number of the line that works itself, or
+    None.
+    """
     for i, frame in enumerate(frames):
         if module := re.fullmatch(rf"<module> \({re.escape(SCRIPT.name)}:(\d+)\)", frame):
             called = frames[i + 1 :]

@@ -4,10 +4,10 @@
     python -m benchmarks.compare --script ppo_clusterenv.py --flags=--overlap
     python -m benchmarks.compare --script ppo_clusterenv.py --learners 2
 
-Runs the script as it is, and with `--flags` or several learners, in turn, once per seed; `--common` goes to both.
-Prints for both the interquartile mean over the seeds of the return of the last 100 episodes and of the final
-evaluation, the mean number of pulls, and the median time; and the differences of the returns with 95% bootstrap
-intervals over the seeds, each a pair.
+Runs the script as it is, and with `--flags` or several learners, in turn, once per seed; `--common`
+goes to both. Prints for both the interquartile mean over the seeds of the return of the last 100
+episodes and of the final evaluation, the mean number of pulls, and the median time; and the
+differences of the returns with 95% bootstrap intervals over the seeds, each a pair.
 """
 
 import shlex

@@ -1,12 +1,14 @@
-"""How training grows with workers on a machine of many cores, beside a loop in one process on the same machine.
+"""How training grows with workers on a machine of many cores, beside a loop in one process on the
+same machine.
 
     python -m benchmarks.cores
 
-PPO, learner on the CPU in one thread, `--envs-per-worker` environments a worker; then a loop in CleanRL's style on
-AsyncVectorEnv and on SyncVectorEnv, with as many environments as the largest number of workers steps. Steady state:
-start-up, the first iteration and the last are left out. Prints environment steps a second, the ratio to one worker,
-and, for ours, the medians of the seconds that an iteration collects and learns.
-`benchmarks.cores:OneMillisecond-v0` is an environment each of whose steps computes for a millisecond.
+PPO, learner on the CPU in one thread, `--envs-per-worker` environments a worker; then a loop in
+CleanRL's style on AsyncVectorEnv and on SyncVectorEnv, with as many environments as the largest
+number of workers steps. Steady state: start-up, the first iteration and the last are left out.
+Prints environment steps a second, the ratio to one worker, and, for ours, the medians of the
+seconds that an iteration collects and learns. `benchmarks.cores:OneMillisecond-v0` is an
+environment each of whose steps computes for a millisecond.
 """
 
 import os
@@ -23,7 +25,9 @@ from .scripts import ROOT, measure, train
 
 
 class OneMillisecondEnv(gym.Env):
-    """An environment that keeps a core busy for a millisecond a step; episodes last a hundred steps."""
+    """An environment that keeps a core busy for a millisecond a step; episodes last a hundred
+    steps.
+    """
 
     observation_space, action_space = gym.spaces.Box(-1, 1, (8,)), gym.spaces.Discrete(4)
 
@@ -66,7 +70,9 @@ class Args:
 
 
 def clusterenv(args, env_id, num_workers):
-    """Train; return the steps a second of the steady state, and medians of the seconds of collecting and learning."""
+    """Train; return the steps a second of the steady state, and medians of the seconds of
+    collecting and learning.
+    """
     script = "ppo_continuous_clusterenv.py" if "Cheetah" in env_id else "ppo_clusterenv.py"
     batch_size = num_workers * args.envs_per_worker * work.NUM_STEPS
     scalars, _ = train(

@@ -2,10 +2,11 @@
 
     python -m benchmarks.differences
 
-Publishes a policy whose weights have moved a little, and lets workers pull it that all hold the same, through the
-head's and the worker's own code, without a network. Prints medians: milliseconds until the first worker's answer is
-there, until each further one's is, and until a worker has become what it was sent; and bytes, beside all weights in
-float32. The first pull, of all weights in 8 bits each, is left out. Takes a minute, and 2 GB of memory.
+Publishes a policy whose weights have moved a little, and lets workers pull it that all hold the
+same, through the head's and the worker's own code, without a network. Prints medians: milliseconds
+until the first worker's answer is there, until each further one's is, and until a worker has become
+what it was sent; and bytes, beside all weights in float32. The first pull, of all weights in 8 bits
+each, is left out. Takes a minute, and 2 GB of memory.
 """
 
 import statistics
@@ -38,7 +39,9 @@ class Args:
 
 
 def measure(width, rounds, args):
-    """Return milliseconds to publish, for the first worker, each other and to load; and bytes of one pull."""
+    """Return milliseconds to publish, for the first worker, each other and to load; and bytes of
+    one pull.
+    """
     torch.manual_seed(1)
     net = nn.Sequential(
         nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)

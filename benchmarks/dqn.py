@@ -1,11 +1,13 @@
-"""DQN: dqn_clusterenv.py beside CleanRL's dqn.py, the same batches and gradient steps per environment step, in turn.
+"""DQN: dqn_clusterenv.py beside CleanRL's dqn.py, the same batches and gradient steps per
+environment step, in turn.
 
     python -m benchmarks.dqn --cleanrl path/to/cleanrl/cleanrl/dqn.py --cleanrl-python path/to/venv/bin/python
 
-CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file. Its dqn.py needs
-Gymnasium 0.29, hence a Python of its own: one with torch, gymnasium==0.29.1, "numpy<2", tyro and tensorboard. Both run
-with one thread. Prints the environment steps per second that each logs, their ratio, and the share of the time that our
-learner was busy; and what `--deterministic` costs.
+CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file.
+Its dqn.py needs Gymnasium 0.29, hence a Python of its own: one with torch, gymnasium==0.29.1,
+"numpy<2", tyro and tensorboard. Both run with one thread. Prints the environment steps per second
+that each logs, their ratio, and the share of the time that our learner was busy; and what
+`--deterministic` costs.
 """
 
 import os

@@ -21,7 +21,9 @@ class IdleEnv(gym.Env):
 
 
 class Corner(nn.Module):
-    """A policy that looks at eight numbers, and has as many weights as wanted. All are zero: actions are uniform."""
+    """A policy that looks at eight numbers, and has as many weights as wanted. All are zero:
+    actions are uniform.
+    """
 
     def __init__(self, num_bytes=0):
         super().__init__()

@@ -1,15 +1,18 @@
-"""Several learners: what a second one brings where the learner is the limit, and what adding up gradients costs.
+"""Several learners: what a second one brings where the learner is the limit, and what adding up
+gradients costs.
 
     python -m benchmarks.learners --plot benchmarks/results/learners.png
     python -m benchmarks.learners --cleanrl path/to/cleanrl/ppo_atari_multigpu.py
 
-PPO on CartPole-v1 with networks of several widths, by one learner and by two, in turn; each learner has one thread.
-Learner throughput is the batch divided by the median of time/learn. Then an all-reduce of 1 MB and of 100 MB between 2,
-4 and 8 processes of this machine. What 8 learners on 8 machines would bring is arithmetic: an eighth of one learner's
-time, and for each minibatch an all-reduce over links of `--gbit`.
+PPO on CartPole-v1 with networks of several widths, by one learner and by two, in turn; each learner
+has one thread. Learner throughput is the batch divided by the median of time/learn. Then an
+all-reduce of 1 MB and of 100 MB between 2, 4 and 8 processes of this machine. What 8 learners on 8
+machines would bring is arithmetic: an eighth of one learner's time, and for each minibatch an
+all-reduce over links of `--gbit`.
 
-With `--cleanrl`, a script that is not part of this repository (https://github.com/vwxyzjn/cleanrl), Atari instead:
-`ppo_atari_clusterenv.py` and CleanRL's own for several GPUs, each with one process and with two, at the same batch.
+With `--cleanrl`, a script that is not part of this repository (https://github.com/vwxyzjn/cleanrl),
+Atari instead: `ppo_atari_clusterenv.py` and CleanRL's own for several GPUs, each with one process
+and with two, at the same batch.
 """
 
 import os

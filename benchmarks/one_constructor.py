@@ -1,10 +1,12 @@
-"""CleanRL's scripts with one constructor changed, beside the same scripts as they are: what they learn is to be equal.
+"""CleanRL's scripts with one constructor changed, beside the same scripts as they are: what they
+learn is to be equal.
 
     python -m benchmarks.one_constructor --cleanrl path/to/cleanrl
 
-CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its directory. Each of five
-scripts runs once with `gym.vector.SyncVectorEnv`, and once with `ClusterEnv` in its place. Prints how many scalars they
-have logged, and fails unless these, but for the speed, and all weights are equal to the last bit.
+CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its
+directory. Each of five scripts runs once with `gym.vector.SyncVectorEnv`, and once with
+`ClusterEnv` in its place. Prints how many scalars they have logged, and fails unless these, but for
+the speed, and all weights are equal to the last bit.
 """
 
 import hashlib
@@ -42,7 +44,9 @@ class Args:
 
 
 def run_script(num_workers, script):
-    """Run a script in this process, with so many workers, or none; print a digest of all its networks."""
+    """Run a script in this process, with so many workers, or none; print a digest of all its
+    networks.
+    """
     from torch import nn
 
     sys.path.insert(0, str(Path(script).parent.parent))  # where its cleanrl_utils are
@@ -68,7 +72,9 @@ def run_script(num_workers, script):
 
 
 def learn(script, num_workers, flags):
-    """Run a script in a process of its own; return its scalars, but for the speed, and the digest of its weights."""
+    """Run a script in a process of its own; return its scalars, but for the speed, and the digest
+    of its weights.
+    """
     with tempfile.TemporaryDirectory() as directory:
         command = [
             sys.executable,

@@ -2,9 +2,9 @@
 
     python -m benchmarks.recovery
 
-Kills one of two workers at random (`kill -9`) in the midst of rollouts, and takes the time until the rollout that
-lacked its rows is whole. Prints the median and the longest, what of it had passed when another process had its place,
-and what the first rollout takes.
+Kills one of two workers at random (`kill -9`) in the midst of rollouts, and takes the time until
+the rollout that lacked its rows is whole. Prints the median and the longest, what of it had passed
+when another process had its place, and what the first rollout takes.
 """
 
 import os
@@ -34,7 +34,9 @@ class Args:
 
 
 def recover(envs, policy):
-    """Kill a worker; return the seconds until another process is in its place, and until its rows are there again."""
+    """Kill a worker; return the seconds until another process is in its place, and until its rows
+    are there again.
+    """
     before, pid, killed = (
         len(envs.restarts),
         random.choice([worker.pid for worker in envs._pool.workers]),

@@ -1,11 +1,13 @@
-"""How alike rollouts are with another number of workers: the same seed, rows and policy, other shares of the rows.
+"""How alike rollouts are with another number of workers: the same seed, rows and policy, other
+shares of the rows.
 
     python -m benchmarks.rows
 
-Noise, and the states by which workers decide to pull, follow from the seed, the row and the number of the rollout. So
-only the rounding of matrix products may differ, as their batches do. Trains a policy by its gradient, with rollouts of
-each number of workers in turn, and prints in how many rollouts all actions are those of one worker, and when the first
-one is another. Thereafter the runs go apart.
+Noise, and the states by which workers decide to pull, follow from the seed, the row and the number
+of the rollout. So only the rounding of matrix products may differ, as their batches do. Trains a
+policy by its gradient, with rollouts of each number of workers in turn, and prints in how many
+rollouts all actions are those of one worker, and when the first one is another. Thereafter the runs
+go apart.
 """
 
 from dataclasses import dataclass

@@ -2,9 +2,9 @@
 
     python -m benchmarks.saved_models runs/HalfCheetah-v5__ppo_continuous_clusterenv__1__1795469727475
 
-For each run directory, of which there may be many, plays as many episodes with the saved model as the run's own
-evaluation did, in environments of another seed, and prints their mean beside the interval that holds 95 of the last 100
-episodes of training.
+For each run directory, of which there may be many, plays as many episodes with the saved model as
+the run's own evaluation did, in environments of another seed, and prints their mean beside the
+interval that holds 95 of the last 100 episodes of training.
 """
 
 import json

@@ -1,19 +1,21 @@
-"""One head and up to a thousand workers: what it takes in, what that costs it, and where the knee is.
+"""One head and up to a thousand workers: what it takes in, what that costs it, and where the knee
+is.
 
     python -m benchmarks.scale
 
-The head is a real ClusterEnv. Its workers are simulated, many in one process: each has a socket of its own and speaks
-the real protocol, but answers each request at once with the same canned rollout, made once by the worker's own code. So
-the head is what limits. Vectors (8 float32, chunks of 8 environments), Atari's stacked images (84 x 84 x 4 uint8, 2
-environments), and the same stacks with each frame sent once, over ipc and over tcp with CURVE; by `send` and `recv` and
-by `rollout`.
+The head is a real ClusterEnv. Its workers are simulated, many in one process: each has a socket of
+its own and speaks the real protocol, but answers each request at once with the same canned rollout,
+made once by the worker's own code. So the head is what limits. Vectors (8 float32, chunks of 8
+environments), Atari's stacked images (84 x 84 x 4 uint8, 2 environments), and the same stacks with
+each frame sent once, over ipc and over tcp with CURVE; by `send` and `recv` and by `rollout`.
 
-Each line is measured by a fresh process. A pull storm is the time from `send` until the last worker has its weights,
-when all have diverged at once; the one process of all workers receives there what in a cluster hundreds would. CPU is
-of all the head's threads; "main" is the one that runs Python, the rest is almost all libzmq's, which reads, and
-decrypts. Neither counts the measuring of divergences, which `rollout` begins with: that is publish_s, and depends on
-the policy. Writes `results/scale.csv` and `results/scale.png` in this directory. At the end it extrapolates what a head
-takes in on a 25 Gbit/s network, from the CPU time per MB measured here.
+Each line is measured by a fresh process. A pull storm is the time from `send` until the last worker
+has its weights, when all have diverged at once; the one process of all workers receives there what
+in a cluster hundreds would. CPU is of all the head's threads; "main" is the one that runs Python,
+the rest is almost all libzmq's, which reads, and decrypts. Neither counts the measuring of
+divergences, which `rollout` begins with: that is publish_s, and depends on the policy. Writes
+`results/scale.csv` and `results/scale.png` in this directory. At the end it extrapolates what a
+head takes in on a 25 Gbit/s network, from the CPU time per MB measured here.
 """
 
 import csv
@@ -35,7 +37,8 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from .idle import Corner, IdleEnv
 from .simulation import SimulatedLauncher, spawn
 
-OBSERVATIONS = {  # name: shape, dtype, environments per worker, bytes of weights (a 64-64 MLP's, a Nature CNN's)
+# name: shape, dtype, environments per worker, bytes of weights (a 64-64 MLP's, a Nature CNN's)
+OBSERVATIONS = {
     "vector": ((8,), np.float32, 8, 20_000),
     "image": ((84, 84, 4), np.uint8, 2, 6_700_000),
     "frames": ((84, 84), np.uint8, 2, 6_700_000),
@@ -206,7 +209,9 @@ def measure(args, observation, transport, mode, num_workers, pipe):
 
 
 def in_fresh_process(function, *arguments, timeout):
-    """Return what ``function`` sends into the pipe that is its last argument, called in a process of its own."""
+    """Return what ``function`` sends into the pipe that is its last argument, called in a process
+    of its own.
+    """
     ours, theirs = spawn.Pipe(duplex=False)
     process = spawn.Process(target=function, args=(*arguments, theirs))
     process.start()
@@ -231,7 +236,9 @@ def knee(rows):
 
 
 def extrapolate(rows):
-    """Say what a head whose two busiest threads have a core each takes in at most, and what 25 Gbit/s carries."""
+    """Say what a head whose two busiest threads have a core each takes in at most, and what 25
+    Gbit/s carries.
+    """
     row = max(rows, key=lambda row: row["steps_per_s"])
     step_bytes = row["mb_per_s"] * 1e6 / row["steps_per_s"]
     other_ms_per_mb = row["cpu_ms_per_mb"] - row["main_ms_per_mb"]

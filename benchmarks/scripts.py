@@ -1,4 +1,6 @@
-"""Running a script, ours or a peer's, in a directory that is then removed, and reading what it measured."""
+"""Running a script, ours or a peer's, in a directory that is then removed, and reading what it
+measured.
+"""
 
 import contextlib
 import json
@@ -16,7 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def call(command, directory, timeout=None, **variables):
-    """Run a command with these environment variables, and end all that it has started; return what it printed."""
+    """Run a command with these environment variables, and end all that it has started; return what
+    it printed.
+    """
     output = Path(
         directory, "output.txt"
     )  # a pipe would stay open for as long as any process that was left behind
@@ -51,7 +55,8 @@ def torchrun(number):
 
 
 def train(script, *flags, python=sys.executable, launcher=(), timeout=None, **variables):
-    """Run a training script; return a function from a tag to its scalars, and its summary if it leaves one.
+    """Run a training script; return a function from a tag to its scalars, and its summary if it
+    leaves one.
 
     ``launcher`` is what Python runs instead, which then runs the script: see `torchrun`.
     """
@@ -79,10 +84,12 @@ def run(script, *flags, **arguments):
 
 
 def steady(script, *flags, **arguments):
-    """Run a training script; return its environment steps and seconds, without its first and its last iteration.
+    """Run a training script; return its environment steps and seconds, without its first and its
+    last iteration.
 
-    The last does not overlap with a next one, so what is between is as it would be in a run without an end; but with
-    both --overlap and --compile the first of these finds its rollout ready, which is worth up to 2% in 25 iterations.
+    The last does not overlap with a next one, so what is between is as it would be in a run without
+    an end; but with both --overlap and --compile the first of these finds its rollout ready, which
+    is worth up to 2% in 25 iterations.
     """
     scalars, _ = train(script, *flags, **arguments)
     first, *_, last, _ = scalars("charts/SPS")

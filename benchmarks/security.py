@@ -2,9 +2,9 @@
 
     python -m benchmarks.security
 
-Environments that cost nothing, so that what remains is transport: vectors like LunarLander's, and Atari's stacked
-images (84 x 84 x 4 bytes a step, 28 kB). All variants take turns, `--rounds` times; prints medians of environment steps
-per second, and their ratio to plain tcp without heartbeats.
+Environments that cost nothing, so that what remains is transport: vectors like LunarLander's, and
+Atari's stacked images (84 x 84 x 4 bytes a step, 28 kB). All variants take turns, `--rounds` times;
+prints medians of environment steps per second, and their ratio to plain tcp without heartbeats.
 """
 
 import time

@@ -1,4 +1,5 @@
-"""Workers that are simulated, many in one process: each has a socket of its own and speaks the real protocol.
+"""Workers that are simulated, many in one process: each has a socket of its own and speaks the real
+protocol.
 
 They answer each request at once with the same canned rollout, made once by the worker's own code.
 """
@@ -31,7 +32,9 @@ class SimulatedWorker:
 
 
 class Simulation:
-    """Workers without environments of their own. Their canned rollouts are made by one real slice of environments."""
+    """Workers without environments of their own. Their canned rollouts are made by one real slice
+    of environments.
+    """
 
     def __init__(self, weights_at, frame_bytes):
         self.weights_at, self.frame_bytes = (

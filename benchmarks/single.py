@@ -3,9 +3,10 @@
     python -m benchmarks.single LunarLander-v3 25 sync
     python -m benchmarks.single HalfCheetah-v5 25 sync      # or continuous actions
 
-Trains for so many iterations on Gymnasium's SyncVectorEnv (`sync`) or AsyncVectorEnv (`async`), of 64 environments or
-of as many as a last argument says, and prints the environment steps and seconds after the first.
-`benchmarks.throughput` and `benchmarks.cores` run it, and `benchmarks.peers` on EnvPool.
+Trains for so many iterations on Gymnasium's SyncVectorEnv (`sync`) or AsyncVectorEnv (`async`), of
+64 environments or of as many as a last argument says, and prints the environment steps and seconds
+after the first. `benchmarks.throughput` and `benchmarks.cores` run it, and `benchmarks.peers` on
+EnvPool.
 """
 
 import time
@@ -34,7 +35,9 @@ def mlp(num_inputs, num_outputs):
 
 
 def distribution_for(space):
-    """Return how many outputs the actor needs, what makes a distribution of actions of them, and its parameters."""
+    """Return how many outputs the actor needs, what makes a distribution of actions of them, and
+    its parameters.
+    """
     if isinstance(space, gym.spaces.Discrete):
         return int(space.n), lambda logits: Categorical(logits=logits), []
     logstd = nn.Parameter(torch.zeros(space.shape))
@@ -42,7 +45,9 @@ def distribution_for(space):
 
 
 def train(envs, next_obs, iterations):
-    """Train on environments that have just been reset; return the steps and seconds after the first iteration."""
+    """Train on environments that have just been reset; return the steps and seconds after the first
+    iteration.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(1)
     num_inputs, space = envs.single_observation_space.shape[0], envs.single_action_space

@@ -2,10 +2,11 @@
 
     python -m benchmarks.staleness --env-id Hopper-v5 --interval 8
 
-Trains with all weights pulled every so many updates, and plays episodes with the policy before and after each update.
-Prints for each lag the gain in percent of the run's mean return, and the effective sample size of the importance
-weights between the policy that is learned and the one that acted, as a share of the batch: means over updates, then
-over seeds, with the standard error of the latter.
+Trains with all weights pulled every so many updates, and plays episodes with the policy before and
+after each update. Prints for each lag the gain in percent of the run's mean return, and the
+effective sample size of the importance weights between the policy that is learned and the one that
+acted, as a share of the batch: means over updates, then over seeds, with the standard error of the
+latter.
 """
 
 import json

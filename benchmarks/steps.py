@@ -1,10 +1,12 @@
-"""How long one step of a learner takes: of a minibatch loss, backward, clipping and Adam, by how it is run.
+"""How long one step of a learner takes: of a minibatch loss, backward, clipping and Adam, by how it
+is run.
 
     python -m benchmarks.steps
 
-The ways are eager; with the loss compiled, as `--compile` does it; and, on a GPU, the whole step as one CUDA graph, of
-the loss as it is or compiled. A graph's inputs are copied to where it reads them, which is part of the time. Prints
-medians over the rounds in milliseconds, and what the graph's first steps lose beside eager ones (0: the same losses).
+The ways are eager; with the loss compiled, as `--compile` does it; and, on a GPU, the whole step as
+one CUDA graph, of the loss as it is or compiled. A graph's inputs are copied to where it reads
+them, which is part of the time. Prints medians over the rounds in milliseconds, and what the
+graph's first steps lose beside eager ones (0: the same losses).
 """
 
 import statistics
@@ -54,7 +56,9 @@ class Args:
 
 @dataclass
 class Learner:
-    """A script's network, the inputs of its loss, `(minibatch_size, ...)` each, and its loss of them."""
+    """A script's network, the inputs of its loss, `(minibatch_size, ...)` each, and its loss of
+    them.
+    """
 
     network: nn.Module
     inputs: list[torch.Tensor]
@@ -182,7 +186,9 @@ def graph_of(step, inputs):
 
 
 def ways(args, name):
-    """Yield each way's name, and a function that takes one step. The capture comes before anything is compiled."""
+    """Yield each way's name, and a function that takes one step. The capture comes before anything
+    is compiled.
+    """
     device = torch.device(args.device)
 
     def learner():

@@ -2,9 +2,10 @@
 
     python -m benchmarks.straggler
 
-Environments that sleep, on `--num-workers` workers of which the last is slowed ten times. Prints the steps per second
-with and without the slow one, by `rollout` (everyone waits for the slowest) and by `send` and `recv` (nobody does).
-The share that the slow worker itself costs is the best there is.
+Environments that sleep, on `--num-workers` workers of which the last is slowed ten times. Prints
+the steps per second with and without the slow one, by `rollout` (everyone waits for the slowest)
+and by `send` and `recv` (nobody does). The share that the slow worker itself costs is the best
+there is.
 """
 
 import time

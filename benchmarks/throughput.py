@@ -1,14 +1,15 @@
-"""Training throughput of PPO: environment steps per second, beside a single process and beside no learner.
+"""Training throughput of PPO: environment steps per second, beside a single process and beside no
+learner.
 
     python -m benchmarks.throughput
 
-All do the work of `benchmarks/work.py`, in turn, `--rounds` times, with one torch thread per process:
-our script as it is, with `--overlap`, compiled, with workers that yield to the learner, with all environments
-on one worker, and on EnvPool (after `pip install envpool`); a loop in CleanRL's style in a single process, on
-SyncVectorEnv and on AsyncVectorEnv; and as the floor under any wall time, as many processes as we have workers that
-step and act, without learning or communicating.
-Steady state: imports, start-up and the first iteration are left out, of all alike. Prints medians, ranges, and ratios.
-Takes about twenty minutes on two cores.
+All do the work of `benchmarks/work.py`, in turn, `--rounds` times, with one torch thread per
+process: our script as it is, with `--overlap`, compiled, with workers that yield to the learner,
+with all environments on one worker, and on EnvPool (after `pip install envpool`); a loop in
+CleanRL's style in a single process, on SyncVectorEnv and on AsyncVectorEnv; and as the floor under
+any wall time, as many processes as we have workers that step and act, without learning or
+communicating. Steady state: imports, start-up and the first iteration are left out, of all alike.
+Prints medians, ranges, and ratios. Takes about twenty minutes on two cores.
 """
 
 import importlib.util
@@ -138,7 +139,9 @@ if not importlib.util.find_spec("envpool"):
 
 
 def table(rates, systems, env_ids):
-    """Return a table in Markdown: medians and ranges of `rates[env_id, name]`, and ratios to one process and floor."""
+    """Return a table in Markdown: medians and ranges of `rates[env_id, name]`, and ratios to one
+    process and floor.
+    """
     lines = [
         "| |" + "".join(f" {env_id}, steps/s | x single-sync | x floor |" for env_id in env_ids)
     ]

@@ -1,10 +1,12 @@
-"""How long until a task is solved: seconds to a mean return over the last 100 episodes, for several seeds.
+"""How long until a task is solved: seconds to a mean return over the last 100 episodes, for several
+seeds.
 
     python -m benchmarks.time_to_solve
     python -m benchmarks.time_to_solve --env-id LunarLander-v3 --seeds 3 --flags="--num-minibatches 8"
 
-Trains with the environment's script, one seed after the other, to the end. Seconds count from the start of the process,
-with its imports and the workers' start; beside them those of training alone, and the environment steps.
+Trains with the environment's script, one seed after the other, to the end. Seconds count from the
+start of the process, with its imports and the workers' start; beside them those of training alone,
+and the environment steps.
 """
 
 import math
@@ -38,7 +40,9 @@ class Args:
 
 
 def solve(env_id, seed, flags):
-    """Return seconds since the process was started, and of training, and the steps; NaN if it was not solved."""
+    """Return seconds since the process was started, and of training, and the steps; NaN if it was
+    not solved.
+    """
     target, script, own = TASKS[env_id]
     start = time.time()
     scalars, _ = train(

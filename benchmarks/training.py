@@ -4,11 +4,12 @@
     python -m benchmarks.training --cleanrl path/to/cleanrl/ppo_continuous_action.py --total-timesteps 1000000
     python -m benchmarks.training --cleanrl path/to/cleanrl/ppo_atari.py --total-timesteps 20480 --flags="--compile"
 
-CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file. All run in this
-Python, CleanRL's both with torch's default threads and with one. `ppo.py` has as many environments and the same
-settings as ours. `ppo_continuous_action.py` and ours each have their own defaults, with batches of 2048 steps;
-`ppo_atari.py`, `ppo_atari_envpool.py` and ours have the same. Prints the training steps per second that each logs, the
-ratio to the faster of CleanRL's two, and the mean return of the last 100 episodes. Each round has a seed of its own.
+CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file.
+All run in this Python, CleanRL's both with torch's default threads and with one. `ppo.py` has as
+many environments and the same settings as ours. `ppo_continuous_action.py` and ours each have their
+own defaults, with batches of 2048 steps; `ppo_atari.py`, `ppo_atari_envpool.py` and ours have the
+same. Prints the training steps per second that each logs, the ratio to the faster of CleanRL's two,
+and the mean return of the last 100 episodes. Each round has a seed of its own.
 """
 
 import os

@@ -1,11 +1,13 @@
-"""Goodput of rollouts through ClusterEnv beside raw ZeroMQ, which sends frames of the same sizes and looks at nothing.
+"""Goodput of rollouts through ClusterEnv beside raw ZeroMQ, which sends frames of the same sizes
+and looks at nothing.
 
     python -m benchmarks.transport
 
-Canned rollouts, as in `benchmarks.scale`, of vectors (8 float32) and of Atari's stacked images (84 x 84 x 4 uint8),
-over ipc, tcp, and tcp with CURVE. Raw ZeroMQ is a ROUTER, with as many DEALERs in another process, without copies on
-either side and with as many messages outstanding. What it receives it drops; ClusterEnv decodes, validates, and hands
-out writable arrays. They take turns, `--rounds` times; prints medians, their ratio, and the receiver's CPU per MB.
+Canned rollouts, as in `benchmarks.scale`, of vectors (8 float32) and of Atari's stacked images (84
+x 84 x 4 uint8), over ipc, tcp, and tcp with CURVE. Raw ZeroMQ is a ROUTER, with as many DEALERs in
+another process, without copies on either side and with as many messages outstanding. What it
+receives it drops; ClusterEnv decodes, validates, and hands out writable arrays. They take turns,
+`--rounds` times; prints medians, their ratio, and the receiver's CPU per MB.
 """
 
 import multiprocessing
@@ -46,7 +48,9 @@ class Args:
 
 
 def raw_workers(num_workers, address, key_file, sizes):
-    """Send frames of these sizes for each message received, until an empty one comes or the receiver is gone."""
+    """Send frames of these sizes for each message received, until an empty one comes or the
+    receiver is gone.
+    """
     context, poller, head = zmq.Context(), zmq.Poller(), multiprocessing.parent_process().sentinel
     poller.register(head, zmq.POLLIN)
     frames = [np.ones(size, np.uint8).data for size in sizes]
@@ -103,7 +107,9 @@ class Raw:
 
 
 def stream(send, recv, args):
-    """Return messages per second and CPU seconds per message of this process, asking each for the next at once."""
+    """Return messages per second and CPU seconds per message of this process, asking each for the
+    next at once.
+    """
     for _ in range(args.outstanding):
         send()
     messages, start, cpu = 0, time.perf_counter(), time.process_time()

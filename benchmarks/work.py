@@ -1,6 +1,8 @@
-"""The work that every throughput measurement does: PPO on 64 environments, and how to report its speed.
+"""The work that every throughput measurement does: PPO on 64 environments, and how to report its
+speed.
 
-The peers' scripts import this in virtual environments of their own, so it needs nothing but the standard library.
+The peers' scripts import this in virtual environments of their own, so it needs nothing but the
+standard library.
 """
 
 import json
@@ -13,7 +15,8 @@ BATCH_SIZE = NUM_ENVS * NUM_STEPS
 UPDATE_EPOCHS, NUM_MINIBATCHES = 4, 4
 MINIBATCH_SIZE = BATCH_SIZE // NUM_MINIBATCHES
 HIDDEN = [64, 64]  # of the actor, and of the critic
-LEARNING_RATE = 2.5e-4  # the same for all: how long episodes last, and so what a step costs, depends on what is learned
+# the same for all: how long episodes last, and so what a step costs, depends on what is learned
+LEARNING_RATE = 2.5e-4
 GAMMA, GAE_LAMBDA = 0.99, 0.95
 CLIP_COEF, ENT_COEF, VF_COEF, MAX_GRAD_NORM = 0.2, 0.01, 0.5, 0.5
 
@@ -31,5 +34,7 @@ def arguments():
 
 
 def report(steps, seconds):
-    """Print the steady state: environment steps, and the seconds they took, without start-up and first iteration."""
+    """Print the steady state: environment steps, and the seconds they took, without start-up and
+    first iteration.
+    """
     print("\n" + json.dumps({"steps": steps, "seconds": seconds}), flush=True)

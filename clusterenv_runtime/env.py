@@ -48,7 +48,8 @@ class Counters(VectorEnv):
 
     @property
     def divergence(self) -> np.ndarray:
-        """Mean KL(policy a worker last acted on || published policy), ``(num_workers,)``; inf before it has acted.
+        """Mean KL(policy a worker last acted on || published policy), ``(num_workers,)``; inf
+        before it has acted.
 
         In nats per action dimension, of which a discrete action has one.
         """
@@ -56,36 +57,49 @@ class Counters(VectorEnv):
 
     @property
     def waiting_seconds(self) -> np.ndarray:
-        """Seconds each worker has spent so far without a request to work on, or without weights, ``(num_workers,)``."""
+        """Seconds each worker has spent so far without a request to work on, or without weights,
+        ``(num_workers,)``.
+        """
         return np.array([worker.waited for worker in self._head.pool.workers])
 
     @property
     def restarts(self) -> list[dict[str, Any]]:
-        """One dict for each worker process that was replaced: worker, time (Unix), reason, its environments' seeds."""
+        """One dict for each worker process that was replaced: worker, time (Unix), reason, its
+        environments' seeds.
+        """
         return list(self._head.recovery.restarts)
 
 
 @with_options
 class ClusterEnv(Counters):
-    """A vector environment on worker processes, and rollouts by workers that act on their own copy of the policy.
+    """A vector environment on worker processes, and rollouts by workers that act on their own copy
+    of the policy.
 
-    As a `VectorEnv` it equals ``SyncVectorEnv(env_fns)`` step for step; row *i* is always ``env_fns[i]``. With
-    `rollout` the workers act: they keep their policy until its KL divergence from the head's exceeds ``kl_threshold``.
+    As a `VectorEnv` it equals ``SyncVectorEnv(env_fns)`` step for step; row *i* is always
+    ``env_fns[i]``. With `rollout` the workers act: they keep their policy until its KL divergence
+    from the head's exceeds ``kl_threshold``.
 
     Args:
-        env_fns: functions that make the environments; the first is also called here, to read the spaces. Or a
-            `Vectorized`, which makes each worker's rows as one vector environment. Only `rollout` and `send` step it.
-        num_workers: worker processes; never more than environments. Each gets a contiguous share of the rows.
+        env_fns: functions that make the environments; the first is also called here, to read the
+            spaces. Or a `Vectorized`, which makes each worker's rows as one vector environment.
+            Only `rollout` and `send` step it.
+        num_workers: worker processes; never more than environments. Each gets a contiguous share of
+        the rows.
         num_envs: how many environments that one function is to make, in all.
         copy, observation_mode, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
-        info_keys: what of the steps' infos is wanted in `Rollout.infos`: numbers, or arrays of one shape.
-        frame_stack: observations of so many arrays are stacks; a rollout has each frame of them once, as `Frames`.
-        log_dir: where the launcher has the workers write ``worker-I.log``; by default to this process's output. With
-            workers on other machines on a file system that these share: their keys are there, too.
-        first_row, sum_over_learners: for one of several learners: the number of its first environment, and what sums a
-            float64 array over all of them. For each `rollout` it is called, as all workers pull together; no `send`.
-        options: the fields of `clusterenv_runtime.options.ClusterOptions`, which says what they mean. ``launcher`` may
-            also be a `Launcher`, which then has a ``log_dir`` and a prefix of its own.
+        info_keys: what of the steps' infos is wanted in `Rollout.infos`: numbers, or arrays of one
+        shape.
+        frame_stack: observations of so many arrays are stacks; a rollout has each frame of them
+        once, as `Frames`.
+        log_dir: where the launcher has the workers write ``worker-I.log``; by default to this
+            process's output. With workers on other machines on a file system that these share:
+            their keys are there, too.
+        first_row, sum_over_learners: for one of several learners: the number of its first
+            environment, and what sums a float64 array over all of them. For each `rollout` it is
+            called, as all workers pull together; no `send`.
+        options: the fields of `clusterenv_runtime.options.ClusterOptions`, which says what they
+            mean. ``launcher`` may also be a `Launcher`, which then has a ``log_dir`` and a prefix
+            of its own.
 
     Raises:
         TypeError, ValueError: there is no such option, or an argument is out of range.
@@ -130,7 +144,9 @@ class ClusterEnv(Counters):
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> Any:
-        """Reset all environments, or those where ``options["reset_mask"]`` is True; return observations and infos."""
+        """Reset all environments, or those where ``options["reset_mask"]`` is True; return
+        observations and infos.
+        """
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
@@ -149,7 +165,9 @@ class ClusterEnv(Counters):
 
     @ends_by_ctrl_c
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Step every environment; return observations, rewards, terminations, truncations and infos."""
+        """Step every environment; return observations, rewards, terminations, truncations and
+        infos.
+        """
         self.step_async(actions)
         return self.step_wait()
 
@@ -168,7 +186,9 @@ class ClusterEnv(Counters):
 
     @ends_by_ctrl_c
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call each environment's method ``name``, or read its attribute; the results must be what `pack` takes."""
+        """Call each environment's method ``name``, or read its attribute; the results must be what
+        `pack` takes.
+        """
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
@@ -188,7 +208,9 @@ class ClusterEnv(Counters):
 
     @ends_by_ctrl_c
     def set_attr(self, name: str, values: Any) -> None:
-        """Set attribute ``name`` of each environment, to one value or to a list or tuple of one for each."""
+        """Set attribute ``name`` of each environment, to one value or to a list or tuple of one for
+        each.
+        """
         self._assert_idle("set_attr")
         self._stepper.set_attr(name, values)
 
@@ -226,20 +248,24 @@ class ClusterEnv(Counters):
     # Workers that act.
     @ends_by_ctrl_c
     def publish(self, policy: Policy) -> int:
-        """Make the policy's current weights the next version, measure divergences, and return its number.
+        """Make the policy's current weights the next version, measure divergences, and return its
+        number.
 
-        `rollout` does this by itself. Called before the first `reset`, it lets the workers load torch meanwhile.
+        `rollout` does this by itself. Called before the first `reset`, it lets the workers load
+        torch meanwhile.
         """
         self._assert_is_running()
         return self._collector.publish(policy)
 
     @ends_by_ctrl_c
     def rollout(self, policy: Policy, num_steps: int, *, overlap: bool = False) -> Rollout:
-        """Publish ``policy`` and let all workers act on it, or on the version they hold, for ``num_steps`` steps.
+        """Publish ``policy`` and let all workers act on it, or on the version they hold, for
+        ``num_steps`` steps.
 
-        Nothing crosses the network between a worker's first and last step. Episodes that end are reset within the step,
-        whatever ``autoreset_mode`` is. With ``overlap`` the next rollout is requested before this one is returned: the
-        workers collect while you learn, on a policy that is one version older.
+        Nothing crosses the network between a worker's first and last step. Episodes that end are
+        reset within the step, whatever ``autoreset_mode`` is. With ``overlap`` the next rollout is
+        requested before this one is returned: the workers collect while you learn, on a policy that
+        is one version older.
 
         Raises:
             ResetNeeded, AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
@@ -253,15 +279,17 @@ class ClusterEnv(Counters):
 
     @ends_by_ctrl_c
     def send(self, num_steps: int, worker: int | None = None) -> None:
-        """Ask one worker, or all, to act for another ``num_steps`` steps on the last published policy, or on theirs.
+        """Ask one worker, or all, to act for another ``num_steps`` steps on the last published
+        policy, or on theirs.
 
-        A worker answers its requests one after the other, so with more than one it never waits for you. Workers that
-        are idle and will pull are given their weights before this returns: within milliseconds, except after the first
-        `publish`, when they import torch, which takes seconds.
+        A worker answers its requests one after the other, so with more than one it never waits for
+        you. Workers that are idle and will pull are given their weights before this returns: within
+        milliseconds, except after the first `publish`, when they import torch, which takes seconds.
 
         Raises:
             ResetNeeded, AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
-            ValueError: nothing is published, observations are no arrays, ``num_steps`` < 1, or there is no such worker.
+            ValueError: nothing is published, observations are no arrays, ``num_steps`` < 1, or
+                there is no such worker.
         """
         self._assert_idle("send")
         self._collector.assert_can_act("send", num_steps, self._stepper.was_reset)
@@ -269,7 +297,8 @@ class ClusterEnv(Counters):
 
     @ends_by_ctrl_c
     def recv(self, worker: int | None = None) -> tuple[int, Rollout]:
-        """Return the next answer to `send`, of this worker or of whichever is first: its number, and its rows' rollout.
+        """Return the next answer to `send`, of this worker or of whichever is first: its number,
+        and its rows' rollout.
 
         Raises:
             NoAsyncCallError: there is nothing outstanding that was sent.
@@ -282,7 +311,8 @@ class ClusterEnv(Counters):
         return self._head.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, of any number of workers. They pull the policy that is published next.
+        """Go on from a `state_dict`, of any number of workers. They pull the policy that is
+        published next.
 
         Raises:
             AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
@@ -292,10 +322,12 @@ class ClusterEnv(Counters):
         self._head.load_state_dict(state)
 
     def interrupt(self) -> None:
-        """Make the wait for workers that is under way, or else the next one, raise `Interrupted` within 0.3 seconds.
+        """Make the wait for workers that is under way, or else the next one, raise `Interrupted`
+        within 0.3 seconds.
 
-        Signal handlers and other threads may call it. The learner is whole then, as only methods of this wait. What was
-        interrupted is given up, except that requests of `send` remain outstanding.
+        Signal handlers and other threads may call it. The learner is whole then, as only methods of
+        this wait. What was interrupted is given up, except that requests of `send` remain
+        outstanding.
         """
         self._pool.interrupted = self._pool.interrupted or Interrupted(
             "interrupted while waiting for workers"

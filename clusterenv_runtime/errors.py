@@ -12,7 +12,9 @@ class ClusterEnvError(RuntimeError):
 
 
 class StartupError(ClusterEnvError):
-    """The head cannot listen, its launcher or keys cannot be used, or a worker does not come up or match the head."""
+    """The head cannot listen, its launcher or keys cannot be used, or a worker does not come up or
+    match the head.
+    """
 
 
 class WorkerDiedError(ClusterEnvError):
@@ -28,7 +30,9 @@ class ProtocolError(ClusterEnvError):
 
 
 class Interrupted(ClusterEnvError):
-    """`ClusterEnv.interrupt` was called: raised where the head waits for workers. Scripts raise it on signals, too."""
+    """`ClusterEnv.interrupt` was called: raised where the head waits for workers. Scripts raise it
+    on signals, too.
+    """
 
 
 class CheckpointError(ClusterEnvError):
@@ -40,18 +44,24 @@ class RunLockedError(ClusterEnvError):
 
 
 class LearnerLostError(ClusterEnvError):
-    """Another learner of the run has died, does not come, or is not like this one; the text says which."""
+    """Another learner of the run has died, does not come, or is not like this one; the text says
+    which.
+    """
 
 
 class EnvError(ClusterEnvError):
-    """An environment raised on a worker; the text names env, worker and log and holds the remote traceback.
+    """An environment raised on a worker; the text names env, worker and log and holds the remote
+    traceback.
 
-    Where the original exception is one of Python's or Gymnasium's, that one is raised and this is its ``__cause__``.
+    Where the original exception is one of Python's or Gymnasium's, that one is raised and this is
+    its ``__cause__``.
     """
 
 
 def printable(text: str, most: int = 1000, keeps: str = "\t") -> str:
-    """Escape in the first of a peer's words what a terminal would obey, but for what is in ``keeps``; no line ends."""
+    """Escape in the first of a peer's words what a terminal would obey, but for what is in
+    ``keeps``; no line ends.
+    """
     text = text if len(text) <= most else f"{text[:most]} [...]"
     return "".join(
         char if char.isprintable() or char in keeps else repr(char)[1:-1] for char in text

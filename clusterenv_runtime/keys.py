@@ -1,6 +1,7 @@
 """Makes keys ahead of a run, for workers elsewhere: ``python -m clusterenv_runtime.keys FILE``.
 
-FILE is the head's (``--key-file FILE``) and holds the server's secret, which is not for workers: theirs is FILE.worker.
+FILE is the head's (``--key-file FILE``) and holds the server's secret, which is not for workers:
+theirs is FILE.worker.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""Every option of a `ClusterEnv`, once: name, type, range, default and text. Its arguments and the scripts' flags."""
+"""Every option of a `ClusterEnv`, once: name, type, range, default and text. Its arguments and the
+scripts' flags.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ class Range:
 
 @dataclass(frozen=True)
 class RunsCode:
-    """Which values run someone's code: they start a program, name what is imported, or say who may send code.
+    """Which values run someone's code: they start a program, name what is imported, or say who may
+    send code.
 
-    The training scripts never take such a value from a checkpoint alone: the command line must have it, too.
+    The training scripts never take such a value from a checkpoint alone: the command line must have
+    it, too.
     """
 
     holds: Callable[[Any], bool]
@@ -63,45 +67,71 @@ class ClusterOptions:
     """Where workers run, how they are supervised, when they pull, and what."""
 
     num_workers: Positive = 2
-    """the number of environment worker processes, each with a contiguous share of the environments"""
+    """the number of environment worker processes, each with a contiguous share of the environments
+    """
     launcher: LauncherName = "local"
-    """where workers run: `local` (here), `external` (started by you), or as another launcher that is installed says"""
+    """where workers run: `local` (here), `external` (started by you), or as another launcher that
+    is installed says
+    """
     worker_prefix: Annotated[str, RunsCode(bool)] = ""
-    """goes before each worker's Python, as in `nice -n 19` or, on other machines, `apptainer exec image.sif`"""
+    """goes before each worker's Python, as in `nice -n 19` or, on other machines, `apptainer exec
+    image.sif`
+    """
     worker_resources: str = ""
-    """each worker's resources, if its launcher knows them: `CPU=4` or, of some launchers, `CPU=2 GPU=0.5`"""
+    """each worker's resources, if its launcher knows them: `CPU=4` or, of some launchers, `CPU=2
+    GPU=0.5`
+    """
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
-    """when workers pull weights: by divergence (APS), every `sync_interval` versions, every version, or once"""
+    """when workers pull weights: by divergence (APS), every `sync_interval` versions, every
+    version, or once
+    """
     kl_threshold: Nats = 0.01
-    """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats per action dimension"""
+    """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats per action
+    dimension
+    """
     sync_interval: Positive | None = None
     """with the mode `interval`: a worker pulls after so many versions"""
     max_policy_lag: NotNegative | None = None
-    """a worker that is more than this many versions behind when it is asked to act pulls in any mode"""
+    """a worker that is more than this many versions behind when it is asked to act pulls in any
+    mode
+    """
     weights: Literal["difference", "float32"] = "difference"
-    """what a worker pulls: the `difference` from what it holds, about a bit a weight; or all weights, in `float32`"""
+    """what a worker pulls: the `difference` from what it holds, about a bit a weight; or all
+    weights, in `float32`
+    """
     on_worker_loss: Literal["restart", "raise"] = "restart"
-    """what happens when a worker dies or falls silent: another takes its place, or the run ends with an error"""
+    """what happens when a worker dies or falls silent: another takes its place, or the run ends
+    with an error
+    """
     max_worker_restarts: NotNegative = 3
-    """how many replacements of one worker in a row may die without an answer, before the run ends"""
+    """how many replacements of one worker in a row may die without an answer, before the run ends
+    """
     min_workers: Positive | None = None
     """how many workers must be up to begin, by default all; the others join when they come"""
     worker_timeout: Seconds = 30.0
-    """a worker whose process or link is silent for so many seconds counts as dead; a slow step is not silent"""
+    """a worker whose process or link is silent for so many seconds counts as dead; a slow step is
+    not silent
+    """
     startup_timeout: Seconds = 60.0
     """how many seconds a worker may take to start, and then to build each of its environments"""
     bind_address: str | None = None
-    """the IP address to listen on, over tcp; by default a socket file, or what the launcher's machines reach"""
+    """the IP address to listen on, over tcp; by default a socket file, or what the launcher's
+    machines reach
+    """
     interface: str | None = None
     """instead of an address: the network interface whose address to listen on"""
     port: Port = 0
     """the tcp port to listen on; 0 for a random free one"""
     security: Literal["curve", "none"] = "curve"
-    """over tcp: `curve` encrypts and admits only workers that have this run's keys, `none` does neither"""
+    """over tcp: `curve` encrypts and admits only workers that have this run's keys, `none` does
+    neither
+    """
     allow_insecure: Annotated[bool, RunsCode(bool)] = False
     """permit the security `none`, with which whoever can reach the port can execute code as you"""
     key_file: Annotated[str | None, RunsCode(bool)] = None
-    """over tcp: the keys, in a file of `python -m clusterenv_runtime.keys FILE`; by default each run makes its own"""
+    """over tcp: the keys, in a file of `python -m clusterenv_runtime.keys FILE`; by default each
+    run makes its own
+    """
 
     @property
     def rule(self) -> SyncRule:
@@ -160,20 +190,24 @@ class ClusterOptions:
         return None if self.key_file is None else read_key_file(self.key_file, HeadKeys)
 
     def workers_key_file(self, launcher: Launcher, made: Any) -> Any:
-        """Return the file of the workers' keys that their commands name: the one that a head has ``made``, if any.
+        """Return the file of the workers' keys that their commands name: the one that a head has
+        ``made``, if any.
 
-        But you have your own copies of keys that you have made and of workers that you start; see `keys`.
+        But you have your own copies of keys that you have made and of workers that you start; see
+        `keys`.
         """
         return f"{self.key_file}.worker" if launcher.by_hand and self.key_file else made
 
     def check(self, launcher: Launcher, spell: Callable[[str], str] = str) -> str | None:
-        """Check all options, and return where to listen: an address or interface for tcp, None for a socket file.
+        """Check all options, and return where to listen: an address or interface for tcp, None for
+        a socket file.
 
-        A launcher may have to ask a scheduler for the address, so keep it. ``spell`` writes an option's name as
-        the user knows it.
+        A launcher may have to ask a scheduler for the address, so keep it. ``spell`` writes an
+        option's name as the user knows it.
 
         Raises:
-            ValueError: an option is out of range, or does not go with the others; the text is for the user.
+            ValueError: an option is out of range, or does not go with the others; the text is for
+            the user.
             StartupError: the launcher cannot start workers here, or the key file is not one.
         """
         check_ranges(self, spell)
@@ -222,7 +256,9 @@ class ClusterOptions:
 
 
 def _check_address(text: str, spell: Callable[[str], str]) -> None:
-    """Raise ValueError if this is not the address of one interface; ZeroMQ would read "0" as all of them."""
+    """Raise ValueError if this is not the address of one interface; ZeroMQ would read "0" as all of
+    them.
+    """
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -240,7 +276,9 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def check_ranges(options: Any, spell: Callable[[str], str] = str) -> None:
-    """Raise ValueError if a field of this dataclass is not in the `Range` or `Literal` of its type; None may be."""
+    """Raise ValueError if a field of this dataclass is not in the `Range` or `Literal` of its type;
+    None may be.
+    """
     for name, hint in _hints(type(options)).items():
         value = getattr(options, name)
         if value is None:
@@ -255,7 +293,9 @@ def check_ranges(options: Any, spell: Callable[[str], str] = str) -> None:
 
 
 def that_run_code(options: Any) -> dict[str, Any]:
-    """Return the fields of this dataclass whose values run someone's code, as their types' `RunsCode` say."""
+    """Return the fields of this dataclass whose values run someone's code, as their types'
+    `RunsCode` say.
+    """
     marks = [
         (name, mark)
         for name, hint in _hints(type(options)).items()
@@ -272,7 +312,8 @@ def that_run_code(options: Any) -> dict[str, Any]:
 def parse_options(
     options: dict[str, Any], log_dir: str | os.PathLike[str] | None
 ) -> tuple[ClusterOptions, Launcher, str | None]:
-    """Return a `ClusterEnv`'s keyword arguments as options, their launcher, and where to listen, as `check` says it.
+    """Return a `ClusterEnv`'s keyword arguments as options, their launcher, and where to listen, as
+    `check` says it.
 
     Raises:
         TypeError: there is no option of a name.

@@ -22,41 +22,48 @@ MAX_INFO_RATIO = 16
 
 @dataclass
 class Rollout:
-    """``num_steps`` steps of all environments, or of one worker's: what `ClusterEnv.rollout` and `recv` return.
+    """``num_steps`` steps of all environments, or of one worker's: what `ClusterEnv.rollout` and
+    `recv` return.
 
-    Every step is a real transition: resets are not steps of their own. Arrays have the dtypes of the spaces where these
-    have one. Observations are arrays, or for Dict and Tuple spaces dicts and tuples of arrays; "tree" below means this.
-    What a step led to is the next row of ``observations``, except where an episode ended: there the next row begins
-    another episode, and ``final_observations`` has the end of this one. So values to bootstrap from are:
+    Every step is a real transition: resets are not steps of their own. Arrays have the dtypes of
+    the spaces where these have one. Observations are arrays, or for Dict and Tuple spaces dicts and
+    tuples of arrays; "tree" below means this. What a step led to is the next row of
+    ``observations``, except where an episode ended: there the next row begins another episode, and
+    ``final_observations`` has the end of this one. So values to bootstrap from are:
 
         done = rollout.terminations | rollout.truncations  # (num_steps, num_envs)
         values = critic(np.concatenate([rollout.observations, rollout.next_observations[None]]))
         next_values = values[1:].copy()  # of what each step led to
-        next_values[done] = critic(rollout.final_observations)  # the end of an episode, not the start of the next
-        next_values[rollout.terminations] = 0  # nothing comes after that; after a truncation something would have
+        next_values[done] = critic(rollout.final_observations)  # the end of an episode, not the
+        start of the next next_values[rollout.terminations] = 0  # nothing comes after that; after a
+        truncation something would have
 
     Attributes:
         rows: ``(num_envs,)`` int64, the numbers of these environments.
-        starts: ``(num_envs,)`` bool, whether the first observation is the first of an episode, as after a loss.
-        observations: a tree of ``(num_steps, num_envs, ...)``, what the policy acted on. With ``frame_stack``
-            those that are stacks are `Frames`.
-        actions: a tree of ``(num_steps, num_envs, ...)``, what the policy drew; what the environment got of it is up to
-            `Policy.to_env`.
+        starts: ``(num_envs,)`` bool, whether the first observation is the first of an episode, as
+        after a loss.
+        observations: a tree of ``(num_steps, num_envs, ...)``, what the policy acted on. With
+            ``frame_stack`` those that are stacks are `Frames`.
+        actions: a tree of ``(num_steps, num_envs, ...)``, what the policy drew; what the
+            environment got of it is up to `Policy.to_env`.
         logprobs: ``(num_steps, num_envs)`` floats, of the actions under the policy that took them.
-        states: a tree of ``(num_envs, ...)``, the policy's memory before the first step, initial where ``starts`` is
-            True; None if it has none.
+        states: a tree of ``(num_envs, ...)``, the policy's memory before the first step, initial
+            where ``starts`` is True; None if it has none.
         extras: ``{name: (num_steps, num_envs, ...)}``, what `Policy.extras` gives.
-        infos: ``{name: (num_steps, num_envs, ...)}`` of each of ``info_keys``, zero where a step had none; under
-            ``"_name"``, bool, where it had one.
+        infos: ``{name: (num_steps, num_envs, ...)}`` of each of ``info_keys``, zero where a step
+            had none; under ``"_name"``, bool, where it had one.
         rewards: ``(num_steps, num_envs)`` float64.
         terminations: ``(num_steps, num_envs)`` bool, whether this step ended the episode by itself.
-        truncations: ``(num_steps, num_envs)`` bool, whether the episode was cut off after this step.
-        final_observations: a tree of ``(ends, ...)``, the last observation of each episode that ended here, in the
-            order of ``(terminations | truncations).nonzero()``: by step, then environment.
-        next_observations: a tree of ``(num_envs, ...)``, after the last step: what the next rollout begins with. With
-            the backend "vector" it may begin a few steps later (docs/limits.md).
+        truncations: ``(num_steps, num_envs)`` bool, whether the episode was cut off after this
+        step.
+        final_observations: a tree of ``(ends, ...)``, the last observation of each episode that
+            ended here, in the order of ``(terminations | truncations).nonzero()``: by step, then
+            environment.
+        next_observations: a tree of ``(num_envs, ...)``, after the last step: what the next rollout
+            begins with. With the backend "vector" it may begin a few steps later (docs/limits.md).
         policy_versions: ``(num_envs,)`` int64, the version last pulled by the worker that acted.
-        episodic_returns: ``(num_episodes,)`` float64, of the episodes that ended here, by step, then environment.
+        episodic_returns: ``(num_episodes,)`` float64, of the episodes that ended here, by step,
+        then environment.
         episodic_lengths: ``(num_episodes,)`` int64, in steps.
     """
 
@@ -83,7 +90,8 @@ class Rollout:
     ) -> Rollout:
         """Join the workers' parts, given in row order.
 
-        ``infos`` has for each of ``info_keys`` one that has come before; those that come now take its place.
+        ``infos`` has for each of ``info_keys`` one that has come before; those that come now take
+        its place.
         """
         sizes = [part.rewards.shape[1] for part in parts]
         # Not every environment counts every episode.
@@ -125,7 +133,9 @@ class Rollout:
 def _join_infos(
     infos: list[dict[str, Any]], num_steps: int, sizes: list[int], known: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return what workers have sent of their infos as arrays, zeros where there was none, and where there was some."""
+    """Return what workers have sent of their infos as arrays, zeros where there was none, and where
+    there was some.
+    """
     joined: dict[str, np.ndarray] = {}
     for key in known:
         found = {
@@ -169,7 +179,9 @@ def _join_infos(
 
 
 def _in_order(flat: Iterable[np.ndarray], sizes: list[int]) -> Any:
-    """Return the order by step, then environment, of what workers number by ``step * num_envs + environment``."""
+    """Return the order by step, then environment, of what workers number by ``step * num_envs +
+    environment``.
+    """
     if len(sizes) == 1:
         return ...
     first_rows, num_envs = np.cumsum([0, *sizes[:-1]]), sum(sizes)

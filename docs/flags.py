@@ -1,4 +1,6 @@
-"""The page docs/flags.md: ``python -m docs.flags > docs/flags.md``, from the root of the repository."""
+"""The page docs/flags.md: ``python -m docs.flags > docs/flags.md``, from the root of the
+repository.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def default(kind: type, flag: str) -> str:
 
 
 def text_of(kind: type, flag: str) -> str:
-    """Return the docstring below a field, of this class or of one that it inherits from, as one line."""
+    """Return the docstring below a field, of this class or of one that it inherits from, as one
+    line.
+    """
     for cls in kind.__mro__:
         body = (
             ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body

@@ -1,4 +1,5 @@
-"""The sources of the site, in build/docs: the pages of mkdocs.yml and what they link to, laid out as they are here.
+"""The sources of the site, in build/docs: the pages of mkdocs.yml and what they link to, laid out
+as they are here.
 
 So the links that work on GitHub work on the site. ``make docs`` calls this, and then builds.
 """
@@ -20,7 +21,9 @@ def text_of(page: Path) -> str:
 
 
 def links_of(page: Path) -> list[tuple[Path, str]]:
-    """Return the links of a page within the repository: the file that each leads to, and the anchor in it, if any."""
+    """Return the links of a page within the repository: the file that each leads to, and the anchor
+    in it, if any.
+    """
     found = _LINK.findall(text_of(page))
     return [
         ((page.parent / target).resolve() if target else page, anchor) for target, anchor in found

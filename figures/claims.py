@@ -28,7 +28,8 @@ CLAIM = (
 
 
 def matched(task, setting, others):
-    """Return the one of others (but not always) with about as many pulls as a setting, on the same seeds, or None.
+    """Return the one of others (but not always) with about as many pulls as a setting, on the same
+    seeds, or None.
 
     Of several that one which shares most seeds with it, and of these the closest.
     """
@@ -43,10 +44,12 @@ def matched(task, setting, others):
 
 @functools.cache
 def claims(task):
-    """Compare each setting with always, and by divergence with a fixed interval of as many pulls, seed by seed.
+    """Compare each setting with always, and by divergence with a fixed interval of as many pulls,
+    seed by seed.
 
-    A variant, such as the plain objective, also with what it is one of: with as many pulls, and at the same threshold.
-    Once more with the held-out seeds alone, where there are some: no setting was chosen for what it did with these.
+    A variant, such as the plain objective, also with what it is one of: with as many pulls, and at
+    the same threshold. Once more with the held-out seeds alone, where there are some: no setting
+    was chosen for what it did with these.
     """
     rows, first = [], task.settings("kl", next(iter(task.variants()), None))
     for setting in sorted(task.runs):

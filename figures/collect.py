@@ -3,10 +3,11 @@
     python -m figures.collect                                                           # figures/*.yaml
     python -m figures.collect --sweeps figures/quick --runs runs/quick --results runs/quick/results
 
-Reads the TensorBoard logs and the result.json of what sweeps/run.py has finished in RUNS/{name of the sweep file}, and
-writes two tables in the order of the sweep files: runs.csv with a row for each run, and curves.csv with POINTS rows for
-each. Whatever is neither finished nor in the tables yet is left out. A run that is in the tables and no longer on disk
-keeps its rows; one that is in no sweep file any more loses them.
+Reads the TensorBoard logs and the result.json of what sweeps/run.py has finished in RUNS/{name of
+the sweep file}, and writes two tables in the order of the sweep files: runs.csv with a row for each
+run, and curves.csv with POINTS rows for each. Whatever is neither finished nor in the tables yet is
+left out. A run that is in the tables and no longer on disk keeps its rows; one that is in no sweep
+file any more loses them.
 """
 
 import argparse
@@ -58,10 +59,11 @@ def command_of(setup, flat):
 
 
 def curves(logs, total_steps):
-    """Read curves from TensorBoard logs, onto the same grid of steps for every run: {name: POINTS values}.
+    """Read curves from TensorBoard logs, onto the same grid of steps for every run: {name: POINTS
+    values}.
 
-    A point has the mean of what was logged since the point before it, or for what is cumulative the last of it. If
-    nothing was, say because no episode ended, it repeats the point before.
+    A point has the mean of what was logged since the point before it, or for what is cumulative the
+    last of it. If nothing was, say because no episode ended, it repeats the point before.
     """
     events = EventAccumulator(str(logs), size_guidance={"scalars": 0})  # 0: all of them
     events.Reload()

@@ -35,7 +35,9 @@ def draw(axes, task, setting, name, color, seeds=None, **style):
 
 
 def draw_all(axes, task, settings, name):
-    """Draw a curve for each threshold, colored by its order among all of the task, and the one of always."""
+    """Draw a curve for each threshold, colored by its order among all of the task, and the one of
+    always.
+    """
     thresholds = sorted({setting.value for setting in task.runs if setting.mode == "kl"})
     colors = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(thresholds)))
     for setting in settings:
@@ -64,7 +66,9 @@ def logarithmic(axis):
 
 
 def spread(figure, *groups):
-    """Move the texts of each group beside what they are at, so that they cover neither each other nor a point."""
+    """Move the texts of each group beside what they are at, so that they cover neither each other
+    nor a point.
+    """
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # what is drawn now stays where it is
     for texts in groups:

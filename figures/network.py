@@ -76,9 +76,11 @@ class Network:
 
 
 class Delay:
-    """Relays TCP connections from a port of its own to another of the same host, and holds back what passes.
+    """Relays TCP connections from a port of its own to another of the same host, and holds back
+    what passes.
 
-    Here and not by tc, whose netem is not in every kernel. TCP itself does not notice: its windows grow as without.
+    Here and not by tc, whose netem is not in every kernel. TCP itself does not notice: its windows
+    grow as without.
     """
 
     def __init__(self, host, port, seconds):

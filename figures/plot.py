@@ -1,11 +1,13 @@
-"""The figures and the table of claims, from figures/results/*.csv; the same tables give the same bytes.
+"""The figures and the table of claims, from figures/results/*.csv; the same tables give the same
+bytes.
 
     python -m figures.plot                                        # figures/*.png, and results/claims.csv and .md
     python -m figures.plot --results runs/quick/results --output runs/quick
 
-Every value is an interquartile mean (IQM) over seeds with a 95% bootstrap interval: the seeds are drawn anew, and for
-differences between two settings the pairs of one seed (https://arxiv.org/abs/2108.13264; every figure is of one
-environment, so there is one stratum). What has not run yet is left out, and captions say how many seeds there are.
+Every value is an interquartile mean (IQM) over seeds with a 95% bootstrap interval: the seeds are
+drawn anew, and for differences between two settings the pairs of one seed
+(https://arxiv.org/abs/2108.13264; every figure is of one environment, so there is one stratum).
+What has not run yet is left out, and captions say how many seeds there are.
 """
 
 import argparse
@@ -49,7 +51,9 @@ SLOW_COLORS = {
 
 
 def learning_curves(task):
-    """Return against steps, a panel for each threshold, with always and a fixed interval of as many pulls behind it."""
+    """Return against steps, a panel for each threshold, with always and a fixed interval of as many
+    pulls behind it.
+    """
     settings = [
         key
         for variant in task.variants()
@@ -145,9 +149,11 @@ def objectives(task):
 
 
 def frontier(task):
-    """Final return against bytes of weights, for divergence and for fixed intervals; and both at matched pulls, if any.
+    """Final return against bytes of weights, for divergence and for fixed intervals; and both at
+    matched pulls, if any.
 
-    Thresholds that are never reached, as with the plain objective, are left out: nobody pulls then but once.
+    Thresholds that are never reached, as with the plain objective, are left out: nobody pulls then
+    but once.
     """
     fixed = task.settings("interval")
     if not fixed:
@@ -198,7 +204,9 @@ def frontier(task):
 
 
 def frontier_of(axes, task, families, column):
-    """Draw a column against bytes, for families (settings, color, marker, name), and return each point's number."""
+    """Draw a column against bytes, for families (settings, color, marker, name), and return each
+    point's number.
+    """
     axes.set_xscale("log")
     numbers = []
     for family, color, marker, name in families:
@@ -231,7 +239,9 @@ def differences(axes, rows, name, colors):
 
 
 def lag(task):
-    """KL and policy lag against steps, and below the same with the plain objective or a tighter bound on the lag."""
+    """KL and policy lag against steps, and below the same with the plain objective or a tighter
+    bound on the lag.
+    """
     kinds = [task.settings("kl", variant) for variant in task.variants()]
     figure, grid = subplots(len(kinds), 2, 8, 1 + 2.6 * len(kinds), sharex=True)
     for (left, right), settings in zip(grid, kinds, strict=True):
@@ -254,7 +264,9 @@ def lag(task):
 
 
 def slow_network(path):
-    """Return against seconds with workers behind slow links: a panel for each rate, a line for each seed."""
+    """Return against seconds with workers behind slow links: a panel for each rate, a line for each
+    seed.
+    """
     runs, numbers = {}, set()  # {(Mbit/s, milliseconds): {rule: {seed: [(seconds, return)]}}}
     with open(path, newline="") as file:
         for row in csv.DictReader(file):

@@ -2,10 +2,10 @@
 
     python -m figures.slow_network                 # as root, on Linux; about two hours; then python -m figures.plot
 
-All workers are in a network namespace whose only link is held to so many Mbit/s in either direction (the token bucket
-of tc), and may be so many milliseconds long, there and back (a relay). The head is outside: tcp with CURVE, --launcher
-external. PPO on CartPole-v1, with hidden layers of WIDTH instead of 64. A run that is in the table is not run again,
-others are added to it.
+All workers are in a network namespace whose only link is held to so many Mbit/s in either direction
+(the token bucket of tc), and may be so many milliseconds long, there and back (a relay). The head
+is outside: tcp with CURVE, --launcher external. PPO on CartPole-v1, with hidden layers of WIDTH
+instead of 64. A run that is in the table is not run again, others are added to it.
 """
 
 import argparse
@@ -68,7 +68,9 @@ def why_not():
 
 
 def train(network, flags, directory, delay_ms=0):
-    """Run the head here and its workers in the namespace; return a row of COLUMNS from `seconds` on per iteration."""
+    """Run the head here and its workers in the namespace; return a row of COLUMNS from `seconds` on
+    per iteration.
+    """
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
     command = [

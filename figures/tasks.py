@@ -15,7 +15,9 @@ PLAIN, ROUNDED = ", plain", ", differences"  # variants of settings
 
 
 class Setting(NamedTuple):
-    """What decides when a worker pulls: `kl` above a threshold, or `interval`, every so many versions."""
+    """What decides when a worker pulls: `kl` above a threshold, or `interval`, every so many
+    versions.
+    """
 
     mode: str
     value: float
@@ -40,7 +42,9 @@ ALWAYS = Setting("interval", 1)
 
 
 class Task:
-    """The runs of one script in one environment: for each setting, the rows of its seeds and their curves."""
+    """The runs of one script in one environment: for each setting, the rows of its seeds and their
+    curves.
+    """
 
     def __init__(self, program, env_id):
         self.algorithm = program.partition("_")[0].upper()
@@ -51,7 +55,9 @@ class Task:
         self.curves = {}  # {setting: {seed: {name: array}}}
 
     def variants(self):
-        """What runs by divergence differ in besides their threshold; float32, decoupled, and loose bounds first."""
+        """What runs by divergence differ in besides their threshold; float32, decoupled, and loose
+        bounds first.
+        """
         keys = [key for key in self.runs if key.mode == "kl"]
         keys = sorted(
             (key.weights != "float32", not key.decoupled, -key.bound, key.variant) for key in keys

@@ -1,4 +1,6 @@
-"""Running a configuration in its directory: a subdirectory for each attempt, and result.json when one has finished."""
+"""Running a configuration in its directory: a subdirectory for each attempt, and result.json when
+one has finished.
+"""
 
 import contextlib
 import fcntl
@@ -21,7 +23,9 @@ def directory_of(sweep, flat, output):
 
 
 def first_of(sweep, flats, output):
-    """Give each configuration's directory its index, the first if a random sweep has drawn it more often."""
+    """Give each configuration's directory its index, the first if a random sweep has drawn it more
+    often.
+    """
     first = {}
     for index, flat in enumerate(flats):
         first.setdefault(directory_of(sweep, flat, output), index)
@@ -36,7 +40,9 @@ def result_of(directory):
 
 
 def replace(path, write):
-    """Let `write` write a file and put it in place at once: another process sees all of it or nothing."""
+    """Let `write` write a file and put it in place at once: another process sees all of it or
+    nothing.
+    """
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
     write(temporary)
     temporary.replace(path)
@@ -48,7 +54,9 @@ def checkpoints(directory):
 
 
 def open_log(attempt):
-    """Open the log of an attempt; None if that is still running, perhaps on another machine: it holds a lock on it."""
+    """Open the log of an attempt; None if that is still running, perhaps on another machine: it
+    holds a lock on it.
+    """
     log = open(attempt / "log.txt", "ab")  # noqa: SIM115
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,7 +68,9 @@ def open_log(attempt):
 
 
 def here():
-    """Tell what a result depends on besides its parameters: the versions, and the kind of machine, but not whose."""
+    """Tell what a result depends on besides its parameters: the versions, and the kind of machine,
+    but not whose.
+    """
     versions = {"python": platform.python_version()}
     for package in ("torch", "numpy", "gymnasium", "pyzmq", "envpool"):
         with contextlib.suppress(PackageNotFoundError):

@@ -119,7 +119,9 @@ def grid(distribution, keys):
 
 
 def configurations(sweep, seed):
-    """List the parameters of each configuration; those of a random one depend on the seed and its index alone."""
+    """List the parameters of each configuration; those of a random one depend on the seed and its
+    index alone.
+    """
     flat, cap = sweep["flat"], sweep.get("run_cap")
     if sweep["method"] == "grid":
         names = sorted(flat)  # W&B's order: by name, the last varies fastest

@@ -1,4 +1,6 @@
-"""The distributions that a parameter can have, under W&B's names, and the check of what a sweep file says of one."""
+"""The distributions that a parameter can have, under W&B's names, and the check of what a sweep
+file says of one.
+"""
 
 import math
 

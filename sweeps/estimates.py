@@ -1,4 +1,6 @@
-"""Estimates from few seeds: interquartile means (IQM) with bootstrap intervals, https://arxiv.org/abs/2108.13264."""
+"""Estimates from few seeds: interquartile means (IQM) with bootstrap intervals,
+https://arxiv.org/abs/2108.13264.
+"""
 
 import numpy as np
 
@@ -19,7 +21,8 @@ def difference(a, b, axis=0):
 
 
 def interval(statistic, *samples, resamples=2000):
-    """Return a statistic of samples (seeds, ...), paired if there are several, and its 95% percentile interval.
+    """Return a statistic of samples (seeds, ...), paired if there are several, and its 95%
+    percentile interval.
 
     Of few seeds that would be little but their range, so it is NaN.
     """

@@ -6,10 +6,11 @@
     python sweeps/run.py sweeps/sweep.yaml --list       # what they are, and which have finished
     python sweeps/run.py sweeps/sweep.yaml --results    # results.csv and results.png of those that have finished
 
-A configuration's directory is named after what is run in it, so it is found again when the grid grows. Once it holds
-`result.json` the configuration has finished and is skipped; every attempt to run it has a subdirectory with its log.
-The next one goes on with the last that has a checkpoint. Told to stop (SIGTERM, SIGUSR1), this stops its run, and exits
-with 75 if there is a checkpoint to go on from, else with 143.
+A configuration's directory is named after what is run in it, so it is found again when the grid
+grows. Once it holds `result.json` the configuration has finished and is skipped; every attempt to
+run it has a subdirectory with its log. The next one goes on with the last that has a checkpoint.
+Told to stop (SIGTERM, SIGUSR1), this stops its run, and exits with 75 if there is a checkpoint to
+go on from, else with 143.
 """
 
 import argparse

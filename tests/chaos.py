@@ -2,10 +2,11 @@
 
     python -m tests.chaos --script ppo_clusterenv.py --faults 100      # about 6 minutes; as root also cuts links
 
-runs the script on CartPole-v1 with 4 workers and hits a random one every 3 seconds, in turn by ``kill -9``, by SIGSTOP,
-and, where each worker can have a network namespace of its own, by taking its link down. In the head's process each
-transition is computed once more from CartPole's equations, and each chunk must begin where its rows' last one ended, or
-in a new episode if their worker was replaced in between: nothing comes twice, half, or not at all.
+runs the script on CartPole-v1 with 4 workers and hits a random one every 3 seconds, in turn by
+``kill -9``, by SIGSTOP, and, where each worker can have a network namespace of its own, by taking
+its link down. In the head's process each transition is computed once more from CartPole's
+equations, and each chunk must begin where its rows' last one ended, or in a new episode if their
+worker was replaced in between: nothing comes twice, half, or not at all.
 """
 
 import argparse
@@ -41,7 +42,9 @@ CUT_SECONDS = 6.0  # longer than the worker timeout
 
 
 def cartpole(observations, actions):
-    """Return what CartPole-v1's equations make of float32 observations ``(..., 4)`` and actions ``(...)``."""
+    """Return what CartPole-v1's equations make of float32 observations ``(..., 4)`` and actions
+    ``(...)``.
+    """
     x, x_dot, theta, theta_dot = np.moveaxis(observations.astype(np.float64), -1, 0)
     force, cos, sin = np.where(actions == 1, 10.0, -10.0), np.cos(theta), np.sin(theta)
     temp = (force + 0.05 * theta_dot**2 * sin) / 1.1
@@ -106,7 +109,9 @@ class Checker:
 
 
 def head(script, namespaces):
-    """Run the script in this process, its workers in these namespaces if they are given, and report to a file."""
+    """Run the script in this process, its workers in these namespaces if they are given, and report
+    to a file.
+    """
     checker, command, close = Checker(), LocalLauncher.command, ClusterEnv.close
     if "--total-timesteps" in sys.argv:
         checker.half = int(sys.argv[sys.argv.index("--total-timesteps") + 1]) // 2
@@ -137,7 +142,9 @@ def head(script, namespaces):
 def train(
     script, flags, faults, directory, network=None, interval=3.0, seed=1, say=print, timeout=1800
 ):
-    """Train with this many faults; return the summary, the checker's report and a list of the faults."""
+    """Train with this many faults; return the summary, the checker's report and a list of the
+    faults.
+    """
     command = [
         sys.executable,
         "-m",

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# For one test with its fixtures: it ends what hangs, and is ten times and more what the longest takes when idle.
+# For one test with its fixtures: it ends what hangs, and is ten times and more what the longest
+# takes when idle.
 SECONDS = int(os.environ.get("TEST_SECONDS", 900))
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
@@ -65,7 +66,8 @@ class Pipe:
     def __init__(self, path):
         self.path = str(path)
         os.mkfifo(path)
-        # For reading and writing, so that it neither blocks here nor ends when an environment closes it.
+        # For reading and writing, so that it neither blocks here nor ends when an environment
+        # closes it.
         self._file = os.fdopen(os.open(path, os.O_RDWR), "r")
 
     def pids(self, number):

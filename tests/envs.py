@@ -48,7 +48,9 @@ def checksum(action):
 
 
 class RandomEnv(gym.Env):
-    """Random observations, ends of both kinds, and infos of every kind; the reward tells which action arrived."""
+    """Random observations, ends of both kinds, and infos of every kind; the reward tells which
+    action arrived.
+    """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 7}
 
@@ -105,7 +107,8 @@ class RandomEnv(gym.Env):
 
 
 class CountingEnv(gym.Env):
-    """Observes the number of steps since the reset, is rewarded with it, and truncates after ``length`` steps.
+    """Observes the number of steps since the reset, is rewarded with it, and truncates after
+    ``length`` steps.
 
     A step waits until there is a file ``gate``, if one is given.
     """
@@ -244,7 +247,9 @@ class FailingEnv(CountingEnv):
 
 
 class LeavingEnv(CountingEnv):
-    """Starts a child that leaves the worker's process group, and a daemon, which has no parent any more."""
+    """Starts a child that leaves the worker's process group, and a daemon, which has no parent any
+    more.
+    """
 
     started = ()
 
@@ -264,7 +269,9 @@ class LeavingEnv(CountingEnv):
 
 
 class BlockingEnv(CountingEnv):
-    """Writes its pid to a named pipe and then sleeps for an hour, in its ``where``: "constructor", "step", "close"."""
+    """Writes its pid to a named pipe and then sleeps for an hour, in its ``where``: "constructor",
+    "step", "close".
+    """
 
     def __init__(self, pipe, where="step"):
         super().__init__()

@@ -1,4 +1,6 @@
-"""Scripts in processes forked from one that has imported torch and the like, which takes longer than many a run."""
+"""Scripts in processes forked from one that has imported torch and the like, which takes longer
+than many a run.
+"""
 
 import atexit
 import functools

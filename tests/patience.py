@@ -1,5 +1,6 @@
-"""How long tests wait: no machine is too busy for them. What must come has long to come, what must not be waited for
-takes longer still, and what only a short timeout can show is tried once more with a longer one.
+"""How long tests wait: no machine is too busy for them. What must come has long to come, what must
+not be waited for takes longer still, and what only a short timeout can show is tried once more with
+a longer one.
 """
 
 import contextlib
@@ -8,7 +9,8 @@ import select
 import signal
 import time
 
-PATIENCE = 300.0  # seconds: ten times and more what anything here takes on an idle machine, and less than a test may
+# seconds: ten times and more what anything here takes on an idle machine, and less than a test may
+PATIENCE = 300.0
 HOUR = 3600.0  # seconds: what a test must not wait for takes so long
 
 
@@ -49,8 +51,8 @@ def kill(pid):
 def with_more_time(check, *arguments):
     """Call ``check`` with each of these in turn, shorter timeouts first, until it passes.
 
-    A busy machine breaks the short one, by losing a worker whose link it left without a core for so long; what is
-    wrong fails with the long one, too.
+    A busy machine breaks the short one, by losing a worker whose link it left without a core for so
+    long; what is wrong fails with the long one, too.
     """
     import pytest  # which workers, who import this, do not need
 

@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMES = int(os.environ.get("RESUME_TIMES", 1))  # how often something is killed at a random moment
 
 
-# CartPole whose runs last, however fast the machine: after the first STEPS of an environment each takes a while, until
-# there is a file `go` in the working directory. The last reset by a worker was when a file `reset` there was written.
+# CartPole whose runs last, however fast the machine: after the first STEPS of an environment each
+# takes a while, until there is a file `go` in the working directory. The last reset by a worker was
+# when a file `reset` there was written.
 LASTING_ID = "lasting_env:Lasting-v0"
 LASTING_ENV = """
 import os, pathlib, sys, time
@@ -60,7 +61,9 @@ def lasting(directory, steps, seconds=0.05):
 
 
 def run(script, directory, *flags, **extra):
-    """Run to the end; return how it ended, and what it said. Variables that Python itself reads want a new one."""
+    """Run to the end; return how it ended, and what it said. Variables that Python itself reads
+    want a new one.
+    """
     if not extra:
         return forked.run(ROOT / script, directory, flags, environment())
     command = [sys.executable, str(ROOT / script), *flags]
@@ -103,7 +106,9 @@ def workers_of(pid):
 
 
 def ranks_of(pid, variable):
-    """Pids of the processes that torchrun or mpirun has started, by the rank that a variable tells each."""
+    """Pids of the processes that torchrun or mpirun has started, by the rank that a variable tells
+    each.
+    """
     ranks, begins = {}, f"{variable}=".encode()
     for child in children_of(pid):
         variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
@@ -119,7 +124,9 @@ def alive(pid):
 
 
 def start_and_await_training(script, directory, *flags):
-    """Start a run that lasts, see LASTING_ENV; return its process and its workers' pids once it trains."""
+    """Start a run that lasts, see LASTING_ENV; return its process and its workers' pids once it
+    trains.
+    """
     process = subprocess.Popen(
         [sys.executable, str(ROOT / script), *flags, *lasting(directory, 80)],
         cwd=directory, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -152,7 +159,9 @@ def check_refusal_here(monkeypatch, script, directory, flags, says):
 
 
 def check_interruption(process, workers, number=signal.SIGINT, code=130):
-    """A signal ends a run clean and amid it, with a line that says how to resume; return the run's folder in it."""
+    """A signal ends a run clean and amid it, with a line that says how to resume; return the run's
+    folder in it.
+    """
     assert len(workers) == 2
     process.send_signal(number)
     _, errors = process.communicate(timeout=PATIENCE)

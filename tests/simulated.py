@@ -31,7 +31,9 @@ SIGKILL = Exit("killed by SIGKILL", by_signal=True)
 
 
 class Network:
-    """A transport on a clock of its own. What is sent to a worker goes to its `Process`, which may answer."""
+    """A transport on a clock of its own. What is sent to a worker goes to its `Process`, which may
+    answer.
+    """
 
     address, key_file, directory, dropped = "ipc://nowhere", None, "nowhere", 0
 
@@ -73,9 +75,11 @@ class Network:
 
 
 class Process:
-    """A worker's process: it says hello, and answers at once, unless it is ``stopped`` or ``cut_off``.
+    """A worker's process: it says hello, and answers at once, unless it is ``stopped`` or
+    ``cut_off``.
 
-    What it answers is its index, unless that is changed. It ends when it is told to close if it ``leaves``.
+    What it answers is its index, unless that is changed. It ends when it is told to close if it
+    ``leaves``.
     """
 
     numbers = itertools.count()
@@ -138,7 +142,9 @@ def opens(asked, answer, *_):
 
 
 class Simulation:
-    """A pool of ``number`` workers with one environment each, on a `Network`; ``opener`` opens their answers."""
+    """A pool of ``number`` workers with one environment each, on a `Network`; ``opener`` opens
+    their answers.
+    """
 
     def __init__(self, number, max_restarts=3, launcher=Processes, start=True, opener=opens):
         self.network = Network()

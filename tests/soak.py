@@ -1,9 +1,11 @@
-"""Nothing grows: many workers for a long time, rollouts, chunks and pulls, while memory and descriptors are watched.
+"""Nothing grows: many workers for a long time, rollouts, chunks and pulls, while memory and
+descriptors are watched.
 
     python -m tests.soak --minutes 30 --workers 16
 
-prints how it goes, and at the end the slopes (Theil-Sen) of each process's resident memory in the last three quarters
-of the time. It fails if a process has gained descriptors, or more than 2 MiB an hour in each of the three.
+prints how it goes, and at the end the slopes (Theil-Sen) of each process's resident memory in the
+last three quarters of the time. It fails if a process has gained descriptors, or more than 2 MiB an
+hour in each of the three.
 """
 
 import argparse
@@ -35,7 +37,9 @@ def descriptors(pid):
 
 
 def soak(seconds, num_workers, say=print, samples=500):
-    """Return elapsed seconds, and for each sample and process (head, workers) its MiB and descriptors."""
+    """Return elapsed seconds, and for each sample and process (head, workers) its MiB and
+    descriptors.
+    """
     torch.set_num_threads(1)
     env_fns = [partial(CountingEnv, length=50)] * (2 * num_workers)
     # Made before the start, and written to: what watches must not grow.
@@ -72,7 +76,9 @@ def soak(seconds, num_workers, say=print, samples=500):
 
 
 def growth(times, sizes):
-    """Return each process's name, slopes in MiB an hour in the last three quarters, and descriptors gained."""
+    """Return each process's name, slopes in MiB an hour in the last three quarters, and descriptors
+    gained.
+    """
     quarters = np.array_split(np.arange(len(times)), 4)[1:]
     for number in range(sizes.shape[1]):
         slopes = [

@@ -1,4 +1,6 @@
-"""Other people's learners: what they learn is what they would have learned without workers, to the last bit."""
+"""Other people's learners: what they learn is what they would have learned without workers, to the
+last bit.
+"""
 
 from functools import partial
 
@@ -29,7 +31,9 @@ def network(inputs, outputs):
 
 
 def on_policy(envs, continuous=False):
-    """Actor and critic, from rollouts of all environments, as CleanRL's ppo.py and ppo_continuous_action.py."""
+    """Actor and critic, from rollouts of all environments, as CleanRL's ppo.py and
+    ppo_continuous_action.py.
+    """
     inputs = envs.single_observation_space.shape[0]
     outputs = envs.single_action_space.shape[0] if continuous else envs.single_action_space.n
     actor, critic = network(inputs, outputs), network(inputs, 1)

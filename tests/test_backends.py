@@ -1,4 +1,6 @@
-"""Environments that step together: their rollouts must be those of Gymnasium's, whenever and however they reset."""
+"""Environments that step together: their rollouts must be those of Gymnasium's, whenever and
+however they reset.
+"""
 
 import functools
 import os
@@ -96,7 +98,9 @@ def test_every_step_is_one_of_cartpole(backend):
 
 @functools.cache
 def episodes_of(backend, env_id):
-    """Return returns and lengths of a random policy's first four episodes in each of 16 environments."""
+    """Return returns and lengths of a random policy's first four episodes in each of 16
+    environments.
+    """
     env = gym.make(env_id)
     policy = CategoricalPolicy(linear(env.observation_space.shape[0], int(env.action_space.n)))
     if backend == "gymnasium":

@@ -1,4 +1,6 @@
-"""A short `tests.chaos`: training ends, and every transition asked for has come once and whole, whatever was hit."""
+"""A short `tests.chaos`: training ends, and every transition asked for has come once and whole,
+whatever was hit.
+"""
 
 import contextlib
 

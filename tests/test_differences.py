@@ -1,4 +1,6 @@
-"""Weights as rounded differences: that head and worker agree on them to the last bit, and how little they are."""
+"""Weights as rounded differences: that head and worker agree on them to the last bit, and how
+little they are.
+"""
 
 import gc
 import math
@@ -32,7 +34,9 @@ def spaces_of(policy):
 
 
 class Odd(nn.Module):
-    """Tensors of sizes that five does not divide, of one element and of none; some that may not be rounded."""
+    """Tensors of sizes that five does not divide, of one element and of none; some that may not be
+    rounded.
+    """
 
     def __init__(self):
         super().__init__()

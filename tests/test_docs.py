@@ -1,8 +1,10 @@
-"""What the pages say can be done: their programs run, their commands are understood, their links lead somewhere.
+"""What the pages say can be done: their programs run, their commands are understood, their links
+lead somewhere.
 
-A page's shell is run by bash, with stand-ins for all programs that write down how they were called. Each call is then
-checked as far as it goes: our scripts make a dry run, other commands of ours parse their flags, make and torchrun read
-theirs. What cannot be checked here is skipped, and the page says so: ``*Not run by the tests: `program`, because X.*``
+A page's shell is run by bash, with stand-ins for all programs that write down how they were called.
+Each call is then checked as far as it goes: our scripts make a dry run, other commands of ours
+parse their flags, make and torchrun read theirs. What cannot be checked here is skipped, and the
+page says so: ``*Not run by the tests: `program`, because X.*``
 """
 
 import argparse

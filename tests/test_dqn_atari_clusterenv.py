@@ -1,4 +1,6 @@
-"""The DQN script for Atari, run as a user runs it; and its replay buffer, which keeps each frame once."""
+"""The DQN script for Atari, run as a user runs it; and its replay buffer, which keeps each frame
+once.
+"""
 
 import numpy as np
 import pytest

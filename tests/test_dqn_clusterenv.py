@@ -132,7 +132,8 @@ gym.register("Slow-v0", Slow, max_episode_steps=500)
 def test_the_ratio_is_exact_and_nobody_waits_for_a_slow_worker(tmp_path):
     (tmp_path / "slow_env.py").write_text(SLOW_ENV)
     flags = ["--env-id", "slow_env:Slow-v0", "--total-timesteps", "4000"]
-    # Amid its first chunk the slow one waits for the other's 1500th step of two environments: 3000 of all.
+    # Amid its first chunk the slow one waits for the other's 1500th step of two environments: 3000
+    # of all.
     _, summary = train(tmp_path, *flags)
     assert summary["global_step"] == summary["transitions_inserted"] == 4000
     assert summary["gradient_steps"] == (4000 - 100) // 10
@@ -202,7 +203,9 @@ def test_killed_worker_ends_the_run_with_its_name(tmp_path):
 
 
 class PixelEnv(CountingEnv):
-    """Observes its count as uint8; terminates after 3 steps if its ``length`` says so, else truncates."""
+    """Observes its count as uint8; terminates after 3 steps if its ``length`` says so, else
+    truncates.
+    """
 
     observation_space = gym.spaces.Box(0, 255, (2,), np.uint8)
 
@@ -228,7 +231,8 @@ def test_transitions_are_exact_at_the_ends_of_episodes_and_the_oldest_give_way()
             envs.send(5)
             rb.add(envs.recv()[1])
     assert rb.inserted == 30 and rb.observations.dtype == torch.uint8
-    # The first environment truncates at 2, which is not the end; the second terminates at 3, which is.
+    # The first environment truncates at 2, which is not the end; the second terminates at 3, which
+    # is.
     expected = {(0, 1, 0), (1, 2, 0)} | {(0, 1, 0), (1, 2, 0), (2, 3, 1)}
     columns = rb.observations[:, 0], rb.next_observations[:, 0], rb.dones
     transitions = [tuple(map(int, transition)) for transition in zip(*columns, strict=True)]

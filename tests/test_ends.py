@@ -23,7 +23,8 @@ pytestmark = [
 ]
 
 
-# Heads that end. Their workers notice the end of the link, not its silence, which takes an hour here.
+# Heads that end. Their workers notice the end of the link, not its silence, which takes an hour
+# here.
 
 SCRIPT = """
 import os, signal, sys
@@ -37,7 +38,9 @@ envs.reset()
 
 @pytest.fixture
 def start_head(pipe, temporary_directory, tmp_path):
-    """A function that runs a script in a process of its own; what that writes is in ``tmp_path / "output"``."""
+    """A function that runs a script in a process of its own; what that writes is in ``tmp_path /
+    "output"``.
+    """
 
     def start(code):
         with open(tmp_path / "output", "w") as output:

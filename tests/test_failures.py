@@ -44,7 +44,8 @@ pytestmark = [
 ]
 
 
-# Workers that die. Their end is noticed by itself, not by the silence of their link, which takes an hour here.
+# Workers that die. Their end is noticed by itself, not by the silence of their link, which takes an
+# hour here.
 
 
 def died(worker, pid, rows, how="killed by SIGKILL"):
@@ -212,7 +213,9 @@ def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
 
 @pytest.fixture
 def instead_of_python(monkeypatch, tmp_path):
-    """A function that makes workers run a shell script instead; its arguments are theirs without ``-m MODULE``."""
+    """A function that makes workers run a shell script instead; its arguments are theirs without
+    ``-m MODULE``.
+    """
 
     def replace(script):
         path = tmp_path / "python"

@@ -29,7 +29,9 @@ STEPS = 1000  # of each run, logged every 10, twice as often as the curves have 
 
 
 def write_run(directory, flat):
-    """Leave what a finished run leaves; its return rises to 10 times its seed, and it has pulled at each step."""
+    """Leave what a finished run leaves; its return rises to 10 times its seed, and it has pulled at
+    each step.
+    """
     parameters = {name: value for (name,), value in flat.items()}
     logs = directory / "attempt-1" / "runs" / "one"
     writer = SummaryWriter(str(logs))
@@ -69,7 +71,9 @@ def write_run(directory, flat):
 
 @pytest.fixture
 def paths(tmp_path, monkeypatch):
-    """Sweeps by divergence and by interval of which all but one configuration have finished, and a way to run main."""
+    """Sweeps by divergence and by interval of which all but one configuration have finished, and a
+    way to run main.
+    """
     monkeypatch.chdir(ROOT)
     swept = {
         "kl": {

@@ -1,4 +1,6 @@
-"""Parts of a checkpoint that somebody else has made: what is no state of theirs is refused before it does harm."""
+"""Parts of a checkpoint that somebody else has made: what is no state of theirs is refused before
+it does harm.
+"""
 
 import functools
 import math

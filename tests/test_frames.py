@@ -1,4 +1,6 @@
-"""Stacks of frames: what comes out of a rollout in which each frame travels once is what the environments gave."""
+"""Stacks of frames: what comes out of a rollout in which each frame travels once is what the
+environments gave.
+"""
 
 import os
 import signal

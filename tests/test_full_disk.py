@@ -1,4 +1,6 @@
-"""Runs on a full disk. A limit of the size of files, which may be lifted, stands for it: no file can be written."""
+"""Runs on a full disk. A limit of the size of files, which may be lifted, stands for it: no file
+can be written.
+"""
 
 import errno
 import json
@@ -28,7 +30,9 @@ def limit(process, size):
 
 @pytest.fixture
 def full(tmp_path):
-    """A run that has a checkpoint and can write no more, its process; it lasts until there is a file `go`."""
+    """A run that has a checkpoint and can write no more, its process; it lasts until there is a
+    file `go`.
+    """
     flags = [*ppo.TINY, *LONG, "--run-name", "x", "--total-timesteps", "3840"]
     process, _ = scripts.start_and_await_training(ppo.SCRIPT, tmp_path, *flags)
     wait_until(lambda: saved_in(tmp_path / "runs" / "x"))
@@ -43,7 +47,9 @@ NO_CHECKPOINT = r"no checkpoint of runs/x at step \d+: File too large; training 
 
 
 def await_warnings(process):
-    """Read what a run says until it has warned of logs and of two checkpoints; it says nothing else."""
+    """Read what a run says until it has warned of logs and of two checkpoints; it says nothing
+    else.
+    """
     lines = [process.stderr.readline()]
     while len(lines) < 3 or NO_LOGS not in lines:
         lines.append(process.stderr.readline())

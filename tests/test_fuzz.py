@@ -1,6 +1,7 @@
 """Mutated and random messages, many of them: nothing escapes, nothing grows, and the run goes on.
 
-FUZZ_FRAMES=1000000 TEST_SECONDS=1800 python -m pytest tests/test_fuzz.py    # the suite sends 50,000
+FUZZ_FRAMES=1000000 TEST_SECONDS=1800 python -m pytest tests/test_fuzz.py    # the suite sends
+50,000
 """
 
 import contextlib

@@ -1,4 +1,6 @@
-"""The head without processes, sockets or a wall clock: who is lost when, who is served meanwhile, and what is said."""
+"""The head without processes, sockets or a wall clock: who is lost when, who is served meanwhile,
+and what is said.
+"""
 
 import re
 
@@ -188,7 +190,9 @@ def test_what_a_lost_worker_had_not_answered_is_asked_again_and_what_it_had_is_n
 
 
 def test_kills_at_random_do_not_hit_the_limit_as_long_as_there_are_answers():
-    """Every 2 seconds one of four is killed, whatever it does; coming up takes a look or two, and so do answers."""
+    """Every 2 seconds one of four is killed, whatever it does; coming up takes a look or two, and
+    so do answers.
+    """
     simulation, rng = Simulation(4, max_restarts=2), np.random.default_rng(1)
     for _ in range(200):
         simulation.launcher.of[int(rng.integers(4))].die()

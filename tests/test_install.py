@@ -1,4 +1,6 @@
-"""What is installed: the wheel and the sdist, and that scripts, pyproject.toml and requirements.txt name the same."""
+"""What is installed: the wheel and the sdist, and that scripts, pyproject.toml and requirements.txt
+name the same.
+"""
 
 import ast
 import re

@@ -1,4 +1,6 @@
-"""Launchers without a cluster: what --dry-run prints, workers started by hand, names of runs, and mistakes."""
+"""Launchers without a cluster: what --dry-run prints, workers started by hand, names of runs, and
+mistakes.
+"""
 
 import errno
 import os
@@ -350,7 +352,8 @@ def test_a_name_is_taken_once_a_run_of_it_has_a_checkpoint(tmp_path):
     )
 
 
-# Runs a script that, as it ends, gives its workers more than the usual 3 seconds to read that they are to end.
+# Runs a script that, as it ends, gives its workers more than the usual 3 seconds to read that they
+# are to end.
 PATIENT = f"""
 import functools, runpy, sys
 from clusterenv_runtime import ClusterEnv
@@ -434,7 +437,9 @@ def test_waiting_for_workers_ends_at_once_when_told_to(tmp_path, number, code):
 
 
 class Queue(ExternalLauncher):
-    """A launcher whose worker waits, and then is said to have been started, and still does not come."""
+    """A launcher whose worker waits, and then is said to have been started, and still does not
+    come.
+    """
 
     waits = 3
 

@@ -1,6 +1,8 @@
-"""Several learners, started by torchrun: their update is that of one, and none outlives another unnoticed.
+"""Several learners, started by torchrun: their update is that of one, and none outlives another
+unnoticed.
 
-``LEARNER_KILLS=10 python -m pytest -s tests/test_learners.py -k random_moments`` kills one so often, instead of twice.
+``LEARNER_KILLS=10 python -m pytest -s tests/test_learners.py -k random_moments`` kills one so
+often, instead of twice.
 """
 
 import contextlib

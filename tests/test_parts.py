@@ -1,4 +1,6 @@
-"""What a worker sends of a rollout: it comes back as it was, and what is not of its shape is refused by name."""
+"""What a worker sends of a rollout: it comes back as it was, and what is not of its shape is
+refused by name.
+"""
 
 from contextlib import nullcontext
 

@@ -44,7 +44,9 @@ EXACT = {"weights": "float32", "sync_mode": "always"}
 
 
 class Recurrent(Policy):
-    """Logits of two actions from what a GRU remembers; its state also counts the steps since it was initial."""
+    """Logits of two actions from what a GRU remembers; its state also counts the steps since it was
+    initial.
+    """
 
     def __init__(self):
         super().__init__()

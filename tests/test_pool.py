@@ -1,4 +1,6 @@
-"""The pool of workers without processes: who interrupts it, whom it hears and refuses, what it sends, and its end."""
+"""The pool of workers without processes: who interrupts it, whom it hears and refuses, what it
+sends, and its end.
+"""
 
 import errno
 import math

@@ -86,7 +86,8 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert set(events.Tags()["scalars"]) >= METRICS
     assert [event.step for event in events.Scalars("charts/SPS")] == [64, 128, 192, 256, 320]
     assert "hyperparameters/text_summary" in events.Tags()["tensors"]
-    # What is not in there is checkpoints, logs and the progress line: little, unless the machine is busy just then.
+    # What is not in there is checkpoints, logs and the progress line: little, unless the machine is
+    # busy just then.
     accounted = [
         sum(pair)
         for pair in zip(scalars(folder, "time/collect"), scalars(folder, "time/learn"), strict=True)

@@ -46,7 +46,9 @@ def keeping_what_it_saw(directory):
 
 
 def moments_of(folder):
-    """Float64 moments of all observations that a run's learner has accepted up to its last checkpoint."""
+    """Float64 moments of all observations that a run's learner has accepted up to its last
+    checkpoint.
+    """
     state = load_checkpoint(folder)
     files = [
         path for path in sorted(folder.glob("seen-*")) if int(path.stem[5:]) <= state["global_step"]

@@ -22,7 +22,9 @@ TINY = [
 
 
 def test_it_trains_and_what_the_learner_computes_is_what_acted(tmp_path):
-    """At lag 0 the proximal policy is the behavior policy, so the decoupled objective is plain PPO's."""
+    """At lag 0 the proximal policy is the behavior policy, so the decoupled objective is plain
+    PPO's.
+    """
     exact = [*TINY, "--sync-mode", "always", "--weights", "float32"]
     folder, summary = scripts.train(SCRIPT, tmp_path, *exact)
     assert set(summary) >= SUMMARY

@@ -191,7 +191,9 @@ WRONG = [
 
 @pytest.fixture(autouse=True, scope="module")
 def validates():
-    """Set torch's own default again: scripts and libraries that other tests run may have changed it."""
+    """Set torch's own default again: scripts and libraries that other tests run may have changed
+    it.
+    """
     Distribution.set_default_validate_args(__debug__)
 
 

@@ -505,7 +505,8 @@ def test_a_socket_takes_no_longer_frame_and_no_longer_silence(silence, interval,
         set_limits(socket, 1000)
         assert socket.maxmsgsize == 1033  # CURVE adds 33 bytes to a frame
         keep_alive(socket, silence)
-        # A link that is silent is closed after both times together, and by the head after the time that it is told.
+        # A link that is silent is closed after both times together, and by the head after the time
+        # that it is told.
         assert (socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl) == (
             interval,
             timeout,

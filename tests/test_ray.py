@@ -1,4 +1,6 @@
-"""Workers on a Ray cluster of two nodes, both of this machine: its processes are real, its network is not."""
+"""Workers on a Ray cluster of two nodes, both of this machine: its processes are real, its network
+is not.
+"""
 
 import os
 import shlex
@@ -141,7 +143,8 @@ def test_a_node_that_is_lost_costs_no_rollout(nodes):
             more -= bool(envs.restarts)  # Ray takes its time to miss a node
             *_, infos = envs.step(np.zeros(8, np.int64))
             lost += infos.get("worker_lost", np.zeros(8)).sum()
-        # A process that is to replace one may be sent to the node that is gone; it has no episodes to lose.
+        # A process that is to replace one may be sent to the node that is gone; it has no episodes
+        # to lose.
         assert lost == 2 * len({restart["worker"] for restart in envs.restarts}) > 0
 
 

@@ -1,4 +1,6 @@
-"""A worker that dies is replaced: batches are whole, nothing comes twice or half, and the user is told."""
+"""A worker that dies is replaced: batches are whole, nothing comes twice or half, and the user is
+told.
+"""
 
 import contextlib
 import json
@@ -159,7 +161,9 @@ def test_a_worker_lost_while_it_steps(pipe, workers, number):
 
 
 def test_workers_that_are_stopped_at_once_are_replaced_at_once():
-    """Three of four are: their replacements are started in one go, while the fourth goes on answering."""
+    """Three of four are: their replacements are started in one go, while the fourth goes on
+    answering.
+    """
 
     def check(worker_timeout):
         with ClusterEnv([CountingEnv] * 4, 4, worker_timeout=worker_timeout) as envs:
@@ -386,7 +390,9 @@ def test_seeds_are_fresh_and_those_of_the_next_loss_fresh_again():
 
 
 class LifeEnv(CountingEnv):
-    """Is rewarded with its number of steps in its whole life, and observes that and a number that no other has."""
+    """Is rewarded with its number of steps in its whole life, and observes that and a number that
+    no other has.
+    """
 
     observation_space = spaces.Box(0, np.inf, (2,), np.float64)
 
@@ -411,7 +417,9 @@ class LifeEnv(CountingEnv):
 
 
 def lives(chunks):
-    """Check one environment's transitions, in their order: each life is lived step by step; return how many."""
+    """Check one environment's transitions, in their order: each life is lived step by step; return
+    how many.
+    """
     observations = np.concatenate([observations for observations, _ in chunks])
     rewards = np.concatenate([rewards for _, rewards in chunks])
     names, starts = np.unique(observations[:, 1], return_index=True)

@@ -1,7 +1,7 @@
 """Interruption, and runs that go on from a checkpoint.
 
-How often something is killed at a random moment, RESUME_TIMES says: ``RESUME_TIMES=20 pytest tests/test_resume.py``,
-with ``TEST_SECONDS=9000``, as that may take longer than a test may.
+How often something is killed at a random moment, RESUME_TIMES says: ``RESUME_TIMES=20 pytest
+tests/test_resume.py``, with ``TEST_SECONDS=9000``, as that may take longer than a test may.
 """
 
 import errno
@@ -84,7 +84,8 @@ def test_a_wait_for_a_long_step_is_interrupted_at_once(tmp_path, monkeypatch, me
                 envs.send(3)
                 envs.recv(0)
         thread.join()
-        # The wait that was under way, of 0.3 s at most, was the last, or one that began at the same time.
+        # The wait that was under way, of 0.3 s at most, was the last, or one that began at the same
+        # time.
         assert polls and max(polls) <= 300 and len(polls) <= later[0] + 1
         envs.close(terminate=True)
 
@@ -245,7 +246,9 @@ RUNS = {
 
 
 def steps(folder):
-    """The steps at which each scalar was logged, less the evaluation's: there is one at each end of a run."""
+    """The steps at which each scalar was logged, less the evaluation's: there is one at each end of
+    a run.
+    """
     events = EventAccumulator(str(folder))
     events.Reload()
     tags = set(events.Tags()["scalars"]) - {"eval/return_mean"}

@@ -193,7 +193,9 @@ def twins():
 
 
 def a_few_rollouts(envs, seed):
-    """Return the rollouts of a policy that changes as a learner's does, sometimes too little to be pulled."""
+    """Return the rollouts of a policy that changes as a learner's does, sometimes too little to be
+    pulled.
+    """
     envs.reset(seed=seed)
     policy, rollouts = CategoricalPolicy(linear()), []
     for change in (0, 0.01, 0.5, 0.01):

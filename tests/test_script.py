@@ -1,4 +1,6 @@
-"""What the scripts share: a run keeps what it is told to, environments of a backend are the script's, and the flags."""
+"""What the scripts share: a run keeps what it is told to, environments of a backend are the
+script's, and the flags.
+"""
 
 import importlib
 import os
@@ -54,7 +56,8 @@ EDITS = [
     after("    policy = CategoricalPolicy(agent.actor)  # what travels to the workers",
           'extra = run.keep("extra", nn.Linear(1, 1, bias=False, device=device))',  # a module
           'count = run.keep("count", Counters(epochs=0))'),  # a counter
-    after('        "approx_kl": approx_kl, "clipfrac": clipfrac,', '"ratio": ratio.mean(),'),  # a metric
+    # a metric
+    after('        "approx_kl": approx_kl, "clipfrac": clipfrac,', '"ratio": ratio.mean(),'),
     after(SHUFFLE, "count.epochs += 1", "extra.weight.data.fill_(count.epochs)"),
 ]  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""Over tcp nobody gets in without the run's keys; and a silent link is noticed while a slow environment is not."""
+"""Over tcp nobody gets in without the run's keys; and a silent link is noticed while a slow
+environment is not.
+"""
 
 import contextlib
 import json

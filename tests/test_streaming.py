@@ -30,7 +30,9 @@ RANDOM = partial(RandomEnv, VECTOR, end=0.1)
 
 
 class LifeEnv(CountingEnv):
-    """Observes and is rewarded with the number of steps in its whole life; ``length`` is an episode's."""
+    """Observes and is rewarded with the number of steps in its whole life; ``length`` is an
+    episode's.
+    """
 
     def __init__(self, length=7, gate=None):
         super().__init__(length, gate=gate)

@@ -36,7 +36,9 @@ def name_of(path):
 
 
 def imported(path):
-    """The names of the package's files that a file imports, also within functions, but not for type checkers."""
+    """The names of the package's files that a file imports, also within functions, but not for type
+    checkers.
+    """
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if (

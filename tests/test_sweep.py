@@ -1,4 +1,6 @@
-"""The offline sweep: what W&B would run, once each, whatever is killed; and a table and a plot of it."""
+"""The offline sweep: what W&B would run, once each, whatever is killed; and a table and a plot of
+it.
+"""
 
 import csv
 import json
@@ -22,7 +24,8 @@ from sweeps.distributions import DISTRIBUTIONS
 from .patience import PATIENCE
 from .scripts import ROOT, alive, children_of, environment
 
-# A program whose return is ten times x. It fails at x = 13, and at x = 99 it waits for a file `go`, but not for ever.
+# A program whose return is ten times x. It fails at x = 13, and at x = 99 it waits for a file `go`,
+# but not for ever.
 PROGRAM = """
 import json, os, sys, time
 flags = dict(word.lstrip("-").split("=") for word in sys.argv[1:])
@@ -40,7 +43,9 @@ json.dump(summary, open("runs/one/summary.json", "w"))
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """A function that writes a sweep of PROGRAM, from YAML or with these keys, into the working directory."""
+    """A function that writes a sweep of PROGRAM, from YAML or with these keys, into the working
+    directory.
+    """
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(PROGRAM)
 
@@ -64,7 +69,8 @@ def load(path, seed=1):
 
 
 def test_a_grid_is_every_combination_in_wandbs_order(write):
-    # as W&B's own engine (PyPI's sweeps 0.3.0) lists it: by name, last name fastest, q_uniform without its maximum
+    # as W&B's own engine (PyPI's sweeps 0.3.0) lists it: by name, last name fastest, q_uniform
+    # without its maximum
     nested = {"parameters": {"z": {"values": [1, 2]}, "a": {"min": 1, "max": 2}}}
     steps = {"distribution": "q_uniform", "min": 0, "max": 1, "q": 0.5}
     found = load(
@@ -132,7 +138,8 @@ def test_quantized_distributions_are_rounded_to_multiples_of_q(distribution, q, 
     assert {type(value) for value in rounded} == {type(q)}
 
 
-# Those of github.com/wandb/sweeps, src/sweeps/config/schema.json; the package wandb itself has no list.
+# Those of github.com/wandb/sweeps, src/sweeps/config/schema.json; the package wandb itself has no
+# list.
 WANDB_HAS = """beta categorical categorical_w_probabilities constant int_uniform inv_log_uniform inv_log_uniform_values
 log_normal log_uniform log_uniform_values normal q_beta q_log_normal q_log_uniform q_log_uniform_values q_normal
 q_uniform uniform"""
@@ -494,7 +501,8 @@ def test_job_files_are_bash():
         subprocess.run(["bash", "-n", path], check=True)
 
 
-# A program that saves and waits for a file `go`; told to stop, it exits with 75. The first that is resumed finishes.
+# A program that saves and waits for a file `go`; told to stop, it exits with 75. The first that is
+# resumed finishes.
 STOPS = """
 import json, os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))

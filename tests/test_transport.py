@@ -178,7 +178,9 @@ def test_of_a_flood_only_so_much_is_received_at_once(make, dial, monkeypatch, se
 
 
 def pulsing(transport, dial, number=0):
-    """Connect a worker and its pulse, which the head then counts on; return the worker's identity, and both."""
+    """Connect a worker and its pulse, which the head then counts on; return the worker's identity,
+    and both.
+    """
     identity = b"w%d" % number
     worker, pulse = dial(transport, identity), dial(transport, pulse_of(identity))
     pulse.send(PING)

@@ -1,4 +1,6 @@
-"""ClusterEnv as a VectorEnv: it must equal Gymnasium's SyncVectorEnv step for step, and refuse misuse as clearly."""
+"""ClusterEnv as a VectorEnv: it must equal Gymnasium's SyncVectorEnv step for step, and refuse
+misuse as clearly.
+"""
 
 import dataclasses
 import enum
@@ -339,7 +341,8 @@ def test_timeouts_leave_a_usable_env(tmp_path):
     with ClusterEnv([partial(CountingEnv, gate=str(gate))] * 2, 2) as envs:
         envs.reset()
         envs.step_async([0, 0])
-        text = r"The call to `step_wait` has timed out after 0\.01 second\(s\)\. No answer from worker 0 \(.*, worker 1 \("
+        text = r"The call to `step_wait` has timed out after 0\.01 second\(s\)\. "
+        text += r"No answer from worker 0 \(.*, worker 1 \("
         with pytest.raises(multiprocessing.TimeoutError, match=text):
             envs.step_wait(timeout=0.01)
         with pytest.raises(NoAsyncCallError):
@@ -377,7 +380,8 @@ def test_an_environment_that_reuses_its_arrays(mode):
         final_observations = []
         for step in range(9):
             result, expected = envs.step([0, 0, 0]), sync.step([0, 0, 0])
-            # SyncVectorEnv keeps the array itself, which shows the reset observation then; here it is what it was.
+            # SyncVectorEnv keeps the array itself, which shows the reset observation then; here it
+            # is what it was.
             final_observations += [
                 array.item() for array in result[-1].pop("final_obs", []) if array is not None
             ]

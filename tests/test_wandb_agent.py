@@ -22,7 +22,8 @@ TINY = {
 
 
 def wandb(server, directory, *arguments):
-    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"  # W&B's interpreter is the first python there
+    # W&B's interpreter is the first python there
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     env = environment(PATH=path, **server.environment(directory))
     env.pop("WANDB_SILENT")
     result = subprocess.run(

@@ -1,4 +1,6 @@
-"""A stand-in for the W&B server on loopback: as much of it as `wandb sweep` and `wandb agent` talk to."""
+"""A stand-in for the W&B server on loopback: as much of it as `wandb sweep` and `wandb agent` talk
+to.
+"""
 
 import json
 import re
@@ -14,7 +16,9 @@ SWEEP = "me/clusterenv/standin1"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GraphQL, one method for each operation; whatever else is sent (metrics of the client) is accepted."""
+    """Answers GraphQL, one method for each operation; whatever else is sent (metrics of the client)
+    is accepted.
+    """
 
     protocol_version = "HTTP/1.1"
 

@@ -1,4 +1,6 @@
-"""Environments whose every observation says where it is from, and a ledger of what the user has got of them."""
+"""Environments whose every observation says where it is from, and a ledger of what the user has got
+of them.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,9 @@ class Ledger:
         self._seen.add((life, 0))
 
     def _jumps(self, row: int, observation: np.ndarray) -> None:
-        """Check an observation that does not follow: an episode of another process, or one that was given up."""
+        """Check an observation that does not follow: an episode of another process, or one that was
+        given up.
+        """
         number, life, step = observation.astype(int).tolist()
         last, is_old = (
             self._last[row],

@@ -14,9 +14,11 @@ def lie_instead_of(
     frames: list[bytes],
     asked: set[int | None],
 ) -> tuple[str, list[list[bytes]]]:
-    """Return what kind of lie it is, and messages that no worker may send, in place of one; each is of frames.
+    """Return what kind of lie it is, and messages that no worker may send, in place of one; each is
+    of frames.
 
-    What it says under the numbers that it was ``asked`` is not among them: it may be what its environments say.
+    What it says under the numbers that it was ``asked`` is not among them: it may be what its
+    environments say.
     """
     # Not what leaves a worker silent for good: nobody can tell that from a long step.
     kinds = ["garbage", "pulls"] + ["twice", "others"] * (seq is not None)

@@ -1,12 +1,14 @@
 """The protocol between a head and its workers, as rules over an abstract state.
 
-Each rule is one thing that can happen next: a message is read, a process dies, the user calls something.
-`Model.successors` returns all that can happen in a state; `verification.search` tries every order of them. Left out are
-time (what waits for a deadline may happen at once, or late), what observations hold, and how weights are rounded.
+Each rule is one thing that can happen next: a message is read, a process dies, the user calls
+something. `Model.successors` returns all that can happen in a state; `verification.search` tries
+every order of them. Left out are time (what waits for a deadline may happen at once, or late), what
+observations hold, and how weights are rounded.
 
-Checked are, besides what `search` checks: a process is sent no weights that it cannot use, and holds what the head
-believes; each request is answered once, in turn, by the process that was asked, with weights of the right structure;
-the user learns of each episode that was lost, and of no other; and in the end nothing is left over.
+Checked are, besides what `search` checks: a process is sent no weights that it cannot use, and
+holds what the head believes; each request is answered once, in turn, by the process that was asked,
+with weights of the right structure; the user learns of each episode that was lost, and of no other;
+and in the end nothing is left over.
 """
 
 from __future__ import annotations
@@ -79,8 +81,10 @@ class Model:
 
     Args:
         num_workers: at the head.
-        calls: how often the user may "publish", change the "structure", "send", "rollout", "step" and "interrupt".
-        faults: how many times a process may die, raise an exception, be too slow, or survive that it is killed.
+        calls: how often the user may "publish", change the "structure", "send", "rollout", "step"
+        and "interrupt".
+        faults: how many times a process may die, raise an exception, be too slow, or survive that
+        it is killed.
         max_restarts: how many processes of one worker may be lost in a row.
     """
 
@@ -92,7 +96,9 @@ class Model:
         self.first = State((Worker(),) * num_workers, processes, tuple(calls.items()), faults)
 
     def successors(self, state: State) -> Iterator[tuple[Event, State, bool]]:
-        """Yield what can happen, the state afterwards, and whether it is bad luck: what need not happen."""
+        """Yield what can happen, the state afterwards, and whether it is bad luck: what need not
+        happen.
+        """
         if state.over:
             return
         for index, process in enumerate(state.processes):
@@ -180,7 +186,9 @@ class Model:
         return ("cut" if request.kind == "step" and worker.cut else request.kind, request)
 
     def look_after(self, state: State, index: int, worker: Worker) -> State | None:
-        """Take a worker whose process or link is gone one step further; None if there is nothing to do."""
+        """Take a worker whose process or link is gone one step further; None if there is nothing to
+        do.
+        """
         living = {
             each.number for each in state.processes if each.worker == index and each.stage != "dead"
         }
@@ -216,7 +224,9 @@ class Model:
 
     # What the user does.
     def user(self, state: State) -> Iterator[tuple[Event, State]]:
-        """Yield what the user can do: go on when a call has what it waits for, or else call something."""
+        """Yield what the user can do: go on when a call has what it waits for, or else call
+        something.
+        """
         if state.waiting:
             if state.error:
                 yield ("user gets an error",), self.give_up(state)._replace(over=True)
@@ -247,7 +257,9 @@ class Model:
     def returns(
         self, state: State, call: str, awaited: Sequence[int]
     ) -> Iterator[tuple[Event, State]]:
-        """Yield the return of a call, if it has what it waits for: weights of workers, or answers by their seqs."""
+        """Yield the return of a call, if it has what it waits for: weights of workers, or answers
+        by their seqs.
+        """
         if call == "send":
             lack = any(
                 state.workers[i].phase == READY and state.workers[i].held != state.version

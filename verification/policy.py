@@ -29,6 +29,8 @@ class Net(nn.Module):
 
 @functools.cache
 def probed(num_weights: int) -> Probed:
-    """Return what trying a policy of this size gives. It is always the same, and would be a fifth of all work."""
+    """Return what trying a policy of this size gives. It is always the same, and would be a fifth
+    of all work.
+    """
     policy = CategoricalPolicy(Net(num_weights // 2 - 3))
     return probe(policy, Labelled.observation_space, Labelled.action_space, None)

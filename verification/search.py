@@ -4,8 +4,8 @@
     python -m verification.search --large         # more of them: about two minutes, and 3 GB of memory
     python -m verification.search --bugs          # puts bugs into the model, one after another, and finds them
 
-Besides what the model itself checks: from every state the run can come to its end without further luck, good or bad. So
-there is no deadlock, and nobody waits for what never comes.
+Besides what the model itself checks: from every state the run can come to its end without further
+luck, good or bad. So there is no deadlock, and nobody waits for what never comes.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from .model import Event, Model
 from .state import Violation
 
 MAX_RESTARTS = 1
-# What may happen, in any order: calls of the user, and how much goes wrong; and how many states that makes.
+# What may happen, in any order: calls of the user, and how much goes wrong; and how many states
+# that makes.
 PROGRAMS = [
     ({"publish": 1, "structure": 1, "send": 2}, 1, 623_400),
     ({"publish": 2, "rollout": 2, "interrupt": 1}, 1, 165_282),
@@ -45,7 +46,9 @@ class Result(NamedTuple):
 
 
 def search(model: Model) -> Result:
-    """Visit every state that can be reached, nearest first, until one breaks a rule; then look for dead ends."""
+    """Visit every state that can be reached, nearest first, until one breaks a rule; then look for
+    dead ends.
+    """
     start, transitions = time.perf_counter(), 0
     numbers, states = {model.first: 0}, [model.first]
     parents, events = (
@@ -98,7 +101,9 @@ def first_without_way(is_end: list[bool], sources: array, targets: array) -> int
 
 
 def find(bug: str) -> Result:
-    """Search the model with a bug in it, in one setting after another until it is found; return the last result."""
+    """Search the model with a bug in it, in one setting after another until it is found; return the
+    last result.
+    """
     for calls, faults in SMALL:
         result = search(model_with(bug)(1, calls, faults, MAX_RESTARTS))
         if result.problem:

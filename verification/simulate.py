@@ -1,11 +1,13 @@
-"""The real head and the real workers in a simulated world, through one random schedule after another.
+"""The real head and the real workers in a simulated world, through one random schedule after
+another.
 
     python -m verification.simulate --schedules 10000
     python -m verification.simulate --seed 123 --trace     # one of them again, and what happens in it
 
-A schedule is a user who calls what comes to mind, and processes that die, hang and are cut off meanwhile. It is decided
-by its seed. What the user gets must be what the environments did, each step of them once and in order; whoever waits
-gets an answer or an error; and a worker must hold what the head believes.
+A schedule is a user who calls what comes to mind, and processes that die, hang and are cut off
+meanwhile. It is decided by its seed. What the user gets must be what the environments did, each
+step of them once and in order; whoever waits gets an answer or an error; and a worker must hold
+what the head believes.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Wrong(AssertionError):
 
 
 def _after_calls(number: int, world: Schedule, do: Callable[[], None]) -> Callable[..., None]:
-    """Return what, set as profiler, has something happen when the head has called so many functions of the runtime."""
+    """Return what, set as profiler, has something happen when the head has called so many functions
+    of the runtime.
+    """
 
     def count(frame: FrameType, event: str, _: object) -> None:
         nonlocal number
@@ -236,7 +240,9 @@ class User:
         self.ledger.rollout(rollout, rows)
 
     def takes_what_is_left(self) -> None:
-        """Receive what was sent, after a worker was given up: there are answers or errors, and no hanging."""
+        """Receive what was sent, after a worker was given up: there are answers or errors, and no
+        hanging.
+        """
         while self.envs._collector.granted and self.envs._collector.overlapped is None:
             try:
                 self.envs.recv()
@@ -247,7 +253,9 @@ class User:
                     raise
 
     def check_leftovers(self) -> None:
-        """Check that the head keeps nothing which nobody will ask for, and has always known what workers hold."""
+        """Check that the head keeps nothing which nobody will ask for, and has always known what
+        workers hold.
+        """
         requests, store = self.envs._pool._requests, self.envs._store
         if self.ahead is None and (requests.outstanding or requests.answers):
             raise Wrong(
@@ -259,7 +267,9 @@ class User:
             raise Wrong("a worker did not hold what the head believed")
 
     def check_weights(self) -> None:
-        """Compare what honest workers hold with what the head believes, where neither is about to change."""
+        """Compare what honest workers hold with what the head believes, where neither is about to
+        change.
+        """
         for worker in self.envs._pool.workers:
             process, copy = self.world.processes.get(worker.identity), worker.copy
             if (

@@ -1,6 +1,8 @@
-"""What the rules of `verification.model` are about: a head, its workers, and what is on its way between them.
+"""What the rules of `verification.model` are about: a head, its workers, and what is on its way
+between them.
 
-All of it is immutable. A message is a tuple of its kind, and of fields as in `clusterenv_runtime.wire.protocol`.
+All of it is immutable. A message is a tuple of its kind, and of fields as in
+`clusterenv_runtime.wire.protocol`.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class Process(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything, with what the user may yet do and what may yet go wrong, so that it comes to an end."""
+    """Everything, with what the user may yet do and what may yet go wrong, so that it comes to an
+    end.
+    """
 
     workers: tuple[Worker, ...]
     processes: tuple[Process, ...]
@@ -84,7 +88,8 @@ class State(NamedTuple):
     faults: int  # how many things may yet go wrong
     requests: tuple[Request, ...] = ()  # outstanding, oldest first
     answers: tuple = ()  # not taken yet: (request, message, worker's number, greeted)
-    waiting: tuple = ()  # the user's call that is under way: its kind and what it waits for; () for none
+    # the user's call that is under way: its kind and what it waits for; () for none
+    waiting: tuple = ()
     granted: tuple[int, ...] = ()  # the seq of what was sent and not received, oldest first
     structures: tuple[int, ...] = ()  # of the policy in each version that was published
     seq: int = 0  # of the last request
@@ -108,13 +113,17 @@ class State(NamedTuple):
         return self.with_processes((*self.processes[:index], process, *self.processes[index + 1 :]))
 
     def with_processes(self, processes: Iterable[Process]) -> State:
-        """Return the state with these, but without those that are dead and have nothing more to say."""
+        """Return the state with these, but without those that are dead and have nothing more to
+        say.
+        """
         return self._replace(
             processes=tuple(each for each in processes if each.stage != "dead" or each.up)
         )
 
     def post(self, index: int, message: tuple) -> State:
-        """Return the state after the head has sent a message to a worker, if there is a process that listens."""
+        """Return the state after the head has sent a message to a worker, if there is a process
+        that listens.
+        """
         worker = self.workers[index]
         if worker.phase not in (BUILDING, READY):
             return self
@@ -129,7 +138,9 @@ class State(NamedTuple):
         )
 
     def after(self, call: str) -> State | None:
-        """Return the state in which the user has one such call fewer, or None if there was none left."""
+        """Return the state in which the user has one such call fewer, or None if there was none
+        left.
+        """
         if not dict(self.calls).get(call):
             return None
         return self._replace(

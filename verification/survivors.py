@@ -1,12 +1,13 @@
-"""Changes the runtime or a script a little in one place after another, and says which changes no test notices.
+"""Changes the runtime or a script a little in one place after another, and says which changes no
+test notices.
 
     python -m verification.survivors policy/sync.py wire/codec.py       # minutes to hours; goes on where it stopped
     python -m verification.survivors ppo_clusterenv.py --since HEAD~3       # only lines changed since that commit
 
-Each change is made to a copy of the project, in which the tests of that file are run until one fails. What survives is
-either a test that is missing, or a change that changes nothing that matters: `survivors.txt` has these, and says why.
-Of a script that is what it computes: its advantages, its loss or target, its replay buffer, and its training loop as
-far as the logs.
+Each change is made to a copy of the project, in which the tests of that file are run until one
+fails. What survives is either a test that is missing, or a change that changes nothing that
+matters: `survivors.txt` has these, and says why. Of a script that is what it computes: its
+advantages, its loss or target, its replay buffer, and its training loop as far as the logs.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ TESTS = {
     "head/transport.py": ["test_transport.py", "test_strangers.py", "test_security.py", "test_launchers.py"],
     "script/checkpoint.py": ["test_checkpoint.py", "test_forged_states.py", "test_arguments.py", "test_resume.py"],
 }  # fmt: skip
-# What of a script is changed: these functions and classes, and its loop from the first of these lines to the last.
+# What of a script is changed: these functions and classes, and its loop from the first of these
+# lines to the last.
 COMPUTE = {
     "compute_gae", "discount", "scale_rewards", "ppo_loss", "Moments", "Normalize", "get_states",
     "get_action_and_value", "get_value", "get_hidden", "ReplayBuffer", "compute_td_target", "td_loss",

@@ -1,7 +1,8 @@
-"""A world for the real head and the real workers: a clock, links and processes, in which a seed decides all chance.
+"""A world for the real head and the real workers: a clock, links and processes, in which a seed
+decides all chance.
 
-Workers are greenlets of this process, of which one at a time has the turn, so that a seed always gives the same run.
-Time passes only here, from one event to the next.
+Workers are greenlets of this process, of which one at a time has the turn, so that a seed always
+gives the same run. Time passes only here, from one event to the next.
 """
 
 from __future__ import annotations
@@ -271,7 +272,9 @@ class Process:
         self._after(seconds, self._heal, self._notice_silence)
 
     def _after(self, seconds: float, over: Callable[[], None], silent: Callable[[], None]) -> None:
-        """Have one thing happen after so long, or, if the link is silent for too long by then, the other."""
+        """Have one thing happen after so long, or, if the link is silent for too long by then, the
+        other.
+        """
         self.world.after(
             min(seconds, self.world.silence), silent if seconds >= self.world.silence else over
         )

@@ -1,10 +1,11 @@
-"""Sample Factory: APPO, which is PPO whose workers never wait for the learner, with two rollout workers.
+"""Sample Factory: APPO, which is PPO whose workers never wait for the learner, with two rollout
+workers.
 
     python -m benchmarks.peers.sample_factory CartPole-v1 25
 
-It trains on whichever trajectories have arrived, so a few are older than in plain PPO; one inference process acts for
-both workers. It needs a Gymnasium without LunarLander-v3 and HalfCheetah-v5, and takes LunarLander-v2 and
-HalfCheetah-v4, which cost much the same.
+It trains on whichever trajectories have arrived, so a few are older than in plain PPO; one
+inference process acts for both workers. It needs a Gymnasium without LunarLander-v3 and
+HalfCheetah-v5, and takes LunarLander-v2 and HalfCheetah-v4, which cost much the same.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""Stable-Baselines3: PPO on SubprocVecEnv (`subproc`, a process for each environment) or DummyVecEnv (`dummy`).
+"""Stable-Baselines3: PPO on SubprocVecEnv (`subproc`, a process for each environment) or
+DummyVecEnv (`dummy`).
 
 python -m benchmarks.peers.sb3 CartPole-v1 25 dummy
 """
@@ -31,7 +32,8 @@ class Clock(BaseCallback):
 if __name__ == "__main__":
     env_id, iterations, (vector,) = work.arguments()
     torch.set_num_threads(1)
-    # The 64 processes would import it one by one, which takes minutes: no difference to what is measured.
+    # The 64 processes would import it one by one, which takes minutes: no difference to what is
+    # measured.
     multiprocessing.set_forkserver_preload(["stable_baselines3"])
     envs = make_vec_env(
         env_id, work.NUM_ENVS, vec_env_cls={"subproc": SubprocVecEnv, "dummy": DummyVecEnv}[vector]

@@ -2,7 +2,8 @@
 
     python -m benchmarks.peers.torchrl CartPole-v1 25
 
-Each worker steps Gymnasium's SyncVectorEnv, wrapped, as TorchRL's own SerialEnv is several times slower.
+Each worker steps Gymnasium's SyncVectorEnv, wrapped, as TorchRL's own SerialEnv is several times
+slower.
 """
 
 import time

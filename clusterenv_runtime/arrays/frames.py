@@ -1,4 +1,6 @@
-"""Stacks of frames in which each frame is kept once: on the wire, in a rollout, and in a learner's memory."""
+"""Stacks of frames in which each frame is kept once: on the wire, in a rollout, and in a learner's
+memory.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ import numpy as np
 
 
 class Frames:
-    """Stacks ``(..., stack, *frame)``, such as of the last four frames of a game, as an array that gathers them.
+    """Stacks ``(..., stack, *frame)``, such as of the last four frames of a game, as an array that
+    gathers them.
 
-    ``frames[i]`` is an array or, after `to`, a tensor of the stacks there, and ``np.asarray(frames)`` one of all. As
-    neighboring stacks share frames, all of it needs a fraction of the memory.
+    ``frames[i]`` is an array or, after `to`, a tensor of the stacks there, and
+    ``np.asarray(frames)`` one of all. As neighboring stacks share frames, all of it needs a
+    fraction of the memory.
 
     Args:
         frames: ``(num_frames, *frame)``, each once.
@@ -91,9 +95,11 @@ class Frames:
 def fold(
     stacks: np.ndarray, finals: np.ndarray, ended: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Take stacks apart, whatever is in them; return the frames, and the indices of the stacks and of the final ones.
+    """Take stacks apart, whatever is in them; return the frames, and the indices of the stacks and
+    of the final ones.
 
-    A stack that goes on with the one before adds its last frame, one that repeats a frame only that, and any other all.
+    A stack that goes on with the one before adds its last frame, one that repeats a frame only
+    that, and any other all.
 
     Args:
         stacks: ``(num_steps + 1, num_envs, stack, *frame)``, of one step after the other.
@@ -106,7 +112,9 @@ def fold(
     number = 0
 
     def add(stack: np.ndarray, before: bytes, index_before: np.ndarray, places: np.ndarray) -> None:
-        """Write a stack's index to its places; ``before`` is what of the one before it may be in this one."""
+        """Write a stack's index to its places; ``before`` is what of the one before it may be in
+        this one.
+        """
         nonlocal number
         if stack[:-1].tobytes() == before:  # several times as fast as comparing arrays
             places[:-1], new = index_before[1:], stack[-1:]

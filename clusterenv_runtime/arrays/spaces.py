@@ -1,4 +1,6 @@
-"""What Gymnasium's spaces mean for batches: which become arrays, and how ``SyncVectorEnv``'s arguments are read."""
+"""What Gymnasium's spaces mean for batches: which become arrays, and how ``SyncVectorEnv``'s
+arguments are read.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def observation_spaces(
 ) -> tuple[Space, Space]:
     """Return the single and the batched space that SyncVectorEnv's ``observation_mode`` asks for.
 
-    ``single`` is the space of the first of ``env_fns``; the others are made only to read their differing spaces.
+    ``single`` is the space of the first of ``env_fns``; the others are made only to read their
+    differing spaces.
 
     Raises:
         ValueError, TypeError: ``mode`` is not "same", "different" or a tuple of two spaces.
@@ -88,7 +91,9 @@ def is_batched(space: Space) -> bool:
 
 
 def are_stacks(space: Space, size: int | None) -> Any:
-    """Return of each leaf of ``space`` whether it is a stack of ``size`` frames: a Box of so many arrays."""
+    """Return of each leaf of ``space`` whether it is a stack of ``size`` frames: a Box of so many
+    arrays.
+    """
     if isinstance(space, spaces.Dict):
         return {key: are_stacks(sub, size) for key, sub in space.items()}
     if isinstance(space, spaces.Tuple):
@@ -97,7 +102,9 @@ def are_stacks(space: Space, size: int | None) -> Any:
 
 
 def one_of(space: Space) -> Any:
-    """Return a batch of one of ``space``, always the same: of zeros if none can be drawn, and else of anything."""
+    """Return a batch of one of ``space``, always the same: of zeros if none can be drawn, and else
+    of anything.
+    """
     batch = create_empty_array(space, 1)
     if is_batched(space):
         with contextlib.suppress(
@@ -110,7 +117,9 @@ def one_of(space: Space) -> Any:
 
 
 def check_actions(space: Space, actions: Any) -> None:
-    """Raise ValueError if some actions are not of a space; those of a Box may lie beyond its bounds."""
+    """Raise ValueError if some actions are not of a space; those of a Box may lie beyond its
+    bounds.
+    """
 
     def fits(space: Space, action: Any) -> bool:
         if isinstance(space, spaces.Dict):
@@ -136,7 +145,9 @@ def check_actions(space: Space, actions: Any) -> None:
 
 
 def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:
-    """Apply ``function`` to the leaves of batches of ``space``: arrays, or tuples of what cannot be batched."""
+    """Apply ``function`` to the leaves of batches of ``space``: arrays, or tuples of what cannot be
+    batched.
+    """
     if isinstance(space, spaces.Dict):
         return {
             key: map_space(function, sub, *(tree[key] for tree in trees))
@@ -176,10 +187,12 @@ def join(trees: Sequence[Any], axis: int = 0, copy: bool = False) -> Any:
 
 
 def join_arrays(arrays: Sequence[Any], axis: int = 0, copy: bool = False) -> Any:
-    """Return arrays along an axis as one, writable. A single one is copied, unless without ``copy`` it is large.
+    """Return arrays along an axis as one, writable. A single one is copied, unless without ``copy``
+    it is large.
 
-    Then it remains a view, such as of a received message, whose memory is nobody else's. A small view would keep all of
-    that. Where a frame of a message begins, not every dtype may. `Frames` are joined in both.
+    Then it remains a view, such as of a received message, whose memory is nobody else's. A small
+    view would keep all of that. Where a frame of a message begins, not every dtype may. `Frames`
+    are joined in both.
     """
     if isinstance(arrays[0], Frames):
         frames = [each.frames for each in arrays]
@@ -194,7 +207,9 @@ def join_arrays(arrays: Sequence[Any], axis: int = 0, copy: bool = False) -> Any
 
 
 def merge_rows(space: Space, mask: np.ndarray, there: Any, elsewhere: Any) -> Any:
-    """Return a batch of ``space`` with the rows of ``there`` where ``mask`` is True, and of ``elsewhere`` where not."""
+    """Return a batch of ``space`` with the rows of ``there`` where ``mask`` is True, and of
+    ``elsewhere`` where not.
+    """
 
     def merge(left: Any, right: Any) -> Any:
         if isinstance(left, np.ndarray):

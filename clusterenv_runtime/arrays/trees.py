@@ -7,7 +7,8 @@ from typing import Any
 
 
 def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
-    """Return a tree of what ``function`` makes of the leaves that these trees have in the same place.
+    """Return a tree of what ``function`` makes of the leaves that these trees have in the same
+    place.
 
     Raises:
         ValueError: they are not of the same structure.

@@ -1,4 +1,6 @@
-"""What a `ClusterEnv` is to consist of: how many environments, their spaces, and what builds each worker's share."""
+"""What a `ClusterEnv` is to consist of: how many environments, their spaces, and what builds each
+worker's share.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ class Vectorized(Protocol):
     def build(self, **arguments: Any) -> Any:
         """Make a worker's environments; the arguments are those of `Blueprint.setup`.
 
-        They have `reset(seed=, options=)`, `collect(actor, num_steps)`, `close()`, `infos`, `num_envs` and
-        `single_action_space`, as `worker.one_by_one.EnvsOneByOne` has them. It also gets ``built``, to be called after
-        each environment that takes long to build.
+        They have `reset(seed=, options=)`, `collect(actor, num_steps)`, `close()`, `infos`,
+        `num_envs` and `single_action_space`, as `worker.one_by_one.EnvsOneByOne` has them. It also
+        gets ``built``, to be called after each environment that takes long to build.
         """
 
 
@@ -36,7 +38,8 @@ EnvFns = Sequence[Callable[[], gym.Env]] | Vectorized
 
 
 class Blueprint:
-    """The environments that ``env_fns`` make, either one by one or a worker's rows together; see `ClusterEnv`.
+    """The environments that ``env_fns`` make, either one by one or a worker's rows together; see
+    `ClusterEnv`.
 
     Raises:
         ValueError: the arguments do not go together.
@@ -130,7 +133,9 @@ class Blueprint:
         return packed_registry()
 
     def setup(self, rows: slice) -> bytes:
-        """Return a cloudpickle of the arguments of `worker.worker.build_environments` for these rows."""
+        """Return a cloudpickle of the arguments of `worker.worker.build_environments` for these
+        rows.
+        """
         env_fns = self.env_fns if self.steps_together else self.env_fns[rows]
         arguments: dict[str, Any] = {
             "env_fns": env_fns,

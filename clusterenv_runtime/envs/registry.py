@@ -13,11 +13,14 @@ from gymnasium.envs.registration import EnvSpec
 
 from ..errors import one_line
 
-OVERRIDING = r".*Overriding environment .* already in registry"  # says Gymnasium of each that is registered once more
+# says Gymnasium of each that is registered once more
+OVERRIDING = r".*Overriding environment .* already in registry"
 
 
 def packed_registry() -> dict[str, bytes | str]:
-    """Return a cloudpickle of each environment that is not Gymnasium's own, or why there is none, by id."""
+    """Return a cloudpickle of each environment that is not Gymnasium's own, or why there is none,
+    by id.
+    """
     specs = {env_id: spec for env_id, spec in gym.registry.items() if not _is_gymnasiums(spec)}
     return {env_id: _packed(spec) for env_id, spec in specs.items()}
 

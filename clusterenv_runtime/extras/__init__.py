@@ -1,4 +1,6 @@
-"""What extends the core, which never imports it: schedulers, adapters, environments that step together, Atari."""
+"""What extends the core, which never imports it: schedulers, adapters, environments that step
+together, Atari.
+"""
 
 from ..launchers import register
 from .backends import make_vec

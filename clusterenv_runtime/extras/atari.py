@@ -1,4 +1,6 @@
-"""Wrappers around Atari's games, much as CleanRL has them: an episode is a life, and begins by firing."""
+"""Wrappers around Atari's games, much as CleanRL has them: an episode is a life, and begins by
+firing.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ import gymnasium as gym
 
 
 class EpisodicLife(gym.Wrapper):
-    """Ends an episode with each life. The game goes on in the next, until it is over, or a seed is given."""
+    """Ends an episode with each life. The game goes on in the next, until it is over, or a seed is
+    given.
+    """
 
     is_over, lives = True, 0
 

@@ -1,4 +1,6 @@
-"""Environments that step together: Gymnasium's own vectorized ones, and EnvPool's as Gymnasium's API."""
+"""Environments that step together: Gymnasium's own vectorized ones, and EnvPool's as Gymnasium's
+API.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ from ..arrays.spaces import leaves_of, map_space
 
 
 class EnvPoolVectorEnv(VectorEnv):
-    """EnvPool's environments, each with its own seed, that are reset when asked (Gymnasium's disabled autoreset).
+    """EnvPool's environments, each with its own seed, that are reset when asked (Gymnasium's
+    disabled autoreset).
 
-    EnvPool fixes the seeds when it makes the environments, so they are made at the first `reset`, and at each with
-    seeds; where a seed is None, with a random one. Of the options there is only ``reset_mask``, of environments whose
-    episode has ended. Atari's infos have the statistics of whole games, see `_count`.
+    EnvPool fixes the seeds when it makes the environments, so they are made at the first `reset`,
+    and at each with seeds; where a seed is None, with a random one. Of the options there is only
+    ``reset_mask``, of environments whose episode has ended. Atari's infos have the statistics of
+    whole games, see `_count`.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}
@@ -67,8 +71,8 @@ class EnvPoolVectorEnv(VectorEnv):
             )
         else:
             space, rows = self.single_observation_space, np.flatnonzero(mask).astype(np.int32)
-            # A step after the last one resets, whatever the action. EnvPool's `reset` would begin a new game of Atari
-            # where only a life was lost.
+            # A step after the last one resets, whatever the action. EnvPool's `reset` would begin a
+            # new game of Atari where only a life was lost.
             some, _, _, _, infos = self._pool.step(
                 create_empty_array(self.single_action_space, len(rows)), rows
             )
@@ -86,7 +90,8 @@ class EnvPoolVectorEnv(VectorEnv):
         return self._observations, rewards, terminations, truncations, infos
 
     def _count(self, infos: dict[str, Any], truncations: np.ndarray) -> None:
-        """Add the return, of rewards that are not clipped, and the length of games that are over, as Gymnasium has it.
+        """Add the return, of rewards that are not clipped, and the length of games that are over,
+        as Gymnasium has it.
 
         An episode may be one of several lives in a game.
         """
@@ -105,10 +110,11 @@ class EnvPoolVectorEnv(VectorEnv):
 
 
 def make_vec(backend: str, env_id: str, num_envs: int, **kwargs: Any) -> VectorEnv:
-    """Make environments that step together, of the backend "vector", which is their own such version, or "envpool".
+    """Make environments that step together, of the backend "vector", which is their own such
+    version, or "envpool".
 
-    ``kwargs`` go to their constructor. Gymnasium itself has such a version, with NumPy, of CartPole only. Atari's games
-    (ALE) have one in C++, which like EnvPool's gets one thread by default.
+    ``kwargs`` go to their constructor. Gymnasium itself has such a version, with NumPy, of CartPole
+    only. Atari's games (ALE) have one in C++, which like EnvPool's gets one thread by default.
 
     Raises:
         gymnasium.error.Error: there is no such environment, or no such version of it.

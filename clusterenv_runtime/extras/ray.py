@@ -1,4 +1,6 @@
-"""Workers on a Ray cluster: one actor for each, which takes what a worker needs, and starts it on its node."""
+"""Workers on a Ray cluster: one actor for each, which takes what a worker needs, and starts it on
+its node.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +69,11 @@ class Agent:
 
 
 class RayLauncher(Launcher):
-    """Workers as actors of the Ray cluster that this process is in or, if it is in none, of one on this machine.
+    """Workers as actors of the Ray cluster that this process is in or, if it is in none, of one on
+    this machine.
 
-    `resources` are an actor's, a CPU by default. What the workers print goes to this process's output, as Ray has it.
+    `resources` are an actor's, a CPU by default. What the workers print goes to this process's
+    output, as Ray has it.
 
     Raises:
         StartupError: Ray is not installed, or nothing listens at RAY_ADDRESS.

@@ -27,7 +27,9 @@ from ..env import ClusterEnv
 
 
 class Numbered(gym.Wrapper):
-    """An environment on a worker that knows its number, as some calls are for some environments only."""
+    """An environment on a worker that knows its number, as some calls are for some environments
+    only.
+    """
 
     def __init__(self, env_fn: Callable[[], gym.Env], number: int) -> None:
         super().__init__(env_fn())
@@ -104,7 +106,9 @@ class ClusterVecEnv(VecEnv):
         self.envs.step_async(actions)
 
     def step_wait(self) -> VecEnvStepReturn:
-        """Return observations, float32 rewards, which episodes have ended, and each environment's info."""
+        """Return observations, float32 rewards, which episodes have ended, and each environment's
+        info.
+        """
         observations, rewards, terminations, truncations, found = self.envs._stepper.finish_step(
             None
         )

@@ -1,4 +1,6 @@
-"""Workers as steps of the Slurm job that the head runs in: one ``srun`` for each, so that each can be replaced."""
+"""Workers as steps of the Slurm job that the head runs in: one ``srun`` for each, so that each can
+be replaced.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,20 @@ from ..launchers.processes import VARIABLE
 
 logger = logging.getLogger(__name__)
 BY_TASK = "CPUS_PER_TASK|TRES_PER_TASK|NTASKS.*|NPROCS"  # variables by which a step is divided
-OF_EXACT = "GPUS|(GPUS|CPUS|MEM)_PER_.*|MEM_BIND.*|CPU_BIND.*|GRES"  # and those that a step's own flags contradict
-# Before a command: MPI that an environment starts would find the job by these, and go to all of its nodes.
+# and those that a step's own flags contradict
+OF_EXACT = "GPUS|(GPUS|CPUS|MEM)_PER_.*|MEM_BIND.*|CPU_BIND.*|GRES"
+# Before a command: MPI that an environment starts would find the job by these, and go to all of its
+# nodes.
 WITHOUT_SLURM = ["bash", "-c", 'unset "${!SLURM_@}" "${!PMI@}"; exec "$@"', "worker"]
 
 
 @dataclass
 class Allocation:
-    """What a job has for its workers: in a heterogeneous job its second part, else all but the head's share.
+    """What a job has for its workers: in a heterogeneous job its second part, else all but the
+    head's share.
 
-    ``free`` holds the cores of each node that the head does not need, ``cores`` is how many each task asked for.
+    ``free`` holds the cores of each node that the head does not need, ``cores`` is how many each
+    task asked for.
     """
 
     free: dict[str, int]
@@ -41,7 +47,8 @@ class Allocation:
     het: bool
 
     def places(self, num_workers: int, own_cores: int = 0) -> list[str]:
-        """Return a node for each worker: the one with the most cores left; of several, the one with fewer workers.
+        """Return a node for each worker: the one with the most cores left; of several, the one with
+        fewer workers.
 
         Raises:
             StartupError: workers are to have cores of their own, and there are too few for that.
@@ -95,9 +102,12 @@ def read_allocation() -> Allocation:
 def srun_command(
     index: int, node: str, het: bool, log: str | None, worker: list[str], own_cores: int = 0
 ) -> list[str]:
-    """Return the command that runs a worker as a step on a node, with cores of its own or with those of all steps."""
+    """Return the command that runs a worker as a step on a node, with cores of its own or with
+    those of all steps.
+    """
     if own_cores:
-        # All of the job's memory, and none of its GPUs: a step that claimed these would wait for the others to end.
+        # All of the job's memory, and none of its GPUs: a step that claimed these would wait for
+        # the others to end.
         cores = [
             "--exact",
             f"--cpus-per-task={own_cores}",
@@ -107,9 +117,10 @@ def srun_command(
         ]
         worker = [*WITHOUT_SLURM, *worker]
     else:
-        # All of the job's cores on that node, beside the other steps. With cores of its own a step waits for as long as
-        # others hold the job's memory or GPU, and so does a replacement while the lost one is cleaned up. Workers
-        # compute on one thread each, which the kernel spreads over the cores; bound, all would get the first.
+        # All of the job's cores on that node, beside the other steps. With cores of its own a step
+        # waits for as long as others hold the job's memory or GPU, and so does a replacement while
+        # the lost one is cleaned up. Workers compute on one thread each, which the kernel spreads
+        # over the cores; bound, all would get the first.
         cores = ["--overlap", "--cpu-bind=none"]
     return [
         "srun",
@@ -128,12 +139,14 @@ def srun_command(
 
 
 class SlurmLauncher(LocalLauncher):
-    """Workers as steps of the job that this process runs in. With ``log_dir`` they log to ``log_dir/worker-I.log``.
+    """Workers as steps of the job that this process runs in. With ``log_dir`` they log to
+    ``log_dir/worker-I.log``.
 
-    ``log_dir`` must be on a file system that the workers' nodes share: the keys are there, too. ``prefix`` may be a
-    container's, as in "apptainer exec image.sif". With the resource CPU each worker has so many cores that no other
-    step may use, on one node, and its environments do not see that they are in a job: what they start, such as MPI's
-    processes, runs on these cores, and ends with the worker.
+    ``log_dir`` must be on a file system that the workers' nodes share: the keys are there, too.
+    ``prefix`` may be a container's, as in "apptainer exec image.sif". With the resource CPU each
+    worker has so many cores that no other step may use, on one node, and its environments do not
+    see that they are in a job: what they start, such as MPI's processes, runs on these cores, and
+    ends with the worker.
 
     Raises:
         StartupError: this is no Slurm job.
@@ -205,9 +218,10 @@ class SlurmLauncher(LocalLauncher):
         return srun_command(*place, self.log(index), worker, self._own_cores)
 
     def environment(self, mark: str) -> dict[str, str]:
-        # What the job asked for by task is not for these steps: with it srun gives each cores of its own, see above.
-        # Nor is the mark: beside the head, a worker that ends what carries it would kill its own srun, which is to say
-        # why it ended. What a step has started, Slurm ends.
+        # What the job asked for by task is not for these steps: with it srun gives each cores of
+        # its own, see above. Nor is the mark: beside the head, a worker that ends what carries it
+        # would kill its own srun, which is to say why it ended. What a step has started, Slurm
+        # ends.
         names = BY_TASK if not self._own_cores else f"{BY_TASK}|{OF_EXACT}"
         unset = re.compile(f"{VARIABLE}|(SLURM|SRUN)_({names})(_HET_GROUP_.)?")
         return {

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class Together:
-    """Environments that step together, as `ClusterEnv` takes them: ``ClusterEnv(Together(make), num_envs=64)``.
+    """Environments that step together, as `ClusterEnv` takes them: ``ClusterEnv(Together(make),
+    num_envs=64)``.
 
     Args:
         make: makes a `VectorEnv` of as many environments as it is told.
@@ -98,7 +99,9 @@ class EnvsTogether:
         ), infos  # it is sent without copying, perhaps while we go on
 
     def _of_space(self, observations: Any) -> Any:
-        """Return a batch in the dtypes of the space, as `SyncVectorEnv` does it; not every vector environment does."""
+        """Return a batch in the dtypes of the space, as `SyncVectorEnv` does it; not every vector
+        environment does.
+        """
 
         def cast(leaf: Any, example: Any) -> Any:
             return (
@@ -110,8 +113,9 @@ class EnvsTogether:
     def collect(self, actor: Actor, num_steps: int) -> RolloutPart:
         """Act and step until each row has ``num_steps`` transitions.
 
-        Where the step after an episode's last one only resets (Gymnasium's next-step autoreset), rows get there at
-        different times. What those that were first do until the last one has is not in the rollout.
+        Where the step after an episode's last one only resets (Gymnasium's next-step autoreset),
+        rows get there at different times. What those that were first do until the last one has is
+        not in the rollout.
         """
         space, num_envs = self.single_observation_space, self.num_envs
         starts = (self._lengths == 0) | self._dead

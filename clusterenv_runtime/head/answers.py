@@ -1,7 +1,9 @@
-"""What workers answer, opened and checked: once, when it arrives, so that behind this everything is what it says.
+"""What workers answer, opened and checked: once, when it arrives, so that behind this everything is
+what it says.
 
-What an answer must be follows from the spaces, from what was asked for, and from the policy that was published. A value
-of an observation may be anything of its dtype, as environments may say what they like.
+What an answer must be follows from the spaces, from what was asked for, and from the policy that
+was published. A value of an observation may be anything of its dtype, as environments may say what
+they like.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Adaptive Policy Synchronization as the user sees it: publish, and let workers act on that policy or on their own."""
+"""Adaptive Policy Synchronization as the user sees it: publish, and let workers act on that policy
+or on their own.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Collector:
 
     @contextlib.contextmanager
     def _gives_up_after_error(self) -> Iterator[None]:
-        """Give up all that is outstanding if an environment raises meanwhile; what else is raised leaves it."""
+        """Give up all that is outstanding if an environment raises meanwhile; what else is raised
+        leaves it.
+        """
         try:
             yield
         except BaseException:
@@ -58,7 +62,9 @@ class Collector:
             raise
 
     def _give_up(self) -> None:
-        """Forget all that is outstanding; the next rollout has the same number on all workers again."""
+        """Forget all that is outstanding; the next rollout has the same number on all workers
+        again.
+        """
         self._pool.forget(self.granted)
         self.granted = {}
         asked = max(worker.asked_rollouts for worker in self._pool.workers)
@@ -71,7 +77,9 @@ class Collector:
         return bool(self._pool.failed) and not self._pool.errors
 
     def assert_can_act(self, method: str, num_steps: int, was_reset: bool) -> None:
-        """Raise ValueError or ResetNeeded if a policy cannot act for so many steps, after a reset, and no error."""
+        """Raise ValueError or ResetNeeded if a policy cannot act for so many steps, after a reset,
+        and no error.
+        """
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
         if not was_reset or self._pool.failed:
@@ -149,7 +157,8 @@ class Collector:
         def lacks_weights(worker: WorkerHandle) -> bool:
             return worker.state == State.READY and worker.copy.held != self._store.version
 
-        # Answered now, so that they need not wait until you have learned, and get these weights and no later ones.
+        # Answered now, so that they need not wait until you have learned, and get these weights and
+        # no later ones.
         with self._gives_up_after_error():
             self._pool.wait_until(
                 lambda: self._pool.errors or not any(map(lacks_weights, pulling)), self.granted
@@ -172,7 +181,9 @@ class Collector:
         return granted
 
     def recv(self, worker: int | None) -> tuple[int, Rollout]:
-        """Return the next answer to `send`, of this worker or of whichever is first; see `ClusterEnv.recv`."""
+        """Return the next answer to `send`, of this worker or of whichever is first; see
+        `ClusterEnv.recv`.
+        """
         if self._has_raised:
             raise ResetNeeded(
                 "Cannot call `recv` before all environments are `reset`, as one has raised."

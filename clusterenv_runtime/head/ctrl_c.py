@@ -1,4 +1,5 @@
-"""Ctrl-C in a program that leaves it to Python: it ends a call of a `ClusterEnv` where nothing is half done.
+"""Ctrl-C in a program that leaves it to Python: it ends a call of a `ClusterEnv` where nothing is
+half done.
 
 By itself KeyboardInterrupt is raised wherever Python is. Half of a message would be sent, or an
 answer lost, and the next call might have no end. So while a call is under way, the handler only

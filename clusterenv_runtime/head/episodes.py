@@ -1,4 +1,6 @@
-"""What the user has seen of a worker's environments, and how the episodes that a lost process took along are ended."""
+"""What the user has seen of a worker's environments, and how the episodes that a lost process took
+along are ended.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from ..wire.protocol import CutOff, Message, Step
 
 @dataclass
 class Episodes:
-    """The episodes in one worker's environments, as far as the user knows them. Masks are ``(num_envs,)`` bool."""
+    """The episodes in one worker's environments, as far as the user knows them. Masks are
+    ``(num_envs,)`` bool.
+    """
 
     seen: Any  # the observations the user has; None before the first reset
     ended: np.ndarray  # environments whose end the user has seen, but not what follows
@@ -44,7 +48,9 @@ class Episodes:
         return Step(), cloudpickle.dumps(actions)
 
     def saw_reset(self, space: Space, observations: Any, mask: np.ndarray) -> Any:
-        """Note a reset of the environments of ``mask``; return the observations that the user is to get."""
+        """Note a reset of the environments of ``mask``; return the observations that the user is to
+        get.
+        """
         self.ended = self.ended & ~mask
         if self.cut is not None:
             self.cut = self.cut & ~mask

@@ -17,10 +17,11 @@ FOR_ITERATION = (
 
 
 def to_exception(errors: list[tuple[str, Error]]) -> Exception:
-    """Return what to raise for errors of workers that are described by texts: the last, with its `EnvError` as cause.
+    """Return what to raise for errors of workers that are described by texts: the last, with its
+    `EnvError` as cause.
 
-    All are logged in the words of Gymnasium's AsyncVectorEnv, where a worker is one environment, and ends. Here it ends
-    only if its error is fatal; else a reset goes on.
+    All are logged in the words of Gymnasium's AsyncVectorEnv, where a worker is one environment,
+    and ends. Here it ends only if its error is fatal; else a reset goes on.
     """
     for _, error in errors:
         if error.ends and error.env is not None:
@@ -46,7 +47,9 @@ def _lines(text: str) -> str:
 
 
 def _local_exception(error: Error) -> Exception | None:
-    """Make the exception a worker names, if it is one of Python's or Gymnasium's that takes one text."""
+    """Make the exception a worker names, if it is one of Python's or Gymnasium's that takes one
+    text.
+    """
     module, _, name = error.kind.rpartition(".")
     kind = getattr({"builtins": builtins, "gymnasium.error": gym.error}.get(module), name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(

@@ -14,7 +14,9 @@ from .episodes import Episodes
 
 
 class State(enum.Enum):
-    """What a worker's process is doing. The order is that of its life, which begins anew with a replacement."""
+    """What a worker's process is doing. The order is that of its life, which begins anew with a
+    replacement.
+    """
 
     STARTING = "starting"  # it has not said hello
     BUILDING = "building"  # it has, and builds its environments
@@ -108,9 +110,11 @@ class WorkerHandle:
         return f"worker {self.index} ({where}{'' if log is None else f', log {log}'})"
 
     def fault_of(self, seq: int | None, message: Pull | Error, version: int) -> str:
-        """Return why its process may not say this of a request, if it may not; ``version`` is the published one.
+        """Return why its process may not say this of a request, if it may not; ``version`` is the
+        published one.
 
-        For each request to act, in order, it may pull once, and again if what it held was of no use for the answer.
+        For each request to act, in order, it may pull once, and again if what it held was of no use
+        for the answer.
         """
         match message:
             case Pull(held):

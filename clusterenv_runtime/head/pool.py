@@ -46,7 +46,9 @@ class Requests:
         return seq
 
     def number(self) -> int:
-        """Return a number above all before. Nobody can guess it: who answers under it has read what was sent so far."""
+        """Return a number above all before. Nobody can guess it: who answers under it has read what
+        was sent so far.
+        """
         self._number += 1 + randbits(24)
         return self._number
 
@@ -77,7 +79,9 @@ class Requests:
         return next((seq for seq in some if seq in others), None)
 
     def watch(self, seqs: Iterable[int]) -> Callable[[], bool]:
-        """Return a function that says whether none of these is outstanding; asking it often costs little."""
+        """Return a function that says whether none of these is outstanding; asking it often costs
+        little.
+        """
         rest = list(seqs)
 
         def are_settled() -> bool:
@@ -93,8 +97,8 @@ class Requests:
 class WorkerPool:
     """The workers of one head. It works only while it waits for them, in the thread that waits.
 
-    What a worker has not answered when it dies is asked of the one that replaces it, in the same order and under the
-    same ``seq``, after what `Recovery` says that it must be told first.
+    What a worker has not answered when it dies is asked of the one that replaces it, in the same
+    order and under the same ``seq``, after what `Recovery` says that it must be told first.
     """
 
     def __init__(
@@ -126,7 +130,9 @@ class WorkerPool:
         )
 
     def start(self, min_workers: int) -> None:
-        """Start all workers, and return when so many have built their environments; see `start_head`."""
+        """Start all workers, and return when so many have built their environments; see
+        `start_head`.
+        """
         self._supervisor.all_must_start = min_workers == len(self.workers)
         self._supervisor.start()
         self._wait(
@@ -138,7 +144,9 @@ class WorkerPool:
         self._supervisor.all_must_start = False
 
     def ask(self, worker: WorkerHandle, message: Message, *buffers: Any) -> int:
-        """Request something of a worker that is still there, and return the ``seq``; `exchange` sends it."""
+        """Request something of a worker that is still there, and return the ``seq``; `exchange`
+        sends it.
+        """
         self.require(worker)
         seq = self._requests.add(worker, message, buffers, self._store.published)
         self._post(worker, seq, message, *buffers)
@@ -154,9 +162,11 @@ class WorkerPool:
         """Return these requests and their answers, once they are all here.
 
         Raises:
-            DeadlineError, Interrupted, KeyboardInterrupt: it took too long, or is to end; the requests are given up.
+            DeadlineError, Interrupted, KeyboardInterrupt: it took too long, or is to end; the
+            requests are given up.
             WorkerDiedError: a worker is gone, and is not replaced.
-            EnvError: an environment raised; or the exception itself, if it is Python's or Gymnasium's, caused by this.
+            EnvError: an environment raised; or the exception itself, if it is Python's or
+                Gymnasium's, caused by this.
         """
         try:
             self._wait(self._requests.watch(seqs), seqs, timeout)
@@ -173,7 +183,9 @@ class WorkerPool:
         return self._take(self._requests.first_answered(seqs))
 
     def forget(self, seqs: Iterable[int]) -> None:
-        """Give up waiting for these requests: their answers are dropped, and of their errors those that end nothing."""
+        """Give up waiting for these requests: their answers are dropped, and of their errors those
+        that end nothing.
+        """
         self._requests.forget(seqs)
 
     def wait_until(self, done: Callable[[], bool], seqs: Iterable[int]) -> None:
@@ -212,7 +224,9 @@ class WorkerPool:
             self.raise_errors()
 
     def raise_errors(self) -> None:
-        """Raise what environments have raised, of which there is some, and which the user was not told yet."""
+        """Raise what environments have raised, of which there is some, and which the user was not
+        told yet.
+        """
         errors, self.errors = self.errors, []
         raise to_exception(errors)
 
@@ -248,7 +262,8 @@ class WorkerPool:
             for worker in self.workers:
                 self._post(worker, None, Ping())
         for worker, text in self._supervisor.look():
-            self._raise_if_interrupted()  # a scheduler that ends a job may tell head and workers at once
+            # a scheduler that ends a job may tell head and workers at once
+            self._raise_if_interrupted()
             if self._by_identity.pop(worker.identity, None) is not None:
                 self.transport.forget(worker.identity)
             self._former.add(worker.identity)  # None if it has never come
@@ -260,7 +275,9 @@ class WorkerPool:
             self._recovery.lost(worker, text, self._requests.of(worker.index))
 
     def _handle(self, received: Received) -> int | None:
-        """Handle a message; return the number of the request that it is the answer to, if it is one."""
+        """Handle a message; return the number of the request that it is the answer to, if it is
+        one.
+        """
         if received.identity in self._former:
             return
         worker = self._by_identity.get(received.identity)
@@ -353,7 +370,9 @@ class WorkerPool:
             self._post(worker, seq, message, *buffers)
 
     def _post(self, worker: WorkerHandle, seq: int | None, message: Message, *buffers: Any) -> None:
-        """Put a message in the outbox; if the worker is not there, what is outstanding is posted when one comes."""
+        """Put a message in the outbox; if the worker is not there, what is outstanding is posted
+        when one comes.
+        """
         if worker.state in CONNECTED:
             self._outbox.append(Outgoing(worker.identity, seq, message, buffers))
             if seq is not None and not isinstance(message, Weights):  # which answer its own pull
@@ -364,7 +383,9 @@ class WorkerPool:
         return Served(request, answer, process != self.workers[request.worker].process)
 
     def close(self, timeout: float) -> None:
-        """Close every worker within about ``timeout`` seconds, by force if need be. Safe to call twice."""
+        """Close every worker within about ``timeout`` seconds, by force if need be. Safe to call
+        twice.
+        """
         if self._closed:
             return
         self._closed, deadline = True, self._clock() + timeout

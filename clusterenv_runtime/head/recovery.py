@@ -1,4 +1,6 @@
-"""What a process must be told to be a worker: the first of its rows, or one in place of another that died."""
+"""What a process must be told to be a worker: the first of its rows, or one in place of another
+that died.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ def _resets_all(message: Message) -> bool:
 class Recovery:
     """Makes a replacement what its predecessor was, except that it begins new episodes.
 
-    A dead process takes its episodes with it. The one in its place builds the environments anew and resets them with
-    fresh seeds. Its noise follows from what it is asked. If the user steps the environments, the step says that the old
-    episodes are truncated.
+    A dead process takes its episodes with it. The one in its place builds the environments anew and
+    resets them with fresh seeds. Its noise follows from what it is asked. If the user steps the
+    environments, the step says that the old episodes are truncated.
     """
 
     def __init__(self, rule: SyncRule, store: PolicyStore) -> None:
@@ -98,7 +100,8 @@ class Recovery:
         seeds: list[int | None],
         options: dict[str, Any] | None,
     ) -> None:
-        """Note that the user resets all environments, and with a seed the noise, unless its seed was just loaded.
+        """Note that the user resets all environments, and with a seed the noise, unless its seed
+        was just loaded.
 
         Of several seeds, that of the noise is the first.
         """

@@ -1,4 +1,6 @@
-"""A head: its workers, what is remembered of them, and the policy's versions; and how it is started."""
+"""A head: its workers, what is remembered of them, and the policy's versions; and how it is
+started.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Restart(msgspec.Struct):
 
 
 class HeadState(msgspec.Struct, forbid_unknown_fields=True):
-    """What `Head.state_dict` returns: nothing of a worker alone. It comes from a file, which may be anybody's."""
+    """What `Head.state_dict` returns: nothing of a worker alone. It comes from a file, which may be
+    anybody's.
+    """
 
     policy_version: Count
     sync_bytes: Count
@@ -64,7 +68,9 @@ class Head:
     pid: int = field(default_factory=os.getpid)
 
     def close(self, timeout: float) -> None:
-        """End the workers, see `WorkerPool.close`; in a forked child nothing is done, as they are its parent's."""
+        """End the workers, see `WorkerPool.close`; in a forked child nothing is done, as they are
+        its parent's.
+        """
         if os.getpid() == self.pid:
             self.pool.close(timeout)
 
@@ -106,7 +112,9 @@ def start_head(
     Raises:
         StartupError, WorkerDiedError: the head cannot listen, or a worker does not come up.
     """
-    shared_versions()  # read now, as files: strangers may have used up what a process may open when a worker says hello
+    # read now, as files: strangers may have used up what a process may open when a worker says
+    # hello
+    shared_versions()
     num_workers = min(options.num_workers, blueprint.num_envs)
     min_workers = min(options.min_workers or num_workers, num_workers)
     workers = [

@@ -1,4 +1,6 @@
-"""Gymnasium's vector API on workers, with actions chosen at the head: each call is one request to each of them."""
+"""Gymnasium's vector API on workers, with actions chosen at the head: each call is one request to
+each of them.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,9 @@ class Stepper:
         return joined
 
     def _warn(self, text: str) -> None:
-        """Warn once of something about infos; a worker may say what it likes, so of a hundred things at most."""
+        """Warn once of something about infos; a worker may say what it likes, so of a hundred
+        things at most.
+        """
         if text not in self._warned and len(self._warned) < 100:
             self._warned.add(text)
             gym.logger.warn(text)
@@ -256,7 +260,9 @@ class Stepper:
             raise
 
     def _join(self, parts: Sequence[Any]) -> Any:
-        """Join the workers' observations, in the same arrays each time if the user wants no copy, as Gymnasium does."""
+        """Join the workers' observations, in the same arrays each time if the user wants no copy,
+        as Gymnasium does.
+        """
         if self._copy or self._observations is None:
             self._observations = map_space(_concatenate, self._space, *parts)
         else:

@@ -1,7 +1,8 @@
-"""Who lives, who is lost, and who is to be replaced: deadlines over all workers at once, none of whom waits.
+"""Who lives, who is lost, and who is to be replaced: deadlines over all workers at once, none of
+whom waits.
 
-Nothing here waits or touches a socket. `Supervisor.look` is called again and again while the head waits for workers;
-each call takes every worker's state as far as it goes at that time.
+Nothing here waits or touches a socket. `Supervisor.look` is called again and again while the head
+waits for workers; each call takes every worker's state as far as it goes at that time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from .handle import State, WorkerHandle
 logger = logging.getLogger(__name__)
 LOOK_S = 0.2  # how often the workers' processes are looked at
 SOON_S = 0.01  # how often while one of them is lost
-REASON_S = 1.0  # how long to look for the reason of a loss: a link may break a moment before its process ends
+# how long to look for the reason of a loss: a link may break a moment before its process ends
+REASON_S = 1.0
 KILL_S = 5.0  # how long to wait for a killed process to be gone
 NOTICE_S = 60.0  # how often to say that a worker has not been started yet
 RETRY_S = 1.0, 2.0, 4.0  # the pauses between attempts to start a replacement; the last one repeats
@@ -31,7 +33,8 @@ class Supervisor:
         startup_timeout: seconds for a process to start, and then to build each of its environments.
             For so long the system may also refuse to start a replacement.
         worker_timeout: seconds of silence after which a link is cut, for the texts.
-        max_restarts: that many of one worker's processes in a row may be replaced without an answer of them.
+        max_restarts: that many of one worker's processes in a row may be replaced without an answer
+        of them.
         clock: the time in seconds.
     """
 
@@ -108,7 +111,8 @@ class Supervisor:
         worker.state, worker.ended_because = State.ENDED, because
 
     def look(self) -> list[tuple[WorkerHandle, str]]:
-        """Take every worker's state further; return whom to replace now by `replace`, and in what words they were lost.
+        """Take every worker's state further; return whom to replace now by `replace`, and in what
+        words they were lost.
 
         Raises:
             StartupError: not all have started, and some did not in time.
@@ -130,7 +134,8 @@ class Supervisor:
                 ):
                     late.append(worker)
             elif worker.state == State.LOST:
-                # Since the last look, all that it had sent has been read: its last words may be an answer, or say why.
+                # Since the last look, all that it had sent has been read: its last words may be an
+                # answer, or say why.
                 worker.exit = worker.exit or self._launcher.exit(worker.index)
                 if worker.exit is not None or now >= worker.deadline:
                     # Should it be only stopped, or cut off: it is not to come back.

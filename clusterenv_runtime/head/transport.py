@@ -1,4 +1,6 @@
-"""The head's one listening socket. It knows connections, and no workers; nothing above it is called from here."""
+"""The head's one listening socket. It knows connections, and no workers; nothing above it is called
+from here.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def listening_address(bind_address: str | None, port: int | str, directory: str)
 
 
 def raise_file_limit() -> None:
-    """Let this process have as many open files as it may: each connection is one, and a stranger may open many."""
+    """Let this process have as many open files as it may: each connection is one, and a stranger
+    may open many.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -81,7 +85,9 @@ class Received:
     frames: list[Any]
 
     def read(self, is_strange: bool = False) -> tuple[int | None, Answer | Malformed]:
-        """Return ``seq`` and message. What it says may take much more room than its frames, so do not keep many."""
+        """Return ``seq`` and message. What it says may take much more room than its frames, so do
+        not keep many.
+        """
         if is_strange and sum(map(len, self.frames)) > MAX_HELLO:
             return None, Malformed("a long message")
         try:
@@ -95,15 +101,17 @@ class Received:
 class Transport:
     """Sends and receives messages, all in `exchange`.
 
-    A simulation of it needs `exchange`, `drop`, `forget`, `close`, and the attributes `address`, `key_file` and
-    `directory`.
+    A simulation of it needs `exchange`, `drop`, `forget`, `close`, and the attributes `address`,
+    `key_file` and `directory`.
 
     Args:
-        bind_address: an IP address or network interface to listen on over tcp; None for a socket file.
+        bind_address: an IP address or network interface to listen on over tcp; None for a socket
+        file.
         port: to listen on over tcp; 0 for a random free one.
         security: over tcp "curve" or "none".
         keys: made ahead, or None for fresh ones.
-        parent: where the private directory with socket and keys is made; None for the system's place.
+        parent: where the private directory with socket and keys is made; None for the system's
+            place.
 
     Raises:
         StartupError: it cannot listen there.
@@ -136,18 +144,20 @@ class Transport:
         self._socket.router_mandatory = (
             True  # a message to a worker that has gone raises instead of vanishing
         )
-        # All is read at once. Where libzmq has stopped to read from a connection that then breaks, its next PONG would
-        # end the process, by an assertion, and so would a PING, of which the head sends none.
+        # All is read at once. Where libzmq has stopped to read from a connection that then breaks,
+        # its next PONG would end the process, by an assertion, and so would a PING, of which the
+        # head sends none.
         self._socket.rcvhwm = 0
         self._socket.backlog = 4096  # many workers may come at once
-        # One that does not read must not block the head. What it is sent is bounded: it cannot answer what it has not
-        # read, see `Requests.number`, and only then is it asked for more.
+        # One that does not read must not block the head. What it is sent is bounded: it cannot
+        # answer what it has not read, see `Requests.number`, and only then is it asked for more.
         self._socket.sndhwm = 0
         self._socket.router_handover = (
             True  # else libzmq keeps what comes under an identity that is taken for ever
         )
         protocol.set_limits(self._socket, MAX_FRAME)
-        # Connections to machines that are gone close in the end; that of a worker is noticed sooner, see `_has_pulse`.
+        # Connections to machines that are gone close in the end; that of a worker is noticed
+        # sooner, see `_has_pulse`.
         self._socket.tcp_keepalive, self._socket.tcp_keepalive_idle = 1, 60
         self._socket.handshake_ivl = HANDSHAKE_MS
         try:
@@ -180,7 +190,8 @@ class Transport:
     def exchange(
         self, outbox: Iterable[Outgoing], seconds: float | None
     ) -> tuple[list[Received], list[bytes]]:
-        """Send these, and wait for up to ``seconds`` until there is something to receive; with None only send.
+        """Send these, and wait for up to ``seconds`` until there is something to receive; with None
+        only send.
 
         Return what has come, and the identities of those whose connection is closed.
         """
@@ -206,7 +217,8 @@ class Transport:
         return is_open and (not isinstance(out.message, Ping) or self._has_pulse(out.identity))
 
     def _has_pulse(self, identity: bytes) -> bool:
-        """Say whether a worker's second connection is open, or was at the last `Ping`, or has never been.
+        """Say whether a worker's second connection is open, or was at the last `Ping`, or has never
+        been.
 
         A process that ends closes both, but what it has sent before may not have been received yet.
         """

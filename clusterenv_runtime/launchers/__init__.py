@@ -1,4 +1,6 @@
-"""Launchers start worker processes, say whether they live, and end them: here, or wherever you start them yourself."""
+"""Launchers start worker processes, say whether they live, and end them: here, or wherever you
+start them yourself.
+"""
 
 import os
 from importlib.metadata import EntryPoint, entry_points
@@ -24,7 +26,9 @@ _registered: dict[str, EntryPoint] = {}
 
 
 def register(name: str, value: str) -> None:
-    """Add a launcher, ``value`` being its "module:class", where no installed package names it as an entry point."""
+    """Add a launcher, ``value`` being its "module:class", where no installed package names it as an
+    entry point.
+    """
     _registered[name] = EntryPoint(name, value, GROUP)
 
 

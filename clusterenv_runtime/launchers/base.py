@@ -12,7 +12,9 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Exit:
-    """How a worker's process ended: in words, and whether a signal did it, so that another may fare better."""
+    """How a worker's process ended: in words, and whether a signal did it, so that another may fare
+    better.
+    """
 
     reason: str
     by_signal: bool = False
@@ -21,12 +23,13 @@ class Exit:
 class Launcher:
     """Starts the workers of one head. What is called while they run must not wait; only `stop` may.
 
-    A launcher of your own defines `remote`, `command`, `start_worker`, and if it can `exit`, `kill`, `has_ended` and
-    `stop`. A package that names it as an entry point of the group ``clusterenv.launchers`` makes it known by that name.
+    A launcher of your own defines `remote`, `command`, `start_worker`, and if it can `exit`,
+    `kill`, `has_ended` and `stop`. A package that names it as an entry point of the group
+    ``clusterenv.launchers`` makes it known by that name.
 
     Args:
-        log_dir: where it may leave files, such as the workers' logs. For a launcher on several machines this must be on
-            a file system they share: their keys are there, too.
+        log_dir: where it may leave files, such as the workers' logs. For a launcher on several
+            machines this must be on a file system they share: their keys are there, too.
         prefix: goes before each worker's command.
     """
 
@@ -52,7 +55,9 @@ class Launcher:
 
     @property
     def directory(self) -> Path | None:
-        """Where the head makes its private directory, so that workers can read their keys; None if anywhere will do."""
+        """Where the head makes its private directory, so that workers can read their keys; None if
+        anywhere will do.
+        """
         return None if self.log_dir is None else self.log_dir.absolute()
 
     def address(self, num_workers: int) -> str | None:
@@ -105,11 +110,15 @@ class Launcher:
         raise NotImplementedError
 
     def pending(self, index: int) -> str | None:
-        """Return what a worker's start is waiting for, or None if it has been started. From then it has a deadline."""
+        """Return what a worker's start is waiting for, or None if it has been started. From then it
+        has a deadline.
+        """
         return None
 
     def log(self, index: int) -> str | None:
-        """Return the path of a worker's log, or None if there is none or its output goes to this process's."""
+        """Return the path of a worker's log, or None if there is none or its output goes to this
+        process's.
+        """
         return None
 
     def exit(self, index: int) -> Exit | None:
@@ -120,11 +129,15 @@ class Launcher:
         """Begin to end a worker's process by force, if it can be reached."""
 
     def has_ended(self, index: int) -> bool:
-        """Return whether, as far as this launcher can tell, nothing is left of a worker that was killed."""
+        """Return whether, as far as this launcher can tell, nothing is left of a worker that was
+        killed.
+        """
         return True
 
     def stop(self, timeout: float) -> None:
-        """Give the workers ``timeout`` seconds to exit by themselves, then terminate them, then kill them."""
+        """Give the workers ``timeout`` seconds to exit by themselves, then terminate them, then
+        kill them.
+        """
 
 
 def worker_flags(

@@ -12,8 +12,8 @@ from .base import Launcher
 class ExternalLauncher(Launcher):
     """Prints the workers' commands and lets the head wait for as long as you need to run them.
 
-    The commands name the file of the keys, if there are any: one below ``log_dir``, or of keys that you have made, the
-    workers' one, wherever you have taken that.
+    The commands name the file of the keys, if there are any: one below ``log_dir``, or of keys that
+    you have made, the workers' one, wherever you have taken that.
     """
 
     name, by_hand = "external", True

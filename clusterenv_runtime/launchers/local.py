@@ -25,7 +25,9 @@ LOG_FLAGS = (
 
 
 class LocalLauncher(Launcher):
-    """Starts workers on this machine. With ``log_dir`` their output goes to ``log_dir/worker-I.log``."""
+    """Starts workers on this machine. With ``log_dir`` their output goes to
+    ``log_dir/worker-I.log``.
+    """
 
     name, remote = "local", False
     directory = None  # the system's place for temporary files
@@ -34,7 +36,8 @@ class LocalLauncher(Launcher):
         super().__init__(log_dir, prefix)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._replaced: list[subprocess.Popen[bytes]] = []  # killed, and perhaps not yet reaped
-        # What the marks of all processes begin with, in a worker its own; and the marks by pid. See `processes`.
+        # What the marks of all processes begin with, in a worker its own; and the marks by pid. See
+        # `processes`.
         self._mark, self._marks = (
             f"{os.environ.get(VARIABLE, '')}{secrets.token_hex(8)}.",
             dict[int, str](),
@@ -73,8 +76,9 @@ class LocalLauncher(Launcher):
     def _start_process(self, index: int) -> subprocess.Popen[bytes]:
         mark = f"{self._mark}{secrets.token_hex(4)}."
         with self.output(index) as output:
-            # A process group of its own, so that Ctrl-C reaches the head alone, which then stops its workers in order.
-            # No session: Linux may share the cores out between sessions, whatever the niceness of who is in them.
+            # A process group of its own, so that Ctrl-C reaches the head alone, which then stops
+            # its workers in order. No session: Linux may share the cores out between sessions,
+            # whatever the niceness of who is in them.
             process = subprocess.Popen(
                 self.command(index),
                 env=self.environment(mark),
@@ -141,7 +145,9 @@ class LocalLauncher(Launcher):
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process, with what is left of its group: what its environments have started may have outlived it."""
+    """Kill a process, with what is left of its group: what its environments have started may have
+    outlived it.
+    """
     process.kill()  # it may have left the group
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

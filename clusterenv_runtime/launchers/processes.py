@@ -1,8 +1,8 @@
 """All that a worker's environments have started, wherever it has gone.
 
-A process group does not hold what leaves it, and parents are forgotten when they die. But a process inherits the
-environment variables that its parent began with, so there a worker carries a mark. Only Linux shows them: elsewhere,
-nothing is found.
+A process group does not hold what leaves it, and parents are forgotten when they die. But a process
+inherits the environment variables that its parent began with, so there a worker carries a mark.
+Only Linux shows them: elsewhere, nothing is found.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ VARIABLE = "CLUSTERENV_WORKER"
 
 
 def kill_marked(mark: str) -> bool:
-    """Kill the processes, but not this one, whose mark begins so; return whether there were any that had not ended.
+    """Kill the processes, but not this one, whose mark begins so; return whether there were any
+    that had not ended.
 
     If that cannot be seen, as too many files are open, there may have been.
     """

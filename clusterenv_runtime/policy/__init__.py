@@ -1,1 +1,3 @@
-"""Adaptive Policy Synchronization, both ends: the policy that travels, when it does, and what of it."""
+"""Adaptive Policy Synchronization, both ends: the policy that travels, when it does, and what of
+it.
+"""

@@ -1,4 +1,6 @@
-"""A worker's policy at work. This module imports torch; a worker loads it when its first policy comes."""
+"""A worker's policy at work. This module imports torch; a worker loads it when its first policy
+comes.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,12 @@ class Actor:
         self._held = None
 
     def load_weights(self, message: Weights, buffers: list[Any]) -> None:
-        """Become this version; or none, version 0, if what a difference was added to is not what the head believes.
+        """Become this version; or none, version 0, if what a difference was added to is not what
+        the head believes.
 
         Raises:
-            ValueError, zlib.error: the buffers are not weights of this policy, or not those that were sent.
+            ValueError, zlib.error: the buffers are not weights of this policy, or not those that
+            were sent.
         """
         if message.levels == WHOLE:
             self.policy.load_flat_weights(buffers[0])
@@ -64,7 +68,9 @@ class Actor:
         self._seed, self._rollout = request.seed, request.rollout
 
     def start(self, num_steps: int, starts: np.ndarray) -> None:
-        """Begin a rollout of environments of which those have begun an episode where ``starts`` is True."""
+        """Begin a rollout of environments of which those have begun an episode where ``starts`` is
+        True.
+        """
         self._num_steps, self._num_envs = num_steps, len(starts)
         self._step_params: list[Any] = []
         self._actions: list[Any] = []
@@ -81,7 +87,8 @@ class Actor:
 
     @torch.inference_mode()
     def act(self, observations: Any, starts: np.ndarray) -> Any:
-        """Return one action per environment, as the environments take them, for observations ``(num_envs, ...)``.
+        """Return one action per environment, as the environments take them, for observations
+        ``(num_envs, ...)``.
 
         ``starts`` ``(num_envs,)`` says which of these are the first of an episode.
         """
@@ -91,7 +98,8 @@ class Actor:
             params = self.policy(tensors)
         else:
             self._begin(starts)
-            # A copy: `forward` may write to it, and what it has returned may be among the parameters, too.
+            # A copy: `forward` may write to it, and what it has returned may be among the
+            # parameters, too.
             params, self.state = self.policy(tensors, map_tree(torch.clone, self.state))
         if step == 0:
             self._noise = self.draw(params)
@@ -107,7 +115,9 @@ class Actor:
         return given
 
     def draw(self, params: Any) -> Any:
-        """Return the noise of a rollout, that of each row by its number; ``params`` are those of the first step."""
+        """Return the noise of a rollout, that of each row by its number; ``params`` are those of
+        the first step.
+        """
         noise, again = [], len(self._actions) // self._num_steps
         for place, row in enumerate(self._rows):
             self._generator.manual_seed(noise_seed(self._seed, row, self._rollout, again))
@@ -129,9 +139,11 @@ class Actor:
 
     @torch.inference_mode()
     def finish(self, steps: np.ndarray | None = None) -> dict[str, Any]:
-        """Return what a `RolloutPart` holds of the policy: actions, their log-probs, extras, states and parameters.
+        """Return what a `RolloutPart` holds of the policy: actions, their log-probs, extras, states
+        and parameters.
 
-        ``steps`` ``(num_steps, num_envs)``: which step each is of, if there were more than num_steps.
+        ``steps`` ``(num_steps, num_envs)``: which step each is of, if there were more than
+        num_steps.
         """
         params, actions = (
             map_tree(lambda *leaves: torch.stack(leaves), *each)

@@ -1,9 +1,10 @@
 """What acts on the workers: the contract of a policy, around the user's own ``nn.Module``.
 
-A policy maps observations to the parameters of a distribution over actions (``forward``), and knows how to draw an
-action from them (``act``), given noise drawn beforehand, so that a whole rollout's randomness is one vectorized call.
-Only parameters and buffers travel with each pull, and ``numbers`` with each request. Parameters of a distribution,
-actions, noise and states are tensors, or dicts and tuples of tensors. docs/policies.md shows policies of one's own.
+A policy maps observations to the parameters of a distribution over actions (``forward``), and knows
+how to draw an action from them (``act``), given noise drawn beforehand, so that a whole rollout's
+randomness is one vectorized call. Only parameters and buffers travel with each pull, and
+``numbers`` with each request. Parameters of a distribution, actions, noise and states are tensors,
+or dicts and tuples of tensors. docs/policies.md shows policies of one's own.
 
 This module imports torch; workers load it when they first need it.
 """
@@ -34,7 +35,9 @@ _estimated = set[str]()  # distributions of which that has been said
 
 
 def to_tensor(observations: Any, device: torch.device, all_floats: bool = False) -> Any:
-    """Turn a tree of arrays into tensors: floats, or all, as float32, as networks take them, and the rest as it is."""
+    """Turn a tree of arrays into tensors: floats, or all, as float32, as networks take them, and
+    the rest as it is.
+    """
 
     def convert(array: np.ndarray) -> torch.Tensor:
         dtype = torch.float32 if all_floats or array.dtype.kind == "f" else None
@@ -44,28 +47,37 @@ def to_tensor(observations: Any, device: torch.device, all_floats: bool = False)
 
 
 class Policy(nn.Module):
-    """Base class. A subclass defines ``forward``, ``noise``, ``act`` and ``distribution``, and what else it needs."""
+    """Base class. A subclass defines ``forward``, ``noise``, ``act`` and ``distribution``, and what
+    else it needs.
+    """
 
     numbers: Sequence[str] = ()
-    """Attributes, floats, that may change at any time: they travel with each request, and need no pull."""
+    """Attributes, floats, that may change at any time: they travel with each request, and need no
+    pull.
+    """
     float_observations = False
     """Whether all observations come as float32; else only floats do, and integers as they are."""
 
     def forward(self, observations: Any) -> Any:
         """Map observations ``(batch, ...)`` to distribution parameters ``(batch, ...)``.
 
-        With an `initial_state` it is ``forward(observations, state)``, and returns the parameters and the next state.
+        With an `initial_state` it is ``forward(observations, state)``, and returns the parameters
+        and the next state.
         """
         raise NotImplementedError
 
     def initial_state(self, num_envs: int) -> Any:
-        """Return the state ``(num_envs, ...)`` in which episodes begin, on the CPU; None if the policy has none."""
+        """Return the state ``(num_envs, ...)`` in which episodes begin, on the CPU; None if the
+        policy has none.
+        """
         return None
 
     def noise(self, num_steps: int, params: Any, generator: torch.Generator) -> Any:
-        """Draw the randomness of a rollout, ``(num_steps, batch, ...)``; ``params`` are those of its first step.
+        """Draw the randomness of a rollout, ``(num_steps, batch, ...)``; ``params`` are those of
+        its first step.
 
-        A worker asks for each of its environments by itself, with a batch of one and the environment's own generator.
+        A worker asks for each of its environments by itself, with a batch of one and the
+        environment's own generator.
         """
         raise NotImplementedError
 
@@ -74,7 +86,8 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def to_env(self, actions: Any) -> Any:
-        """Return what the environments get of actions ``(batch, ...)``, such as clipped or squashed ones.
+        """Return what the environments get of actions ``(batch, ...)``, such as clipped or squashed
+        ones.
 
         `Rollout.actions` are the actions themselves, whose log-probabilities are exact.
         """
@@ -86,11 +99,15 @@ class Policy(nn.Module):
         return getattr(self.to_env, "__func__", None) is Policy.to_env
 
     def distribution(self, params: Any) -> Distribution:
-        """Return the distribution over actions: what has ``log_prob``, ``(...)`` of parameters ``(..., params)``."""
+        """Return the distribution over actions: what has ``log_prob``, ``(...)`` of parameters
+        ``(..., params)``.
+        """
         raise NotImplementedError
 
     def extras(self, params: Any, actions: Any) -> dict[str, torch.Tensor]:
-        """Return by name what else is wanted of each step, ``(num_steps, num_envs, ...)``, for `Rollout.extras`."""
+        """Return by name what else is wanted of each step, ``(num_steps, num_envs, ...)``, for
+        `Rollout.extras`.
+        """
         return {}
 
     @property
@@ -98,7 +115,9 @@ class Policy(nn.Module):
         return next(self.parameters()).device
 
     def started(self, state: Any, starts: torch.Tensor) -> Any:
-        """Return a state ``(batch, ...)`` that is the initial one where ``starts`` ``(batch,)`` is True."""
+        """Return a state ``(batch, ...)`` that is the initial one where ``starts`` ``(batch,)`` is
+        True.
+        """
 
         def choose(fresh: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
             return torch.where(starts.view(-1, *[1] * (old.dim() - 1)), fresh.to(old.device), old)
@@ -106,24 +125,26 @@ class Policy(nn.Module):
         return map_tree(choose, self.initial_state(len(starts)), state)
 
     def unroll(self, observations: Any, starts: torch.Tensor, state: Any) -> tuple[Any, Any]:
-        """Return the parameters ``(num_steps, batch, ...)`` of a policy with a state, and the state afterwards.
+        """Return the parameters ``(num_steps, batch, ...)`` of a policy with a state, and the state
+        afterwards.
 
         Args:
             observations: tensors ``(num_steps, batch, ...)``.
-            starts: ``(num_steps, batch)``, where an episode begins: the state is the initial one there.
+            starts: ``(num_steps, batch)``, where an episode begins: the state is the initial one
+            there.
             state: ``(batch, ...)`` before the first step.
         """
         steps = []
         for step, begins in enumerate(starts):
-            params, state = self(
-                map_tree(lambda leaf: leaf[step], observations), self.started(state, begins)
-            )  # noqa: B023
+            now = map_tree(lambda leaf: leaf[step], observations)  # noqa: B023
+            params, state = self(now, self.started(state, begins))
             steps.append(params)
         return map_tree(lambda *each: torch.stack(each), *steps), state
 
     @torch.no_grad()
     def params_at(self, observations: Any) -> Any:
-        """Return distribution parameters ``(batch, ...)`` at a batch of arrays, in eval mode, as on the workers.
+        """Return distribution parameters ``(batch, ...)`` at a batch of arrays, in eval mode, as on
+        the workers.
 
         A policy with a state is in the initial one.
         """
@@ -192,11 +213,14 @@ class Policy(nn.Module):
         starts: Sequence[np.ndarray] | None = None,
         states: Sequence[Any] | None = None,
     ) -> np.ndarray:
-        """Return KL(behavior || this policy) in nats for each of several workers, a mean over states.
+        """Return KL(behavior || this policy) in nats for each of several workers, a mean over
+        states.
 
         Args:
-            observations: of each worker ``(states, ...)``; of a policy with a state ``(num_steps, batch, ...)``.
-            behavior_params: of each ``(states, ...)``, for a policy with a state those of one step after the other.
+            observations: of each worker ``(states, ...)``; of a policy with a state ``(num_steps,
+            batch, ...)``.
+            behavior_params: of each ``(states, ...)``, for a policy with a state those of one step
+            after the other.
             starts: of each, for a policy with a state, as in `unroll`.
             states: likewise, before the first step.
         """
@@ -233,10 +257,12 @@ class Policy(nn.Module):
         return map_tree(lambda leaf: torch.as_tensor(leaf, device=self.device), arrays)
 
     def kl(self, behavior: Any, params: Any) -> torch.Tensor:
-        """Return KL(behavior || params) in nats for each of a batch of distribution parameters, ``(batch,)``.
+        """Return KL(behavior || params) in nats for each of a batch of distribution parameters,
+        ``(batch,)``.
 
-        It is exact where torch knows it for these distributions. Else it is estimated from some actions of each state,
-        with a warning (http://joschu.net/blog/kl-approx.html); a subclass may know better.
+        It is exact where torch knows it for these distributions. Else it is estimated from some
+        actions of each state, with a warning (http://joschu.net/blog/kl-approx.html); a subclass
+        may know better.
         """
         old, new = self.distribution(behavior), self.distribution(params)
         try:
@@ -266,7 +292,8 @@ class Policy(nn.Module):
 
     @property
     def rounded_sizes(self) -> list[int]:
-        """How many elements each of the first tensors of `flat_weights` has: float32 parameters, no buffers.
+        """How many elements each of the first tensors of `flat_weights` has: float32 parameters, no
+        buffers.
 
         A buffer may be a normalizer's, or an index: it travels as it is.
         """
@@ -302,7 +329,9 @@ class Policy(nn.Module):
         )
 
     def split_weights(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return of what `flat_weights` returns the part that may be rounded, as float32, and the bytes of the rest."""
+        """Return of what `flat_weights` returns the part that may be rounded, as float32, and the
+        bytes of the rest.
+        """
         size = 4 * sum(self.rounded_sizes)
         return flat[:size].view(torch.float32), flat[size:]
 

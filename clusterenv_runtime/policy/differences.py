@@ -1,14 +1,16 @@
-"""Weights as rounded differences: what a pull moves, from the weights that a worker holds towards the published ones.
+"""Weights as rounded differences: what a pull moves, from the weights that a worker holds towards
+the published ones.
 
-Of each tensor the weights that are furthest off move, a quarter or fewer, all by the same amount, up or down. That is
-at most about 1.1 bits a weight. What is left over is part of the next difference, so errors do not add up; and workers
-report the distribution that they really acted on, so the learner corrects for it. A worker that holds nothing gets all
-weights in 8 bits each: a difference from zeros, in 127 steps up or down instead of one. So does one whose weights have
-little to do with the published ones, as after a checkpoint was loaded: ten differences would lead there, too, but each
-takes a rollout.
+Of each tensor the weights that are furthest off move, a quarter or fewer, all by the same amount,
+up or down. That is at most about 1.1 bits a weight. What is left over is part of the next
+difference, so errors do not add up; and workers report the distribution that they really acted on,
+so the learner corrects for it. A worker that holds nothing gets all weights in 8 bits each: a
+difference from zeros, in 127 steps up or down instead of one. So does one whose weights have little
+to do with the published ones, as after a checkpoint was loaded: ten differences would lead there,
+too, but each takes a rollout.
 
-Head and worker add the same float32 numbers in the same way, so that both know the sum to the last bit. This module
-imports torch, as `base` does.
+Head and worker add the same float32 numbers in the same way, so that both know the sum to the last
+bit. This module imports torch, as `base` does.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ class Difference:
         )
 
     def added_to(self, held: torch.Tensor | None, sizes: Sequence[int]) -> torch.Tensor:
-        """Return the sum with ``held``, unless it is a difference from zeros: ``(weights,)`` float32.
+        """Return the sum with ``held``, unless it is a difference from zeros: ``(weights,)``
+        float32.
 
         Only a multiplication and an addition, the same on all devices.
         """
@@ -86,7 +89,8 @@ class Difference:
                 torch.nn.functional.pad(steps + 1, (0, -len(steps) % 5)).to(torch.uint8).view(-1, 5)
             )
             steps = (trits * torch.from_numpy(_POWERS).to(trits.device)).sum(1, dtype=torch.uint8)
-        # By how often each byte occurs. There is nothing else to find in these, and looking for it takes time.
+        # By how often each byte occurs. There is nothing else to find in these, and looking for it
+        # takes time.
         deflate = zlib.compressobj(wbits=-15, strategy=zlib.Z_HUFFMAN_ONLY)
         packed = deflate.compress(steps.cpu().numpy().tobytes()) + deflate.flush()
         return [self.scales.numpy().tobytes(), packed]
@@ -136,16 +140,18 @@ def _to_bytes(weights: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 
 def _furthest(rest: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return which of a tensor's weights move up (1) or down (-1), and by how much: their mean distance.
+    """Return which of a tensor's weights move up (1) or down (-1), and by how much: their mean
+    distance.
 
-    As many of the furthest, up to a quarter, as leave the least to move. With a few far off these move alone, as the
-    mean of a quarter would be too much for the others and too little for them.
+    As many of the furthest, up to a quarter, as leave the least to move. With a few far off these
+    move alone, as the mean of a quarter would be too much for the others and too little for them.
     """
     if not len(rest):
         return rest.to(torch.int8), 0.0
     sample = rest[:: -(-len(rest) // SAMPLE)].abs().sort(descending=True).values
     furthest = sample[: max(int(SHARE * len(sample)), 1)].double()
-    # Moving k weights by their mean distance takes the square of their sum, by k, off the squared distance of all.
+    # Moving k weights by their mean distance takes the square of their sum, by k, off the squared
+    # distance of all.
     gains = furthest.cumsum(0).square() / torch.arange(1, len(furthest) + 1, device=rest.device)
     least = sample[gains.argmax()].clamp(min=torch.finfo(torch.float32).tiny)
     steps = (rest >= least).view(torch.int8) - (rest <= -least).view(torch.int8)

@@ -41,7 +41,8 @@ class Probed(NamedTuple):
 def probe(policy: Policy, space: Space, action_space: Space, seen: Any) -> Probed:
     """Have a copy of the policy act as on a worker, on the CPU, and check what comes of it.
 
-    ``seen`` are observations of environments. Where there are none yet, it sees one drawn from the space, or zeros.
+    ``seen`` are observations of environments. Where there are none yet, it sees one drawn from the
+    space, or zeros.
 
     Raises:
         ValueError: it cannot act in these environments.
@@ -65,7 +66,8 @@ def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
     default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float32)
-        # On the CPU, where a worker is, whatever the learner's new tensors are, and without its random numbers.
+        # On the CPU, where a worker is, whatever the learner's new tensors are, and without its
+        # random numbers.
         with torch.device("cpu"), torch.random.fork_rng([]):
             return _act_there(policy, action_space, observations)
     finally:
@@ -216,7 +218,9 @@ def _check_state(initial: Any, state: Any) -> None:
 
 
 def _blamed(error: Exception, policy: Policy, more: str) -> str:
-    """Return a line that names which of a policy's methods has raised an error, and what `forward` gets."""
+    """Return a line that names which of a policy's methods has raised an error, and what `forward`
+    gets.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     mine = [
         frame.f_code.co_name for frame in frames if type(frame.f_locals.get("self")) is type(policy)

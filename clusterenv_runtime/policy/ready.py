@@ -1,4 +1,6 @@
-"""The policies that come with the runtime. Their networks get all observations as float32, as CleanRL's do."""
+"""The policies that come with the runtime. Their networks get all observations as float32, as
+CleanRL's do.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class CategoricalPolicy(Policy):
 
 
 class GaussianPolicy(Policy):
-    """Continuous actions: ``actor_mean`` maps observations to means ``(batch, n)``, ``actor_logstd`` is a parameter.
+    """Continuous actions: ``actor_mean`` maps observations to means ``(batch, n)``,
+    ``actor_logstd`` is a parameter.
 
     The environments get actions clipped to the bounds of ``space``, if there is one.
 
@@ -87,7 +90,9 @@ class GaussianPolicy(Policy):
 
 
 class EpsilonGreedyPolicy(Policy):
-    """Discrete actions, greedy except in a share ``epsilon`` of steps: ``q_network`` gives values ``(batch, n)``."""
+    """Discrete actions, greedy except in a share ``epsilon`` of steps: ``q_network`` gives values
+    ``(batch, n)``.
+    """
 
     numbers, float_observations = ("epsilon",), True
 
@@ -115,9 +120,10 @@ class EpsilonGreedyPolicy(Policy):
     def kl(self, behavior: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
         """As in `Policy`, but of the softmax of both value functions, whatever ``epsilon`` is.
 
-        Two greedy policies are infinitely far apart wherever their actions differ, also where these are worth the same.
-        The temperature is what this policy's best action is worth above the median one, in the mean over all these
-        states, so that the unit of reward does not matter, nor how much worse the worst action is.
+        Two greedy policies are infinitely far apart wherever their actions differ, also where these
+        are worth the same. The temperature is what this policy's best action is worth above the
+        median one, in the mean over all these states, so that the unit of reward does not matter,
+        nor how much worse the worst action is.
         """
         behavior, params = (
             behavior.double(),

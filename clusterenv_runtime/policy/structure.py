@@ -1,4 +1,5 @@
-"""What a policy consists of besides its weights: what travels once, and what makes it another policy.
+"""What a policy consists of besides its weights: what travels once, and what makes it another
+policy.
 
 This module imports torch.
 """
@@ -23,9 +24,11 @@ TORCHS_OWN = vars(nn.Module()).keys()  # the attributes of every module
 
 
 def layout_of(policy: Policy) -> dict[str, Any]:
-    """Return by name the shapes and dtypes of what travels with each pull, and what else the modules consist of.
+    """Return by name the shapes and dtypes of what travels with each pull, and what else the
+    modules consist of.
 
-    When these change the policy has another structure. What is among ``numbers`` may change without that.
+    When these change the policy has another structure. What is among ``numbers`` may change without
+    that.
     """
     named = [*policy.named_parameters(), *policy.named_buffers()]
     found: dict[str, Any] = {
@@ -46,7 +49,8 @@ def layout_of(policy: Policy) -> dict[str, Any]:
 
 
 def pickled(policy: Policy) -> bytes:
-    """Return a policy as it travels: by cloudpickle, with shapes for weights, and zeros for ``numbers``.
+    """Return a policy as it travels: by cloudpickle, with shapes for weights, and zeros for
+    ``numbers``.
 
     Raises:
         ValueError: it cannot travel, or has parameters that would not travel again.
@@ -75,7 +79,8 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _fixed(value: Any, travelling: set[int]) -> Any:
-    """Return what is equal for two attributes that are: of numbers, texts, arrays and containers what is in them.
+    """Return what is equal for two attributes that are: of numbers, texts, arrays and containers
+    what is in them.
 
     ``travelling`` are the ids of tensors that come with each pull, whatever is in them.
     """

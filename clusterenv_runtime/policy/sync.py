@@ -1,10 +1,12 @@
-"""Adaptive Policy Synchronization: when a worker pulls, by which states, and what its policy draws at random.
+"""Adaptive Policy Synchronization: when a worker pulls, by which states, and what its policy draws
+at random.
 
-The head measures, the worker decides. After each update the head evaluates its new policy on observations each worker
-has just acted on, and sends it one number, its divergence, with the next request. If all are asked at once that is the
-mean of all, so they pull at once, and a rollout is of one policy. Weights move only when a worker asks for them. States
-and noise follow from the numbers of rows and rollouts, whichever worker has a row.
-Source: *Adaptive Policy Synchronization for Scalable RL* (arXiv 2507.10990). The head's side is in `versions`.
+The head measures, the worker decides. After each update the head evaluates its new policy on
+observations each worker has just acted on, and sends it one number, its divergence, with the next
+request. If all are asked at once that is the mean of all, so they pull at once, and a rollout is of
+one policy. Weights move only when a worker asks for them. States and noise follow from the numbers
+of rows and rollouts, whichever worker has a row. Source: *Adaptive Policy Synchronization for
+Scalable RL* (arXiv 2507.10990). The head's side is in `versions`.
 """
 
 from __future__ import annotations
@@ -48,16 +50,20 @@ class SyncRule(msgspec.Struct, frozen=True):
 
 
 def states_of_each_row(num_steps: int, num_rows: int, elements: int = 1) -> int:
-    """Return on how many states of each row the divergence is measured; ``elements`` are the numbers in one."""
+    """Return on how many states of each row the divergence is measured; ``elements`` are the
+    numbers in one.
+    """
     return min(max(min(KL_STATES, KL_ELEMENTS // max(elements, 1)) // num_rows, 1), num_steps)
 
 
 @functools.cache
 def measured_states(num_steps: int, rows: range, number: int, in_sequence: bool) -> np.ndarray:
-    """Return the indices, step * len(rows) + environment, of the states whose distribution parameters a worker sends.
+    """Return the indices, step * len(rows) + environment, of the states whose distribution
+    parameters a worker sends.
 
-    They follow from the rows' numbers, whichever worker has them. ``number`` states of each row are spread evenly over
-    the rollout. If they are ``in_sequence``, as a policy with a state needs them, they are each row's first ones.
+    They follow from the rows' numbers, whichever worker has them. ``number`` states of each row are
+    spread evenly over the rollout. If they are ``in_sequence``, as a policy with a state needs
+    them, they are each row's first ones.
     """
     steps, places = np.arange(number)[:, None], np.arange(len(rows))
     if not in_sequence:
@@ -66,9 +72,11 @@ def measured_states(num_steps: int, rows: range, number: int, in_sequence: bool)
 
 
 def noise_seed(seed: int, row: int, rollout: int, again: int = 0) -> int:
-    """Return what seeds the noise of one row in one rollout; it follows from these numbers, and from nothing else.
+    """Return what seeds the noise of one row in one rollout; it follows from these numbers, and
+    from nothing else.
 
-    ``again`` is how often the noise of this rollout has been used up. Of a seed, torch's generators use 32 bits.
+    ``again`` is how often the noise of this rollout has been used up. Of a seed, torch's generators
+    use 32 bits.
     """
     numbers = struct.pack("<4Q", seed, row, rollout, again)
     return int.from_bytes(hashlib.blake2b(numbers, digest_size=4).digest())

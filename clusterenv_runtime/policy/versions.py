@@ -1,4 +1,6 @@
-"""The head's side of Adaptive Policy Synchronization: the published version, and how far each copy has diverged."""
+"""The head's side of Adaptive Policy Synchronization: the published version, and how far each copy
+has diverged.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,8 @@ class PolicyCopy:
         math.inf
     )  # nats per action dimension, from the published version; inf until it has acted
     pulls: int = 0  # so far
-    # What it has seen lately under `behavior`: how many states, and these as `Policy.divergence` takes them, in parts,
-    # oldest first.
+    # What it has seen lately under `behavior`: how many states, and these as `Policy.divergence`
+    # takes them, in parts, oldest first.
     recent: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
     weights: HeldWeights | None = None  # that it holds; None if they are not known to the bit
 
@@ -124,10 +126,11 @@ class PolicyStore:
         self._numbers = itertools.count(1)  # of `HeldWeights`
 
     def publish(self, policy: Policy, seen: Any = None) -> bool:
-        """Make the current weights of ``policy`` the next version and measure every copy's divergence from them.
+        """Make the current weights of ``policy`` the next version and measure every copy's
+        divergence from them.
 
-        Return whether ``structure`` has changed, so that the workers must be told. ``seen`` are some observations of
-        environments, if there are any yet.
+        Return whether ``structure`` has changed, so that the workers must be told. ``seen`` are
+        some observations of environments, if there are any yet.
 
         Raises:
             TypeError: it is no `Policy`.
@@ -168,7 +171,9 @@ class PolicyStore:
         return changed
 
     def _differences(self, layout: dict[str, Any]) -> list[str]:
-        """Return in what a layout is another structure's, besides what changes whenever the policy acts."""
+        """Return in what a layout is another structure's, besides what changes whenever the policy
+        acts.
+        """
         keys = (layout.keys() | self._layout.keys()) - self._probed.volatile
         return [key for key in keys if layout.get(key) != self._layout.get(key)]
 
@@ -182,7 +187,9 @@ class PolicyStore:
             )
 
     def _measure(self, copies: list[PolicyCopy]) -> None:
-        """Measure how far copies that have acted are from the policy; where that is no number, it stays inf."""
+        """Measure how far copies that have acted are from the policy; where that is no number, it
+        stays inf.
+        """
         if not copies or self._probed.kl_fault is not None:
             return
         try:
@@ -205,10 +212,13 @@ class PolicyStore:
         return next(number for number, each in enumerate(self._copies) if each is copy)
 
     def acted(self, copy: PolicyCopy, part: RolloutPart) -> None:
-        """Keep some of what a worker saw in its part of a rollout, and its policy's distribution parameters there."""
+        """Keep some of what a worker saw in its part of a rollout, and its policy's distribution
+        parameters there.
+        """
         if part.version < self.published.since:
             return  # another structure
-        # No views of what the user gets, who may write to it, nor of a message: of `Frames`, that is a copy.
+        # No views of what the user gets, who may write to it, nor of a message: of `Frames`, that
+        # is a copy.
         number = len(leaves(part.params)[0]) // len(copy.numbers)
         recent = [
             self._sampled(copy, part, number)
@@ -265,8 +275,9 @@ class PolicyStore:
     def requests(self, copies: Sequence[PolicyCopy], num_steps: int) -> list[Collect]:
         """Return what asks each of these workers to act on the published version, or on its own.
 
-        All are told the mean divergence of the environments of those that have acted, or inf if none has: so they pull
-        together. With several learners that is of all environments of all, so each must call this as often.
+        All are told the mean divergence of the environments of those that have acted, or inf if
+        none has: so they pull together. With several learners that is of all environments of all,
+        so each must call this as often.
         """
         known = [copy for copy in copies if copy.measured]
         total = sum(copy.divergence * len(copy.numbers) for copy in known)
@@ -283,7 +294,9 @@ class PolicyStore:
         ]
 
     def pull(self, copy: PolicyCopy, version: int) -> tuple[Weights, list[Any]]:
-        """Return the published version and its weights, for a worker that asks and says that it holds ``version``."""
+        """Return the published version and its weights, for a worker that asks and says that it
+        holds ``version``.
+        """
         if version != copy.held and copy.weights is not None:
             self.mismatches += 1
             text = (
@@ -301,7 +314,9 @@ class PolicyStore:
         return update.message, update.buffers
 
     def _has_room_for(self, weights: torch.Tensor, copy: PolicyCopy) -> bool:
-        """Say whether this copy's next weights may be kept; else its next pull is of all weights again."""
+        """Say whether this copy's next weights may be kept; else its next pull is of all weights
+        again.
+        """
         others = [
             other.weights
             for other in self._copies

@@ -1,4 +1,6 @@
-"""What our training scripts share, and other people's loops need not: flags, checkpoints, signals, logs, summary."""
+"""What our training scripts share, and other people's loops need not: flags, checkpoints, signals,
+logs, summary.
+"""
 
 from .arguments import ScriptArgs, check, parse
 from .checkpoint import Counters

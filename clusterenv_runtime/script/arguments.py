@@ -1,4 +1,6 @@
-"""The command line of a training script: the flags that all have, W&B's spellings of booleans, and --resume."""
+"""The command line of a training script: the flags that all have, W&B's spellings of booleans, and
+--resume.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ WORDS = {"true": True, "false": False, "none": None, "null": None}
 def read_kwargs(text: str) -> dict[str, Any]:
     """Return the keyword arguments in a text like ``gravity=-5 enable_wind=true``.
 
-    Values are numbers, booleans, None, JSON's lists and objects, or else texts. Quotes are as in a shell.
+    Values are numbers, booleans, None, JSON's lists and objects, or else texts. Quotes are as in a
+    shell.
 
     Raises:
         ValueError: a part of the text is no ``name=value``, or a name is there twice.
@@ -113,26 +116,40 @@ def spell(name: str) -> str:
 
 @dataclass
 class ScriptArgs(ClusterOptions):
-    """The flags of every script. Its own add ``env_id``, ``total_timesteps``, and what belongs to the algorithm."""
+    """The flags of every script. Its own add ``env_id``, ``total_timesteps``, and what belongs to
+    the algorithm.
+    """
 
     envs_per_worker: Positive = 32
     """the number of parallel game environments on each worker"""
     num_envs: Positive | None = None
-    """the number of all environments, shared out among the workers; by default `--envs-per-worker` times as many"""
+    """the number of all environments, shared out among the workers; by default `--envs-per-worker`
+    times as many
+    """
     env_backend: Literal["gymnasium", "vector", "envpool"] = "gymnasium"
-    """what steps the environments: a loop (`gymnasium`), the environment's own `vector` version, or `envpool`"""
+    """what steps the environments: a loop (`gymnasium`), the environment's own `vector` version, or
+    `envpool`
+    """
     env_threads: Positive = 1
     """with `--env-backend envpool`: the number of threads that step each worker's environments"""
     env_kwargs: Kwargs = ""
-    """arguments of the environment's constructor, in one string, as in `"gravity=-5 enable_wind=true"`"""
+    """arguments of the environment's constructor, in one string, as in `"gravity=-5
+    enable_wind=true"`
+    """
     dry_run: bool = False
     """print the workers' commands, one a line, and start nothing"""
     run_name: Name | None = None
-    """the run goes to `runs/RUN_NAME`; by default it is named after environment, experiment, seed and time"""
+    """the run goes to `runs/RUN_NAME`; by default it is named after environment, experiment, seed
+    and time
+    """
     checkpoint_interval: Interval = 300.0
-    """seconds between checkpoints; there is also one at the end, and at SIGTERM, SIGUSR1, SIGHUP and Ctrl-C"""
+    """seconds between checkpoints; there is also one at the end, and at SIGTERM, SIGUSR1, SIGHUP
+    and Ctrl-C
+    """
     resume: str | None = None
-    """go on with this run (`runs/NAME`) and its flags, but for those given here; repeat those that can run code"""
+    """go on with this run (`runs/NAME`) and its flags, but for those given here; repeat those that
+    can run code
+    """
 
     exp_name: Name = "experiment"
     """the name of this experiment, and of its model's file"""
@@ -153,7 +170,8 @@ class ScriptArgs(ClusterOptions):
     save_model: bool = True
     """whether to save the model into the `runs/{run_name}` folder"""
     eval_episodes: NotNegative = 20
-    """the number of episodes of the final evaluation, in environments of this process; 0 for none"""
+    """the number of episodes of the final evaluation, in environments of this process; 0 for none
+    """
     max_seconds: PositiveNumber | None = None
     """stop cleanly after so many seconds of training"""
 
@@ -178,8 +196,8 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
     """Read the command line; with --resume also the checkpoint to go on from, else an empty one.
 
     ``fixed`` are the flags that must stay as they were, besides the number of environments.
-    Mistakes end the process with one line. So do flags of the run that can run someone's code (`RunsCode`), unless the
-    command line has them, too: whoever made the checkpoint chose them.
+    Mistakes end the process with one line. So do flags of the run that can run someone's code
+    (`RunsCode`), unless the command line has them, too: whoever made the checkpoint chose them.
     """
     sys.excepthook = _report
     # W&B agents write booleans as --flag=True; tyro's spelling is --flag and --no-flag
@@ -245,7 +263,8 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
 
 
 def resume_command(args: ScriptArgs, directory: str, command: list[str]) -> str:
-    """Return the command that goes on with the run in ``directory``, with the flags that are not taken from there.
+    """Return the command that goes on with the run in ``directory``, with the flags that are not
+    taken from there.
 
     ``command`` is what runs scripts, unless CLUSTERENV_RESUME says how to submit this job.
     """
@@ -284,7 +303,9 @@ def check_for_learners(args: ScriptArgs, number: int) -> None:
 
 
 def _check(args: ScriptArgs) -> None:
-    """Exit with one line if a flag that all scripts have is out of range, or does not go with the others."""
+    """Exit with one line if a flag that all scripts have is out of range, or does not go with the
+    others.
+    """
     try:
         args.check(args.make_launcher(None, spell), spell)
         if args.bind_address:

@@ -1,6 +1,7 @@
 """Checkpoints of a training script: written whole or not at all, never unpickled freely.
 
-A checkpoint is a file of `torch.save` whose name holds its step and its SHA-256: ``checkpoint-STEP-DIGEST.pt``.
+A checkpoint is a file of `torch.save` whose name holds its step and its SHA-256:
+``checkpoint-STEP-DIGEST.pt``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class _Hashed:
 
 
 class Counters(SimpleNamespace):
-    """A script's own numbers, for `Run.keep`: ``Counters(gradient_steps=0)`` has an attribute ``gradient_steps``."""
+    """A script's own numbers, for `Run.keep`: ``Counters(gradient_steps=0)`` has an attribute
+    ``gradient_steps``.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -65,11 +68,12 @@ class Counters(SimpleNamespace):
 
 
 def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], step: int) -> None:
-    """Write ``state``, of tensors, numbers, strings, bytes, None and containers of these, and keep the last two.
+    """Write ``state``, of tensors, numbers, strings, bytes, None and containers of these, and keep
+    the last two.
 
-    Whenever this process or its machine dies, the directory holds the checkpoint before this one, or this one. Any of
-    this ``step`` or of later ones gives way to it. A directory or a link with a checkpoint's name
-    stays as it is.
+    Whenever this process or its machine dies, the directory holds the checkpoint before this one,
+    or this one. Any of this ``step`` or of later ones gives way to it. A directory or a link with a
+    checkpoint's name stays as it is.
 
     Raises:
         TypeError: there is something else in ``state``, which `load_checkpoint` would refuse.
@@ -142,7 +146,8 @@ def _dump(state: dict[str, Any], file: BinaryIO) -> str:
 
 
 def load_checkpoint(directory: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
-    """Return the newest state in ``directory`` that is not damaged, or that of a ``step``, with tensors on the CPU.
+    """Return the newest state in ``directory`` that is not damaged, or that of a ``step``, with
+    tensors on the CPU.
 
     The run may be alive, and replace its checkpoints meanwhile.
 
@@ -220,7 +225,9 @@ def load_part(part: Any, state: dict[str, Any]) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Raise ValueError if this is not its ``state_dict``. Torch checks little, and with fused kernels writes beyond."""
+    """Raise ValueError if this is not its ``state_dict``. Torch checks little, and with fused
+    kernels writes beyond.
+    """
     fresh = copy.deepcopy(optimizer)
     for group in fresh.param_groups:
         for parameter in group["params"]:
@@ -235,7 +242,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) ->
 
 
 def _check_alike(found: Any, expected: Any, where: str) -> None:
-    """Raise ValueError if two trees of dicts, lists and tuples differ in keys, types, or tensors' shapes and dtypes."""
+    """Raise ValueError if two trees of dicts, lists and tuples differ in keys, types, or tensors'
+    shapes and dtypes.
+    """
     fits = type(found) is type(expected)
     if isinstance(expected, torch.Tensor):
         fits = (
@@ -299,7 +308,9 @@ def _fsync(directory: Path) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of this process's random number generators: Python's, NumPy's, and torch's on each device."""
+    """Return the states of this process's random number generators: Python's, NumPy's, and torch's
+    on each device.
+    """
     name, keys, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     numpy = [name, keys.tolist(), *rest]

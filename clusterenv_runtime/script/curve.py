@@ -1,4 +1,6 @@
-"""The learning curve of a run: the returns of its episodes, and what the synchronization of the policy took."""
+"""The learning curve of a run: the returns of its episodes, and what the synchronization of the
+policy took.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import numpy as np
 
 
 class LearningCurve:
-    """Collects episodes, and points of the curve: (global_step, mean return, pulls per worker, policy versions)."""
+    """Collects episodes, and points of the curve: (global_step, mean return, pulls per worker,
+    policy versions).
+    """
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float, float, int]] = []
@@ -24,7 +28,9 @@ class LearningCurve:
         self._lengths += lengths.tolist()
 
     def add_point(self, global_step: int, pulls: float, versions: int) -> dict[str, float]:
-        """Add a point; return the means of the episodes since the last one, by the names they are logged under."""
+        """Add a point; return the means of the episodes since the last one, by the names they are
+        logged under.
+        """
         self.points.append((global_step, self.mean_return, pulls, versions))
         scalars = {"charts/mean_return_100": self.mean_return}
         if self._returns:

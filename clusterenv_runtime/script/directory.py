@@ -11,7 +11,8 @@ from .lock import lock
 
 
 def meet(args: ScriptArgs, learners: Learners, name: str, step: int) -> str:
-    """Make the directory of a run that has done so many steps, and meet the other learners; return its name.
+    """Make the directory of a run that has done so many steps, and meet the other learners; return
+    its name.
 
     Or exit with one line.
     """

@@ -15,7 +15,8 @@ from .arguments import ScriptArgs
 def worker_commands(args: ScriptArgs, log_dir: str) -> list[str]:
     """Return the workers' commands.
 
-    PORT stands for a random one, KEYS for the directory that the head makes where the launcher wants it.
+    PORT stands for a random one, KEYS for the directory that the head makes where the launcher
+    wants it.
     """
     launcher = args.make_launcher(log_dir)
     keys, address = os.path.join(launcher.directory or "", "KEYS"), args.check(launcher)

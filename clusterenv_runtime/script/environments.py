@@ -1,4 +1,6 @@
-"""A script's environments: who makes them, what they look like, and episodes in them to evaluate a policy."""
+"""A script's environments: who makes them, what they look like, and episodes in them to evaluate a
+policy.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from .arguments import check
 
 EnvFn = Callable[[], gym.Env]
 logger = logging.getLogger(__name__)
-MOST_STEPS = 30_000  # of an evaluation, as not every environment ends its episodes; Atari's games end after 27,000
+# of an evaluation, as not every environment ends its episodes; Atari's games end after 27,000
+MOST_STEPS = 30_000
 NEUTRAL = (
     "RecordEpisodeStatistics",
     "PassiveEnvChecker",
@@ -31,7 +34,8 @@ NEUTRAL = (
 
 
 def by_backend(args: Any, env_fns: list[EnvFn], **envpool: Any) -> Any:
-    """Return what `ClusterEnv` takes: these, or with another --env-backend the one function that makes them all.
+    """Return what `ClusterEnv` takes: these, or with another --env-backend the one function that
+    makes them all.
 
     ``envpool`` are arguments of EnvPool's environments, unless --env-kwargs has others.
     """
@@ -54,7 +58,8 @@ def make_here(args: Any, env_fns: list[EnvFn], **envpool: Any) -> VectorEnv:
 def read_spaces(
     args: Any, make_env: Callable[..., EnvFn], of_envpool: Collection[str] = ()
 ) -> tuple[gym.Space, gym.Space]:
-    """Return the spaces of an environment's observations and actions; if there can be none, exit with one line.
+    """Return the spaces of an environment's observations and actions; if there can be none, exit
+    with one line.
 
     ``of_envpool`` are wrappers of Atari's games by ``make_env`` whose work EnvPool does itself.
     """
@@ -81,7 +86,8 @@ def read_spaces(
 
 
 def check_plain(args: Any, make_env: Callable[..., EnvFn], but_for: Collection[str] = ()) -> None:
-    """Exit with one line if ``make_env`` does more than `gym.make`: another --env-backend does not call it.
+    """Exit with one line if ``make_env`` does more than `gym.make`: another --env-backend does not
+    call it.
 
     That is more than ``but_for``, wrappers of Atari's games.
     """
@@ -108,7 +114,9 @@ def check_plain(args: Any, make_env: Callable[..., EnvFn], but_for: Collection[s
 
 
 def _changes(env: gym.Env, plain: gym.Env, but_for: Collection[str]) -> list[str]:
-    """Name the wrappers and arguments that one environment has and the other has not; or the spaces that differ."""
+    """Name the wrappers and arguments that one environment has and the other has not; or the spaces
+    that differ.
+    """
     ours, theirs = _parts(env), _parts(plain) + Counter(but_for)
     changes = [*(ours - theirs), *(f"no {part}" for part in theirs - ours if "=" not in part)]
     spaces = () if but_for else ("observation_space", "action_space")
@@ -134,10 +142,12 @@ def _parts(env: gym.Env) -> Counter[str]:
 def evaluate(
     args: Any, make_env: Callable[..., EnvFn], act: Callable[[Any], np.ndarray], **envpool: Any
 ) -> np.ndarray:
-    """Let ``act`` play one episode in each of `eval_episodes` new environments, of this process; return the returns.
+    """Let ``act`` play one episode in each of `eval_episodes` new environments, of this process;
+    return the returns.
 
-    Environments that count their own episodes (RecordEpisodeStatistics) say when one is over, and what it returned: of
-    Atari a whole game, with rewards as the game gives them. ``envpool`` is as for `by_backend`.
+    Environments that count their own episodes (RecordEpisodeStatistics) say when one is over, and
+    what it returned: of Atari a whole game, with rewards as the game gives them. ``envpool`` is as
+    for `by_backend`.
     """
     if not args.eval_episodes:
         return np.empty(0)

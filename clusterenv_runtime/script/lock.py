@@ -13,7 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 def lock(directory: str | os.PathLike[str]) -> None:
-    """Keep other processes from training the run in ``directory`` until this process ends, however it ends.
+    """Keep other processes from training the run in ``directory`` until this process ends, however
+    it ends.
 
     Its file ``lock`` says who has it, and stays. To lock once more changes nothing.
 
@@ -21,8 +22,8 @@ def lock(directory: str | os.PathLike[str]) -> None:
         RunLockedError: another process, here or on a machine that shares the directory, trains it.
         OSError: the file cannot be written.
     """
-    # Never closed. The lock is the process's, not the descriptor's as with flock, so no child of it has a part in it.
-    # A link would have another file emptied here.
+    # Never closed. The lock is the process's, not the descriptor's as with flock, so no child of it
+    # has a part in it. A link would have another file emptied here.
     file = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,6 @@
-"""The logs of a run: TensorBoard's, which a full disk interrupts and does not end, and those of Weights & Biases."""
+"""The logs of a run: TensorBoard's, which a full disk interrupts and does not end, and those of
+Weights & Biases.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def open_logs(directory: str, purge_step: int) -> SummaryWriter:
-    """Return a writer of logs into ``directory``, in which those of this step and of later ones no longer count.
+    """Return a writer of logs into ``directory``, in which those of this step and of later ones no
+    longer count.
 
     Raises:
         OSError: nothing can be written there. Later on that is a warning, see `EventFiles`.
@@ -49,7 +52,8 @@ def log_in() -> None:
 
 
 def start_wandb(args: Any, name: str, id: str | None) -> Any:
-    """Return the run ``name`` in Weights & Biases, which goes on if it has that ``id`` already; or exit with one line.
+    """Return the run ``name`` in Weights & Biases, which goes on if it has that ``id`` already; or
+    exit with one line.
 
     Videos stay where they are: W&B's own patch of `RecordVideo` does not know that of Gymnasium 1.
     """
@@ -78,9 +82,11 @@ class NoLogs:
 
 
 class EventFiles:
-    """In place of a `SummaryWriter`'s file of events: what cannot be written is lost, with a warning.
+    """In place of a `SummaryWriter`'s file of events: what cannot be written is lost, with a
+    warning.
 
-    TensorBoard's own raises its first error for ever. Here each `flush` tries to begin a new file after it.
+    TensorBoard's own raises its first error for ever. Here each `flush` tries to begin a new file
+    after it.
     """
 
     def __init__(self, file: Any) -> None:

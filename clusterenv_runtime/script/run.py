@@ -1,4 +1,6 @@
-"""One run of a training script: its directory, its logs, what its checkpoints hold, and how it ends."""
+"""One run of a training script: its directory, its logs, what its checkpoints hold, and how it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,16 @@ T = TypeVar("T")
 
 
 def say(text: str) -> None:
-    """Print a line if it can be written: a full disk, or a terminal that is gone, is no reason to end a run."""
+    """Print a line if it can be written: a full disk, or a terminal that is gone, is no reason to
+    end a run.
+    """
     with suppress(OSError):
         print_line(text)
 
 
 class Run:
-    """A run of a script, in ``runs/NAME``: its logs, its checkpoints, which hold all that it is told to keep, its end.
+    """A run of a script, in ``runs/NAME``: its logs, its checkpoints, which hold all that it is
+    told to keep, its end.
 
         args, saved = parse(Args)
         run = Run(args, saved)  # --dry-run ends here
@@ -115,7 +120,9 @@ class Run:
         return options if is_alone else options_of_one(options, self.learners, self.rows.start)
 
     def keep(self, name: str, part: T) -> T:
-        """Have checkpoints hold the ``state_dict`` of ``part``, and return it; if resumed, as the last one has it."""
+        """Have checkpoints hold the ``state_dict`` of ``part``, and return it; if resumed, as the
+        last one has it.
+        """
         if name in self._parts:
             raise ValueError(f"there is a part {name!r} already")
         kept: Any = part
@@ -132,7 +139,9 @@ class Run:
         return part
 
     def _load(self, name: str, load: Callable[[], object]) -> None:
-        """Load something of the checkpoint, or exit with one line: whoever made it may have put anything there."""
+        """Load something of the checkpoint, or exit with one line: whoever made it may have put
+        anything there.
+        """
         try:
             load()
         except Exception as error:
@@ -141,11 +150,13 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint, and with --save-model the model; several learners all call this."""
-        self.writer.flush()  # up to here the logs belong to this checkpoint, what comes later is dropped on resume
+        # up to here the logs belong to this checkpoint, what comes later is dropped on resume
+        self.writer.flush()
         with self.learners.saving():
             parts = {name: part.state_dict() for name, part in self._parts.items()}
             if self.learners.rank > 0:
-                return  # all but its workers' state, which it has handed in, the first learner has, too
+                # all but its workers' state, which it has handed in, the first learner has, too
+                return
             self._state = {
                 "parts": parts, "rng": rng_state(),
                 "args": asdict(self.args), "global_step": self.global_step, "seconds": self.seconds,
@@ -174,8 +185,8 @@ class Run:
     def training(self, envs: ClusterEnv, model: torch.nn.Module) -> Iterator[None]:
         """Train in this block: the time counts, and a signal writes a checkpoint and ends the run.
 
-        ``model`` is what --save-model saves. All that draws random numbers to be built must have been built before: a
-        resumed run takes those of its checkpoint up here.
+        ``model`` is what --save-model saves. All that draws random numbers to be built must have
+        been built before: a resumed run takes those of its checkpoint up here.
         """
         self._envs, self._model = envs, model
         self._workers = self._workers or AllWorkers(envs, self.learners)
@@ -197,15 +208,18 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """How long the run has trained, all its parts together; never 0, even if the clock stands still."""
+        """How long the run has trained, all its parts together; never 0, even if the clock stands
+        still.
+        """
         return max(time.monotonic() - self._start, 1e-3)
 
     def iterations(self, number: int, steps: int) -> Iterator[int]:
-        """Yield the iterations that are left of ``number``, of so many environment ``steps`` each, counted from 1.
+        """Yield the iterations that are left of ``number``, of so many environment ``steps`` each,
+        counted from 1.
 
-        Between two of them a checkpoint is written if one is due, and signals are heeded. The last is the one that
-        `report`s after --max-seconds, if that comes first. Then there is a checkpoint, and the workers end. Do not
-        leave it by ``break``, or there is neither.
+        Between two of them a checkpoint is written if one is due, and signals are heeded. The last
+        is the one that `report`s after --max-seconds, if that comes first. Then there is a
+        checkpoint, and the workers end. Do not leave it by ``break``, or there is neither.
         """
         self._number = number
         done, self._saved_at = -(-self.global_step // steps), time.monotonic()
@@ -232,9 +246,11 @@ class Run:
             sys.exit()
 
     def add_episodes(self, rollout: Rollout) -> None:
-        """Count the episodes of a rollout, and of the other learners'. Call it before anything is learned from it.
+        """Count the episodes of a rollout, and of the other learners'. Call it before anything is
+        learned from it.
 
-        Several learners agree here on what the clock of the first one says, and compare their models.
+        Several learners agree here on what the clock of the first one says, and compare their
+        models.
         """
         facts = list(_by_clock(self))
         if self.learners.world_size > 1:
@@ -249,16 +265,21 @@ class Run:
 
     @property
     def _due(self) -> tuple[bool, bool]:
-        """Whether a checkpoint is due, and whether the time is up; for several learners as they have agreed."""
+        """Whether a checkpoint is due, and whether the time is up; for several learners as they
+        have agreed.
+        """
         return _by_clock(self) if self.learners.world_size == 1 else self._agreed
 
     def report_is_due(self) -> bool:
-        """Whether to `report` this iteration, where there are many short ones: 200 times in a run, and the last."""
+        """Whether to `report` this iteration, where there are many short ones: 200 times in a run,
+        and the last.
+        """
         every = max(self._number // 200, 1)
         return self._iteration % every == 0 or self._iteration == self._number or self._due[1]
 
     def report(self, rollout: Rollout, versions: int) -> None:
-        """Log what all scripts do: the episodes since the last report, and the synchronization of the policy.
+        """Log what all scripts do: the episodes since the last report, and the synchronization of
+        the policy.
 
         Args:
             rollout: the last one.
@@ -289,7 +310,8 @@ class Run:
         self._stop = self._due[1]
 
     def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
-        """Log and print the evaluation, draw the learning curve, and write ``summary.json``, with ``more`` in it.
+        """Log and print the evaluation, draw the learning curve, and write ``summary.json``, with
+        ``more`` in it.
 
         Numbers that are not finite are null in it. If a file cannot be written, exit with one line.
         """

@@ -1,4 +1,6 @@
-"""Signals that end a run in order: a scheduler's SIGTERM and SIGUSR1, a lost terminal's SIGHUP, and Ctrl-C."""
+"""Signals that end a run in order: a scheduler's SIGTERM and SIGUSR1, a lost terminal's SIGHUP, and
+Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ PREEMPTED, CTRL_C = (
 
 
 class Signals:
-    """The first of these signals ends the run. Later ones are ignored, but a second Ctrl-C does what it does elsewhere.
+    """The first of these signals ends the run. Later ones are ignored, but a second Ctrl-C does
+    what it does elsewhere.
 
-    Outside of `saving` there is nothing to save, and the signal ends the process wherever it is. One of several
-    ``learners`` also ends when another has, and says so, as torchrun then tells it to end.
+    Outside of `saving` there is nothing to save, and the signal ends the process wherever it is.
+    One of several ``learners`` also ends when another has, and says so, as torchrun then tells it
+    to end.
     """
 
     def __init__(self, learners: Learners | None = None) -> None:
@@ -69,11 +73,13 @@ class Signals:
 
     @contextmanager
     def saving(self, envs: ClusterEnv, save: Callable[[], None], to_go_on: str) -> Iterator[None]:
-        """Have a signal end this block where nothing is half done: call ``save``, say how to go on, and exit.
+        """Have a signal end this block where nothing is half done: call ``save``, say how to go on,
+        and exit.
 
-        That is in a wait for workers or for other learners, which it interrupts, and in `raise_if_received`. Once
-        ``envs`` is closed nothing is ever half done. One of several learners that dies ends the others like a signal,
-        but amid an update there is nothing to save.
+        That is in a wait for workers or for other learners, which it interrupts, and in
+        `raise_if_received`. Once ``envs`` is closed nothing is ever half done. One of several
+        learners that dies ends the others like a signal, but amid an update there is nothing to
+        save.
         """
         self._envs = envs
         from_before = f"to go on from the checkpoint before, if there is one: {to_go_on}"
@@ -116,7 +122,9 @@ def _heed_no_more() -> None:
 
 
 def _leave_terminal() -> None:
-    """Send what is printed nowhere, where it would go to a terminal that has hung up: writing to that is an error."""
+    """Send what is printed nowhere, where it would go to a terminal that has hung up: writing to
+    that is an error.
+    """
     for output in (1, 2):
         try:
             os.write(output, b"")

@@ -1,7 +1,7 @@
 """Values to frames and back: what may travel to the head, where nothing is ever unpickled.
 
-`pack` and `Unpacker` carry arrays, numbers, strings, bytes, None and containers of these, and nothing else. Between
-them a value is a tree of the structs in `packed`.
+`pack` and `Unpacker` carry arrays, numbers, strings, bytes, None and containers of these, and
+nothing else. Between them a value is a tree of the structs in `packed`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ SMALL = (
 
 
 def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Packed:
-    """Turn ``value`` into a tree msgpack can carry, appending the data of its arrays to ``buffers``.
+    """Turn ``value`` into a tree msgpack can carry, appending the data of its arrays to
+    ``buffers``.
 
     Types survive exactly (tuple or list, ``np.float32`` or ``float``), except for
-    subclasses of containers, which arrive as their base. With ``dropped``, which is for infos, a dict entry that
-    cannot be packed is left out and its key noted there, and what is as good as plain data arrives as that, see
-    `_plain`; otherwise it raises TypeError.
+    subclasses of containers, which arrive as their base. With ``dropped``, which is for infos, a
+    dict entry that cannot be packed is left out and its key noted there, and what is as good as
+    plain data arrives as that, see `_plain`; otherwise it raises TypeError.
     """
     kind = type(value)
     if value is None or kind in (bool, float):
@@ -87,8 +88,9 @@ def pack(value: Any, buffers: list[Any], dropped: list[str] | None = None) -> Pa
 def _plain(value: Any) -> Any:
     """Return the number, text, dict or array that a value stands for; None if it is none of these.
 
-    That is of an `enum.IntEnum` and the like its number or text, of a dataclass a dict of its fields, and of what
-    NumPy takes for an array, such as tensors of torch and JAX, an array, or a scalar if it has no dimensions.
+    That is of an `enum.IntEnum` and the like its number or text, of a dataclass a dict of its
+    fields, and of what NumPy takes for an array, such as tensors of torch and JAX, an array, or a
+    scalar if it has no dimensions.
     """
     for base, convert in ((int, int.__int__), (float, float.__float__), (str, str.__str__)):
         if isinstance(value, base):
@@ -125,7 +127,8 @@ def _append(array: np.ndarray, buffers: list[Any]) -> tuple[int, int]:
 
 
 class Unpacker:
-    """Undoes `pack` for the values of one message. Each byte of it belongs to one array: it unpacks to no more.
+    """Undoes `pack` for the values of one message. Each byte of it belongs to one array: it unpacks
+    to no more.
 
     Args:
         buffers: of that message.
@@ -169,7 +172,9 @@ class Unpacker:
         return tree
 
     def tree_of(self, tree: Packed) -> Any:
-        """Return the dicts and tuples that were packed, with all else in them as it is packed; see `__call__`."""
+        """Return the dicts and tuples that were packed, with all else in them as it is packed; see
+        `__call__`.
+        """
         if type(tree) is Dict:
             with _refusing():
                 return {self._value_of(key): self.tree_of(item) for key, item in tree.items}
@@ -178,8 +183,8 @@ class Unpacker:
     def arrays(self, forms: dict[str, tuple[Packed, Any, tuple[int, ...]]]) -> dict[str, Any]:
         """Return trees of arrays by name, as views. Each is packed, and must be like an example.
 
-        That is a tree of arrays, or of None, in whose order the keys come. Instead of its arrays' first axis there are
-        these leading ones.
+        That is a tree of arrays, or of None, in whose order the keys come. Instead of its arrays'
+        first axis there are these leading ones.
 
         Raises:
             ProtocolError: one is of another structure, shape or dtype.
@@ -256,7 +261,9 @@ def _name_of(key: Any) -> str:
 
 
 def _generator(state: dict[str, Any]) -> np.random.Generator:
-    """Return the generator of NumPy whose bit generator, a PCG64 as Gymnasium's are, has this state."""
+    """Return the generator of NumPy whose bit generator, a PCG64 as Gymnasium's are, has this
+    state.
+    """
     bits = np.random.PCG64()
     bits.state = state  # which refuses that of another
     return np.random.Generator(bits)

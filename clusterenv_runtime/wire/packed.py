@@ -1,4 +1,5 @@
-"""What a value is on the wire: a tree of the structs below, which msgspec checks when it decodes a header.
+"""What a value is on the wire: a tree of the structs below, which msgspec checks when it decodes a
+header.
 
 `codec` makes it.
 """

@@ -24,8 +24,9 @@ MOST = np.finfo(np.float32).max
 class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """What one worker sends of a rollout: ``num_steps`` steps of its ``num_envs`` environments.
 
-    Observations are arrays, or for Dict and Tuple spaces dicts and tuples of arrays. Dtypes are the spaces' own.
-    Actions, states and params are as the policy has them: arrays, or dicts and tuples of arrays.
+    Observations are arrays, or for Dict and Tuple spaces dicts and tuples of arrays. Dtypes are the
+    spaces' own. Actions, states and params are as the policy has them: arrays, or dicts and tuples
+    of arrays.
     """
 
     version: int  # of the policy that acted
@@ -63,9 +64,11 @@ class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 def fault_of(part: RolloutPart, action_space: Space | None, given: Any = None) -> str | None:
-    """Say what of a part's values no learner can use, if anything. Observations may be whatever there is.
+    """Say what of a part's values no learner can use, if anything. Observations may be whatever
+    there is.
 
-    ``given`` is what environments got instead of the actions, if they did. Without a space, neither is looked at.
+    ``given`` is what environments got instead of the actions, if they did. Without a space, neither
+    is looked at.
     """
     for name in ("rewards", "episodic_returns"):  # which a learner takes as float32
         if not np.all(np.abs(getattr(part, name)) <= MOST):  # nor is NaN
@@ -112,7 +115,9 @@ def _are_beyond(space: Space, actions: Any) -> bool:
 
 
 def fault_of_info(values: np.ndarray) -> str | None:
-    """Say why infos ``(steps, ...)`` have no place in a rollout, where others that have none are zeros as large."""
+    """Say why infos ``(steps, ...)`` have no place in a rollout, where others that have none are
+    zeros as large.
+    """
     if values.dtype.kind not in "biuf":
         return "has no place in a rollout: it is neither a number nor an array of them"
     one = values.dtype.itemsize * math.prod(values.shape[1:])

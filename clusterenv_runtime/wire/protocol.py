@@ -1,9 +1,10 @@
 """The wire: what head and workers say to each other.
 
-A message is one msgpack header followed by raw buffers. The header is a pair: ``seq``, and one of the structs below,
-validated when decoded. ``seq`` numbers a request, and comes back with its answer: exactly one `Reply`, `Part` or
-`Error`, after two `Pull`s at most. What is neither has the ``seq`` None. Towards the worker, buffers may hold pickles,
-because a worker runs the head's code anyway; towards the head, values are what `codec.pack` makes.
+A message is one msgpack header followed by raw buffers. The header is a pair: ``seq``, and one of
+the structs below, validated when decoded. ``seq`` numbers a request, and comes back with its
+answer: exactly one `Reply`, `Part` or `Error`, after two `Pull`s at most. What is neither has the
+``seq`` None. Towards the worker, buffers may hold pickles, because a worker runs the head's code
+anyway; towards the head, values are what `codec.pack` makes.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Collect(Message):
 
     num_steps: int
     version: int
-    behavior: int  # the version that the divergence is of, which the worker may hold no longer; 0 for none
+    # the version that the divergence is of, which the worker may hold no longer; 0 for none
+    behavior: int
     divergence: float
     numbers: list[float]  # the policy's, see `Policy.numbers`
     states: int = 1  # of each row, whose distribution parameters are wanted
@@ -136,7 +138,8 @@ class Part(Message):  # the buffers of ``part``
 class Pull(Message):
     """Asks for weights before a `Collect`, whose ``seq`` it has, is answered."""
 
-    version: int  # the version the worker holds; 0 for none, or if its weights are not those that the head sent
+    # the version the worker holds; 0 for none, or if its weights are not those that the head sent
+    version: int
 
 
 class Error(Message):
@@ -145,7 +148,8 @@ class Error(Message):
     message: str
     traceback: str
     fatal: bool  # whether the worker ends
-    ends_episodes: bool = False  # whether it leaves what it is asked unanswered, but for a `Call`, until it resets all
+    # whether it leaves what it is asked unanswered, but for a `Call`, until it resets all
+    ends_episodes: bool = False
 
     @property
     def ends(self) -> bool:
@@ -179,7 +183,9 @@ def frames(seq: int | None, message: Message, *buffers: Any) -> list[Any]:
 
 @functools.cache
 def shared_versions() -> dict[str, str]:
-    """Versions that head and worker must share, because pickled code and tensors cross between them."""
+    """Versions that head and worker must share, because pickled code and tensors cross between
+    them.
+    """
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("gymnasium", "numpy", "cloudpickle", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -202,15 +208,19 @@ def mismatch(hello: Hello) -> str | None:
 
 
 def set_limits(socket: zmq.Socket[bytes], max_frame: int) -> None:
-    """Cut off a peer that sends more bytes than this in one frame. This holds for a stranger's handshake, too."""
+    """Cut off a peer that sends more bytes than this in one frame. This holds for a stranger's
+    handshake, too.
+    """
     socket.maxmsgsize = max_frame + CURVE_BYTES  # libzmq counts what travels
 
 
 def keep_alive(socket: zmq.Socket[bytes], silence: float) -> None:
-    """Cut off a head that has been silent for so many seconds, and tell it to do so with this worker, by ZMTP's PING.
+    """Cut off a head that has been silent for so many seconds, and tell it to do so with this
+    worker, by ZMTP's PING.
 
-    What else is received puts off the end of a silence for ever, or hides a PONG behind it, so this is for a connection
-    that carries nothing else. The head waits for 65 seconds at most: libzmq counts milliseconds in 16 bits there.
+    What else is received puts off the end of a silence for ever, or hides a PONG behind it, so this
+    is for a connection that carries nothing else. The head waits for 65 seconds at most: libzmq
+    counts milliseconds in 16 bits there.
     """
     milliseconds = max(
         int(min(silence, 10**6) * 750), 1
@@ -221,5 +231,7 @@ def keep_alive(socket: zmq.Socket[bytes], silence: float) -> None:
 
 
 def pulse_of(identity: bytes) -> bytes:
-    """Return the identity of a worker's second connection, see `keep_alive`, from that of its first."""
+    """Return the identity of a worker's second connection, see `keep_alive`, from that of its
+    first.
+    """
     return b"p" + identity[1:]

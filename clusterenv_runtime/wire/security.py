@@ -1,9 +1,11 @@
-"""Who is let in over tcp: CURVE keys for one run, and the check that only its workers' key is admitted.
+"""Who is let in over tcp: CURVE keys for one run, and the check that only its workers' key is
+admitted.
 
-CURVE (https://rfc.zeromq.org/spec/26) encrypts, and proves to the worker that the head has the run's server key. Whose
-key the head admits is for ZAP (https://rfc.zeromq.org/spec/27) to say: without it, anyone who knows the server's public
-key is let in. The keys are made for each run and lie in a file that only its owner can read; or they were made before
-it, by `clusterenv_runtime.keys`.
+CURVE (https://rfc.zeromq.org/spec/26) encrypts, and proves to the worker that the head has the
+run's server key. Whose key the head admits is for ZAP (https://rfc.zeromq.org/spec/27) to say:
+without it, anyone who knows the server's public key is let in. The keys are made for each run and
+lie in a file that only its owner can read; or they were made before it, by
+`clusterenv_runtime.keys`.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ Z85Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
 
 
 class WorkerKeys(msgspec.Struct):
-    """What a worker needs: the server's public key and the key pair of the run's workers, each 40 characters of Z85."""
+    """What a worker needs: the server's public key and the key pair of the run's workers, each 40
+    characters of Z85.
+    """
 
     server_public: Z85Key
     worker_public: Z85Key
     worker_secret: Z85Key
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Make ``socket`` talk to the holder of the server's secret key alone, and show it the workers'."""
+        """Make ``socket`` talk to the holder of the server's secret key alone, and show it the
+        workers'.
+        """
         socket.curve_serverkey = self.server_public.encode()
         socket.curve_publickey = self.worker_public.encode()
         socket.curve_secretkey = self.worker_secret.encode()
@@ -68,7 +74,8 @@ def write_key_file(path: str | os.PathLike[str], keys: WorkerKeys) -> None:
 
 
 class Gate:
-    """The head's side: writes the workers' keys, fresh ones if none are given, to ``key_file``, and admits nobody else.
+    """The head's side: writes the workers' keys, fresh ones if none are given, to ``key_file``, and
+    admits nobody else.
 
     Raises:
         OSError: ``key_file`` exists or cannot be written.
@@ -92,7 +99,9 @@ class Gate:
         socket.curve_secretkey = keys.server_secret.encode()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Say whether the owner of this public key (Z85) is let in; what zmq.auth asks for each connection."""
+        """Say whether the owner of this public key (Z85) is let in; what zmq.auth asks for each
+        connection.
+        """
         if key == self._worker_public:
             return True
         self.refused += 1
@@ -110,7 +119,8 @@ def read_key_file(path: str | os.PathLike[str], kind: type[Keys] = WorkerKeys) -
     """Return the keys in a file of `write_key_file`.
 
     Raises:
-        StartupError: the file is not there, others can read it, or it holds no such keys; the text says what to do.
+        StartupError: the file is not there, others can read it, or it holds no such keys; the text
+            says what to do.
     """
     try:
         mode = os.stat(path).st_mode

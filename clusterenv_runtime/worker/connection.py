@@ -1,4 +1,6 @@
-"""A worker's two connections to the head, and the end of the process when there is no head any more."""
+"""A worker's two connections to the head, and the end of the process when there is no head any
+more.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,23 @@ from ..wire import protocol
 from ..wire.security import WorkerKeys
 
 logger = logging.getLogger(__name__)
-HELLO_S = 5.0  # after how long a worker that waits for the head's first answer says again that it is there
+# after how long a worker that waits for the head's first answer says again that it is there
+HELLO_S = 5.0
 MAX_HELLO_S = 60.0  # after how long in the end, as each time it is twice as long
-RECONNECT_MS = 2000  # longer than it takes to end: what the head has not read yet would be lost behind another link
+# longer than it takes to end: what the head has not read yet would be lost behind another link
+RECONNECT_MS = 2000
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH  # by a `security.Gate`
 
 
 class End(BaseException):
-    """There is nothing more to do: the head has said so, or Ctrl-C; or a request failed. It may come at any time."""
+    """There is nothing more to do: the head has said so, or Ctrl-C; or a request failed. It may
+    come at any time.
+    """
 
 
 class Connection:
-    """Sends and receives. When the head has gone, it ends this process, whatever its environments are doing.
+    """Sends and receives. When the head has gone, it ends this process, whatever its environments
+    are doing.
 
     Args:
         address: the head's, as ZeroMQ writes it.
@@ -56,16 +63,19 @@ class Connection:
         if self._parent_has_left():
             with contextlib.suppress(OSError):
                 os.kill(parent, 0)
-                self._parent = None  # it lives, our parent is of a --worker-prefix; the link will tell when it ends
+                # it lives, our parent is of a --worker-prefix; the link will tell when it ends
+                self._parent = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.routing_id = b"w" + secrets.token_bytes(
             16
         )  # nobody can take it, as nobody else knows it
         self._socket.linger = 5000  # the last message may be why we die
-        self._socket.rcvhwm = 0  # the head bounds what it asks; were pings to pile up unread, the link would seem dead
-        # libzmq's own thread notices a silent link, whatever Python does at either end: that of a second socket, which
-        # lives until the process ends, as the head would take its end for this one's.
+        # the head bounds what it asks; were pings to pile up unread, the link would seem dead
+        self._socket.rcvhwm = 0
+        # libzmq's own thread notices a silent link, whatever Python does at either end: that of a
+        # second socket, which lives until the process ends, as the head would take its end for this
+        # one's.
         self._pulse = zmq.Context().socket(zmq.DEALER)
         self._pulse.routing_id = protocol.pulse_of(self._socket.routing_id)
         self._pulse.linger = self._pulse.rcvhwm = 0
@@ -88,7 +98,8 @@ class Connection:
         socket: zmq.Socket[bytes], address: str, keys: WorkerKeys | None, silence: float
     ) -> zmq.Socket[bytes]:
         """Connect a socket, and return its monitor."""
-        # The kernel notices where a network has lost this connection alone, be there something to send or not.
+        # The kernel notices where a network has lost this connection alone, be there something to
+        # send or not.
         seconds = int(min(max(silence, 4), 30_000))  # it takes no more
         socket.tcp_maxrt = seconds * 1000
         socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, 2
@@ -111,8 +122,8 @@ class Connection:
         hello = protocol.Hello(protocol.PROTOCOL_VERSION, index, host, os.getpid(), versions)
         self.send(None, hello)
         start, warned, pause = time.monotonic(), False, HELLO_S
-        # Once more from time to time: the head may not know yet that the one before is dead. If it learns for long, it
-        # reads nothing, and what piles up there is limited.
+        # Once more from time to time: the head may not know yet that the one before is dead. If it
+        # learns for long, it reads nothing, and what piles up there is limited.
         while not self._socket.poll(pause * 1000):
             self.send(None, hello)
             pause = min(2 * pause, MAX_HELLO_S)
@@ -121,7 +132,9 @@ class Connection:
                 logger.warning(text, self._startup_timeout)
 
     def settle(self) -> None:
-        """Wait until the head would notice the end of this process's pulse: before that it is given time to start."""
+        """Wait until the head would notice the end of this process's pulse: before that it is given
+        time to start.
+        """
         self._shows.wait()  # else this process ends after `startup_timeout`
         time.sleep(max(self._shown_at + 1.5 * protocol.PULSE_S - time.monotonic(), 0))
 
@@ -170,7 +183,8 @@ class Connection:
             poller.register(each, zmq.POLLIN)
         with contextlib.suppress(zmq.ContextTerminated):
             while not events & {REFUSED, zmq.EVENT_DISCONNECTED}:
-                # What is not connected yet is tried again and again: the network may be down for a moment.
+                # What is not connected yet is tried again and again: the network may be down for a
+                # moment.
                 if self._parent_has_left() or (connected < 2 and time.monotonic() >= deadline):
                     break
                 for each, _ in poller.poll(1000):

@@ -1,4 +1,6 @@
-"""A worker's rows, stepped one by one: for the head, or by a policy that acts in them, at a stretch."""
+"""A worker's rows, stepped one by one: for the head, or by a policy that acts in them, at a
+stretch.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class _Envs(list[gym.Env]):
 
 
 def stats_key(envs: Sequence[gym.Env]) -> str | None:
-    """Return under which info environments count their own episodes (RecordEpisodeStatistics); None if not all do."""
+    """Return under which info environments count their own episodes (RecordEpisodeStatistics); None
+    if not all do.
+    """
     keys = [
         env.has_wrapper_attr("_stats_key") and env.get_wrapper_attr("_stats_key") for env in envs
     ]
@@ -121,7 +125,8 @@ class EnvsOneByOne(SyncVectorEnv):
                         * (name == "observation")
                     )
                 )
-        # The head has iterated over the actions already; a Box makes `step` take what it is given, item by item.
+        # The head has iterated over the actions already; a Box makes `step` take what it is given,
+        # item by item.
         self.action_space = gym.spaces.Box(0, 1, (self.num_envs,))
         self._stats_key = stats_key(self.envs)  # they know better than the sum of rewards
         self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
@@ -169,9 +174,11 @@ class EnvsOneByOne(SyncVectorEnv):
             super().set_attr(name, values)
 
     def cut_off(self, last: Any, cut: np.ndarray) -> Any:
-        """Return what `step` would, had ``last`` come before it, and been the last of the episodes of ``cut``.
+        """Return what `step` would, had ``last`` come before it, and been the last of the episodes
+        of ``cut``.
 
-        The environments have just been reset; the rows that are not cut show that. See `protocol.CutOff`.
+        The environments have just been reset; the rows that are not cut show that. See
+        `protocol.CutOff`.
         """
         begun, self._autoreset_envs = deepcopy(self._observations), np.zeros(self.num_envs, bool)
         for i, observation in enumerate(
@@ -248,7 +255,9 @@ class EnvsOneByOne(SyncVectorEnv):
         return transitions.part(actor, stack(space, final_observations), self._stacks, episodes)
 
     def _counted(self, i: int, reward: float, info: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the return "r" and length "l" of an episode that has ended; None if it is not to count."""
+        """Return the return "r" and length "l" of an episode that has ended; None if it is not to
+        count.
+        """
         if self._stats_key is not None:
             return info.get(self._stats_key)
         return {"r": self._returns[i] + reward, "l": self._lengths[i] + 1}

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class Transitions:
-    """Room for ``num_steps`` steps of the environments that ``observations``, a batch of ``space``, is of.
+    """Room for ``num_steps`` steps of the environments that ``observations``, a batch of ``space``,
+    is of.
 
     ``starts`` ``(num_envs,)`` says which of these have begun an episode.
     """
@@ -36,7 +37,9 @@ class Transitions:
         self.terminations, self.truncations = np.zeros(shape, bool), np.zeros(shape, bool)
 
     def add_info(self, key: str, steps: Any, values: Any) -> None:
-        """Keep what infos have under a key at some steps, numbered by step * num_envs + environment."""
+        """Keep what infos have under a key at some steps, numbered by step * num_envs +
+        environment.
+        """
         self._found.setdefault(key, []).append((steps, values))
 
     def _infos(self) -> dict[str, Any]:
@@ -64,8 +67,8 @@ class Transitions:
         """Return what is sent of these steps.
 
         ``stacks`` says which observations are stacks of frames, see `are_stacks`. ``episodes``
-        are (step * num_envs + environment, return, length); ``steps``, if the actor acted more often than there are
-        steps, says which of its steps each of ours is.
+        are (step * num_envs + environment, return, length); ``steps``, if the actor acted more
+        often than there are steps, says which of its steps each of ours is.
         """
         numbers, returns, lengths = np.array(episodes, np.float64).reshape(-1, 3).T
         frames, found = (

@@ -32,7 +32,9 @@ MAX_TEXT_BYTES = (
 
 
 def build_environments(registry: dict[str, bytes | str], **arguments: Any) -> Any:
-    """Build a worker's rows as a `blueprint.Blueprint` says, with what the user has registered at the head."""
+    """Build a worker's rows as a `blueprint.Blueprint` says, with what the user has registered at
+    the head.
+    """
     load_registry(registry)
     env_fns = arguments["env_fns"]
     return env_fns.build(**arguments) if callable(env_fns) else EnvsOneByOne(**arguments)
@@ -88,8 +90,8 @@ class Worker:
         except End:
             raise
         except BaseException as error:
-            # Environments that were not built cannot go on, nor can a policy that was not loaded. Those that were reset
-            # or stepped can, once they are reset.
+            # Environments that were not built cannot go on, nor can a policy that was not loaded.
+            # Those that were reset or stepped can, once they are reset.
             fatal = isinstance(request, protocol.Setup | protocol.Structure)
             ends_episodes = not fatal and not isinstance(request, protocol.Call | protocol.SetAttr)
             if ends_episodes:

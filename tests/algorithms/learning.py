@@ -1,9 +1,11 @@
-"""A short training of each script, by which one sees whether it learns, and what it returns if a mistake is in it.
+"""A short training of each script, by which one sees whether it learns, and what it returns if a
+mistake is in it.
 
     python -m tests.algorithms.learning --seeds 10     # prints, by script and mistake, the returns of each seed
 
-The environment is `toys.Corridor`, or `toys.Recall` for the script with memory. Walking to the end returns 3, leaving
-at once 1. Episodes are cut off after two steps, so a policy that is trained without a bootstrap leaves.
+The environment is `toys.Corridor`, or `toys.Recall` for the script with memory. Walking to the end
+returns 3, leaving at once 1. Episodes are cut off after two steps, so a policy that is trained
+without a bootstrap leaves.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""A script's training, and all that an independent computation needs to repeat it: what `record` returns.
+"""A script's training, and all that an independent computation needs to repeat it: what `record`
+returns.
 
 As a program, this is a script's run whose calls of `ClusterEnv` are written down.
 """

@@ -1,7 +1,8 @@
-"""PPO and DQN once more, from their definitions: sums instead of recursions, networks and Adam by hand, in float64.
+"""PPO and DQN once more, from their definitions: sums instead of recursions, networks and Adam by
+hand, in float64.
 
-Nothing here imports a script. Each function goes through a `Recording` of a script's run, and returns what the script
-must have computed from the same rollouts and the same random numbers.
+Nothing here imports a script. Each function goes through a `Recording` of a script's run, and
+returns what the script must have computed from the same rollouts and the same random numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def linear(weights, name, x):
 
 
 def convolved(weights, prefix, x, layers):
-    """Apply convolutions, given as number in a Sequential and stride, with ReLU after each; return vectors."""
+    """Apply convolutions, given as number in a Sequential and stride, with ReLU after each; return
+    vectors.
+    """
     for number, stride in layers:
         kernel, bias = weights[f"{prefix}.{number}.weight"], weights[f"{prefix}.{number}.bias"]
         x = relu(torch.conv2d(x, kernel, bias, stride=stride))
@@ -109,7 +112,9 @@ def array(values):
 
 
 class Adam:
-    """https://arxiv.org/abs/1412.6980, Algorithm 1, after clipping the norm of all gradients, which `step` returns."""
+    """https://arxiv.org/abs/1412.6980, Algorithm 1, after clipping the norm of all gradients, which
+    `step` returns.
+    """
 
     def __init__(self, parameters, eps):
         self.parameters, self.eps, self.time = parameters, eps, 0
@@ -148,7 +153,8 @@ def parameters_of(state):
 def advantages_by_definition(
     rewards, values, next_values, terminations, truncations, gamma, gae_lambda
 ):
-    """The sum of discounted TD errors up to the end of the episode or of the rollout, https://arxiv.org/abs/1506.02438.
+    """The sum of discounted TD errors up to the end of the episode or of the rollout,
+    https://arxiv.org/abs/1506.02438.
 
     All are ``(num_steps, num_envs)``; ``next_values`` are of what each step led to.
     """
@@ -206,10 +212,12 @@ def moments(seen):
 
 
 def ppo(recording, network):
-    """Return the weights after training, and by name the lists of what is logged, as the definition has them.
+    """Return the weights after training, and by name the lists of what is logged, as the definition
+    has them.
 
-    Under "lag" the latter has, by iteration, how far the logarithms of the actions' probabilities were from those under
-    the learner's policy. Also return the set of the algorithm's cases that occurred, such as "ratio clipped".
+    Under "lag" the latter has, by iteration, how far the logarithms of the actions' probabilities
+    were from those under the learner's policy. Also return the set of the algorithm's cases that
+    occurred, such as "ratio clipped".
     """
     args = SimpleNamespace(**recording.args)
     weights, learned = parameters_of(recording.calls[0].networks["agent"])
@@ -396,7 +404,8 @@ def epsilon_greedy(q_values, epsilon):
 def dqn(recording, q_values, newest_first=False):
     """Return both networks' weights after training, and what is logged.
 
-    ``newest_first`` says how a number that is drawn counts transitions: from the newest one, or as they lie.
+    ``newest_first`` says how a number that is drawn counts transitions: from the newest one, or as
+    they lie.
     """
     args = SimpleNamespace(**recording.args)
     weights, learned = parameters_of(recording.calls[0].networks["q_network"])

@@ -43,7 +43,9 @@ def dqn(request):
 
 
 def compute(script, rewards, values, ends, final_values, gamma, gae_lambda):
-    """Call a script's function with the ends of episodes as 0 (none), 1 (terminated), 2 (truncated)."""
+    """Call a script's function with the ends of episodes as 0 (none), 1 (terminated), 2
+    (truncated).
+    """
     as_float = [np.array(each, np.float32) for each in (rewards, values, final_values)]
     ends = np.array(ends)
     return script.compute_gae(*as_float, ends == 1, ends == 2, gamma, gae_lambda)
@@ -78,7 +80,8 @@ def test_advantages_are_the_discounted_sum_of_td_errors(ppo, share_of_ends):
 
 def test_advantages_in_closed_form(ppo):
     ones = np.ones((4, 1))
-    # With lambda 1 the return is that of the rewards, and of the value after the last: 1 + g + g^2 + g^3 + g^4 V.
+    # With lambda 1 the return is that of the rewards, and of the value after the last: 1 + g + g^2
+    # + g^3 + g^4 V.
     _, returns = compute(ppo, ones, 10 * np.ones((5, 1)), 0 * ones, [], 0.5, 1)
     np.testing.assert_allclose(returns[:, 0], [1.875 + 0.625, 1.75 + 1.25, 1.5 + 2.5, 1 + 5])
     # With lambda 0 an advantage is one TD error.
@@ -113,7 +116,9 @@ ARGS = {"clip_coef": 0.2, "norm_adv": False, "clip_vloss": False, "ent_coef": 0.
 
 def loss_of(script, logprob, old, advantages, *, value=0.0, returns=0.0, old_values=0.0, entropy=0.0, weights=1.0,
             adv_mean_std=None, **args):  # fmt: skip
-    """Call a script's loss, with a stand-in for its networks; return the loss, what is logged, and the inputs."""
+    """Call a script's loss, with a stand-in for its networks; return the loss, what is logged, and
+    the inputs.
+    """
     number = len(logprob)
     new, entropy, value = (
         torch.tensor(np.broadcast_to(np.float32(each), number).copy(), requires_grad=True)
@@ -194,7 +199,8 @@ def test_the_loss_falls_as_good_actions_become_likelier_and_stops_at_the_clip(pp
         ppo, [inside, above, below] * 2, [0.0] * 6, [1, 1, 1, -1, -1, -1]
     )
     loss.backward()
-    # What has gone too far in its good direction gets no gradient; what has gone the wrong way does.
+    # What has gone too far in its good direction gets no gradient; what has gone the wrong way
+    # does.
     expected = np.array([-1, 0, -0.5, 1, 1.5, 0]) / 6
     np.testing.assert_allclose(new.grad, expected, atol=1e-6)
 
@@ -321,7 +327,9 @@ def test_an_observation_is_the_last_four_frames_the_newest_last(name):
     observation, _ = env.reset(seed=100_000)  # at the beginning of the corridor
 
     def places(stack):
-        """In which of the five columns each frame is bright, and that each is nothing but black and white."""
+        """In which of the five columns each frame is bright, and that each is nothing but black and
+        white.
+        """
         columns = np.stack([stack[:, 42, 8 + 17 * place] for place in range(5)], 1)
         assert set(np.unique(columns)) <= {0, 255}
         return [list(np.flatnonzero(frame)) for frame in columns]
@@ -421,7 +429,8 @@ def test_epsilon_falls_in_a_line_and_stays(dqn):
 def chunk_of(first, num_steps, num_envs, shape=()):
     """A chunk whose step number n, from ``first`` on, saw n and led to n + 0.5, for a reward of n.
 
-    Each third step terminates an episode, each third one truncates it. Of stacks, the newest frame says so.
+    Each third step terminates an episode, each third one truncates it. Of stacks, the newest frame
+    says so.
     """
     numbers = np.arange(first, first + num_steps * num_envs).reshape(num_steps, num_envs)
     kind = numbers % 3
@@ -501,7 +510,8 @@ def test_the_buffer_of_frames_holds_the_newest_transitions_whole(size):
     buffer = script.ReplayBuffer(size, num_frames, space)
     torch.manual_seed(1)
     for number in range(12):
-        # Numbers are whole, and small enough for a pixel: what a step of number n led to is told by its half.
+        # Numbers are whole, and small enough for a pixel: what a step of number n led to is told by
+        # its half.
         buffer.add(in_frames(chunk_of(8 * number, 4, 2, (4, 1, 1))))
         inserted = 8 * (number + 1)
         held = min(inserted, size)

@@ -1,4 +1,6 @@
-"""Each script learns what neither an untrained policy nor a mistaken script returns; see `learning`."""
+"""Each script learns what neither an untrained policy nor a mistaken script returns; see
+`learning`.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Observations that are no numbers: where one ends an episode nobody learns from it, elsewhere the run says so."""
+"""Observations that are no numbers: where one ends an episode nobody learns from it, elsewhere the
+run says so.
+"""
 
 import pytest
 

@@ -1,7 +1,8 @@
-"""A resumed run is the run: checkpoints hold all that it takes, and what is loaded is what was saved.
+"""A resumed run is the run: checkpoints hold all that it takes, and what is loaded is what was
+saved.
 
-Checkpoints hold no environments. So the run that is not interrupted and the one that is resumed are the same on
-`toys.Clockwork`, whose episodes end where the checkpoint is.
+Checkpoints hold no environments. So the run that is not interrupted and the one that is resumed are
+the same on `toys.Clockwork`, whose episodes end where the checkpoint is.
 """
 
 import shutil
@@ -29,7 +30,8 @@ SCRIPTS = {  # the kind of environment, and what a checkpoint holds
 FLAGS = "--num-workers 1 --envs-per-worker 2 --num-steps 8 --total-timesteps 64 --eval-episodes 0 --seed 5"
 FLAGS += " --sync-mode always --weights float32"
 PPO = "--num-minibatches 2 --update-epochs 2 --learning-rate 0.001"
-# Chunks are asked for before the last one is learned from. So only random actions are the same again.
+# Chunks are asked for before the last one is learned from. So only random actions are the same
+# again.
 DQN = "--deterministic --learning-starts 16 --train-frequency 2 --target-network-frequency 20 --batch-size 4"
 DQN += " --buffer-size 40 --save-replay --tau 0.5"
 RANDOM = "--start-e 1 --end-e 1"
@@ -76,7 +78,9 @@ def assert_same(found, expected, where=""):
 
 
 def without_times(parts):
-    """What checkpoints hold, but for the seconds that were waited, and how often the policy was published."""
+    """What checkpoints hold, but for the seconds that were waited, and how often the policy was
+    published.
+    """
     parts = {name: dict(part) for name, part in parts.items()}
     for name, times in {
         "envs": ("waiting_seconds", "policy_version"),
@@ -141,7 +145,8 @@ def test_exploration_and_counts_go_on_where_they_were(tmp_path, script, outstand
     record(script, tmp_path, *flags_of(script, flags), interrupt=INTERRUPT)
     resumed = resume(script, tmp_path)
     args = reference.SimpleNamespace(**resumed.args)
-    # Two chunks are left, and no more are asked for: both at once, or the other after the first has come and counted.
+    # Two chunks are left, and no more are asked for: both at once, or the other after the first has
+    # come and counted.
     steps = (STEP, STEP) if outstanding == 3 else (STEP, STEP + 16)
     assert resumed.epsilons == pytest.approx(
         [reference.linear_epsilon(args, step) for step in steps]
@@ -158,7 +163,8 @@ def test_without_its_replay_buffer_a_run_collects_before_it_learns_and_learns_at
     record(script, tmp_path, *flags_of(script, f"{RANDOM} --no-save-replay"), interrupt=INTERRUPT)
     resumed = resume(script, tmp_path, "--learning-rate", "0.25")
     end = load_checkpoint(tmp_path / "runs" / "x")["parts"]
-    # Another `learning_starts` steps are collected. Then gradient steps go on from the eight that there were.
+    # Another `learning_starts` steps are collected. Then gradient steps go on from the eight that
+    # there were.
     assert end["count"]["gradient_steps"] == (STEP - 16) // 2 + (64 - STEP - 16) // 2
     assert resumed.summary["transitions_inserted"] == 64 - STEP and end["rb"] == {}
     assert resumed.steps["losses/td_loss"] == [64]

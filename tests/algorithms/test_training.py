@@ -1,7 +1,9 @@
-"""A script's training equals the algorithm's definition, from the rollouts to the weights and the logs.
+"""A script's training equals the algorithm's definition, from the rollouts to the weights and the
+logs.
 
-Each script trains for a few iterations on an environment whose episodes end in both ways, amid rollouts and across
-them, with workers whose policy is out of date. `reference` computes the same from the recorded rollouts.
+Each script trains for a few iterations on an environment whose episodes end in both ways, amid
+rollouts and across them, with workers whose policy is out of date. `reference` computes the same
+from the recorded rollouts.
 """
 
 import importlib
@@ -27,7 +29,8 @@ DQN = {
     "dqn_clusterenv.py": ("vector", reference.q_vector),
     "dqn_atari_clusterenv.py": ("atari", reference.q_atari),
 }
-# Every number is one that matters: a weight is truncated, a ratio clipped, a gradient's norm limited.
+# Every number is one that matters: a weight is truncated, a ratio clipped, a gradient's norm
+# limited.
 PPO_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 7 --eval-episodes 0 --weights float32"
 PPO_FLAGS += " --num-minibatches 2 --update-epochs 3 --gamma 0.9 --gae-lambda 0.8 --clip-coef 0.05"
 PPO_FLAGS += " --ent-coef 0.1 --vf-coef 0.7 --max-policy-lag None"
@@ -57,8 +60,9 @@ DQN_FLAGS += " --sync-check-frequency 5 --sync-mode always --weights float32"
 TOLERANCE = (
     0.01  # of what training has changed: float32 and float64 differ by less, and mistakes by more
 )
-# Of large networks an activation may lie at a kink, on one side of it in float32 and on the other in float64. Then they
-# differ by some hundredths, and else by less than a ten-thousandth, as with this seed in all of Atari's cases here.
+# Of large networks an activation may lie at a kink, on one side of it in float32 and on the other
+# in float64. Then they differ by some hundredths, and else by less than a ten-thousandth, as with
+# this seed in all of Atari's cases here.
 SEED = {"atari": 3}
 
 
@@ -106,7 +110,8 @@ def test_ppo_is_as_defined(tmp_path, script, way):
     weights, logged, reached = reference.ppo(recording, network)
     assert cases <= reached
     assert_same_weights(recording.networks["agent"], weights, recording.calls[0].networks["agent"])
-    # The first version acts as the learner would. With --sync-mode always each does, or the one before if it overlaps.
+    # The first version acts as the learner would. With --sync-mode always each does, or the one
+    # before if it overlaps.
     lag = logged.pop("lag")
     assert max(lag if way == "plain" else lag[:1]) < 1e-4 and (
         way == "plain" or min(lag[1:]) > 1e-3
@@ -196,7 +201,8 @@ def test_dqn_is_as_defined(tmp_path, script, every):
         assert_same_weights(recording.networks[name], expected, first[name])
     assert_same_logs(recording, logged)
     args = SimpleNamespace(**recording.args)
-    # Workers act by the newest version of the network that is trained, and explore as they were told.
+    # Workers act by the newest version of the network that is trained, and explore as they were
+    # told.
     assert recording.versions == list(range(1, 2 + (total - 37) // every // 5))
     assert recording.newest[-1] > 1
     for call, epsilon, newest in zip(
@@ -215,7 +221,8 @@ def test_dqn_is_as_defined(tmp_path, script, every):
         probs = reference.epsilon_greedy(q_values(acting, obs.flatten(0, 1)), epsilon)
         chosen = probs[torch.arange(len(probs)), actions.flatten().long()]
         torch.testing.assert_close(found.flatten(), chosen.log(), atol=1e-4, rtol=0)
-    # The evaluation acts by the trained network, and explores as little as the workers do in the end.
+    # The evaluation acts by the trained network, and explores as little as the workers do in the
+    # end.
     with torch.no_grad():
         probs = reference.epsilon_greedy(
             q_values(weights, reference.array(recording.acted_on)), args.end_e
@@ -230,7 +237,8 @@ def test_dqn_is_as_defined(tmp_path, script, every):
         and waited == sorted(waited)
         and waited[-1] < recording.summary["wall_seconds"]
     )
-    # The first chunks are asked for before anything is learned; each further one after another has come.
+    # The first chunks are asked for before anything is learned; each further one after another has
+    # come.
     steps = [0] * args.num_workers + list(range(10, total - 10, 10))
     assert recording.epsilons == pytest.approx(
         [reference.linear_epsilon(args, step) for step in steps]

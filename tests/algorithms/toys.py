@@ -1,6 +1,8 @@
-"""Environments for tests of the algorithms, each with the kinds of observations and actions that the scripts take.
+"""Environments for tests of the algorithms, each with the kinds of observations and actions that
+the scripts take.
 
-Ids are ``tests.algorithms.toys:NAME-KIND-v0``; KIND is `vector`, `box` (continuous actions), `minatar` or `atari`.
+Ids are ``tests.algorithms.toys:NAME-KIND-v0``; KIND is `vector`, `box` (continuous actions),
+`minatar` or `atari`.
 """
 
 from types import SimpleNamespace
@@ -24,7 +26,9 @@ def spaces_of(env):
 
 
 class Toy(gym.Env):
-    """An environment that shows a list of numbers in [0, 1], and is told a number: 0, or another one."""
+    """An environment that shows a list of numbers in [0, 1], and is told a number: 0, or another
+    one.
+    """
 
     num_features = 0  # how many numbers it shows
     kind = "vector"
@@ -90,7 +94,8 @@ class Toy(gym.Env):
 class Clockwork(Toy):
     """What it shows and rewards follows from the actions since it was reset, and from nothing else.
 
-    Episodes last four steps, and then are cut off or end by themselves, in turn from one to the next.
+    Episodes last four steps, and then are cut off or end by themselves, in turn from one to the
+    next.
     """
 
     num_features = 3
@@ -112,12 +117,14 @@ class Clockwork(Toy):
 
 
 class Corridor(Toy):
-    """Walk through a corridor whose last three steps are worth 1 each, or leave before them, which is worth 1, too.
+    """Walk through a corridor whose last three steps are worth 1 each, or leave before them, which
+    is worth 1, too.
 
-    To leave among them is worth nothing, so whoever learns with the wrong sign leaves there at the latest. Which action
-    walks is another from each place to the next, so no policy gets through by one action alone. (Of pixels, which take
-    long to learn from, one action does.) Episodes are cut off after two steps, so whoever takes that for their end
-    leaves at once. In an evaluation each walk begins where the way is longest, and none is cut off: it returns up to 3.
+    To leave among them is worth nothing, so whoever learns with the wrong sign leaves there at the
+    latest. Which action walks is another from each place to the next, so no policy gets through by
+    one action alone. (Of pixels, which take long to learn from, one action does.) Episodes are cut
+    off after two steps, so whoever takes that for their end leaves at once. In an evaluation each
+    walk begins where the way is longest, and none is cut off: it returns up to 3.
     """
 
     length, limit = 5, 2
@@ -145,7 +152,9 @@ class Corridor(Toy):
 
 
 class Recall(Corridor):
-    """A corridor in which only each second observation says which of the actions is to walk in this episode."""
+    """A corridor in which only each second observation says which of the actions is to walk in this
+    episode.
+    """
 
     num_features = Corridor.length + 2
 
@@ -162,7 +171,9 @@ class Recall(Corridor):
 
 
 class Lives(Toy):
-    """A game of two lives, each of which begins when one fires. Its third step is worth 5, and the next one ends it."""
+    """A game of two lives, each of which begins when one fires. Its third step is worth 5, and the
+    next one ends it.
+    """
 
     num_features = 2
 

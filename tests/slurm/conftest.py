@@ -1,4 +1,6 @@
-"""A real Slurm cluster for the tests of this folder; without one they are skipped, or fail if REQUIRE_ALL=1."""
+"""A real Slurm cluster for the tests of this folder; without one they are skipped, or fail if
+REQUIRE_ALL=1.
+"""
 
 import pytest
 

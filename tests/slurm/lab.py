@@ -1,11 +1,14 @@
-"""A real Slurm cluster on this machine, for tests: nodes that share its loopback, or have a network each.
+"""A real Slurm cluster on this machine, for tests: nodes that share its loopback, or have a network
+each.
 
     python3 -m tests.slurm.lab install                # Debian's packages; as root, once
     python3 -m tests.slurm.lab srun -N3 hostname      # a cluster for as long as this command runs
-    python3 -m tests.slurm.lab --networked bash       # each node in its own network namespace; as root
+    python3 -m tests.slurm.lab --networked bash       # each node in its own network namespace; as
+    root
 
-Nothing here needs more than the standard library, systemd, or cgroups. Everything is in a temporary directory, on ports
-that were free, and is gone when the command ends. There is no accounting (`sacct`) and no limit on memory or cores.
+Nothing here needs more than the standard library, systemd, or cgroups. Everything is in a temporary
+directory, on ports that were free, and is gone when the command ends. There is no accounting
+(`sacct`) and no limit on memory or cores.
 """
 
 import argparse
@@ -23,9 +26,9 @@ from pathlib import Path
 from ..patience import PATIENCE
 from .machine import PATH, LabError, free_ports, install, namespaces, obstacle, run, wait_for
 
-# cred_expire is how long a requeued job must wait, GraceTime what a preemption takes. KillWait and SlurmdTimeout are so
-# long that on a busy machine nothing is taken for stuck or lost. Cores are declared, not there. Partition urgent
-# preempts partition lab.
+# cred_expire is how long a requeued job must wait, GraceTime what a preemption takes. KillWait and
+# SlurmdTimeout are so long that on a busy machine nothing is taken for stuck or lost. Cores are
+# declared, not there. Partition urgent preempts partition lab.
 CONF = """\
 ClusterName=lab
 SlurmctldHost={controller}
@@ -125,7 +128,9 @@ class Slurm:
         return f"lab{self.network}{node}"
 
     def processes(self, node: str | None = None) -> set[int]:
-        """Find every process of this cluster, or of one node: daemons, steps, tasks, and what these started."""
+        """Find every process of this cluster, or of one node: daemons, steps, tasks, and what these
+        started.
+        """
         conf, parents, found = self.env["SLURM_CONF"].encode(), {}, set()
         names = (
             b"LAB_NODE",
@@ -173,7 +178,8 @@ class Slurm:
     def spawn(self, name: str, *command: str, **env: str) -> None:
         with open(self.directory / "daemons.log", "ab") as log:
             self.daemons[name] = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", *command],  # a killed pytest leaves no daemon behind
+                # a killed pytest leaves no daemon behind
+                ["setpriv", "--pdeathsig", "KILL", *command],
                 cwd="/", env={**self.env, "LAB_NODE": "", **env}, start_new_session=True, stdin=subprocess.DEVNULL,
                 stdout=log, stderr=log,
             )  # fmt: skip
@@ -237,7 +243,9 @@ class Slurm:
         return self.run("sbatch", "--parsable", *arguments, **options).stdout.split(";")[0].strip()
 
     def jobs(self, job: str) -> list[dict[str, str]]:
-        """Tell what Slurm knows of a job: one dictionary for each task of an array or part of a heterogeneous job."""
+        """Tell what Slurm knows of a job: one dictionary for each task of an array or part of a
+        heterogeneous job.
+        """
         lines = self.run("scontrol", "-o", "show", "job", job).stdout.splitlines()
         return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines if line]
 
@@ -285,12 +293,14 @@ class Slurm:
 
 @contextmanager
 def start(nodes: int = 3, cpus: int = 4, networked: bool = False):
-    """Start a cluster, yield it (a `Slurm`) when all its nodes are idle, and leave nothing of it behind.
+    """Start a cluster, yield it (a `Slurm`) when all its nodes are idle, and leave nothing of it
+    behind.
 
     Args:
         nodes: Their number; they are called node1, node2, ...
         cpus: The cores that each pretends to have.
-        networked: Each node has its own network namespace and address, and its link can be cut. Needs root.
+        networked: Each node has its own network namespace and address, and its link can be cut.
+            Needs root.
 
     Raises:
         LabError: It cannot be started, with the reason.

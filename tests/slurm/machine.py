@@ -1,4 +1,6 @@
-"""What a cluster needs of this machine: Slurm's programs, free ports, and a network namespace for each node."""
+"""What a cluster needs of this machine: Slurm's programs, free ports, and a network namespace for
+each node.
+"""
 
 import os
 import random
@@ -90,7 +92,9 @@ def free_ports(number: int) -> list[int]:
 
 @contextmanager
 def namespaces(nodes: int):
-    """Give each node a network namespace behind one bridge; yield the number that their names and addresses hold."""
+    """Give each node a network namespace behind one bridge; yield the number that their names and
+    addresses hold.
+    """
     for network in random.sample(range(512), 20):  # the first whose name is free
         if run("ip", "link", "add", f"lab{network}", "type", "bridge", check=False).returncode == 0:
             break

@@ -1,4 +1,6 @@
-"""The cluster that the other tests of this folder run on does what a cluster does, and leaves nothing behind."""
+"""The cluster that the other tests of this folder run on does what a cluster does, and leaves
+nothing behind.
+"""
 
 import os
 import re
@@ -141,8 +143,8 @@ def test_nothing_is_left_behind(networked, request):
     )  # skips where there can be no cluster
     before = traces()
     with lab.start(networked=networked) as slurm:
-        # One task has left its session and its parent, one has forgotten its environment. Only in a namespace is one
-        # found that has done both.
+        # One task has left its session and its parent, one has forgotten its environment. Only in a
+        # namespace is one found that has done both.
         for escape in ["setsid --fork", "env -i", *["env -i setsid --fork"] * networked]:
             slurm.submit("--output=/dev/null", f"--wrap=srun {escape} sleep 3600")
         sleeps = 3 if networked else 2
@@ -155,7 +157,9 @@ def test_nothing_is_left_behind(networked, request):
 
 
 def traces():
-    """Network interfaces, network namespaces, and what the cluster may have put into the temporary directory."""
+    """Network interfaces, network namespaces, and what the cluster may have put into the temporary
+    directory.
+    """
     names = {path.name for path in Path("/run/netns").glob("lab*")}
     return {path.name for path in Path("/sys/class/net").iterdir()}, names
 

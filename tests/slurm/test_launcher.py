@@ -40,8 +40,8 @@ MORE = {
 }
 
 
-# Stands in for Python with a training script. Told to stop it saves, but not if there is a file `early`, as if its
-# handlers were not there yet. It ends when there is a file `go`.
+# Stands in for Python with a training script. Told to stop it saves, but not if there is a file
+# `early`, as if its handlers were not there yet. It ends when there is a file `go`.
 STUB = """#!/usr/bin/env bash
 for word in "$@"; do
     case $previous in --run-name | --resume) run=runs/${word#runs/} ;; --resume=*) run=${word#*=} ;; esac
@@ -171,7 +171,9 @@ def train(slurm, tmp_path):
 
 @pytest.fixture
 def stub(slurm, tmp_path):
-    """A function that submits a job in which STUB stands in for Python, all of a test in one directory."""
+    """A function that submits a job in which STUB stands in for Python, all of a test in one
+    directory.
+    """
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text(STUB)
     (tmp_path / "bin" / "python").chmod(0o755)
@@ -204,7 +206,8 @@ def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
     requeued = train("ppo", flags="--total-timesteps 40000")
     timed_out = train("dqn", "--time=60")
     timed_out.await_training()
-    # --signal says it 60 s before the limit, at which Slurm looks every 30 seconds: there are to be 45 left at least.
+    # --signal says it 60 s before the limit, at which Slurm looks every 30 seconds: there are to be
+    # 45 left at least.
     hours, minutes, seconds = map(int, timed_out.slurm.jobs(timed_out.id)[0]["RunTime"].split(":"))
     limit = hours * 60 + minutes + (seconds + 45) // 60 + 1
     timed_out.slurm.run("scontrol", "update", f"JobId={timed_out.id}", f"TimeLimit={limit}")

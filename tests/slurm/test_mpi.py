@@ -1,4 +1,6 @@
-"""Environments that are MPI jobs themselves, each on cores of its worker's own, on a real Slurm with Open MPI."""
+"""Environments that are MPI jobs themselves, each on cores of its worker's own, on a real Slurm
+with Open MPI.
+"""
 
 import os
 import re
@@ -16,7 +18,8 @@ from .test_launcher import Job, checkpoints
 
 # The documentation's environment, whose observation is made by all ranks.
 (ENV,) = (code for page, kind, code in BLOCKS if page.stem == "mpi" and kind == "python")
-# What mpi4py would do, on Open MPI alone: rank 0 passes what it reads on, and prints the sum over all ranks.
+# What mpi4py would do, on Open MPI alone: rank 0 passes what it reads on, and prints the sum over
+# all ranks.
 SOLVER = """
 import ctypes, os, sys, time
 from ctypes import byref, c_char, c_int

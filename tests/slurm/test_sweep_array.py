@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def submit(slurm, tmp_path):
-    """A function that submits the array file, from a directory that looks like the repository's root."""
+    """A function that submits the array file, from a directory that looks like the repository's
+    root.
+    """
     for name in ("slurm", "sweeps"):
         (tmp_path / name).symlink_to(ROOT / name)
     sweep = {"program": "train.py", "method": "grid", "parameters": {"x": {"values": [3, 5]}}}

@@ -1,4 +1,6 @@
-"""A W&B sweep as an array of jobs on a real Slurm: each task runs what the (stand-in) server gives its agent."""
+"""A W&B sweep as an array of jobs on a real Slurm: each task runs what the (stand-in) server gives
+its agent.
+"""
 
 import os
 import sys

@@ -55,7 +55,9 @@ class Exchange:
         return values if self.world_size == 1 else np.sum(self.gather(values), axis=0)
 
     def gather(self, values: np.ndarray) -> list[np.ndarray]:
-        """Return all learners' float64 ``values``, which may be of different lengths. Raises as `sum`."""
+        """Return all learners' float64 ``values``, which may be of different lengths. Raises as
+        `sum`.
+        """
         if self.world_size == 1:
             return [values]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
@@ -74,7 +76,8 @@ class Exchange:
                 try:
                     self.raise_if_interrupted()
                 except Interrupted:
-                    # If all have come already, the others go on, and so does this one: it ends after their update.
+                    # If all have come already, the others go on, and so does this one: it ends
+                    # after their update.
                     late = late or time.monotonic() + grace
                     if time.monotonic() > late:
                         raise
@@ -96,13 +99,14 @@ class Exchange:
     def share(
         self, inds: np.ndarray, size: int, num_envs: int, advantages: torch.Tensor
     ) -> tuple[np.ndarray, Iterable[Share]]:
-        """Divide the samples ``inds`` of the whole batch, in minibatches of ``size``, among the learners.
+        """Divide the samples ``inds`` of the whole batch, in minibatches of ``size``, among the
+        learners.
 
         Return which samples of its own batch are this learner's, and of each minibatch its share.
 
         Args:
-            inds: permuted alike on all learners: ``step * num_envs + env``, which is of the learner that has this
-                environment; or whole environments, ``env``.
+            inds: permuted alike on all learners: ``step * num_envs + env``, which is of the learner
+                that has this environment; or whole environments, ``env``.
             size: of a minibatch.
             num_envs: how many environments all learners have.
             advantages: ``(len(inds), ...)`` of all samples in order, see `whole`.
@@ -138,7 +142,9 @@ class Exchange:
         return torch.cat(parts, dim=1)
 
     def add_gradients(self, parameters: Iterable[torch.nn.Parameter], weight: float) -> None:
-        """Make each gradient the sum of all learners', of this one times ``weight``; they travel as one flat tensor."""
+        """Make each gradient the sum of all learners', of this one times ``weight``; they travel as
+        one flat tensor.
+        """
         if self.world_size == 1:
             return
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
@@ -160,7 +166,9 @@ class Exchange:
         return values
 
     def moments(self, values: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray, int]]:
-        """Yield mean and variance over the first axis, and length, of each learner's float64 ``values``."""
+        """Yield mean and variance over the first axis, and length, of each learner's float64
+        ``values``.
+        """
         mean, var, number = values.mean(0), values.var(0), len(values)
         if self.world_size == 1:
             yield mean, var, number

@@ -1,8 +1,9 @@
 """Several learners of one run: the processes that `torchrun` starts, each with workers of its own.
 
-They hold the same networks and draw the same random numbers. Each collects from its share of the environments, learns
-from its share of each minibatch, and their gradients are summed. What they tell each other goes by torch.distributed
-and its store. Neither is encrypted, nor asks who is there: several machines must be in a network that you trust.
+They hold the same networks and draw the same random numbers. Each collects from its share of the
+environments, learns from its share of each minibatch, and their gradients are summed. What they
+tell each other goes by torch.distributed and its store. Neither is encrypted, nor asks who is
+there: several machines must be in a network that you trust.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 
 
 def interface_towards(hosts: Iterable[str], loopback: bool = True) -> str | None:
-    """Return the network interface that leads to the first of these hosts for which that can be found out, if any.
+    """Return the network interface that leads to the first of these hosts for which that can be
+    found out, if any.
 
-    Without ``loopback`` that is none: a machine's own name often stands for it, and leads nowhere else.
+    Without ``loopback`` that is none: a machine's own name often stands for it, and leads nowhere
+    else.
     """
     for host in hosts:
         with (
@@ -196,7 +199,9 @@ class Learners(Exchange):
             dist.destroy_process_group()
 
     def part(self, code: int) -> tuple[str | None, int]:
-        """Leave before the end, interrupted; return who of the others has failed, if that is why, and the exit code."""
+        """Leave before the end, interrupted; return who of the others has failed, if that is why,
+        and the exit code.
+        """
         if self.watch is None:
             return None, code
         if not self._has_left:
@@ -208,7 +213,9 @@ class Learners(Exchange):
         return self.watch.culprit, self._exit_code
 
     def _exit_at_once(self) -> None:
-        """End this process, after all else that is to be done at its exit: Gloo would wait for who is lost."""
+        """End this process, after all else that is to be done at its exit: Gloo would wait for who
+        is lost.
+        """
         if self._exit_code is not None:
             self.leave("has failed")
             sys.stdout.flush()
@@ -227,7 +234,9 @@ class Learners(Exchange):
             self._run_store.set("run", name)
 
     def run_before(self) -> str | None:
-        """Return the name of the run that they trained before torchrun started them anew, if it did."""
+        """Return the name of the run that they trained before torchrun started them anew, if it
+        did.
+        """
         if not self.restarts or not self._run_store.check(["run"]):
             return None
         return self._run_store.get("run").decode()
@@ -249,7 +258,9 @@ class Learners(Exchange):
             raise LearnerLostError(f"{text}: {one_line(error)}") from None
 
     def hand_in(self, name: str, data: bytes) -> list[bytes | None]:
-        """Give the first learner ``data``; to it, return what all have given by this name, None for who has died."""
+        """Give the first learner ``data``; to it, return what all have given by this name, None for
+        who has died.
+        """
         all_data: dict[int, bytes | None] = {self.rank: data}
         if self.world_size > 1 and not self.watch.store_is_lost:
             with contextlib.suppress(

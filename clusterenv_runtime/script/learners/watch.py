@@ -1,4 +1,6 @@
-"""Who of several learners is there still: each leaves word in their common store, and looks for that of the others."""
+"""Who of several learners is there still: each leaves word in their common store, and looks for
+that of the others.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from ...errors import printable
 
 BEAT_S = 0.25  # how often a learner leaves word
 SILENCE_S = 5.0  # without word from a learner, or from the store, until it counts as dead
-END_S = 3.0  # in which a learner must begin to end when another is dead; then it is ended wherever it hangs
+# in which a learner must begin to end when another is dead; then it is ended wherever it hangs
+END_S = 3.0
 SAVE_S = 60.0  # in which it must have ended
 DONE, INTERRUPTED = "is done", "was interrupted"
 

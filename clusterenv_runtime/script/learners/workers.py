@@ -33,7 +33,9 @@ def options_of_one(options: dict[str, Any], learners: Learners, first_row: int) 
 
 
 class AllWorkers:
-    """The workers of all learners as if one had them, so that a checkpoint fits any number of learners."""
+    """The workers of all learners as if one had them, so that a checkpoint fits any number of
+    learners.
+    """
 
     def __init__(self, envs: ClusterEnv, learners: Learners) -> None:
         self._envs, self._learners, self._saves = envs, learners, itertools.count()
@@ -42,7 +44,9 @@ class AllWorkers:
         ] = {}  # by rank the last known state of others', for the first one
 
     def state_dict(self) -> dict[str, Any]:
-        """Return to the first learner the state of all workers; those of one that has died as it was known last."""
+        """Return to the first learner the state of all workers; those of one that has died as it
+        was known last.
+        """
         own, number = self._envs.state_dict(), self._envs.num_workers
         _, *others = self._learners.hand_in(
             f"workers {next(self._saves)}", msgspec.msgpack.encode(own)
