@@ -72,10 +72,8 @@ class Simulation:
                 self.send(worker, seq, *self.observations)
             case protocol.Setup():
                 if self.envs is None:
-                    self.rule, self.envs = (
-                        request.rule,
-                        build_environments(**pickle.loads(buffers[0])),
-                    )
+                    self.rule = pickle.loads(buffers[1])
+                    self.envs = build_environments(**pickle.loads(buffers[0]))
                     observation_buffers = []
                     value = pack(self.envs.reset(seed=1)[0], observation_buffers)
                     self.observations = protocol.Reply(value, List([])), observation_buffers

@@ -139,10 +139,10 @@ class Head:
             if identity.startswith(b"w"):
                 yield identity, *decode_answer(header)
 
-    def ask(self, request, argument):
+    def ask(self, request, *arguments):
         """Ask the worker for something, and return its answer."""
         self.seq += 1
-        self.socket.send_multipart([self.identity, *frames(self.seq, request), argument])
+        self.socket.send_multipart([self.identity, *frames(self.seq, request, *arguments)])
         return next(answer for _, seq, answer in self.received() if seq == self.seq)
 
 
@@ -157,7 +157,7 @@ def test_a_worker_drops_what_it_cannot_decode():
     ):
         head = Head(socket, directory)
         own = Reply(pack((head.process.pid,), []), pack([], []))
-        assert isinstance(head.ask(Setup([], 0, SyncRule()), setup), Reply)
+        assert isinstance(head.ask(Setup([], 0), setup, pickle.dumps(SyncRule())), Reply)
         for _ in range(10):
             for number in range(FRAMES // 10):
                 (header, *_) = mutated(rng, rng.choice(originals)[:1])

@@ -1,5 +1,6 @@
 """What a worker's process is told to become that worker, without processes."""
 
+import pickle
 import sys
 
 import cloudpickle
@@ -68,8 +69,8 @@ def told():
 
 def test_the_first_process_builds_its_environments_and_no_more(monkeypatch):
     monkeypatch.setattr(sys, "path", ["", "/one", "/another \udcff"])  # "": the head's directory
-    setup = Setup([b"/one", b"/another \xff"], 2, SyncRule())
-    assert Told().orders() == [(None, setup, (b"setup",))]
+    setup = Setup([b"/one", b"/another \xff"], 2)
+    assert Told().orders() == [(None, setup, (b"setup", pickle.dumps(SyncRule())))]
 
 
 def test_a_process_is_told_the_policys_structure_then_what_was_set_then_to_reset_then_what_is_asked(

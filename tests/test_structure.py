@@ -15,7 +15,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["errors"],
     ["arrays/"],
-    ["policy/sync", "policy/differences"],
     ["wire/"],
     ["policy/", "launchers/", "envs/"],
     ["keys", "options", "rollout"],

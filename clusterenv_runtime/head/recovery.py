@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import secrets
 import sys
 import time
@@ -37,7 +38,8 @@ class Recovery:
     """
 
     def __init__(self, rule: SyncRule, store: PolicyStore) -> None:
-        self._rule, self._store = rule, store
+        self._rule = pickle.dumps(rule)
+        self._store = store
         self._sys_path = [os.fsencode(path) for path in sys.path if path]
         self.attributes: dict[
             str, list[Any]
@@ -52,7 +54,7 @@ class Recovery:
     def orders(self, worker: WorkerHandle, unanswered: list[PendingRequest]) -> list[Order]:
         """Return what makes a process this worker, and then what it is to answer."""
         orders: list[Order] = [
-            (None, Setup(self._sys_path, worker.first_row, self._rule), (worker.setup,))
+            (None, Setup(self._sys_path, worker.first_row), (worker.setup, self._rule))
         ]
         if self._store.structure:
             orders.append((None, Structure(), (self._store.structure,)))

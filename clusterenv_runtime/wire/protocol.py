@@ -19,7 +19,6 @@ import msgspec
 import zmq
 
 from ..errors import printable
-from ..policy.sync import SyncRule
 from .codec import MAX_FRAME
 from .packed import Packed
 
@@ -38,12 +37,12 @@ class Message(msgspec.Struct, tag=True):
 
 
 # Head to worker. Comments name the buffers that follow the header.
-class Setup(Message):  # cloudpickle of what `worker.build_environments` takes
+# cloudpickle of what `worker.build_environments` takes; pickle of a `sync.SyncRule`
+class Setup(Message):
     """Build the environments. From now on pull by this rule."""
 
     sys_path: list[bytes]  # as the file system has them: not all are UTF-8
     first_row: int
-    rule: SyncRule
 
 
 class Reset(Message):  # pickle of (seeds, options, reset_mask or None)

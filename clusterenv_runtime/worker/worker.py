@@ -118,7 +118,8 @@ class Worker:
             case protocol.Setup():
                 paths = map(os.fsdecode, request.sys_path)
                 sys.path.extend(path for path in paths if path not in sys.path)
-                self._first_row, self._rule = request.first_row, request.rule
+                self._first_row = request.first_row
+                self._rule = pickle.loads(buffers[1])
                 built = partial(self._connection.send, None, protocol.Built())
                 self._envs = build_environments(built=built, **pickle.loads(buffers[0]))
                 self._connection.settle()
