@@ -1,6 +1,6 @@
 # make train: LunarLander through two local workers. make test: the whole suite. make test-algorithms: what
 # the scripts compute, learn and resume. make lint: style. make docs: the site.
-# make figures: a small version of the figures, in runs/quick. make all-figures: those in figures/, which takes hours.
+# make figures: a small version of the figures, in runs/quick. make all-figures: those of experiments/figures/, which takes hours.
 PYTHON ?= python3
 
 .PHONY: train test test-algorithms lint docs figures all-figures
@@ -15,17 +15,17 @@ test: .venv/installed
 
 # What has finished is skipped, and what has failed is tried again next time. Reversed, PPO comes first.
 RUN = for file in $$(ls -r $(1)/*.yaml); do \
-	.venv/bin/python sweeps/run.py $$file --output $(2)/$$(basename $$file .yaml) || test $$? -eq 1 || exit; done
+	.venv/bin/python experiments/sweeps/run.py $$file --output $(2)/$$(basename $$file .yaml) || test $$? -eq 1 || exit; done
 
 figures: .venv/installed
-	$(call RUN,figures/quick,runs/quick)
-	.venv/bin/python -m figures.collect --sweeps figures/quick --runs runs/quick --results runs/quick/results
-	.venv/bin/python -m figures.plot --results runs/quick/results --output runs/quick
+	$(call RUN,experiments/figures/recipes/quick,runs/quick)
+	.venv/bin/python -m experiments.figures.collect --sweeps experiments/figures/recipes/quick --runs runs/quick --results runs/quick/results
+	.venv/bin/python -m experiments.figures.plot --results runs/quick/results --output runs/quick
 
 all-figures: .venv/installed
-	$(call RUN,figures,runs/figures)
-	.venv/bin/python -m figures.collect
-	.venv/bin/python -m figures.plot
+	$(call RUN,experiments/figures/recipes/main,runs/main)
+	.venv/bin/python -m experiments.figures.collect
+	.venv/bin/python -m experiments.figures.plot
 
 lint: .venv/installed
 	.venv/bin/ruff check .

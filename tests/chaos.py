@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from clusterenv_runtime import ClusterEnv, LocalLauncher
-from figures.network import Network, why_no_namespaces
+from experiments.figures.network import Network, why_no_namespaces
 
 from .scripts import ROOT, environment, workers_of
 

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from figures.network import Network, why_no_namespaces
+from experiments.figures.network import Network, why_no_namespaces
 
 from .chaos import train
 from .machine import do_without, refusal_of_namespaces

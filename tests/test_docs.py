@@ -51,9 +51,7 @@ COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(PROGRAMS_IN_TEXT)})\s[^`]+
 MODULES = [
     name
     for name in (
-        "benchmarks",
-        "figures",
-        "sweeps",
+        "experiments",
         "tests",
         "verification",
         "clusterenv_runtime",
@@ -234,7 +232,7 @@ def calls_of(page, directory):
     here = directory / "here"
     for folder in (tools, here / "docs", here / ".venv/bin"):
         folder.mkdir(parents=True)
-    for name in ("figures", "sweeps", "slurm"):
+    for name in ("experiments", "slurm"):
         (here / name).symlink_to(ROOT / name)
     (here / "clusterenv").symlink_to(".")
     for name in set(PROGRAMS_IN_TEXT) - {"source"}:

@@ -16,11 +16,11 @@ import yaml
 from scipy.stats import bootstrap
 from torch.utils.tensorboard import SummaryWriter
 
-from figures import claims, collect, plot, slow_network, tasks
-from figures.network import Delay, Network
-from sweeps.attempts import directory_of, here
-from sweeps.configurations import configurations, load
-from sweeps.estimates import difference, interval, iqm
+from experiments.figures import claims, collect, plot, slow_network, tasks
+from experiments.figures.network import Delay, Network
+from experiments.sweeps.attempts import directory_of, here
+from experiments.sweeps.configurations import configurations, load
+from experiments.sweeps.estimates import difference, interval, iqm
 
 from .machine import do_without, refusal_of_namespaces
 from .scripts import ROOT
@@ -313,7 +313,8 @@ def test_the_plan_runs_nothing_twice_always_with_every_seed_and_what_is_compared
 ):
     monkeypatch.chdir(ROOT)
     seen, seeds, always, others = set(), {}, {}, {}
-    for path in (*Path("figures").glob("*.yaml"), *Path("figures/v2").glob("*.yaml")):
+    recipes = Path("experiments", "figures", "recipes")
+    for path in [*recipes.glob("main/*.yaml"), *recipes.glob("v2/*.yaml")]:
         setup = load(path)
         for flat in configurations(setup, 1):
             key = json.dumps(
@@ -447,6 +448,6 @@ def test_runs_that_differ_in_more_than_their_rule_are_not_compared(paths):
 def test_without_tables_there_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["plot", "--results", str(tmp_path)])
     with pytest.raises(
-        SystemExit, match="error: neither .* is there: run python -m figures.collect"
+        SystemExit, match="error: neither .* is there: run python -m experiments.figures.collect"
     ):
         plot.main()

@@ -63,8 +63,8 @@ def test_uv_run_installs_what_the_script_needs(script):
 def test_the_versions_that_are_tested_are_in_the_ranges():
     pinned = {}
     for path in (
-        "benchmarks/peers/requirements-envpool.txt",
-        "benchmarks/peers/requirements-ray.txt",
+        "experiments/benchmarks/peers/requirements-envpool.txt",
+        "experiments/benchmarks/peers/requirements-ray.txt",
         "requirements.txt",
     ):
         lines = [line.partition("#")[0].strip() for line in (ROOT / path).read_text().splitlines()]

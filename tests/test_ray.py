@@ -24,7 +24,8 @@ from .patience import HOUR, PATIENCE, assert_ended, wait_until
 from .scripts import ROOT, environment
 
 ray = pytest.importorskip(
-    "ray", reason="Ray is not installed: pip install -r benchmarks/peers/requirements-ray.txt"
+    "ray",
+    reason="Ray is not installed: pip install -r experiments/benchmarks/peers/requirements-ray.txt",
 )
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 

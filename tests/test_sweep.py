@@ -18,8 +18,8 @@ import scipy.stats as st
 import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-from sweeps import configurations
-from sweeps.distributions import DISTRIBUTIONS
+from experiments.sweeps import configurations
+from experiments.sweeps.distributions import DISTRIBUTIONS
 
 from .patience import PATIENCE
 from .scripts import ROOT, alive, children_of, environment
@@ -60,7 +60,9 @@ def write(tmp_path, monkeypatch):
 
 def command(*arguments, **options):
     options = {"env": environment(), "capture_output": True, "text": True, **options}
-    return subprocess.run([sys.executable, str(ROOT / "sweeps" / "run.py"), *arguments], **options)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "experiments" / "sweeps" / "run.py"), *arguments], **options
+    )
 
 
 def load(path, seed=1):
@@ -389,7 +391,7 @@ def test_a_metric_that_runs_do_not_have_is_named(write):
 def start_and_await_99(path):
     """Start a sweep; return its process and its run's pid once that waits."""
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "sweeps" / "run.py"), path],
+        [sys.executable, str(ROOT / "experiments" / "sweeps" / "run.py"), path],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     while not any("x is 99" in log.read_text() for log in Path("runs").glob("sweep/*/*/log.txt")):
@@ -489,11 +491,11 @@ def test_the_real_script_is_swept(tmp_path):
 
 def test_the_projects_own_sweeps_load(monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert load("sweeps/sweep.yaml") == [
+    assert load("experiments/sweeps/sweep.yaml") == [
         {"kl_threshold": kl, "seed": seed} for kl in (0, 0.01, 0.05) for seed in (1, 2, 3)
     ]
     with pytest.raises(SystemExit, match="method bayes is not supported"):
-        load("sweeps/sweep_bayes.yaml")
+        load("experiments/sweeps/sweep_bayes.yaml")
 
 
 def test_job_files_are_bash():
@@ -521,7 +523,7 @@ def start(path):
     """Start a sweep of STOPS; return its process and its attempt once that has saved."""
     before = set(Path("runs").glob("sweep/*/attempt-*"))
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "sweeps" / "run.py"), path, "--index", "0"],
+        [sys.executable, str(ROOT / "experiments" / "sweeps" / "run.py"), path, "--index", "0"],
         env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     while not (

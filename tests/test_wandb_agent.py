@@ -36,9 +36,13 @@ def wandb(server, directory, *arguments):
 @pytest.mark.parametrize("name", ["sweep", "sweep_bayes"])
 def test_wandb_takes_the_projects_sweeps(name, tmp_path):
     with wandb_server.serve() as server:
-        result = wandb(server, tmp_path, "sweep", str(ROOT / "sweeps" / f"{name}.yaml"))
+        result = wandb(
+            server, tmp_path, "sweep", str(ROOT / "experiments" / "sweeps" / f"{name}.yaml")
+        )
         assert f"wandb agent {wandb_server.SWEEP}" in result.stderr
-        assert server.config == yaml.safe_load((ROOT / "sweeps" / f"{name}.yaml").read_text())
+        assert server.config == yaml.safe_load(
+            (ROOT / "experiments" / "sweeps" / f"{name}.yaml").read_text()
+        )
 
 
 def test_an_agent_runs_the_script_and_its_flags_arrive(tmp_path):
@@ -49,7 +53,7 @@ def test_an_agent_runs_the_script_and_its_flags_arrive(tmp_path):
         "anneal_lr": False,
         "overlap": True,
     }
-    config = yaml.safe_load((ROOT / "sweeps" / "sweep.yaml").read_text())
+    config = yaml.safe_load((ROOT / "experiments" / "sweeps" / "sweep.yaml").read_text())
     config |= {"program": str(ROOT / "ppo_clusterenv.py")}
     config |= {"parameters": {name: {"value": value} for name, value in flags.items()}}
     with wandb_server.serve(config) as server:

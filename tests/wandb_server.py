@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import yaml
 
-from sweeps.configurations import configurations, flatten, nest
+from experiments.sweeps.configurations import configurations, flatten, nest
 
 SWEEP = "me/clusterenv/standin1"
 

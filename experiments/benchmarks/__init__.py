@@ -1,3 +1,1 @@
-"""Measurements, run as `python -m benchmarks.NAME` in the root. TorchRL installs a `benchmarks`,
-too: this hides it.
-"""
+"""Measurements, run as `python -m experiments.benchmarks.NAME` in the root."""

@@ -1,6 +1,6 @@
 """What the heads of the Atari scripts need: time to measure divergences, and memory.
 
-    python -m benchmarks.atari
+    python -m experiments.benchmarks.atari
 
 `ppo_atari_clusterenv.py` runs for some iterations with real workers, first with CleanRL's 8
 environments: the share of an iteration in which the head measures how far the workers' policies

@@ -1,10 +1,10 @@
 """Where the time of an iteration goes: CPU milliseconds of the head and of a worker, by what they
 are spent on.
 
-    pip install py-spy; python -m benchmarks.budget
-    python -m benchmarks.budget --flags="--overlap --compile"
+    pip install py-spy; python -m experiments.benchmarks.budget
+    python -m experiments.benchmarks.budget --flags="--overlap --compile"
 
-Trains with ppo_clusterenv.py, on the work of `benchmarks/work.py`, under py-spy, which samples the
+Trains with ppo_clusterenv.py, on the work of `experiments/benchmarks/work.py`, under py-spy, which samples the
 stacks of all processes and leaves out those that wait. Start-up is left out, and of the head
 whatever does not run Python. What the script does itself, without calling a function that is known
 here, is listed by its lines, those below 1% in one.

@@ -1,7 +1,7 @@
 """Runs a script of CleanRL's, unmodified, with Gymnasium 1 and a new EnvPool, for which most were
 not written.
 
-    python benchmarks/cleanrl.py path/to/cleanrl/ppo_continuous_action.py --env-id HalfCheetah-v5 --seed 1
+    python experiments/benchmarks/cleanrl.py path/to/cleanrl/ppo_continuous_action.py --env-id HalfCheetah-v5 --seed 1
 
 What they call differently is put back, and the mean return of the last 100 episodes, as the
 environment gave the rewards, is left in `summary.json` in the run's directory.

@@ -1,7 +1,7 @@
 """Collection alone: ClusterEnv.rollout beside as many processes that step and act without any
 communication.
 
-    python -m benchmarks.collection --env-id LunarLander-v3
+    python -m experiments.benchmarks.collection --env-id LunarLander-v3
 
 Both sides step the same environments with the same policy, sampled in the same way, in turn,
 `--rounds` times. Prints the steps per second of both and their ratio, as medians.

@@ -1,8 +1,8 @@
 """Two ways to run one of the scripts, over several seeds: returns with intervals, pulls, and time.
 
-    python -m benchmarks.compare --script dqn_clusterenv.py --flags="--sync-mode always"
-    python -m benchmarks.compare --script ppo_clusterenv.py --flags=--overlap
-    python -m benchmarks.compare --script ppo_clusterenv.py --learners 2
+    python -m experiments.benchmarks.compare --script dqn_clusterenv.py --flags="--sync-mode always"
+    python -m experiments.benchmarks.compare --script ppo_clusterenv.py --flags=--overlap
+    python -m experiments.benchmarks.compare --script ppo_clusterenv.py --learners 2
 
 Runs the script as it is, and with `--flags` or several learners, in turn, once per seed; `--common`
 goes to both. Prints for both the interquartile mean over the seeds of the return of the last 100
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import tyro
 
-from sweeps.estimates import difference, interval, iqm
+from experiments.sweeps.estimates import difference, interval, iqm
 
 from .scripts import ROOT, run, torchrun
 

@@ -1,13 +1,13 @@
 """How training grows with workers on a machine of many cores, beside a loop in one process on the
 same machine.
 
-    python -m benchmarks.cores
+    python -m experiments.benchmarks.cores
 
 PPO, learner on the CPU in one thread, `--envs-per-worker` environments a worker; then a loop in
 CleanRL's style on AsyncVectorEnv and on SyncVectorEnv, with as many environments as the largest
 number of workers steps. Steady state: start-up, the first iteration and the last are left out.
 Prints environment steps a second, the ratio to one worker, and, for ours, the medians of the
-seconds that an iteration collects and learns. `benchmarks.cores:OneMillisecond-v0` is an
+seconds that an iteration collects and learns. `experiments.benchmarks.cores:OneMillisecond-v0` is an
 environment each of whose steps computes for a millisecond.
 """
 
@@ -50,7 +50,7 @@ gym.register("OneMillisecond-v0", OneMillisecondEnv)
 @dataclass
 class Args:
     env_ids: tuple[str, ...] = (
-        "benchmarks.cores:OneMillisecond-v0",
+        "experiments.benchmarks.cores:OneMillisecond-v0",
         "LunarLander-v3",
         "HalfCheetah-v5",
     )
@@ -109,6 +109,11 @@ if __name__ == "__main__":
             num_envs = args.envs_per_worker * max(args.workers)
             iterations = 2 if "OneMillisecond" in env_id and vector == "sync" else args.iterations
             steps, seconds = measure(
-                "benchmarks.single", env_id, iterations, vector, num_envs, timeout=args.timeout
+                "experiments.benchmarks.single",
+                env_id,
+                iterations,
+                vector,
+                num_envs,
+                timeout=args.timeout,
             )
             report(env_id, f"loop on {num_envs} environments, {vector}", steps / seconds, alone)

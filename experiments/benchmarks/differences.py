@@ -1,6 +1,6 @@
 """What rounded differences cost in time, and save in bytes: for policies from 20 kB to 100 MB.
 
-    python -m benchmarks.differences
+    python -m experiments.benchmarks.differences
 
 Publishes a policy whose weights have moved a little, and lets workers pull it that all hold the
 same, through the head's and the worker's own code, without a network. Prints medians: milliseconds

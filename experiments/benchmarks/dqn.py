@@ -1,7 +1,8 @@
 """DQN: dqn_clusterenv.py beside CleanRL's dqn.py, the same batches and gradient steps per
 environment step, in turn.
 
-    python -m benchmarks.dqn --cleanrl path/to/cleanrl/cleanrl/dqn.py --cleanrl-python path/to/venv/bin/python
+    python -m experiments.benchmarks.dqn --cleanrl path/to/cleanrl/cleanrl/dqn.py \
+        --cleanrl-python path/to/venv/bin/python
 
 CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file.
 Its dqn.py needs Gymnasium 0.29, hence a Python of its own: one with torch, gymnasium==0.29.1,

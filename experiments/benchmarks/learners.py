@@ -1,8 +1,8 @@
 """Several learners: what a second one brings where the learner is the limit, and what adding up
 gradients costs.
 
-    python -m benchmarks.learners --plot benchmarks/results/learners.png
-    python -m benchmarks.learners --cleanrl path/to/cleanrl/ppo_atari_multigpu.py
+    python -m experiments.benchmarks.learners --plot experiments/benchmarks/results/learners.png
+    python -m experiments.benchmarks.learners --cleanrl path/to/cleanrl/ppo_atari_multigpu.py
 
 PPO on CartPole-v1 with networks of several widths, by one learner and by two, in turn; each learner
 has one thread. Learner throughput is the batch divided by the median of time/learn. Then an
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from figures.drawing import BLACK, BLUE, GREEN, ORANGE, subplots
+from experiments.figures.drawing import BLACK, BLUE, GREEN, ORANGE, subplots
 
 from .scripts import ROOT, call, steady, torchrun, train
 
@@ -97,7 +97,7 @@ def all_reduce_seconds(number, size):
         sys.executable,
         *torchrun(number),
         "-m",
-        "benchmarks.learners",
+        "experiments.benchmarks.learners",
         "--all-reduce",
         str(size),
     ]
@@ -133,7 +133,11 @@ def compare_with_cleanrl(args):
         rates = {}
         for number in (1, 2):
             common = [*flags, "--seed", str(seed)]
-            wrapped = ROOT / "benchmarks" / "cleanrl.py", str(args.cleanrl.resolve()), *common
+            wrapped = (
+                ROOT / "experiments" / "benchmarks" / "cleanrl.py",
+                str(args.cleanrl.resolve()),
+                *common,
+            )
             for name, command in {
                 "CleanRL": (*wrapped, "--local-num-envs", str(8 // number)),
                 "ClusterEnv": (ROOT / "ppo_atari_clusterenv.py", *common, "--eval-episodes", "1"),

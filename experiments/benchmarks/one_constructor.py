@@ -1,7 +1,7 @@
 """CleanRL's scripts with one constructor changed, beside the same scripts as they are: what they
 learn is to be equal.
 
-    python -m benchmarks.one_constructor --cleanrl path/to/cleanrl
+    python -m experiments.benchmarks.one_constructor --cleanrl path/to/cleanrl
 
 CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its
 directory. Each of five scripts runs once with `gym.vector.SyncVectorEnv`, and once with
@@ -79,7 +79,7 @@ def learn(script, num_workers, flags):
         command = [
             sys.executable,
             "-m",
-            "benchmarks.one_constructor",
+            "experiments.benchmarks.one_constructor",
             "--run",
             str(num_workers),
             str(script),

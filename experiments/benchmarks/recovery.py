@@ -1,6 +1,6 @@
 """How soon the rows of a killed worker answer again.
 
-    python -m benchmarks.recovery
+    python -m experiments.benchmarks.recovery
 
 Kills one of two workers at random (`kill -9`) in the midst of rollouts, and takes the time until
 the rollout that lacked its rows is whole. Prints the median and the longest, what of it had passed

@@ -1,7 +1,7 @@
 """How alike rollouts are with another number of workers: the same seed, rows and policy, other
 shares of the rows.
 
-    python -m benchmarks.rows
+    python -m experiments.benchmarks.rows
 
 Noise, and the states by which workers decide to pull, follow from the seed, the row and the number
 of the rollout. So only the rounding of matrix products may differ, as their batches do. Trains a

@@ -1,6 +1,6 @@
 """Saved models of continuous PPO, loaded anew: whether they return what training did.
 
-    python -m benchmarks.saved_models runs/HalfCheetah-v5__ppo_continuous_clusterenv__1__1795469727475
+    python -m experiments.benchmarks.saved_models runs/HalfCheetah-v5__ppo_continuous_clusterenv__1__1795469727475
 
 For each run directory, of which there may be many, plays as many episodes with the saved model as
 the run's own evaluation did, in environments of another seed, and prints their mean beside the

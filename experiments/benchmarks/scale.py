@@ -1,7 +1,7 @@
 """One head and up to a thousand workers: what it takes in, what that costs it, and where the knee
 is.
 
-    python -m benchmarks.scale
+    python -m experiments.benchmarks.scale
 
 The head is a real ClusterEnv. Its workers are simulated, many in one process: each has a socket of
 its own and speaks the real protocol, but answers each request at once with the same canned rollout,

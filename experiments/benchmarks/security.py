@@ -1,6 +1,6 @@
 """What CURVE and heartbeats cost: rollouts over ipc, plain tcp and encrypted tcp.
 
-    python -m benchmarks.security
+    python -m experiments.benchmarks.security
 
 Environments that cost nothing, so that what remains is transport: vectors like LunarLander's, and
 Atari's stacked images (84 x 84 x 4 bytes a step, 28 kB). All variants take turns, `--rounds` times;

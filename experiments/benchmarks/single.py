@@ -1,12 +1,11 @@
 """PPO in a single process, in CleanRL's style: step all environments, learn from the batch, repeat.
 
-    python -m benchmarks.single LunarLander-v3 25 sync
-    python -m benchmarks.single HalfCheetah-v5 25 sync      # or continuous actions
+    python -m experiments.benchmarks.single LunarLander-v3 25 sync
+    python -m experiments.benchmarks.single HalfCheetah-v5 25 sync      # or continuous actions
 
 Trains for so many iterations on Gymnasium's SyncVectorEnv (`sync`) or AsyncVectorEnv (`async`), of
 64 environments or of as many as a last argument says, and prints the environment steps and seconds
-after the first. `benchmarks.throughput` and `benchmarks.cores` run it, and `benchmarks.peers` on
-EnvPool.
+after the first. `throughput` and `cores` beside it run it, and `peers` runs it on EnvPool.
 """
 
 import time

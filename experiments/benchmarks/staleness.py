@@ -1,6 +1,6 @@
 """What an update of continuous PPO gains, by how many updates the policy that acted is behind.
 
-    python -m benchmarks.staleness --env-id Hopper-v5 --interval 8
+    python -m experiments.benchmarks.staleness --env-id Hopper-v5 --interval 8
 
 Trains with all weights pulled every so many updates, and plays episodes with the policy before and
 after each update. Prints for each lag the gain in percent of the run's mean return, and the
@@ -80,7 +80,7 @@ def looks(args, seed):
     )
     text = text.replace(AFTER, look + AFTER)
     begin = "    with run.training(envs, agent):\n"
-    make = f"    from benchmarks.staleness import Look\n    look = Look(args.env_id, {args.episodes})\n"
+    make = f"    from experiments.benchmarks.staleness import Look\n    look = Look(args.env_id, {args.episodes})\n"
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, SCRIPT).write_text(text.replace(begin, make + begin))
         flags = [

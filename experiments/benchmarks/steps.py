@@ -1,7 +1,7 @@
 """How long one step of a learner takes: of a minibatch loss, backward, clipping and Adam, by how it
 is run.
 
-    python -m benchmarks.steps
+    python -m experiments.benchmarks.steps
 
 The ways are eager; with the loss compiled, as `--compile` does it; and, on a GPU, the whole step as
 one CUDA graph, of the loss as it is or compiled. A graph's inputs are copied to where it reads

@@ -1,6 +1,6 @@
 """One slow worker among others: what is lost by waiting for it, in rollouts and in streaming.
 
-    python -m benchmarks.straggler
+    python -m experiments.benchmarks.straggler
 
 Environments that sleep, on `--num-workers` workers of which the last is slowed ten times. Prints
 the steps per second with and without the slow one, by `rollout` (everyone waits for the slowest)

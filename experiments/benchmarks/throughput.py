@@ -1,9 +1,9 @@
 """Training throughput of PPO: environment steps per second, beside a single process and beside no
 learner.
 
-    python -m benchmarks.throughput
+    python -m experiments.benchmarks.throughput
 
-All do the work of `benchmarks/work.py`, in turn, `--rounds` times, with one torch thread per
+All do the work of `experiments/benchmarks/work.py`, in turn, `--rounds` times, with one torch thread per
 process: our script as it is, with `--overlap`, compiled, with workers that yield to the learner,
 with all environments on one worker, and on EnvPool (after `pip install envpool`); a loop in
 CleanRL's style in a single process, on SyncVectorEnv and on AsyncVectorEnv; and as the floor under
@@ -55,11 +55,11 @@ def clusterenv_with(*flags):
 
 
 def single_sync(env_id, iterations, timeout):
-    return measure("benchmarks.single", env_id, iterations, "sync", timeout=timeout)
+    return measure("experiments.benchmarks.single", env_id, iterations, "sync", timeout=timeout)
 
 
 def single_async(env_id, iterations, timeout):
-    return measure("benchmarks.single", env_id, iterations, "async", timeout=timeout)
+    return measure("experiments.benchmarks.single", env_id, iterations, "async", timeout=timeout)
 
 
 def floor(env_id, iterations, timeout):

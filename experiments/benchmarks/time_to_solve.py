@@ -1,8 +1,8 @@
 """How long until a task is solved: seconds to a mean return over the last 100 episodes, for several
 seeds.
 
-    python -m benchmarks.time_to_solve
-    python -m benchmarks.time_to_solve --env-id LunarLander-v3 --seeds 3 --flags="--num-minibatches 8"
+    python -m experiments.benchmarks.time_to_solve
+    python -m experiments.benchmarks.time_to_solve --env-id LunarLander-v3 --seeds 3 --flags="--num-minibatches 8"
 
 Trains with the environment's script, one seed after the other, to the end. Seconds count from the
 start of the process, with its imports and the workers' start; beside them those of training alone,

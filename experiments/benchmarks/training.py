@@ -1,8 +1,10 @@
 """Training: our PPO scripts beside CleanRL's, the same environments in turn.
 
-    python -m benchmarks.training --cleanrl path/to/cleanrl/ppo.py
-    python -m benchmarks.training --cleanrl path/to/cleanrl/ppo_continuous_action.py --total-timesteps 1000000
-    python -m benchmarks.training --cleanrl path/to/cleanrl/ppo_atari.py --total-timesteps 20480 --flags="--compile"
+    python -m experiments.benchmarks.training --cleanrl path/to/cleanrl/ppo.py
+    python -m experiments.benchmarks.training --cleanrl path/to/cleanrl/ppo_continuous_action.py \
+        --total-timesteps 1000000
+    python -m experiments.benchmarks.training --cleanrl path/to/cleanrl/ppo_atari.py \
+        --total-timesteps 20480 --flags="--compile"
 
 CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file.
 All run in this Python, CleanRL's both with torch's default threads and with one. `ppo.py` has as
@@ -67,7 +69,12 @@ if __name__ == "__main__":
             "--seed",
             str(seed),
         ]
-        wrapped = ROOT / "benchmarks" / "cleanrl.py", str(args.cleanrl.resolve()), *common, *theirs
+        wrapped = (
+            ROOT / "experiments" / "benchmarks" / "cleanrl.py",
+            str(args.cleanrl.resolve()),
+            *common,
+            *theirs,
+        )
         rates, (summary, *_) = zip(
             *[run(*wrapped, **variables) for variables in threads], strict=True
         )

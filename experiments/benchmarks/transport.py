@@ -1,9 +1,9 @@
 """Goodput of rollouts through ClusterEnv beside raw ZeroMQ, which sends frames of the same sizes
 and looks at nothing.
 
-    python -m benchmarks.transport
+    python -m experiments.benchmarks.transport
 
-Canned rollouts, as in `benchmarks.scale`, of vectors (8 float32) and of Atari's stacked images (84
+Canned rollouts, as in `experiments.benchmarks.scale`, of vectors (8 float32) and of Atari's stacked images (84
 x 84 x 4 uint8), over ipc, tcp, and tcp with CURVE. Raw ZeroMQ is a ROUTER, with as many DEALERs in
 another process, without copies on either side and with as many messages outstanding. What it
 receives it drops; ClusterEnv decodes, validates, and hands out writable arrays. They take turns,

@@ -3,7 +3,7 @@
 import csv
 import functools
 
-from sweeps.estimates import difference, interval, iqm
+from experiments.sweeps.estimates import difference, interval, iqm
 
 from .tasks import ALWAYS
 

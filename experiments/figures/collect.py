@@ -1,9 +1,10 @@
-"""The runs of the sweep files in a directory, as tables: what figures/plot.py draws from.
+"""The runs of the sweep files in a directory, as tables: what experiments/figures/plot.py draws from.
 
-    python -m figures.collect                                                           # figures/*.yaml
-    python -m figures.collect --sweeps figures/quick --runs runs/quick --results runs/quick/results
+    python -m experiments.figures.collect  # of experiments/figures/recipes/main
+    python -m experiments.figures.collect --sweeps experiments/figures/recipes/quick \
+        --runs runs/quick --results runs/quick/results
 
-Reads the TensorBoard logs and the result.json of what sweeps/run.py has finished in RUNS/{name of
+Reads the TensorBoard logs and the result.json of what experiments/sweeps/run.py has finished in RUNS/{name of
 the sweep file}, and writes two tables in the order of the sweep files: runs.csv with a row for each
 run, and curves.csv with POINTS rows for each. Whatever is neither finished nor in the tables yet is
 left out. A run that is in the tables and no longer on disk keeps its rows; one that is in no sweep
@@ -19,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sweeps.attempts import directory_of, replace, result_of
-from sweeps.checks import check
-from sweeps.configurations import configurations, fill_macros, load, nest
+from experiments.sweeps.attempts import directory_of, replace, result_of
+from experiments.sweeps.checks import check
+from experiments.sweeps.configurations import configurations, fill_macros, load, nest
 
 POINTS = 50  # of a curve, evenly spaced in environment steps
 MEAN = {"return": "charts/episodic_return", "kl": "sync/kl", "lag": "sync/policy_lag"}
@@ -133,17 +134,25 @@ def write_table(path, rows):
 
 def main():
     parser = argparse.ArgumentParser(
-        description="Collect the runs of figures/*.yaml into two tables."
+        description="Collect the runs of experiments/figures/recipes/main/*.yaml into two tables."
     )
-    parser.add_argument("--sweeps", type=Path, default="figures", help="where the sweep files are")
+    parser.add_argument(
+        "--sweeps",
+        type=Path,
+        default="experiments/figures/recipes/main",
+        help="where the sweep files are",
+    )
     parser.add_argument(
         "--runs",
         type=Path,
-        default="runs/figures",
+        default="runs/main",
         help="where they were run, one directory for each",
     )
     parser.add_argument(
-        "--results", type=Path, default="figures/results", help="where the tables are, or go"
+        "--results",
+        type=Path,
+        default="experiments/figures/results/main",
+        help="where the tables are, or go",
     )
     args = parser.parse_args()
     paths = args.results / "runs.csv", args.results / "curves.csv"

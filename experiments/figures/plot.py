@@ -1,8 +1,8 @@
-"""The figures and the table of claims, from figures/results/*.csv; the same tables give the same
+"""The figures and the table of claims, from experiments/figures/results/main/*.csv; the same tables give the same
 bytes.
 
-    python -m figures.plot                                        # figures/*.png, and results/claims.csv and .md
-    python -m figures.plot --results runs/quick/results --output runs/quick
+    python -m experiments.figures.plot  # *.png, claims.csv and claims.md of results/main
+    python -m experiments.figures.plot --results runs/quick/results --output runs/quick
 
 Every value is an interquartile mean (IQM) over seeds with a 95% bootstrap interval: the seeds are
 drawn anew, and for differences between two settings the pairs of one seed
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.patheffects import withStroke
 
-from sweeps.estimates import ENOUGH, interval, iqm
+from experiments.sweeps.estimates import ENOUGH, interval, iqm
 
 from .claims import COLUMNS, claims, matched, write
 from .drawing import (
@@ -305,22 +305,27 @@ def slow_network(path):
 
 def main():
     parser = argparse.ArgumentParser(
-        description="Draw the figures from the tables of figures.collect."
+        description="Draw the figures from the tables of experiments.figures.collect."
     )
     parser.add_argument(
         "--results",
         type=Path,
-        default="figures/results",
+        default="experiments/figures/results/main",
         help="where the tables are, and claims go",
     )
     parser.add_argument(
-        "--output", type=Path, default="figures", help="where the figures go; it is made"
+        "--output",
+        type=Path,
+        default="experiments/figures/results/main",
+        help="where the figures go; it is made",
     )
     args = parser.parse_args()
     slow, runs = (args.results / name for name in ("slow_network.csv", "runs.csv"))
     if not slow.exists() and not runs.exists():
-        collect = f"python -m figures.collect --results {args.results}"
-        sys.exit(f"error: neither {slow} nor {runs} is there: run {collect}, see figures/README.md")
+        collect = f"python -m experiments.figures.collect --results {args.results}"
+        sys.exit(
+            f"error: neither {slow} nor {runs} is there: run {collect}, see experiments/figures/README.md"
+        )
     args.output.mkdir(parents=True, exist_ok=True)
     if slow.exists():
         slow_network(slow).savefig(

@@ -1,6 +1,7 @@
 """Training with workers behind a slow link: seconds to a return, for all that a pull may be.
 
-    python -m figures.slow_network                 # as root, on Linux; about two hours; then python -m figures.plot
+    python -m experiments.figures.slow_network  # as root, on Linux; about two hours
+    python -m experiments.figures.plot
 
 All workers are in a network namespace whose only link is held to so many Mbit/s in either direction
 (the token bucket of tc), and may be so many milliseconds long, there and back (a relay). The head
@@ -25,10 +26,10 @@ from pathlib import Path
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from figures.network import Delay, Network, why_no_namespaces
-from sweeps.attempts import here
+from experiments.figures.network import Delay, Network, why_no_namespaces
+from experiments.sweeps.attempts import here
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 512  # 1 MB of weights
 RULES = {
     "always": ["--sync-mode", "always", "--weights", "float32"],
@@ -150,7 +151,10 @@ def main():
     )
     parser.add_argument("--seeds", type=int, default=3, help="seeds, from 1")
     parser.add_argument(
-        "--table", type=Path, default="figures/results/slow_network.csv", help="where results go"
+        "--table",
+        type=Path,
+        default="experiments/figures/results/main/slow_network.csv",
+        help="where results go",
     )
     args = parser.parse_args()
     if reason := why_not():

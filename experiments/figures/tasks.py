@@ -1,4 +1,4 @@
-"""The tables of figures/collect.py, read: for each task, the runs of its settings and their curves."""
+"""The tables of experiments/figures/collect.py, read: for each task, the runs of its settings and their curves."""
 
 import csv
 import shlex
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sweeps.estimates import ENOUGH
+from experiments.sweeps.estimates import ENOUGH
 
 from .collect import SETTINGS
 

@@ -1,10 +1,10 @@
 """Run a Weights & Biases sweep file without Weights & Biases: here, or as an array of Slurm jobs.
 
-    python sweeps/run.py sweeps/sweep.yaml              # all configurations, one after the other, then the results
-    python sweeps/run.py sweeps/sweep.yaml --index 3    # only configuration 3: what a task of a job array runs
-    python sweeps/run.py sweeps/sweep.yaml --count      # how many there are, for sbatch --array=0-...
-    python sweeps/run.py sweeps/sweep.yaml --list       # what they are, and which have finished
-    python sweeps/run.py sweeps/sweep.yaml --results    # results.csv and results.png of those that have finished
+    python experiments/sweeps/run.py FILE  # all configurations in turn, then the results
+    python experiments/sweeps/run.py FILE --index 3  # only this one, as a task of a job array
+    python experiments/sweeps/run.py FILE --count  # how many there are, for sbatch --array=0-...
+    python experiments/sweeps/run.py FILE --list  # what they are, and which have finished
+    python experiments/sweeps/run.py FILE --results  # results.csv and results.png of the finished
 
 A configuration's directory is named after what is run in it, so it is found again when the grid
 grows. Once it holds `result.json` the configuration has finished and is skipped; every attempt to
@@ -19,12 +19,12 @@ import sys
 from pathlib import Path
 
 if not __package__:  # called by its path, perhaps from elsewhere
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from sweeps.attempts import directory_of, first_of, result_of, run, stop
-from sweeps.checks import check
-from sweeps.configurations import configurations, label, load
-from sweeps.results import collect
+from experiments.sweeps.attempts import directory_of, first_of, result_of, run, stop
+from experiments.sweeps.checks import check
+from experiments.sweeps.configurations import configurations, label, load
+from experiments.sweeps.results import collect
 
 
 def main():

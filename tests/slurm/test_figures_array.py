@@ -14,11 +14,15 @@ from .test_sweep_array import ROOT
 
 
 def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
-    for name in ("slurm", "sweeps", "clusterenv_runtime", "ppo_clusterenv.py"):
+    for name in ("slurm", "clusterenv_runtime", "ppo_clusterenv.py"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "figures" / "few").mkdir(parents=True)
-    for path in (ROOT / "figures").glob("*.py"):
-        shutil.copy(path, tmp_path / "figures")
+    figures = tmp_path / "experiments" / "figures"
+    recipes, results = figures / "recipes", figures / "results" / "main"
+    for folder in (recipes / "main", recipes / "few", results):
+        folder.mkdir(parents=True)
+    (tmp_path / "experiments" / "sweeps").symlink_to(ROOT / "experiments" / "sweeps")
+    for path in (ROOT / "experiments" / "figures").glob("*.py"):
+        shutil.copy(path, figures)
     command = ["${interpreter}", "${program}", *TINY, "--total-timesteps", "128", "${args}"]
     modes = {"kl": {"sync_mode": {"value": "kl"}}, "interval": {"sync_mode": {"value": "interval"}}}
     modes["interval"]["sync_interval"] = {"value": 1}
@@ -29,27 +33,29 @@ def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
             "kl_threshold": {"value": 0.1},
             "seed": {"values": [1, 2]},
         }
-        (tmp_path / "figures" / f"{mode}.yaml").write_text(yaml.safe_dump(sweep))
+        (recipes / "main" / f"{mode}.yaml").write_text(yaml.safe_dump(sweep))
     env = {**slurm.env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{slurm.env['PATH']}"}
     options = ["--partition=urgent", "--cpus-per-task=1", "--output=log-%j"]
     first = slurm.submit(*options, "slurm/figures.sbatch", cwd=tmp_path, env=env)
     slurm.wait(first)
     said = (tmp_path / f"log-{first}").read_text()
-    arrays, (results,) = (
+    arrays, (drawing,) = (
         re.findall(r"array (\d+) runs the 2 configurations of", said),
         re.findall(r"job (\d+)", said),
     )
     assert len(arrays) == 2
-    for job in (*arrays, results):
+    for job in (*arrays, drawing):
         assert {task["Partition"] for task in slurm.wait(job)} == {"urgent"}
-    with open(tmp_path / "figures" / "results" / "runs.csv", newline="") as file:
+    with open(results / "runs.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["experiment"], row["seed"], row["global_step"]) for row in rows] == [
         (mode, seed, "128") for mode in ("interval", "kl") for seed in "12"
     ]
-    assert (tmp_path / "figures" / "ppo_cartpole_v1_frontier.png").exists()
-    shutil.copy(tmp_path / "figures" / "kl.yaml", tmp_path / "figures" / "few")
-    few = slurm.submit(*options, "slurm/figures.sbatch", "figures/few/", cwd=tmp_path, env=env)
+    assert (results / "ppo_cartpole_v1_frontier.png").exists()
+    shutil.copy(recipes / "main" / "kl.yaml", recipes / "few")
+    few = slurm.submit(
+        *options, "slurm/figures.sbatch", "experiments/figures/recipes/few/", cwd=tmp_path, env=env
+    )
     slurm.wait(few)
     slurm.wait(
         re.search(
@@ -60,4 +66,6 @@ def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
     assert (tmp_path / "runs" / "few" / "ppo_cartpole_v1_learning_curves.png").exists()
     again = slurm.submit(*options, "slurm/figures.sbatch", "--results", cwd=tmp_path, env=env)
     slurm.wait(again)
-    assert "4 of 4 runs in figures/results" in (tmp_path / f"log-{again}").read_text()
+    assert (
+        "4 of 4 runs in experiments/figures/results/main" in (tmp_path / f"log-{again}").read_text()
+    )

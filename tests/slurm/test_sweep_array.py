@@ -21,7 +21,7 @@ def submit(slurm, tmp_path):
     """A function that submits the array file, from a directory that looks like the repository's
     root.
     """
-    for name in ("slurm", "sweeps"):
+    for name in ("slurm", "experiments"):
         (tmp_path / name).symlink_to(ROOT / name)
     sweep = {"program": "train.py", "method": "grid", "parameters": {"x": {"values": [3, 5]}}}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))

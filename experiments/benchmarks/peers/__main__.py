@@ -1,10 +1,10 @@
 """PPO training throughput of ClusterEnv beside its peers, each in a virtual environment of its own.
 
-    python -m benchmarks.peers --venvs ~/peers
+    python -m experiments.benchmarks.peers --venvs ~/peers
 
 Sets the virtual environments up in the directory given (7 GB; the versions are those for Python
 3.11 on Linux), then measures all systems in turn, ours included, `--rounds` times: the same work,
-in steady state, as `benchmarks.throughput` does. Every measurement is appended to `--csv`; those
+in steady state, as `experiments.benchmarks.throughput` does. Every measurement is appended to `--csv`; those
 that are there already are not repeated, so to start afresh remove that file. A table (.md) and a
 plot (.png) are written beside it. Whoever cannot be installed or fails is named, and the others go
 on; `--rounds 0` only sets up. Takes about an hour on two cores, and 10 GB of memory for
@@ -61,7 +61,7 @@ class Peer(NamedTuple):
     def measure(self, venvs, env_id, iterations, timeout):
         python = venvs / self.venv / "bin" / "python"
         return measure(
-            f"benchmarks.peers.{self.module}",
+            f"experiments.benchmarks.peers.{self.module}",
             env_id,
             iterations,
             *self.flags,

@@ -1,12 +1,12 @@
-"""EnvPool: the loop of benchmarks/single.py on environments in C++, stepped by threads.
+"""EnvPool: the loop of experiments/benchmarks/single.py on environments in C++, stepped by threads.
 
-python -m benchmarks.peers.envpool CartPole-v1 25
+python -m experiments.benchmarks.peers.envpool CartPole-v1 25
 """
 
 import envpool
 
-from benchmarks import work
-from benchmarks.single import train
+from experiments.benchmarks import work
+from experiments.benchmarks.single import train
 
 if __name__ == "__main__":
     env_id, iterations, _ = work.arguments()

@@ -1,6 +1,6 @@
 """RLlib: PPO with two env runners, and the learner in the main process.
 
-    python -m benchmarks.peers.rllib CartPole-v1 25
+    python -m experiments.benchmarks.peers.rllib CartPole-v1 25
 
 What its loss has beyond ours, a KL penalty and a clipped value loss, is turned off.
 """
@@ -14,7 +14,7 @@ import torch
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
-from benchmarks import work
+from experiments.benchmarks import work
 
 if __name__ == "__main__":
     env_id, iterations, _ = work.arguments()

@@ -1,7 +1,7 @@
 """Sample Factory: APPO, which is PPO whose workers never wait for the learner, with two rollout
 workers.
 
-    python -m benchmarks.peers.sample_factory CartPole-v1 25
+    python -m experiments.benchmarks.peers.sample_factory CartPole-v1 25
 
 It trains on whichever trajectories have arrived, so a few are older than in plain PPO; one
 inference process acts for both workers. It needs a Gymnasium without LunarLander-v3 and
@@ -17,7 +17,7 @@ from sample_factory.cfg.arguments import parse_full_cfg, parse_sf_args
 from sample_factory.envs.env_utils import register_env
 from sample_factory.train import make_runner
 
-from benchmarks import work
+from experiments.benchmarks import work
 
 
 class Clock(AlgoObserver):

@@ -1,7 +1,7 @@
 """Stable-Baselines3: PPO on SubprocVecEnv (`subproc`, a process for each environment) or
 DummyVecEnv (`dummy`).
 
-python -m benchmarks.peers.sb3 CartPole-v1 25 dummy
+python -m experiments.benchmarks.peers.sb3 CartPole-v1 25 dummy
 """
 
 import multiprocessing
@@ -13,7 +13,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
-from benchmarks import work
+from experiments.benchmarks import work
 
 
 class Clock(BaseCallback):

@@ -1,6 +1,6 @@
 """TorchRL: PPO from its parts, with a synchronous collector of two worker processes.
 
-    python -m benchmarks.peers.torchrl CartPole-v1 25
+    python -m experiments.benchmarks.peers.torchrl CartPole-v1 25
 
 Each worker steps Gymnasium's SyncVectorEnv, wrapped, as TorchRL's own SerialEnv is several times
 slower.
@@ -20,7 +20,7 @@ from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, ValueOpe
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from benchmarks import work
+from experiments.benchmarks import work
 
 
 def make_envs(env_id):

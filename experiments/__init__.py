@@ -1,0 +1,1 @@
+"""Experiments with their recipes and results: benchmarks, figures and sweeps; run from the root."""

@@ -1,0 +1,1 @@
+"""What APS saves and costs, as tables and figures; see README.md here."""
