@@ -6,9 +6,9 @@
     policy = CategoricalPolicy(actor)  # any nn.Module: observations -> logits
     envs.reset(seed=1)
     for iteration in range(100):
-        rollout = envs.rollout(policy, num_steps=128)  # workers act; they pull weights only when
-        they have diverged learn(rollout)  # yours print(rollout.episodic_returns, envs.divergence,
-        envs.pulls)
+        rollout = envs.rollout(policy, num_steps=128)  # workers act, and pull if they diverged
+        learn(rollout)  # yours
+        print(rollout.episodic_returns, envs.divergence, envs.pulls)
     envs.close()
 
 A `ClusterEnv` is also a plain ``gymnasium.vector.VectorEnv``: ``envs.step(actions)``.

@@ -84,13 +84,13 @@ class ClusterEnv(Counters):
             spaces. Or a `Vectorized`, which makes each worker's rows as one vector environment.
             Only `rollout` and `send` step it.
         num_workers: worker processes; never more than environments. Each gets a contiguous share of
-        the rows.
+            the rows.
         num_envs: how many environments that one function is to make, in all.
         copy, observation_mode, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
         info_keys: what of the steps' infos is wanted in `Rollout.infos`: numbers, or arrays of one
-        shape.
+            shape.
         frame_stack: observations of so many arrays are stacks; a rollout has each frame of them
-        once, as `Frames`.
+            once, as `Frames`.
         log_dir: where the launcher has the workers write ``worker-I.log``; by default to this
             process's output. With workers on other machines on a file system that these share:
             their keys are there, too.

@@ -207,7 +207,7 @@ class ClusterOptions:
 
         Raises:
             ValueError: an option is out of range, or does not go with the others; the text is for
-            the user.
+                the user.
             StartupError: the launcher cannot start workers here, or the key file is not one.
         """
         check_ranges(self, spell)

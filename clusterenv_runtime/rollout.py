@@ -34,14 +34,15 @@ class Rollout:
         done = rollout.terminations | rollout.truncations  # (num_steps, num_envs)
         values = critic(np.concatenate([rollout.observations, rollout.next_observations[None]]))
         next_values = values[1:].copy()  # of what each step led to
-        next_values[done] = critic(rollout.final_observations)  # the end of an episode, not the
-        start of the next next_values[rollout.terminations] = 0  # nothing comes after that; after a
-        truncation something would have
+        # Where an episode ended, its own end counts, and not the start of the next one.
+        next_values[done] = critic(rollout.final_observations)
+        # Nothing follows a termination; after a truncation something would have.
+        next_values[rollout.terminations] = 0
 
     Attributes:
         rows: ``(num_envs,)`` int64, the numbers of these environments.
         starts: ``(num_envs,)`` bool, whether the first observation is the first of an episode, as
-        after a loss.
+            after a loss.
         observations: a tree of ``(num_steps, num_envs, ...)``, what the policy acted on. With
             ``frame_stack`` those that are stacks are `Frames`.
         actions: a tree of ``(num_steps, num_envs, ...)``, what the policy drew; what the
@@ -55,7 +56,7 @@ class Rollout:
         rewards: ``(num_steps, num_envs)`` float64.
         terminations: ``(num_steps, num_envs)`` bool, whether this step ended the episode by itself.
         truncations: ``(num_steps, num_envs)`` bool, whether the episode was cut off after this
-        step.
+            step.
         final_observations: a tree of ``(ends, ...)``, the last observation of each episode that
             ended here, in the order of ``(terminations | truncations).nonzero()``: by step, then
             environment.
@@ -63,7 +64,7 @@ class Rollout:
             begins with. With the backend "vector" it may begin a few steps later (docs/limits.md).
         policy_versions: ``(num_envs,)`` int64, the version last pulled by the worker that acted.
         episodic_returns: ``(num_episodes,)`` float64, of the episodes that ended here, by step,
-        then environment.
+            then environment.
         episodic_lengths: ``(num_episodes,)`` int64, in steps.
     """
 

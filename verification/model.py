@@ -82,9 +82,9 @@ class Model:
     Args:
         num_workers: at the head.
         calls: how often the user may "publish", change the "structure", "send", "rollout", "step"
-        and "interrupt".
+            and "interrupt".
         faults: how many times a process may die, raise an exception, be too slow, or survive that
-        it is killed.
+            it is killed.
         max_restarts: how many processes of one worker may be lost in a row.
     """
 

@@ -163,7 +163,7 @@ class WorkerPool:
 
         Raises:
             DeadlineError, Interrupted, KeyboardInterrupt: it took too long, or is to end; the
-            requests are given up.
+                requests are given up.
             WorkerDiedError: a worker is gone, and is not replaced.
             EnvError: an environment raised; or the exception itself, if it is Python's or
                 Gymnasium's, caused by this.

@@ -34,7 +34,7 @@ class Supervisor:
             For so long the system may also refuse to start a replacement.
         worker_timeout: seconds of silence after which a link is cut, for the texts.
         max_restarts: that many of one worker's processes in a row may be replaced without an answer
-        of them.
+            of them.
         clock: the time in seconds.
     """
 

@@ -106,7 +106,7 @@ class Transport:
 
     Args:
         bind_address: an IP address or network interface to listen on over tcp; None for a socket
-        file.
+            file.
         port: to listen on over tcp; 0 for a random free one.
         security: over tcp "curve" or "none".
         keys: made ahead, or None for fresh ones.

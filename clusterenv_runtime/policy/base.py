@@ -131,7 +131,7 @@ class Policy(nn.Module):
         Args:
             observations: tensors ``(num_steps, batch, ...)``.
             starts: ``(num_steps, batch)``, where an episode begins: the state is the initial one
-            there.
+                there.
             state: ``(batch, ...)`` before the first step.
         """
         steps = []
@@ -218,9 +218,9 @@ class Policy(nn.Module):
 
         Args:
             observations: of each worker ``(states, ...)``; of a policy with a state ``(num_steps,
-            batch, ...)``.
+                batch, ...)``.
             behavior_params: of each ``(states, ...)``, for a policy with a state those of one step
-            after the other.
+                after the other.
             starts: of each, for a policy with a state, as in `unroll`.
             states: likewise, before the first step.
         """

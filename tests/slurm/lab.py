@@ -3,8 +3,7 @@ each.
 
     python3 -m tests.slurm.lab install                # Debian's packages; as root, once
     python3 -m tests.slurm.lab srun -N3 hostname      # a cluster for as long as this command runs
-    python3 -m tests.slurm.lab --networked bash       # each node in its own network namespace; as
-    root
+    python3 -m tests.slurm.lab --networked bash       # each node in its own network; as root
 
 Nothing here needs more than the standard library, systemd, or cgroups. Everything is in a temporary
 directory, on ports that were free, and is gone when the command ends. There is no accounting
