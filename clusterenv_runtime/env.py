@@ -16,7 +16,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 from .envs.blueprint import Blueprint, EnvFns
 from .errors import Interrupted
 from .head.collect import Collector
-from .head.ctrl_c import ends_by_ctrl_c
+from .head.interrupts import interruptible
 from .head.start import Head, start_head
 from .head.stepping import Stepper
 from .options import parse_options, with_options
@@ -140,7 +140,7 @@ class ClusterEnv(Counters):
         self.closed = False
 
     # Gymnasium's API.
-    @ends_by_ctrl_c
+    @interruptible
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> Any:
@@ -150,20 +150,20 @@ class ClusterEnv(Counters):
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
-    @ends_by_ctrl_c
+    @interruptible
     def reset_async(
         self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
         self._assert_idle("reset_async")
         self._stepper.reset(seed, options)
 
-    @ends_by_ctrl_c
+    @interruptible
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         self._assert_is_running()
         observations, infos = self._stepper.finish_reset(timeout)
         return observations, self._stepper.join_infos(infos, self._add_info)
 
-    @ends_by_ctrl_c
+    @interruptible
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Step every environment; return observations, rewards, terminations, truncations and
         infos.
@@ -171,12 +171,12 @@ class ClusterEnv(Counters):
         self.step_async(actions)
         return self.step_wait()
 
-    @ends_by_ctrl_c
+    @interruptible
     def step_async(self, actions: Any) -> None:
         self._assert_idle("step_async")
         self._stepper.step(actions)
 
-    @ends_by_ctrl_c
+    @interruptible
     def step_wait(
         self, timeout: float | None = None
     ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -184,7 +184,7 @@ class ClusterEnv(Counters):
         *arrays, infos = self._stepper.finish_step(timeout)
         return *arrays, self._stepper.join_infos(infos, self._add_info)
 
-    @ends_by_ctrl_c
+    @interruptible
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call each environment's method ``name``, or read its attribute; the results must be what
         `pack` takes.
@@ -192,12 +192,12 @@ class ClusterEnv(Counters):
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
-    @ends_by_ctrl_c
+    @interruptible
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         self._assert_idle("call_async")
         self._stepper.call(name, args, kwargs)
 
-    @ends_by_ctrl_c
+    @interruptible
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         self._assert_is_running()
         return self._stepper.finish_call(timeout)
@@ -206,7 +206,7 @@ class ClusterEnv(Counters):
         """Return attribute ``name`` of each environment."""
         return self.call(name)
 
-    @ends_by_ctrl_c
+    @interruptible
     def set_attr(self, name: str, values: Any) -> None:
         """Set attribute ``name`` of each environment, to one value or to a list or tuple of one for
         each.
@@ -225,7 +225,7 @@ class ClusterEnv(Counters):
     def np_random_seed(self) -> tuple[int, ...]:
         return self.get_attr("np_random_seed")
 
-    @ends_by_ctrl_c
+    @interruptible
     def close(self, **kwargs: Any) -> None:
         """End the workers, see `close_extras`. Safe to call twice."""
         super().close(**kwargs)
@@ -246,7 +246,7 @@ class ClusterEnv(Counters):
         self.close()
 
     # Workers that act.
-    @ends_by_ctrl_c
+    @interruptible
     def publish(self, policy: Policy) -> int:
         """Make the policy's current weights the next version, measure divergences, and return its
         number.
@@ -257,7 +257,7 @@ class ClusterEnv(Counters):
         self._assert_is_running()
         return self._collector.publish(policy)
 
-    @ends_by_ctrl_c
+    @interruptible
     def rollout(self, policy: Policy, num_steps: int, *, overlap: bool = False) -> Rollout:
         """Publish ``policy`` and let all workers act on it, or on the version they hold, for
         ``num_steps`` steps.
@@ -277,7 +277,7 @@ class ClusterEnv(Counters):
         self._collector.assert_can_act("rollout", num_steps, self._stepper.was_reset)
         return self._collector.rollout(policy, num_steps, overlap)
 
-    @ends_by_ctrl_c
+    @interruptible
     def send(self, num_steps: int, worker: int | None = None) -> None:
         """Ask one worker, or all, to act for another ``num_steps`` steps on the last published
         policy, or on theirs.
@@ -295,7 +295,7 @@ class ClusterEnv(Counters):
         self._collector.assert_can_act("send", num_steps, self._stepper.was_reset)
         self._collector.send(num_steps, worker)
 
-    @ends_by_ctrl_c
+    @interruptible
     def recv(self, worker: int | None = None) -> tuple[int, Rollout]:
         """Return the next answer to `send`, of this worker or of whichever is first: its number,
         and its rows' rollout.
@@ -329,9 +329,7 @@ class ClusterEnv(Counters):
         this wait. What was interrupted is given up, except that requests of `send` remain
         outstanding.
         """
-        self._pool.interrupted = self._pool.interrupted or Interrupted(
-            "interrupted while waiting for workers"
-        )
+        self._pool.interrupt.request(Interrupted("interrupted while waiting for workers"))
 
     def _assert_is_running(self) -> None:
         if self.closed:
@@ -354,5 +352,4 @@ class ClusterEnv(Counters):
                 f"Calling `{method}` while waiting for a pending call to `{pending}` to complete."
             )
             raise AlreadyPendingCallError(text, str(pending))
-        if self._pool.errors:  # of a call that was interrupted
-            self._pool.raise_errors()
+        self._pool.failures.raise_untold()  # of a call that was interrupted

@@ -144,6 +144,11 @@ class ClusterOptions:
         return self.weights == "difference"
 
     @property
+    def restarts_in_a_row(self) -> int:
+        """How many replacements of one worker in a row may die without an answer."""
+        return self.max_worker_restarts if self.on_worker_loss == "restart" else 0
+
+    @property
     def resources(self) -> dict[str, float]:
         """What each worker takes, by name.
 

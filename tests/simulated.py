@@ -5,12 +5,12 @@ import itertools
 from gymnasium import spaces
 
 from clusterenv_runtime import Exit, Launcher
-from clusterenv_runtime.head.episodes import Episodes
-from clusterenv_runtime.head.handle import WorkerHandle
 from clusterenv_runtime.head.pool import WorkerPool
 from clusterenv_runtime.head.recovery import Recovery
 from clusterenv_runtime.head.supervisor import Supervisor
 from clusterenv_runtime.head.transport import Received
+from clusterenv_runtime.head.worker import Worker
+from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.policy.sync import SyncRule
 from clusterenv_runtime.policy.versions import PolicyStore
 from clusterenv_runtime.wire.protocol import (
@@ -149,28 +149,17 @@ class Simulation:
     def __init__(self, number, max_restarts=3, launcher=Processes, start=True, opener=opens):
         self.network = Network()
         self.launcher = launcher(self.network)
-        self.workers = [
-            WorkerHandle(index, slice(index, index + 1), b"setup", Episodes.begun(None, 1))
-            for index in range(number)
-        ]
+        self.workers = [Worker(index, slice(index, index + 1), b"setup") for index in range(number)]
         self.store = PolicyStore(
             [worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True
         )
         self.recovery = Recovery(SyncRule(), self.store)
-        self.supervisor = Supervisor(
-            self.workers, self.launcher, STARTUP_S, SILENCE_S, max_restarts, self.network.clock
+        options = ClusterOptions(
+            startup_timeout=STARTUP_S, worker_timeout=SILENCE_S, max_worker_restarts=max_restarts
         )
         clock = self.network.clock
-        self.pool = WorkerPool(
-            self.workers,
-            self.network,
-            self.launcher,
-            self.supervisor,
-            self.recovery,
-            self.store,
-            opener,
-            clock,
-        )
+        self.supervisor = Supervisor(self.workers, self.launcher, options, clock)
+        self.pool = WorkerPool(self.network, self.supervisor, self.recovery, self.store, opener)
         self.launcher.prepare(number, [], "nowhere")
         if start:
             self.pool.start(number)
@@ -179,7 +168,7 @@ class Simulation:
         """Ask these workers, or all, and return what they answer."""
         asked = [self.workers[index] for index in indices] if indices else self.workers
         seqs = [self.pool.ask(worker, Call("name")) for worker in asked]
-        return [served.message.value for served in self.pool.gather(seqs, timeout)]
+        return [request.response.value for request in self.pool.gather(seqs, timeout)]
 
     def wait(self, seconds):
         """Serve the workers for so long, whoever is awaited."""

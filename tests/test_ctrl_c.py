@@ -12,7 +12,7 @@ import torch
 from gymnasium.error import NoAsyncCallError
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, WorkerDiedError
-from clusterenv_runtime.head.ctrl_c import ends_by_ctrl_c
+from clusterenv_runtime.head.interrupts import interruptible
 from clusterenv_runtime.head.supervisor import LOOK_S
 from clusterenv_runtime.wire.protocol import Call
 
@@ -31,7 +31,7 @@ class Caller:
     def __init__(self, simulation):
         self._pool = simulation.pool
 
-    @ends_by_ctrl_c
+    @interruptible
     def hold(self, call):
         return call()
 
@@ -56,7 +56,7 @@ def test_ctrl_c_amid_a_wait_loses_nothing(monkeypatch, during):
         monkeypatch.setattr(whose, during, pressing(getattr(whose, during)))
     with pytest.raises(KeyboardInterrupt):
         Caller(simulation).hold(lambda: simulation.pool.wait_until(lambda: False, seqs))
-    assert [served.message.value for served in simulation.pool.gather(seqs, timeout=9)] == [0, 1]
+    assert [request.response.value for request in simulation.pool.gather(seqs, timeout=9)] == [0, 1]
 
 
 def test_what_ctrl_c_interrupts_is_given_up():
@@ -85,7 +85,7 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch):
     monkeypatch.setattr(simulation.network, "exchange", press)
     with pytest.raises(KeyboardInterrupt):
         Caller(simulation).hold(simulation.pool.exchange)
-    assert (len(pressed), simulation.pool.interrupted) == (1, None)
+    assert (len(pressed), simulation.pool.interrupt.error) == (1, None)
 
 
 def test_ctrl_c_between_waits_raises_where_it_comes():
@@ -119,7 +119,7 @@ def test_ctrl_c_amid_the_end_leaves_nothing_open(monkeypatch, presses):
     monkeypatch.setattr(simulation.network, "exchange", pressed)
     with pytest.raises(KeyboardInterrupt):
         Caller(simulation).hold(lambda: simulation.pool.close(timeout=3600 if presses == 1 else 1))
-    assert simulation.network.now - start < 1 and simulation.pool.interrupted is None
+    assert simulation.network.now - start < 1 and simulation.pool.interrupt.error is None
     assert (
         simulation.network.closed and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )

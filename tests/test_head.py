@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from clusterenv_runtime import DeadlineError, EnvError, Exit, StartupError, WorkerDiedError
-from clusterenv_runtime.head.episodes import Episodes
 from clusterenv_runtime.head.failures import to_exception
-from clusterenv_runtime.head.handle import State, WorkerHandle
 from clusterenv_runtime.head.supervisor import KILL_S, LOOK_S, NOTICE_S, REASON_S, SOON_S
+from clusterenv_runtime.head.worker import Process, State, Worker
 from clusterenv_runtime.wire.protocol import Built, Call, Collect, Error, Part, Pull, Reply, Step
 
 from .simulated import SIGKILL, STARTUP_S, Processes, Simulation
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 def test_all_are_up_and_answer():
     simulation = Simulation(5)
-    assert {worker.state for worker in simulation.workers} == {State.READY}
+    assert {worker.process.state for worker in simulation.workers} == {State.READY}
     assert simulation.call() == [0, 1, 2, 3, 4]
 
 
@@ -44,11 +43,11 @@ def test_many_losses_take_as_long_as_one(number, how):
 
     def one_more():
         if len(answers) < 10_000:  # worker 1 answers on and on
-            answers.append((simulation.network.now, simulation.workers[2].state))
+            answers.append((simulation.network.now, simulation.workers[2].process.state))
             simulation.pool.ask(simulation.workers[1], Call("name"))
         return simulation.launcher.started_at.keys() >= set(lost) and all(
             len(simulation.launcher.started_at[index]) == 2
-            and simulation.workers[index].state == State.READY
+            and simulation.workers[index].process.state == State.READY
             for index in lost
         )
 
@@ -74,7 +73,10 @@ def test_a_link_that_breaks_before_its_process_has_ended_is_lost_for_the_process
     exchange = simulation.network.exchange
 
     def ends_later(outbox, seconds):
-        if simulation.workers[0].state == State.LOST and simulation.network.now > REASON_S / 2:
+        if (
+            simulation.workers[0].process.state == State.LOST
+            and simulation.network.now > REASON_S / 2
+        ):
             first.exit = SIGKILL
         return exchange(outbox, seconds)
 
@@ -149,13 +151,13 @@ def test_a_killed_process_is_replaced_when_it_is_gone():
 
 def test_an_idle_worker_is_replaced_while_another_is_awaited():
     simulation = Simulation(2)
-    identity = simulation.workers[1].identity
+    identity = simulation.workers[1].process.identity
     simulation.launcher.of[1].die()
     simulation.wait(1)
     assert simulation.network.forgotten == [identity]
     (restart,) = simulation.recovery.restarts
     assert restart["worker"] == 1 and "died: killed by SIGKILL" in restart["reason"]
-    assert simulation.workers[1].state == State.READY
+    assert simulation.workers[1].process.state == State.READY
     assert simulation.call(1) == [1]
 
 
@@ -177,7 +179,7 @@ def test_what_a_lost_worker_had_not_answered_is_asked_again_and_what_it_had_is_n
     seqs = [simulation.pool.ask(worker, Call(name)) for name in ("answered", "lost", "lost too")]
     simulation.network.deliver(first.identity, seqs[0], Reply("from the first"))  # its last words
     first.die()
-    answers = [served.message.value for served in simulation.pool.gather(seqs)]
+    answers = [request.response.value for request in simulation.pool.gather(seqs)]
     assert answers == ["from the first", 0, 0]
     assert [
         request.name for request in simulation.launcher.of[0].heard if isinstance(request, Call)
@@ -353,7 +355,7 @@ def test_a_worker_of_another_version_is_refused_at_the_start_and_lost_later():
     simulation.pool.wait_until(lambda: len(simulation.launcher.started_at[0]) == 2, [seq])
     simulation.launcher.greets = True
     simulation.launcher.of[0].greet(protocol=1)
-    assert [served.message.value for served in simulation.pool.gather([seq])] == [0]
+    assert [request.response.value for request in simulation.pool.gather([seq])] == [0]
     assert "speaks protocol 1" in simulation.recovery.restarts[-1]["reason"]
 
 
@@ -366,8 +368,8 @@ def test_an_error_ends_its_worker_and_is_raised_once_the_others_have_answered():
     simulation.launcher.of[1].die(Exit("exit code 0"))
     with pytest.raises(ValueError, match="^on purpose$"):
         simulation.pool.gather(seqs)
-    assert simulation.workers[1].state == State.ENDED and not simulation.recovery.restarts
-    assert not simulation.pool.failed  # nothing is left of it to reset
+    assert simulation.workers[1].process.state == State.ENDED and not simulation.recovery.restarts
+    assert not simulation.pool.failures.need_reset  # nothing is left of it to reset
     assert simulation.call(0, 2) == [0, 2]
     with pytest.raises(WorkerDiedError, match="worker 1 .*shut down after its error.* is gone"):
         simulation.call(1)
@@ -405,7 +407,7 @@ def test_what_was_under_way_when_an_exception_came_is_handled_by_the_next_wait()
     with pytest.raises(KeyboardInterrupt):
         simulation.pool.wait_until(lambda: False, seqs)
     before = simulation.network.now
-    assert [served.message.value for served in simulation.pool.gather(seqs)] == [0, 1, 2]
+    assert [request.response.value for request in simulation.pool.gather(seqs)] == [0, 1, 2]
     assert simulation.network.now - before < 0.1
 
 
@@ -416,12 +418,15 @@ def test_a_replacement_is_asked_the_same_by_which_it_draws_the_same():
     seqs = [simulation.pool.ask(worker, collects[0])]
     simulation.launcher.greets = False
     simulation.launcher.of[0].die()
-    simulation.pool.wait_until(lambda: worker.process == 1, seqs)
+    first = worker.process
+    simulation.pool.wait_until(lambda: worker.process is not first, seqs)
     seqs.append(simulation.pool.ask(worker, collects[1]))  # before the hello of the replacement
     simulation.launcher.of[0].greet()
-    simulation.pool.wait_until(lambda: worker.state == State.READY, seqs)
+    simulation.pool.wait_until(lambda: worker.process.state == State.READY, seqs)
     sent = [
-        out for out in network.sent if out.identity == worker.identity and out.message in collects
+        out
+        for out in network.sent
+        if out.identity == worker.process.identity and out.message in collects
     ]
     assert [(out.seq, out.message) for out in sent] == list(zip(seqs, collects, strict=True))
 
@@ -538,15 +543,15 @@ def test_an_error_that_leaves_a_step_unanswered_must_say_so():
     simulation.never()
     seq = simulation.pool.ask(simulation.workers[0], Step())
     error = Error(0, "builtins.ValueError", "text", "", fatal=False)
-    simulation.network.deliver(simulation.workers[0].identity, seq, error)
+    simulation.network.deliver(simulation.workers[0].process.identity, seq, error)
     simulation.wait(1)
     assert "ends nothing" in simulation.recovery.restarts[0]["reason"]
 
 
 def test_a_worker_is_described_by_where_it_is_and_what_it_has():
-    worker = WorkerHandle(3, slice(4, 6), b"", Episodes.begun(None, 2), offset=100)
+    worker = Worker(3, slice(4, 6), b"", offset=100)
     assert worker.describe() == "worker 3 (no hello yet, environments 104 to 105)"
-    worker.host, worker.pid, worker.ended_because = "node7", 12, "lost"
+    worker.process.host, worker.process.pid, worker.process.ended_because = "node7", 12, "lost"
     assert (
         worker.describe("a/log")
         == "worker 3 (node7, pid 12, environments 104 to 105, lost, log a/log)"
@@ -577,13 +582,11 @@ def test_who_pulls_for_something_else_than_to_act_is_lost(version):
 )
 def test_a_second_pull_is_only_for_a_worker_that_held_something(pulls, may):
     # A difference may not fit what it is added to; all weights always do.
-    worker = WorkerHandle(
-        0, slice(0, 1), b"", Episodes.begun(None, 1), asked={7: Collect(1, 9, 0, 0.0, [])}
-    )
-    found = []
+    process, found = Process(), []
+    process.asked[7] = Collect(1, 9, 0, 0.0, [])
     for held in pulls:
-        found.append(not worker.fault_of(7, Pull(held), 9))
-        worker.pulled = 7, held
+        found.append(process.may_pull(7, held, 9))
+        process.pulled = 7, held
     assert found == [True] * (len(pulls) - 1) + [may]
 
 

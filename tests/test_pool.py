@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from clusterenv_runtime import Exit, Interrupted, WorkerDiedError
-from clusterenv_runtime.head.handle import State
-from clusterenv_runtime.head.pool import PING_S, Requests
+from clusterenv_runtime.head.pool import PING_S
 from clusterenv_runtime.head.supervisor import LOOK_S
 from clusterenv_runtime.head.transport import MAX_HELLO, Received
+from clusterenv_runtime.head.worker import State
 from clusterenv_runtime.wire.protocol import (
     Call,
     Close,
@@ -42,7 +42,7 @@ def sent(simulation, kind):
 def test_an_interrupted_wait_raises_and_the_next_goes_on():
     simulation = Simulation(2)
     seqs = simulation.never()
-    simulation.pool.interrupted = Interrupted()
+    simulation.pool.interrupt.request(Interrupted())
     with pytest.raises(Interrupted):
         simulation.pool.gather(seqs)
     assert simulation.call(1) == [1]
@@ -60,16 +60,16 @@ def test_an_interrupt_is_heeded_before_the_next_message_is_handled():
         def read(self, is_strange=False):
             read.append(self.identity)
             if len(read) == 1:
-                simulation.pool.interrupted = Interrupted()
+                simulation.pool.interrupt.request(Interrupted())
             return super().read(is_strange)
 
     for worker, seq in zip(simulation.workers, seqs, strict=True):
         message = encode((seq, Reply(worker.index)))
-        simulation.network.inbox.append(Interrupting(worker.identity, [message]))
+        simulation.network.inbox.append(Interrupting(worker.process.identity, [message]))
     with pytest.raises(Interrupted):
         simulation.pool.wait_until(lambda: False, seqs)
-    assert read == [simulation.workers[0].identity]
-    assert [served.message.value for served in simulation.pool.gather(seqs)] == [0, 1, 2]
+    assert read == [simulation.workers[0].process.identity]
+    assert [request.response.value for request in simulation.pool.gather(seqs)] == [0, 1, 2]
     assert len(read) == 3  # none is handled twice
 
 
@@ -78,7 +78,7 @@ def test_an_interrupt_comes_before_the_loss_that_comes_with_it():
 
     class Ending(Processes):
         def has_ended(self, index):
-            simulation.pool.interrupted = Interrupted()
+            simulation.pool.interrupt.request(Interrupted())
             return super().has_ended(index)
 
     simulation = Simulation(2, launcher=Ending, max_restarts=0)
@@ -119,7 +119,7 @@ def test_where_fewer_will_do_a_process_that_ends_by_itself_is_replaced_at_the_st
 
 def test_who_is_refused_is_told_to_close():
     simulation = Simulation(1)
-    identity = simulation.workers[0].identity
+    identity = simulation.workers[0].process.identity
     simulation.network.deliver(identity, 1000, Reply(None))
     assert simulation.call() == [0]
     assert sent(simulation, Close) == [identity]
@@ -135,7 +135,7 @@ def test_a_hello_of_nobody_who_is_awaited_is_dropped():
         stranger.greet()
     simulation.network.deliver(b"another", 1, Reply(None))
     assert simulation.call() == [0, 1]
-    assert worker.identity == first.identity and simulation.network.dropped == 3
+    assert worker.process.identity == first.identity and simulation.network.dropped == 3
     assert not any(stranger.heard for stranger in strangers)
 
 
@@ -153,22 +153,14 @@ def test_workers_are_pinged_once_in_a_while():
 def test_only_a_strangers_messages_must_be_short():
     simulation = Simulation(1)
     (seq,), (worker,) = simulation.never(), simulation.workers
-    for identity in (b"stranger", worker.identity):
+    for identity in (b"stranger", worker.process.identity):
         simulation.network.inbox.append(
             Received(identity, [encode((seq, Reply("long"))), bytes(MAX_HELLO)])
         )
     (served,) = simulation.pool.gather([seq])
-    assert served.message.value == "long" and simulation.network.texts == [
+    assert served.response.value == "long" and simulation.network.texts == [
         "a long message of a stranger"
     ]
-
-
-def test_numbers_rise_and_cannot_be_guessed():
-    numbers = [Requests().number() for _ in range(100)]
-    assert len(set(numbers)) > 90  # of the first request of as many heads
-    requests = Requests()
-    gaps = np.diff([requests.number() for _ in range(1000)])
-    assert gaps.min() > 0 and len(set(gaps.tolist())) > 900
 
 
 def test_who_waits_sleeps_meanwhile():
@@ -184,7 +176,7 @@ def test_who_waits_sleeps_meanwhile():
 def test_the_first_answer_is_returned_while_others_are_awaited():
     simulation = Simulation(2)
     seqs = [*simulation.never(), simulation.pool.ask(simulation.workers[1], Call("name"))]
-    assert simulation.pool.first(seqs).message == Reply(1)
+    assert simulation.pool.first(seqs).response == Reply(1)
 
 
 def test_the_first_error_is_raised_while_others_are_awaited():
@@ -204,17 +196,17 @@ def test_an_error_of_a_call_ends_its_request_alone():
     with pytest.raises(ValueError, match="on purpose"):
         simulation.call()
     process.answer = Reply(0)
-    assert simulation.call() == [0] and not simulation.pool.failed
+    assert simulation.call() == [0] and not simulation.pool.failures.need_reset
 
 
 def test_an_error_that_ends_episodes_leaves_nothing_of_its_worker_to_wait_for():
     simulation = Simulation(1)
     seqs = simulation.never() + simulation.never()
     error = Error(0, "builtins.ValueError", "on purpose", "", fatal=False, ends_episodes=True)
-    simulation.network.deliver(simulation.workers[0].identity, seqs[0], error)
+    simulation.network.deliver(simulation.workers[0].process.identity, seqs[0], error)
     with pytest.raises(ValueError, match="on purpose"):
         simulation.pool.gather(seqs)
-    assert simulation.pool.failed == {0}
+    assert simulation.pool.failures.need_reset
 
 
 def test_of_what_was_given_up_only_an_error_that_ends_something_is_raised():
@@ -229,7 +221,7 @@ def test_of_what_was_given_up_only_an_error_that_ends_something_is_raised():
     simulation.network.deliver(process.identity, seqs[1], error)
     with pytest.raises(ValueError, match="on purpose"):
         simulation.pool.wait_until(lambda: False, simulation.never())
-    assert simulation.pool.failed == {0} and worker.state == State.READY
+    assert simulation.pool.failures.need_reset and worker.process.state == State.READY
 
 
 @pytest.mark.parametrize(("answers", "is_given_up"), [(2, True), (3, False)])
@@ -259,7 +251,9 @@ def test_answers_give_a_worker_all_its_restarts_again():
     for _ in range(2):
         for _ in range(2):
             simulation.launcher.of[0].die()
-            simulation.pool.wait_until(lambda: worker.state == State.READY, simulation.never())
+            simulation.pool.wait_until(
+                lambda: worker.process.state == State.READY, simulation.never()
+            )
         for _ in range(3):
             simulation.launcher.of[0].stopped = False
             assert simulation.call() == [0]
@@ -272,9 +266,10 @@ def test_a_part_shows_that_a_worker_can_step():
         simulation.launcher.of[0].die()
         seq = simulation.pool.ask(worker, Collect(1, 1, 0, 0.0, []))
         simulation.pool.wait_until(
-            lambda seq=seq: worker.state == State.READY and seq in worker.asked, [seq]
+            lambda seq=seq: worker.process.state == State.READY and seq in worker.process.asked,
+            [seq],
         )
-        simulation.network.deliver(worker.identity, seq, Part({}, 2.0))
+        simulation.network.deliver(worker.process.identity, seq, Part({}, 2.0))
         simulation.pool.gather([seq])
     assert worker.waited == 10
 
@@ -292,15 +287,15 @@ def test_only_the_answer_to_its_setup_makes_a_worker_ready():
 
     simulation.launcher.start_worker = starts_one_that_waits
     simulation.pool.wait_until(
-        lambda: any(isinstance(asked, SetAttr) for asked in worker.asked.values()), seqs
+        lambda: any(isinstance(asked, SetAttr) for asked in worker.process.asked.values()), seqs
     )
-    (set_attr,) = [seq for seq, asked in worker.asked.items() if isinstance(asked, SetAttr)]
-    simulation.network.deliver(worker.identity, set_attr, Reply(None))
+    (set_attr,) = [seq for seq, asked in worker.process.asked.items() if isinstance(asked, SetAttr)]
+    simulation.network.deliver(worker.process.identity, set_attr, Reply(None))
     simulation.wait(1)
-    assert worker.state == State.BUILDING
-    simulation.network.deliver(worker.identity, worker.building, Reply(None))
+    assert worker.process.state == State.BUILDING
+    simulation.network.deliver(worker.process.identity, worker.process.building, Reply(None))
     simulation.wait(1)
-    assert worker.state == State.READY
+    assert worker.process.state == State.READY
 
 
 def test_a_worker_that_held_something_may_pull_twice(monkeypatch):
@@ -310,7 +305,7 @@ def test_a_worker_that_held_something_may_pull_twice(monkeypatch):
     monkeypatch.setattr(store, "pull", lambda copy, held: (Weights(9, 0, held), ()))
     seq = simulation.pool.ask(worker, Collect(1, 9, 0, 0.0, []))
     for held in (3, 0):
-        simulation.network.deliver(worker.identity, seq, Pull(held))
+        simulation.network.deliver(worker.process.identity, seq, Pull(held))
         simulation.wait(1)
     sent_weights = [out for out in simulation.network.sent if isinstance(out.message, Weights)]
     assert [(out.seq, out.message.checksum) for out in sent_weights] == [(seq, 3), (seq, 0)]
@@ -326,7 +321,9 @@ def test_closing_tells_all_workers_and_leaves_the_rest_of_the_time_to_the_launch
         process.leaves = leave
     monkeypatch.setattr(simulation.launcher, "stop", given.append)
     simulation.pool.close(timeout)
-    assert set(sent(simulation, Close)) == {worker.identity for worker in simulation.workers}
+    assert set(sent(simulation, Close)) == {
+        worker.process.identity for worker in simulation.workers
+    }
     assert given == [pytest.approx(timeout if leave else 0, abs=0.1)]
     simulation.pool.close(timeout)  # for the second time, as a finalizer does
     assert len(given) == 1
@@ -337,7 +334,7 @@ def test_a_worker_that_is_given_up_is_named():
     simulation.launcher.of[1].die()
     with pytest.raises(WorkerDiedError, match=r"^worker 1 .*died: killed by SIGKILL$"):
         simulation.call(1)
-    assert [worker.state for worker in simulation.workers] == [State.READY, State.ENDED]
+    assert [worker.process.state for worker in simulation.workers] == [State.READY, State.ENDED]
 
 
 # Replacements that the system refuses to start.
@@ -376,7 +373,7 @@ def test_a_refused_replacement_is_tried_again_after_growing_pauses(caplog):
 
     simulation.pool.wait_until(one_more, [seq])
     assert max(np.diff(answered)) < LOOK_S  # the other worker was served all the time
-    assert [served.message.value for served in simulation.pool.gather([seq])] == [1]
+    assert [request.response.value for request in simulation.pool.gather([seq])] == [1]
     pauses, promised = np.diff(launcher.attempts), np.array([1, 2, 4, 4, 4, 4, 4])
     assert len(pauses) == len(promised)
     assert np.all(promised <= pauses) and np.all(pauses <= promised + LOOK_S + 0.01)
@@ -422,7 +419,7 @@ def test_an_interrupt_between_two_attempts_is_heeded_at_once(attempt):
     class Interrupting(Refusing):
         def start_worker(self, index):
             if index in self.started_at and len(self.attempts) == attempt - 1:
-                simulation.pool.interrupted = KeyboardInterrupt()
+                simulation.pool.interrupt.request(KeyboardInterrupt())
             super().start_worker(index)
 
     simulation = Simulation(2, launcher=Interrupting)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from clusterenv_runtime.head.episodes import Episodes
-from clusterenv_runtime.head.handle import PendingRequest, WorkerHandle
 from clusterenv_runtime.head.recovery import Recovery
+from clusterenv_runtime.head.worker import Request, Worker
 from clusterenv_runtime.policy.sync import SyncRule
 from clusterenv_runtime.policy.versions import PolicyStore
 from clusterenv_runtime.wire.protocol import (
@@ -33,11 +33,11 @@ class Told:
     """Two workers of two environments each, and their `Recovery`."""
 
     def __init__(self):
-        seen = np.zeros((2, 1), np.float32)
         self.workers = [
-            WorkerHandle(index, slice(2 * index, 2 * index + 2), b"setup", Episodes.begun(seen, 2))
-            for index in (0, 1)
+            Worker(index, slice(2 * index, 2 * index + 2), b"setup") for index in (0, 1)
         ]
+        for worker in self.workers:
+            worker.episodes = Episodes.begun(np.zeros((2, 1), np.float32), 2)
         self.worker = self.workers[1]
         self.store = PolicyStore(
             [worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True
@@ -50,7 +50,7 @@ class Told:
 
     def unanswered(self, *messages):
         return [
-            PendingRequest(seq, 1, message, (b"of it",), None)
+            Request(seq, self.worker, message, (b"of it",), None)
             for seq, message in enumerate(messages, 10)
         ]
 
@@ -169,7 +169,7 @@ def test_a_users_reset_seeds_the_noise_anew_unless_its_seed_was_just_loaded(told
         told.reset()
         assert told.recovery.state_dict(told.workers) == state
     assert [worker.rollouts for worker in told.workers] == [7, 7]
-    told.recovery.is_loaded = False  # a rollout has been asked since
+    told.recovery.number(told.worker, Collect(5, 1, 0, 0.0, []))
     told.reset()
     assert told.recovery.state_dict(told.workers) == {
         "seed": 5,

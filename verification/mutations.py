@@ -17,18 +17,18 @@ ROOT = Path(__file__).resolve().parent.parent
 MUTATIONS = {
     "until d016c55: what a wait has posted is left unsent": (
         "head/pool.py",
-        "if self._outbox:  # such as the weights that were waited for",
+        "if self._outbox:  # weights, for example, that a worker waits for",
         "if False:",
     ),
     "until b661e7f: Ctrl-C raises where something is half done": (
-        "head/ctrl_c.py",
-        "        _under_way = pool\n",
+        "head/interrupts.py",
+        "        _under_way = interrupt\n",
         "",
     ),
     "until 851c8d7: who pulls before anything is published ends the run": (
-        "head/handle.py",
-        'return "" if may and 0 <= held < version else',
-        'return "" if True else',
+        "head/worker.py",
+        "return may and 0 <= held < published",
+        "return True",
     ),
     "what a lost worker held is believed of its replacement": (
         "head/recovery.py",
@@ -37,7 +37,7 @@ MUTATIONS = {
     ),
     "a replacement is not asked what is outstanding": (
         "head/pool.py",
-        "self._recovery.orders(worker, self._requests.of(worker.index))",
+        "self._recovery.orders(worker, self._requests.of(worker))",
         "self._recovery.orders(worker, [])",
     ),
     "a replacement is not told the policy's structure": (
@@ -52,8 +52,8 @@ MUTATIONS = {
     ),
     "until 8cddea0: nor if it is lost after the answer to a step": (
         "head/stepping.py",
-        "        if worker.index in self._lost_since:",
-        "        if False:",
+        "for worker in self._lost:",
+        "for worker in []:",
     ),
     "nor if it is lost after the answer to a request to act": (
         "head/collect.py",
@@ -62,15 +62,19 @@ MUTATIONS = {
     ),
     "a worker that is given up is still waited for": (
         "head/pool.py",
-        "                self._requests.forget_worker(worker.index)\n                raise",
+        "                self._requests.forget_worker(worker)\n                raise",
         "                raise",
     ),
     "what a worker says after a wrong answer is believed": (
-        "head/pool.py",
-        "self._former.add(worker.identity)  # nor is what it says after that to be believed",
+        "head/supervisor.py",
+        "worker.process.is_refused = True",
         "pass",
     ),
-    "a worker answers for another": ("head/pool.py", "if seq not in worker.asked:", "if False:"),
+    "a worker answers for another": (
+        "head/pool.py",
+        "case _ if seq not in worker.process.asked:",
+        "case _ if False:",
+    ),
     "an interrupted call is not given up": (
         "head/pool.py",
         "            self._requests.forget(seqs)\n            raise",
@@ -78,13 +82,13 @@ MUTATIONS = {
     ),
     "late and duplicate answers are kept": (
         "head/pool.py",
-        "self.answers[seq] = self.outstanding.pop(seq), answer, process",
-        "self.answers[seq] = self.outstanding[seq], answer, process",
+        "request = self.outstanding.pop(seq)\n",
+        "request = self.outstanding[seq]\n",
     ),
     "who pulls for a request that was given up gets no weights": (
         "head/pool.py",
-        "if worker.state in CONNECTED:\n                    weights",
-        "if worker.state in CONNECTED and request is not None:\n                    weights",
+        "if process.state in CONNECTED:\n            weights",
+        "if process.state in CONNECTED and seq in self._requests.outstanding:\n            weights",
     ),
     "a worker that pulls takes another structure only later": (
         "worker/worker.py",
@@ -98,8 +102,8 @@ MUTATIONS = {
     ),
     "a worker that was still building is not reset with the others": (
         "head/stepping.py",
-        "                    self._pool.forget([self._pending[worker.index]])\n",
-        "",
+        "self._pool.forget([seq])",
+        "pass",
     ),
     "weights are of the version before": (
         "policy/versions.py",

@@ -40,8 +40,8 @@ from clusterenv_runtime import (
     StartupError,
     WorkerDiedError,
 )
-from clusterenv_runtime.head.handle import State
 from clusterenv_runtime.head.start import start_head
+from clusterenv_runtime.head.worker import State
 
 from . import ledger
 from .ledger import Labelled, Ledger
@@ -119,7 +119,7 @@ class User:
         self.call("reset")
         for _ in range(draw.randint(1, 4)):
             while (
-                self.envs._pool.failed
+                self.envs._pool.failures.need_reset
             ):  # if an interrupt came before the user was told, what was sent is to come
                 self.call("recv" if self.sent else "reset")
             self.call(draw.choice([name for name in CALLS if self.may(name)]))
@@ -128,7 +128,7 @@ class User:
             )  # the user learns, and nobody is served
         while self.sent:
             self.call("recv")
-        while self.envs._pool.failed:
+        while self.envs._pool.failures.need_reset:
             self.call("reset")
         self.check_leftovers()
 
@@ -180,9 +180,9 @@ class User:
         finally:
             is_over = True
             sys.setprofile(None)
-        if isinstance(self.envs._pool.interrupted, KeyboardInterrupt):
+        if self.envs._pool.interrupt.is_ctrl_c:
             raise Wrong("Ctrl-C is left for the next call")
-        self.envs._pool.interrupted = None
+        self.envs._pool.interrupt.error = None
         self.check_weights()
 
     def reset(self) -> None:
@@ -257,9 +257,9 @@ class User:
         workers hold.
         """
         requests, store = self.envs._pool._requests, self.envs._store
-        if self.ahead is None and (requests.outstanding or requests.answers):
+        if self.ahead is None and (requests.outstanding or requests.answered):
             raise Wrong(
-                f"nobody takes {requests.outstanding} and the answers {list(requests.answers)}"
+                f"nobody takes {requests.outstanding} and the answers {list(requests.answered)}"
             )
         if store.mismatches and not any(
             process.has_lied for process in self.world.processes.values()
@@ -271,9 +271,9 @@ class User:
         change.
         """
         for worker in self.envs._pool.workers:
-            process, copy = self.world.processes.get(worker.identity), worker.copy
+            process, copy = self.world.processes.get(worker.process.identity), worker.copy
             if (
-                worker.state != State.READY
+                worker.process.state != State.READY
                 or process.exit is not None
                 or process.is_busy
                 or process.has_lied
@@ -288,9 +288,6 @@ class User:
                 )
 
 
-@mock.patch(
-    "clusterenv_runtime.head.pool.randbits", lambda _: 0
-)  # so that numbers are the same in each run
 def run(seed: int, trace: bool = False) -> list[str]:
     """Go through a schedule; return what happened, if it is to be traced.
 

@@ -49,11 +49,11 @@ TESTS = {
     ],
     "wire/security.py": ["test_transport.py", "test_security.py", "test_launchers.py"],
     "policy/sync.py": ["test_sync.py"],
-    "head/ctrl_c.py": ["test_ctrl_c.py", SCHEDULES],
+    "head/interrupts.py": ["test_ctrl_c.py", SCHEDULES],
     "policy/versions.py": ["test_versions.py", "test_differences.py", "test_probe.py", SCHEDULES, "test_sync.py"],
     "head/episodes.py": ["test_replacement.py", "test_head.py", SCHEDULES, "test_vector_env.py"],
     "head/failures.py": ["test_head.py", "test_env_errors.py", "test_failures.py"],
-    "head/handle.py": ["test_head.py", "test_pool.py", SCHEDULES, "test_recovery.py", "test_failures.py"],
+    "head/worker.py": ["test_head.py", "test_pool.py", SCHEDULES, "test_recovery.py", "test_failures.py"],
     "head/pool.py": [
         "test_head.py", "test_pool.py", "test_ctrl_c.py", SCHEDULES, "test_strangers.py", "test_streaming.py",
         "test_failures.py", "test_env_errors.py", "test_ends.py",

@@ -1,4 +1,4 @@
-"""Errors that workers report, as the exceptions that the user gets."""
+"""Errors that workers report: until the user is told, and until the environments are reset."""
 
 from __future__ import annotations
 
@@ -10,18 +10,51 @@ from ..errors import EnvError, printable
 from ..wire.codec import MAX_FRAME
 from ..wire.protocol import Error
 
-FOR_ITERATION = (
-    StopIteration,
-    StopAsyncIteration,
-)  # raised anew they would end a loop or a generator of the user's
+# Raised again, these would end a loop or a generator of the user.
+FOR_ITERATION = StopIteration, StopAsyncIteration
+
+
+class Failures:
+    """The errors of all workers."""
+
+    def __init__(self) -> None:
+        self._untold: list[tuple[str, Error]] = []  # with the workers' descriptions
+        self._to_reset = set[int]()  # workers whose environments wait for a reset
+
+    @property
+    def are_untold(self) -> bool:
+        """Whether the user has yet to be told of an error."""
+        return bool(self._untold)
+
+    @property
+    def need_reset(self) -> bool:
+        """Whether environments have raised that were not reset since."""
+        return bool(self._to_reset)
+
+    def add(self, worker: int, description: str, error: Error) -> None:
+        """Note an error of a worker."""
+        self._untold.append((description, error))
+        if error.fatal:
+            self._to_reset.discard(worker)  # nothing is left to reset
+        elif error.ends:
+            self._to_reset.add(worker)
+
+    def raise_untold(self) -> None:
+        """Raise the errors of which the user was not told, if there are any."""
+        if errors := self._untold:
+            self._untold = []
+            raise to_exception(errors)
+
+    def were_reset(self) -> None:
+        """Note that all environments were reset."""
+        self._to_reset.clear()
 
 
 def to_exception(errors: list[tuple[str, Error]]) -> Exception:
-    """Return what to raise for errors of workers that are described by texts: the last, with its
-    `EnvError` as cause.
+    """Return the last of these errors as an exception, with an `EnvError` as its cause.
 
-    All are logged in the words of Gymnasium's AsyncVectorEnv, where a worker is one environment,
-    and ends. Here it ends only if its error is fatal; else a reset goes on.
+    All are logged in the words of Gymnasium's AsyncVectorEnv. There a worker is one environment,
+    and ends. Here a worker ends only if its error is fatal; else it goes on after a reset.
     """
     for _, error in errors:
         if error.ends and error.env is not None:
@@ -47,16 +80,14 @@ def _lines(text: str) -> str:
 
 
 def _local_exception(error: Error) -> Exception | None:
-    """Make the exception a worker names, if it is one of Python's or Gymnasium's that takes one
-    text.
-    """
+    """Make the exception that a worker names, if it is Python's or Gymnasium's and takes one text."""
     module, _, name = error.kind.rpartition(".")
     kind = getattr({"builtins": builtins, "gymnasium.error": gym.error}.get(module), name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(
-        kind, FOR_ITERATION
-    ):
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return None
+    if issubclass(kind, FOR_ITERATION):
         return None
     try:
         return kind(_lines(error.message))
-    except TypeError:  # UnicodeDecodeError and the like want more
+    except TypeError:  # UnicodeDecodeError and others want more arguments
         return None

@@ -1,6 +1,4 @@
-"""What a process must be told to be a worker: the first of its rows, or one in place of another
-that died.
-"""
+"""What a process must be told to be a worker: the first one, or one in place of another that died."""
 
 from __future__ import annotations
 
@@ -18,54 +16,47 @@ import numpy as np
 
 from ..policy.sync import SyncRule
 from ..policy.versions import PolicyStore
-from ..wire.protocol import CutOff, Message, Reset, SetAttr, Setup, Step, Structure
-from .handle import PendingRequest, WorkerHandle
+from ..wire.protocol import Collect, CutOff, Message, Reset, SetAttr, Setup, Step, Structure
+from .worker import Request, Worker
 
 logger = logging.getLogger(__name__)
 Order = tuple[int | None, Message, tuple[Any, ...]]  # seq, if it is known, message and buffers
 
 
-def _resets_all(message: Message) -> bool:
-    return isinstance(message, Reset) and not message.partial
+def _reset_all(requests: Iterable[Request]) -> bool:
+    messages = [request.message for request in requests]
+    return any(isinstance(message, Reset) and not message.partial for message in messages)
 
 
 class Recovery:
     """Makes a replacement what its predecessor was, except that it begins new episodes.
 
-    A dead process takes its episodes with it. The one in its place builds the environments anew and
-    resets them with fresh seeds. Its noise follows from what it is asked. If the user steps the
-    environments, the step says that the old episodes are truncated.
+    A process takes its episodes with it when it dies. Its replacement builds the environments again
+    and resets them with fresh seeds. Its noise follows from what it is asked. If the user steps the
+    environments, the next step says that the old episodes are truncated.
     """
 
     def __init__(self, rule: SyncRule, store: PolicyStore) -> None:
         self._rule = pickle.dumps(rule)
         self._store = store
         self._sys_path = [os.fsencode(path) for path in sys.path if path]
-        self.attributes: dict[
-            str, list[Any]
-        ] = {}  # of all environments, as the user has set them last
         self._options: dict[str, Any] | None = None  # of the user's last reset of all
+        self.attributes: dict[str, list[Any]] = {}  # of all environments, as the user set them
         self.restarts: list[dict[str, Any]] = []  # worker, time, reason and seeds of each
         self.seed = secrets.randbits(62)  # of the noise, until the user gives one
-        self.is_loaded = (
-            False  # whether that comes from a checkpoint, and no rollout has been asked since
-        )
+        self._is_loaded = False  # whether that comes from a checkpoint, and no rollout was asked
 
-    def orders(self, worker: WorkerHandle, unanswered: list[PendingRequest]) -> list[Order]:
+    def orders(self, worker: Worker, unanswered: list[Request]) -> list[Order]:
         """Return what makes a process this worker, and then what it is to answer."""
-        orders: list[Order] = [
-            (None, Setup(self._sys_path, worker.first_row), (worker.setup, self._rule))
-        ]
+        setup = Setup(self._sys_path, worker.first_row)
+        orders: list[Order] = [(None, setup, (worker.setup, self._rule))]
         if self._store.structure:
             orders.append((None, Structure(), (self._store.structure,)))
         for name, values in self.attributes.items():
             orders.append((None, SetAttr(name), (cloudpickle.dumps(values[worker.rows]),)))
-        if worker.seeds is not None and not any(
-            _resets_all(request.message) for request in unanswered
-        ):
-            orders.append(
-                (None, Reset(), (cloudpickle.dumps((worker.seeds, self._options, None)),))
-            )
+        if worker.seeds is not None and not _reset_all(unanswered):
+            reset = cloudpickle.dumps((worker.seeds, self._options, None))
+            orders.append((None, Reset(), (reset,)))
         for request in unanswered:
             message, buffers = request.message, request.buffers
             if isinstance(message, Step | CutOff) and worker.episodes.cut is not None:
@@ -73,58 +64,60 @@ class Recovery:
             orders.append((request.seq, message, tuple(buffers)))
         return orders
 
-    def lost(self, worker: WorkerHandle, text: str, unanswered: list[PendingRequest]) -> None:
-        """Note that a worker's process has died, and will be replaced."""
+    def lost(self, worker: Worker, reason: str, unanswered: list[Request]) -> None:
+        """Note that a worker's process has died, and is replaced."""
         worker.copy.forget()
         number = sum(restart["worker"] == worker.index for restart in self.restarts) + 1
         if worker.seeds is not None:
             worker.episodes.lost()
-            if not any(
-                _resets_all(request.message) for request in unanswered
-            ):  # else the seeds of the user
-                worker.seeds = self._fresh_seeds(worker, number)
+            if not _reset_all(unanswered):  # else the user's own seeds are still to be used
+                worker.seeds = _fresh_seeds(worker, number)
         self.restarts.append(
-            {"worker": worker.index, "time": time.time(), "reason": text, "seeds": worker.seeds}
+            {"worker": worker.index, "time": time.time(), "reason": reason, "seeds": worker.seeds}
         )
-        logger.warning("%s; another is started, replacement %d of this worker", text, number)
+        logger.warning("%s; another is started, replacement %d of this worker", reason, number)
 
-    def _fresh_seeds(self, worker: WorkerHandle, number: int) -> list[int | None]:
-        given = worker.user_seeds
-        entropy = [*(seed for seed in given if seed is not None), worker.first_row, number]
-        fresh = (
-            np.random.SeedSequence(entropy).generate_state(len(given)) >> 1
-        ).tolist()  # some take only 31 bits
-        return [None if old is None else new for old, new in zip(given, fresh, strict=True)]
+    def number(self, worker: Worker, request: Collect) -> None:
+        """Say in a request to act which rollout it is, and so which noise it draws."""
+        request.seed = self.seed
+        request.rollout = worker.asked_rollouts
+        worker.asked_rollouts += 1
+        self._is_loaded = False
 
     def reset(
-        self,
-        workers: Sequence[WorkerHandle],
-        seeds: list[int | None],
-        options: dict[str, Any] | None,
+        self, workers: Sequence[Worker], seeds: list[int | None], options: dict[str, Any] | None
     ) -> None:
-        """Note that the user resets all environments, and with a seed the noise, unless its seed
-        was just loaded.
+        """Note that the user resets all environments.
 
-        Of several seeds, that of the noise is the first.
+        The first seed that is given seeds the noise, too, unless its seed was just loaded.
         """
         self._options = options
-        given = [
-            seed - row for row, seed in enumerate(seeds, workers[0].offset) if seed is not None
-        ]
-        begins_anew = bool(given) and not self.is_loaded
-        if begins_anew:
-            self.seed = given[0] % 2**62
+        rows = range(workers[0].offset, workers[0].offset + len(seeds))
+        given = [seed - row for row, seed in zip(rows, seeds, strict=True) if seed is not None]
         for worker in workers:
-            worker.user_seeds = worker.seeds = seeds[worker.rows]
+            worker.seeds = worker.user_seeds = seeds[worker.rows]
             worker.episodes.reset()
-            if begins_anew:
+        if given and not self._is_loaded:
+            self.seed = given[0] % 2**62
+            for worker in workers:
                 worker.asked_rollouts = worker.rollouts = 0
 
-    def state_dict(self, workers: Iterable[WorkerHandle]) -> dict[str, Any]:
+    def state_dict(self, workers: Iterable[Worker]) -> dict[str, Any]:
         rollouts = max(worker.rollouts for worker in workers)
         return {"seed": self.seed, "rollouts": rollouts, "restarts": list(self.restarts)}
 
-    def load_state_dict(self, workers: Iterable[WorkerHandle], state: dict[str, Any]) -> None:
-        self.seed, self.restarts, self.is_loaded = state["seed"], list(state["restarts"]), True
+    def load_state_dict(self, workers: Iterable[Worker], state: dict[str, Any]) -> None:
+        self.seed = state["seed"]
+        self.restarts = list(state["restarts"])
+        self._is_loaded = True
         for worker in workers:
             worker.asked_rollouts = worker.rollouts = state["rollouts"]
+
+
+def _fresh_seeds(worker: Worker, number: int) -> list[int | None]:
+    """Return seeds for replacement ``number`` of a worker; they follow from the user's."""
+    given = [seed for seed in worker.user_seeds if seed is not None]
+    sequence = np.random.SeedSequence([*given, worker.first_row, number])
+    # Some environments take only 31 bits.
+    fresh = (sequence.generate_state(worker.num_envs) >> 1).tolist()
+    return [None if old is None else new for old, new in zip(worker.user_seeds, fresh, strict=True)]

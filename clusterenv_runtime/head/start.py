@@ -22,12 +22,11 @@ from ..policy.sync import SyncRule
 from ..policy.versions import PolicyStore
 from ..wire.protocol import shared_versions
 from .answers import Opener
-from .episodes import Episodes
-from .handle import WorkerHandle
 from .pool import WorkerPool
 from .recovery import Recovery
 from .supervisor import Supervisor
 from .transport import Transport
+from .worker import Worker
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
@@ -118,29 +117,23 @@ def start_head(
     num_workers = min(options.num_workers, blueprint.num_envs)
     min_workers = min(options.min_workers or num_workers, num_workers)
     workers = [
-        WorkerHandle(
-            index,
-            rows,
-            blueprint.setup(rows),
-            Episodes.begun(None, rows.stop - rows.start),
-            blueprint.first_row,
-        )
+        Worker(index, rows, blueprint.setup(rows), blueprint.first_row)
         for index, rows in enumerate(blueprint.shares(num_workers))
     ]
     spaces = blueprint.single_observation_space, blueprint.single_action_space
     copies, needs_kl = [worker.copy for worker in workers], options.rule.mode == "kl"
     store = PolicyStore(copies, *spaces, options.rounds, needs_kl, sum_over_learners)
     recovery = Recovery(options.rule, store)
-    max_restarts = options.max_worker_restarts if options.on_worker_loss == "restart" else 0
-    startup_timeout, worker_timeout = options.startup_timeout, options.worker_timeout
-    supervisor = Supervisor(workers, launcher, startup_timeout, worker_timeout, max_restarts, clock)
+    supervisor = Supervisor(workers, launcher, options, clock)
     transport = make_transport(
         address, options.port, options.security, options.keys(), launcher.directory
     )
     opener = Opener(*spaces, blueprint.info_keys, blueprint.frame_stack)
-    pool = WorkerPool(workers, transport, launcher, supervisor, recovery, store, opener, clock)
+    pool = WorkerPool(transport, supervisor, recovery, store, opener)
     key_file = options.workers_key_file(launcher, transport.key_file)
-    flags = worker_flags(transport.address, key_file, startup_timeout, worker_timeout)
+    flags = worker_flags(
+        transport.address, key_file, options.startup_timeout, options.worker_timeout
+    )
     launcher.resources = options.resources
     try:
         launcher.prepare(num_workers, flags, transport.directory)

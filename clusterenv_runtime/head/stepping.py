@@ -1,5 +1,5 @@
 """Gymnasium's vector API on workers, with actions chosen at the head: each call is one request to
-each of them.
+each worker.
 """
 
 from __future__ import annotations
@@ -22,155 +22,63 @@ from ..envs.blueprint import Blueprint
 from ..errors import DeadlineError, printable
 from ..wire.protocol import Call, Message, Reply, Reset, SetAttr
 from .episodes import Episodes
-from .handle import WorkerHandle
 from .start import Head
+from .worker import Worker
 
 Infos = list[tuple[int, dict[str, Any]]]  # (environment, info)
 
 
 class Stepper:
-    """The call that is under way, and what becomes of the answers.
+    """The call that is under way, and what becomes of the responses.
 
     Args:
         head: the workers, and what their replacements are told.
-        blueprint: their environments.
+        blueprint: the environments.
         copy: whether each batch of observations is made of fresh arrays.
     """
 
     def __init__(self, head: Head, blueprint: Blueprint, copy: bool) -> None:
-        self._pool, self._recovery, self._blueprint = head.pool, head.recovery, blueprint
-        self._space, self._copy = blueprint.single_observation_space, copy
-        self._skips_absent = (
-            head.is_partial
-        )  # a reset leaves out workers that have yet to come, and then are reset
+        self._pool = head.pool
+        self._recovery = head.recovery
+        self._blueprint = blueprint
+        self._space = blueprint.single_observation_space
+        self._copy = copy
+        # A full reset does not wait for workers that have yet to come. They are reset when they do.
+        self._skips_absent = head.is_partial
         self.state = AsyncState.DEFAULT
         self.was_reset = False
-        self._pending: list[
-            int | None
-        ] = []  # the seq each worker is to answer; None for one that is not asked
+        self._pending: list[int] = []  # the requests of the call under way, by seq
         self._mask: np.ndarray | None = None  # of the reset under way
         self._observations: Any = None  # of all environments, the last ones
-        self._lost_since: set[int] = (
-            set()
-        )  # workers whose process was replaced after it had answered the last call
+        self._lost: list[Worker] = []  # workers replaced after they had answered the last call
         self._warned: set[str] = set()  # what the user was told of infos
-
-    def _assert_none_has_raised(self, method: str) -> None:
-        if self._pool.failed:
-            raise ResetNeeded(
-                f"Cannot call `{method}` before all environments are `reset`, as one has raised."
-            )
-
-    def _assert_one_by_one(self) -> None:
-        if self._blueprint.steps_together:
-            raise ValueError(
-                "environments that step together are for a policy to act in: `rollout`, `send` and `recv`"
-            )
-
-    def _ask(
-        self, state: AsyncState, request: Callable[[WorkerHandle], tuple[Message, bytes]]
-    ) -> None:
-        self._pool.require(*self._pool.workers)
-        requests = [
-            request(worker) for worker in self._pool.workers
-        ]  # before any is asked, as this may raise
-        self._pending = [
-            self._pool.ask(worker, *each)
-            for worker, each in zip(self._pool.workers, requests, strict=True)
-        ]
-        if self._skips_absent and state == AsyncState.WAITING_RESET and self._mask is None:
-            for worker in self._pool.workers:
-                if not worker.has_been_ready:  # it does it when it is, and nobody waits for that
-                    self._pool.forget([self._pending[worker.index]])
-                    self._pending[worker.index] = None
-        self._pool.exchange()
-        self.state = state
-
-    def _replies(self, state: AsyncState, timeout: float | None) -> list[Reply]:
-        """Return the replies, one for each worker, with their values unpacked."""
-        if self.state != state:
-            raise NoAsyncCallError(
-                f"Calling `{state.value}_wait` without any prior call to `{state.value}_async`.",
-                state.value,
-            )
-        try:
-            served = self._pool.gather([seq for seq in self._pending if seq is not None], timeout)
-        except DeadlineError as error:
-            raise multiprocessing.TimeoutError(
-                f"The call to `{state.value}_wait` has timed out after {timeout} second(s). {error}"
-            ) from None
-        finally:
-            self.state = AsyncState.DEFAULT
-        replies, self._lost_since = (
-            {},
-            {answer.request.worker for answer in served if answer.is_last},
-        )
-        for request, reply, _ in served:
-            replies[request.worker] = reply
-            for key in reply.dropped:
-                kinds = "only arrays, numbers, strings and their containers leave a worker"
-                self._warn(f"Info {printable(key)} is left out: {kinds}.")
-        return [replies.get(worker.index) or self._nothing(worker) for worker in self._pool.workers]
-
-    def _infos(self, replies: list[Reply]) -> Infos:
-        starts = [worker.rows.start for worker in self._pool.workers]
-        return [
-            (start + env, info)
-            for start, reply in zip(starts, replies, strict=True)
-            for env, info in reply.infos
-        ]
-
-    def _note_loss(self, worker: WorkerHandle) -> None:
-        """Have the next step tell of episodes that were lost after the answer to this call."""
-        if worker.index in self._lost_since:
-            worker.episodes.lost()
-
-    def _nothing(self, worker: WorkerHandle) -> Reply:
-        return Reply(create_empty_array(self._space, worker.num_envs), [])
-
-    def join_infos(self, infos: Infos, add_info: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """Return the infos of environments as those of all, by Gymnasium's own method."""
-        joined: dict[str, Any] = {}
-        for env, info in infos:
-            try:
-                joined = add_info(joined, info, env)
-            except Exception:  # whatever it raises where infos do not go together
-                self._warn(
-                    f"Infos of environment {env} are left out: they do not go with those of others."
-                )
-        return joined
-
-    def _warn(self, text: str) -> None:
-        """Warn once of something about infos; a worker may say what it likes, so of a hundred
-        things at most.
-        """
-        if text not in self._warned and len(self._warned) < 100:
-            self._warned.add(text)
-            gym.logger.warn(text)
 
     def reset(self, seed: int | list[int | None] | None, options: dict[str, Any] | None) -> None:
         """Ask for a reset of all environments, or of those of ``options["reset_mask"]``."""
-        mask, num_envs = None, self._blueprint.num_envs
+        num_envs = self._blueprint.num_envs
+        mask = None
         if options is not None and "reset_mask" in options:
             self._assert_one_by_one()
             mask = options.pop("reset_mask")
             check_reset_mask(mask, num_envs)
             self._assert_none_has_raised("reset` with a `reset_mask")
         seeds = seed
-        if seed is None or isinstance(seed, int):
-            seeds = [
-                None if seed is None else seed + self._blueprint.first_row + i
-                for i in range(num_envs)
-            ]
+        if seed is None:
+            seeds = [None] * num_envs
+        elif isinstance(seed, int):
+            first = seed + self._blueprint.first_row
+            seeds = list(range(first, first + num_envs))
         if len(seeds) != num_envs:
             raise ValueError(
-                f"If seeds are passed as a list the length must match num_envs={num_envs} but got length={len(seeds)}."
+                f"If seeds are passed as a list the length must match num_envs={num_envs} "
+                f"but got length={len(seeds)}."
             )
-        self.was_reset, self._mask = True, mask
+        self.was_reset = True
+        self._mask = mask
         if mask is None:
             self._recovery.reset(self._pool.workers, seeds, options)
 
-        def request(worker: WorkerHandle) -> tuple[Message, bytes]:
+        def request(worker: Worker) -> tuple[Message, bytes]:
             part = None if mask is None else mask[worker.rows]
             return Reset(mask is not None), cloudpickle.dumps((seeds[worker.rows], options, part))
 
@@ -181,15 +89,16 @@ class Stepper:
         replies = self._replies(AsyncState.WAITING_RESET, timeout)
         parts = []
         for worker, reply in zip(self._pool.workers, replies, strict=True):
+            observations = reply.value
             if self._mask is None:
-                worker.episodes = Episodes.begun(reply.value, worker.num_envs)
-                self._pool.failed.discard(worker.index)
-                parts.append(reply.value)
+                worker.episodes = Episodes.begun(observations, worker.num_envs)
             else:
-                parts.append(
-                    worker.episodes.saw_reset(self._space, reply.value, self._mask[worker.rows])
-                )
-            self._note_loss(worker)
+                mask = self._mask[worker.rows]
+                observations = worker.episodes.saw_reset(self._space, observations, mask)
+            parts.append(observations)
+        if self._mask is None:
+            self._pool.failures.were_reset()
+        self._note_losses()
         return self._join(parts), self._infos(replies)
 
     def step(self, actions: Any) -> None:
@@ -213,29 +122,25 @@ class Stepper:
     ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:
         """Return observations, rewards, terminations, truncations and infos."""
         replies = self._replies(AsyncState.WAITING_STEP, timeout)
-        shows_ends = (
-            self._blueprint.autoreset_mode != AutoresetMode.SAME_STEP
-        )  # before what follows them
+        # In the mode SAME_STEP the user sees with an end what follows it.
+        shows_ends = self._blueprint.autoreset_mode != AutoresetMode.SAME_STEP
         for worker, reply in zip(self._pool.workers, replies, strict=True):
             observations, _, terminations, truncations = reply.value
             worker.episodes = Episodes(observations, (terminations | truncations) & shows_ends)
-            self._note_loss(worker)
+        self._note_losses()
         parts, *arrays = zip(*(reply.value for reply in replies), strict=True)
         return self._join(parts), *map(np.concatenate, arrays), self._infos(replies)
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ask for a call of each environment's method, or for its attribute."""
         self._assert_one_by_one()
-        argument = cloudpickle.dumps((args, kwargs))
-        self._ask(AsyncState.WAITING_CALL, lambda _: (Call(name), argument))
+        arguments = cloudpickle.dumps((args, kwargs))
+        self._ask(AsyncState.WAITING_CALL, lambda _: (Call(name), arguments))
 
     def finish_call(self, timeout: float | None) -> tuple[Any, ...]:
         """Return one result for each environment."""
-        return tuple(
-            result
-            for reply in self._replies(AsyncState.WAITING_CALL, timeout)
-            for result in reply.value
-        )
+        replies = self._replies(AsyncState.WAITING_CALL, timeout)
+        return tuple(result for reply in replies for result in reply.value)
 
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of each environment, also of those that a replacement builds."""
@@ -247,8 +152,9 @@ class Stepper:
                 "Values must be a list or tuple with length equal to the number of environments. "
                 f"Got `{len(values)}` values for {num_envs} environments."
             )
-        before, attributes = dict(self._recovery.attributes), self._recovery.attributes
-        attributes[name] = values  # from now on, as a worker may be replaced when it has answered
+        before = self._recovery.attributes
+        # Replacements are told from now on, as a worker may die right after its response.
+        self._recovery.attributes = {**before, name: values}
         try:
             self._ask(
                 AsyncState.WAITING_CALL,
@@ -259,10 +165,91 @@ class Stepper:
             self._recovery.attributes = before
             raise
 
+    def join_infos(self, infos: Infos, add_info: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """Return the infos of single environments as infos of all, by Gymnasium's own method."""
+        joined: dict[str, Any] = {}
+        for env, info in infos:
+            try:
+                joined = add_info(joined, info, env)
+            except Exception:  # Gymnasium raises all kinds where infos do not go together
+                self._warn(
+                    f"Infos of environment {env} are left out: they do not go with those of others."
+                )
+        return joined
+
+    def _assert_none_has_raised(self, method: str) -> None:
+        if self._pool.failures.need_reset:
+            raise ResetNeeded(
+                f"Cannot call `{method}` before all environments are `reset`, as one has raised."
+            )
+
+    def _assert_one_by_one(self) -> None:
+        if self._blueprint.steps_together:
+            raise ValueError(
+                "environments that step together are for a policy to act in: "
+                "`rollout`, `send` and `recv`"
+            )
+
+    def _ask(self, state: AsyncState, request: Callable[[Worker], tuple[Message, bytes]]) -> None:
+        workers = self._pool.workers
+        self._pool.require(*workers)
+        requests = [request(worker) for worker in workers]  # may raise, so before any is asked
+        self._pending = []
+        for worker, (message, buffer) in zip(workers, requests, strict=True):
+            seq = self._pool.ask(worker, message, buffer)
+            is_full_reset = isinstance(message, Reset) and not message.partial
+            if self._skips_absent and is_full_reset and not worker.has_been_ready:
+                self._pool.forget([seq])
+            else:
+                self._pending.append(seq)
+        self._pool.exchange()
+        self.state = state
+
+    def _replies(self, state: AsyncState, timeout: float | None) -> list[Reply]:
+        """Return the replies, one for each worker, with their values unpacked."""
+        name = state.value
+        if self.state != state:
+            raise NoAsyncCallError(
+                f"Calling `{name}_wait` without any prior call to `{name}_async`.", name
+            )
+        try:
+            requests = self._pool.gather(self._pending, timeout)
+        except DeadlineError as error:
+            raise multiprocessing.TimeoutError(
+                f"The call to `{name}_wait` has timed out after {timeout} second(s). {error}"
+            ) from None
+        finally:
+            self.state = AsyncState.DEFAULT
+        self._lost = [request.worker for request in requests if request.process_is_gone]
+        replies = {request.worker.index: request.response for request in requests}
+        for key in [key for reply in replies.values() for key in reply.dropped]:
+            kinds = "only arrays, numbers, strings and their containers leave a worker"
+            self._warn(f"Info {printable(key)} is left out: {kinds}.")
+        return [replies.get(worker.index) or self._nothing(worker) for worker in self._pool.workers]
+
+    def _nothing(self, worker: Worker) -> Reply:
+        return Reply(create_empty_array(self._space, worker.num_envs), [])
+
+    def _note_losses(self) -> None:
+        """Have the next step tell of episodes that were lost after the response to this call."""
+        for worker in self._lost:
+            worker.episodes.lost()
+
+    def _infos(self, replies: list[Reply]) -> Infos:
+        return [
+            (worker.rows.start + env, info)
+            for worker, reply in zip(self._pool.workers, replies, strict=True)
+            for env, info in reply.infos
+        ]
+
+    def _warn(self, text: str) -> None:
+        """Warn once of something about infos."""
+        if text not in self._warned:
+            self._warned.add(text)
+            gym.logger.warn(text)
+
     def _join(self, parts: Sequence[Any]) -> Any:
-        """Join the workers' observations, in the same arrays each time if the user wants no copy,
-        as Gymnasium does.
-        """
+        """Join the workers' observations. Without ``copy`` the arrays are the same each time."""
         if self._copy or self._observations is None:
             self._observations = map_space(_concatenate, self._space, *parts)
         else:

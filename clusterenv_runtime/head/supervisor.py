@@ -1,8 +1,7 @@
-"""Who lives, who is lost, and who is to be replaced: deadlines over all workers at once, none of
-whom waits.
+"""Who lives, who is lost, and who is to be replaced: deadlines over all workers at once.
 
-Nothing here waits or touches a socket. `Supervisor.look` is called again and again while the head
-waits for workers; each call takes every worker's state as far as it goes at that time.
+Nothing here waits or touches a socket. The head calls `Supervisor.look` again and again while it
+waits for workers. Each call takes every process as far as it can go at that time.
 """
 
 from __future__ import annotations
@@ -12,15 +11,16 @@ from collections.abc import Callable, Sequence
 
 from ..errors import StartupError, WorkerDiedError
 from ..launchers import Exit, Launcher
-from .handle import State, WorkerHandle
+from ..options import ClusterOptions
+from .worker import ALIVE, Process, State, Worker
 
 logger = logging.getLogger(__name__)
-LOOK_S = 0.2  # how often the workers' processes are looked at
-SOON_S = 0.01  # how often while one of them is lost
-# how long to look for the reason of a loss: a link may break a moment before its process ends
+LOOK_S = 0.2  # how often the head looks at living processes
+SOON_S = 0.01  # how often it looks while a process is being lost
+# How long it looks for the reason of a loss: a link may break a moment before its process ends.
 REASON_S = 1.0
-KILL_S = 5.0  # how long to wait for a killed process to be gone
-NOTICE_S = 60.0  # how often to say that a worker has not been started yet
+KILL_S = 5.0  # how long it waits for a killed process to be gone
+NOTICE_S = 60.0  # how often it tells the user that a worker has yet to be started
 RETRY_S = 1.0, 2.0, 4.0  # the pauses between attempts to start a replacement; the last one repeats
 
 
@@ -28,204 +28,206 @@ class Supervisor:
     """Watches the workers' processes.
 
     Args:
-        workers: all of them. Only this changes their states.
+        workers: all of them. Only the supervisor changes the states of their processes.
         launcher: starts, kills and knows the processes.
-        startup_timeout: seconds for a process to start, and then to build each of its environments.
-            For so long the system may also refuse to start a replacement.
-        worker_timeout: seconds of silence after which a link is cut, for the texts.
-        max_restarts: that many of one worker's processes in a row may be replaced without an answer
-            of them.
-        clock: the time in seconds.
+        options: the timeouts, and how many processes of one worker in a row may be lost. For
+            ``startup_timeout`` seconds the system may also refuse to start a replacement.
+        clock: returns the time in seconds.
     """
 
     def __init__(
         self,
-        workers: Sequence[WorkerHandle],
+        workers: Sequence[Worker],
         launcher: Launcher,
-        startup_timeout: float,
-        worker_timeout: float,
-        max_restarts: int,
+        options: ClusterOptions,
         clock: Callable[[], float],
     ) -> None:
-        self._workers, self._launcher, self._clock = workers, launcher, clock
-        self._startup_timeout, self._worker_timeout = startup_timeout, worker_timeout
-        self._max_restarts = max_restarts
-        self.all_must_start = (
-            True  # until they have: one that ends by itself, or is late, ends the run
-        )
-        self.next_look = self._next_look_at_all = 0.0
+        self.workers = workers
+        self.clock = clock
+        self._launcher = launcher
+        self._options = options
+        # Until all have started, a process that ends by itself or is late ends the run.
+        self.all_must_start = False
+        self.next_look = self._next_check = 0.0
 
-    def start(self) -> None:
+    def start(self, all_must_start: bool) -> None:
         """Start all processes.
 
         Raises:
             StartupError: one cannot be started.
         """
+        self.all_must_start = all_must_start
         try:
             self._launcher.start()
         except OSError as error:
             raise StartupError(f"cannot start the workers: {error}") from None
-        for worker in self._workers:
-            self._begin(worker)
+        for worker in self.workers:
+            worker.process = self._new_process()
 
-    def _begin(self, worker: WorkerHandle) -> None:
-        worker.state, worker.identity, worker.building, worker.exit = (
-            State.STARTING,
-            None,
-            None,
-            None,
-        )
-        worker.host, worker.pid, worker.asked, worker.pulled, worker.answers = "", 0, {}, (0, 0), 0
-        worker.heard = worker.noticed = self._clock()
-        worker.deadline = worker.heard + self._startup_timeout
-        worker.refusals, worker.refusal = 0, ""
+    def stop(self, timeout: float) -> None:
+        """End all processes, within about ``timeout`` seconds."""
+        self._launcher.stop(timeout)
 
-    def said_hello(self, worker: WorkerHandle, identity: bytes, host: str, pid: int) -> None:
-        """Note that a worker's process is there, and is told what to build."""
-        worker.state, worker.identity, worker.host, worker.pid = State.BUILDING, identity, host, pid
-        worker.heard, worker.built = self._clock(), 0
-        worker.deadline = worker.heard + self._startup_timeout
+    def _new_process(self) -> Process:
+        return Process(self.clock(), self._options.startup_timeout)
 
-    def builds(self, worker: WorkerHandle) -> None:
-        """Note that a worker has built one of its environments; it says so at most once of each."""
-        worker.built += 1
-        if worker.built <= worker.num_envs:
-            worker.deadline = self._clock() + self._startup_timeout
+    def said_hello(self, worker: Worker, identity: bytes, host: str, pid: int) -> None:
+        """Note that a process is there. It is told next what to build."""
+        process = worker.process
+        process.state = State.BUILDING
+        process.identity = identity
+        process.host = host
+        process.pid = pid
+        process.heard = self.clock()
+        process.deadline = process.heard + self._options.startup_timeout
 
-    def is_ready(self, worker: WorkerHandle) -> None:
-        """Note that a worker has built its environments."""
-        worker.state, worker.has_been_ready = State.READY, True
+    def has_built_one(self, worker: Worker) -> None:
+        """Note that a worker has built one of its environments. More than it has are not believed."""
+        process = worker.process
+        process.built += 1
+        if process.state == State.BUILDING and process.built <= worker.num_envs:
+            process.deadline = self.clock() + self._options.startup_timeout
 
-    def lose(self, worker: WorkerHandle, reason: Exit | None = None) -> None:
-        """Note that a worker's process or link is gone; why is found out later, if it is not known."""
-        if worker.state in (State.STARTING, State.BUILDING, State.READY):
-            worker.state, worker.exit, worker.deadline = (
-                State.LOST,
-                reason,
-                self._clock() + REASON_S,
-            )
-            self.next_look = min(self.next_look, self._clock() + SOON_S)
+    def is_ready(self, worker: Worker) -> None:
+        """Note that a worker has built all of its environments."""
+        if worker.process.state == State.BUILDING:
+            worker.process.state = State.READY
+            worker.has_been_ready = True
+            if all(each.process.state == State.READY for each in self.workers):
+                self.all_must_start = False
 
-    def end(self, worker: WorkerHandle, because: str) -> None:
-        """Note that there will be neither an answer of this worker nor another in its place."""
-        worker.state, worker.ended_because = State.ENDED, because
+    def lose(self, worker: Worker, reason: Exit | None = None) -> None:
+        """Note that a worker's process or link is gone. An unknown reason is looked for later."""
+        process = worker.process
+        if process.state in ALIVE:
+            process.state = State.LOST
+            process.exit = reason
+            process.deadline = self.clock() + REASON_S
+            self.next_look = min(self.next_look, self.clock() + SOON_S)
 
-    def look(self) -> list[tuple[WorkerHandle, str]]:
-        """Take every worker's state further; return whom to replace now by `replace`, and in what
-        words they were lost.
+    def refuse(self, worker: Worker, text: str) -> None:
+        """Note that a worker's process broke the protocol. Nothing it says from now on counts."""
+        worker.process.is_refused = True
+        self.lose(worker, Exit(text))
+
+    def end(self, worker: Worker, because: str) -> None:
+        """Note that a worker will not answer any more, and that it will not be replaced."""
+        worker.process.state = State.ENDED
+        worker.process.ended_because = because
+
+    def look(self) -> list[tuple[Worker, str]]:
+        """Take every process further. Return the workers to `replace` now, each with its reason.
 
         Raises:
             StartupError: not all have started, and some did not in time.
         """
-        now, lost, late = self._clock(), [], []
-        at_all = now >= self._next_look_at_all  # else only at those that are being lost
-        if at_all:
-            self._next_look_at_all = now + LOOK_S
-        for worker in self._workers:
-            if worker.state in (State.STARTING, State.BUILDING, State.READY):
-                if not at_all:
-                    continue
-                if (exit := self._launcher.exit(worker.index)) is not None:
-                    self.lose(worker, exit)
-                elif (
-                    worker.state != State.READY
-                    and not self._is_pending(worker, now)
-                    and now > worker.deadline
-                ):
-                    late.append(worker)
-            elif worker.state == State.LOST:
-                # Since the last look, all that it had sent has been read: its last words may be an
-                # answer, or say why.
-                worker.exit = worker.exit or self._launcher.exit(worker.index)
-                if worker.exit is not None or now >= worker.deadline:
-                    # Should it be only stopped, or cut off: it is not to come back.
-                    self._launcher.kill(worker.index)
-                    worker.state, worker.deadline = State.KILLED, now + KILL_S
-            elif worker.state == State.KILLED and (
-                self._launcher.has_ended(worker.index) or now >= worker.deadline
-            ):
-                lost.append((worker, f"{self.describe(worker)} died: {self._why(worker, now)}"))
-            elif worker.state == State.REFUSED and now >= worker.deadline:
-                self._start(worker)
-                if worker.state == State.REFUSED and now - worker.heard >= self._startup_timeout:
-                    text = f"could not be started for {now - worker.heard:.0f} s: {worker.refusal}"
-                    lost.append((worker, f"{self.describe(worker)} {text}"))
-        if late:
-            self._handle_late(late)
-        in_between = any(worker.state in (State.LOST, State.KILLED) for worker in self._workers)
-        self.next_look = (
-            min(self._next_look_at_all, now + SOON_S) if in_between else self._next_look_at_all
-        )
-        return lost
+        now = self.clock()
+        reasons = [(worker, self._look_at(worker, now)) for worker in self.workers]
+        if now >= self._next_check:
+            self._next_check = now + LOOK_S
+            self._check_living(now)
+        self.next_look = self._next_check
+        if any(worker.process.state in (State.LOST, State.KILLED) for worker in self.workers):
+            self.next_look = min(self._next_check, now + SOON_S)
+        return [(worker, reason) for worker, reason in reasons if reason]
 
-    def _is_pending(self, worker: WorkerHandle, now: float) -> bool:
-        """Say whether a worker's process has yet to be started, which may take as long as it does."""
-        reason = self._launcher.pending(worker.index) if worker.state == State.STARTING else None
-        if reason is None:
-            return False
-        worker.deadline = now + self._startup_timeout
-        if now > worker.noticed + NOTICE_S:
-            worker.noticed = now
-            logger.warning("still waiting for worker %d to be started: %s", worker.index, reason)
-        return True
+    def _look_at(self, worker: Worker, now: float) -> str:
+        """Take a process further that does not live; return why to replace it now, or else ""."""
+        process = worker.process
+        index = worker.index
+        if process.state == State.LOST:
+            # All that it had sent was read since the last look. Its last messages may have been
+            # responses, or may say why it ended.
+            process.exit = process.exit or self._launcher.exit(index)
+            if process.exit is not None or now >= process.deadline:
+                # A process that is only stopped or cut off must not come back.
+                self._launcher.kill(index)
+                process.state = State.KILLED
+                process.deadline = now + KILL_S
+        elif process.state == State.KILLED:
+            if self._launcher.has_ended(index) or now >= process.deadline:
+                return f"{self.describe(worker)} died: {self._reason(process, now)}"
+        elif process.state == State.REFUSED and now >= process.deadline:
+            self._start(worker)
+            silence = now - process.heard
+            if process is worker.process and silence >= self._options.startup_timeout:
+                text = f"could not be started for {silence:.0f} s: {process.refusal}"
+                return f"{self.describe(worker)} {text}"
+        return ""
 
-    def _handle_late(self, late: list[WorkerHandle]) -> None:
-        text = f"did not come up and build the next of its environments within {self._startup_timeout:g} s"
-        if self.all_must_start:
+    def _check_living(self, now: float) -> None:
+        """Lose the processes that have ended, or that are late."""
+        late = []
+        for worker in self.workers:
+            process = worker.process
+            if process.state not in ALIVE:
+                continue
+            if (exit := self._launcher.exit(worker.index)) is not None:
+                self.lose(worker, exit)
+            elif process.state == State.STARTING and (why := self._launcher.pending(worker.index)):
+                process.deadline = now + self._options.startup_timeout
+                if now > process.noticed + NOTICE_S:
+                    process.noticed = now
+                    text = "still waiting for worker %d to be started: %s"
+                    logger.warning(text, worker.index, why)
+            elif process.state != State.READY and now > process.deadline:
+                late.append(worker)
+        timeout = f"{self._options.startup_timeout:g} s"
+        text = f"did not come up and build the next of its environments within {timeout}"
+        if late and self.all_must_start:
             raise StartupError(f"{', '.join(map(self.describe, late))} {text}")
         for worker in late:
             self.lose(worker, Exit(text, by_signal=True))
 
-    def _why(self, worker: WorkerHandle, now: float) -> str:
-        if worker.exit is not None:
-            return worker.exit.reason
-        return (
-            f"cut off, or silent for {self._worker_timeout:g} s (its last answer came {now - worker.heard:.0f} s ago); "
-            "is it stopped, or its machine or network down?"
-        )
+    def _reason(self, process: Process, now: float) -> str:
+        if process.exit is not None:
+            return process.exit.reason
+        silence = f"silent for {self._options.worker_timeout:g} s"
+        last = f"its last answer came {now - process.heard:.0f} s ago"
+        return f"cut off, or {silence} ({last}); is it stopped, or its machine or network down?"
 
-    def replace(self, worker: WorkerHandle, text: str) -> None:
+    def replace(self, worker: Worker, text: str) -> None:
         """Start another process in place of one that was lost.
 
         Raises:
-            WorkerDiedError: there have been too many of them, or it ended by itself before all had
-                started, or it could not be started for too long.
+            WorkerDiedError: too many were lost in a row, or the process ended by itself before all
+                had started, or the replacement could not be started for too long.
         """
-        if worker.state == State.REFUSED:
+        lost = worker.process
+        if lost.state == State.REFUSED:
             self.end(worker, "lost")
             raise WorkerDiedError(text)
+        before = worker.losses
         worker.losses += 1
-        cannot_start = self.all_must_start and worker.exit is not None and not worker.exit.by_signal
-        if worker.losses > self._max_restarts or cannot_start:
+        ended_by_itself = lost.exit is not None and not lost.exit.by_signal
+        if before >= self._options.restarts_in_a_row or self.all_must_start and ended_by_itself:
             self.end(worker, "lost")
-            again = (
-                f" (and so did {worker.losses - 1} before it, one after the other)"
-                if worker.losses > 1
-                else ""
-            )
+            again = f" (and so did {before} before it, one after the other)" if before else ""
             raise WorkerDiedError(text + again)
-        worker.process += 1
-        self._begin(worker)
+        worker.process = self._new_process()
         self._start(worker)
 
-    def _start(self, worker: WorkerHandle) -> None:
+    def _start(self, worker: Worker) -> None:
         """Try to start a replacement.
 
         The system may refuse it for some seconds, for lack of memory, processes or open files.
-        Then `look` calls this again after a pause, and the attempt uses up none of the restarts.
+        Then `look` calls this again after a pause. Refused attempts use up none of the restarts.
         """
+        process = worker.process
         try:
             self._launcher.start_worker(worker.index)
         except OSError as error:
-            pause = RETRY_S[min(worker.refusals, len(RETRY_S) - 1)]
-            worker.state, worker.deadline = State.REFUSED, self._clock() + pause
-            worker.refusals, worker.refusal = worker.refusals + 1, str(error)
-            if worker.refusals == 2:  # the first time, the loss itself has yet to be logged
+            pause = RETRY_S[min(process.refusals, len(RETRY_S) - 1)]
+            process.state = State.REFUSED
+            process.deadline = self.clock() + pause
+            process.refusals += 1
+            process.refusal = str(error)
+            if process.refusals == 2:  # the first time, the loss itself has yet to be logged
                 text = "worker %d cannot be started, which is tried again for up to %g s: %s"
-                logger.warning(text, worker.index, self._startup_timeout, error)
+                logger.warning(text, worker.index, self._options.startup_timeout, error)
         else:
-            self._begin(worker)
+            worker.process = self._new_process()
 
-    def describe(self, worker: WorkerHandle) -> str:
+    def describe(self, worker: Worker) -> str:
         """Return a worker's name for the user, with where it runs and its log."""
         return worker.describe(self._launcher.log(worker.index))

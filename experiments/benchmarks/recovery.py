@@ -39,7 +39,7 @@ def recover(envs, policy):
     """
     before, pid, killed = (
         len(envs.restarts),
-        random.choice([worker.pid for worker in envs._pool.workers]),
+        random.choice([worker.process.pid for worker in envs._pool.workers]),
         [],
     )
 

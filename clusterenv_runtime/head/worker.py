@@ -1,0 +1,138 @@
+"""One worker, as the head knows it: its present process, and what outlives its processes."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..launchers import Exit
+from ..policy.versions import PolicyCopy, Published
+from ..wire.part import RolloutPart
+from ..wire.protocol import Call, Collect, Error, Message, Reply, SetAttr
+from .episodes import Episodes
+
+
+class State(enum.Enum):
+    """The states of a process, in the order of its life."""
+
+    STARTING = "starting"  # it has not said hello
+    BUILDING = "building"  # it has said hello, and builds its environments
+    READY = "ready"  # it answers requests
+    # Its process or its link is gone. The head reads its last messages and finds out the reason.
+    LOST = "lost"
+    KILLED = "killed"  # it is being killed, so that another can take its place
+    REFUSED = "refused"  # the system refused to start it, and the head will try again
+    ENDED = "ended"  # no other process will take its place
+
+
+ALIVE = State.STARTING, State.BUILDING, State.READY
+CONNECTED = State.BUILDING, State.READY  # messages can be sent to it
+
+
+class Process:
+    """One life of a worker. Each start makes a new one, so nothing of an earlier life remains.
+
+    Times are of the head's clock, in seconds.
+    """
+
+    def __init__(self, now: float = 0.0, startup_timeout: float = 0.0) -> None:
+        self.state = State.STARTING
+        self.deadline = now + startup_timeout  # when the state must have changed
+        self.heard = now  # when its last message came, or else when it was started
+        self.noticed = now  # when the user was last told that it has yet to be started
+        self.refusals = 0  # how often the system refused to start it
+        self.refusal = ""  # the system's last reason
+
+        self.identity: bytes | None = None  # of its connection; None before its hello
+        self.host = ""
+        self.pid = 0
+        self.building: int | None = None  # the seq of the request to build its environments
+        self.built = 0  # environments, as far as it has said
+
+        self.asked: dict[int, Message] = {}  # by seq: requests sent to it that it has not answered
+        self.answers = 0
+        self.pulled = 0, 0  # the seq of its last pull, and the version it said it held
+
+        self.is_refused = False  # it broke the protocol, and nothing more of it counts
+        self.exit: Exit | None = None  # how it was lost, once that is known
+        self.ended_because = ""  # the reason, if no other process will take its place
+
+    def is_heard(self, identity: bytes) -> bool:
+        """Say whether a message of this connection counts: another's is of an earlier process."""
+        return identity == self.identity and self.state != State.ENDED and not self.is_refused
+
+    def may_pull(self, seq: int | None, held: int, published: int) -> bool:
+        """Say whether it may pull before it answers ``seq``, if it holds version ``held``.
+
+        It may pull once for each request to act, in order. It may pull again if the weights that it
+        held were of no use.
+        """
+        last, before = self.pulled
+        pulls_again = seq == last and before > 0 == held
+        may = isinstance(self.asked.get(seq), Collect) and (seq > last or pulls_again)
+        return may and 0 <= held < published
+
+
+@dataclass
+class Worker:
+    """A worker: what outlives its processes, and the present one."""
+
+    index: int
+    rows: slice  # its environments
+    setup: bytes  # cloudpickle of what builds them
+    offset: int = 0  # of its head's environments among those of all learners
+
+    process: Process = field(default_factory=Process)
+    copy: PolicyCopy = field(default_factory=PolicyCopy)
+    seeds: list[int | None] | None = None  # of its last reset; None before the first
+    user_seeds: list[int | None] | None = None  # of the user's last reset of all environments
+    asked_rollouts: int = 0  # rollouts asked for since the noise was seeded
+    rollouts: int = 0  # how many of them have come
+    waited: float = 0.0  # seconds so far without a request to work on, or without weights
+    has_been_ready: bool = False
+    losses: int = 0  # processes lost in a row
+
+    def __post_init__(self) -> None:
+        self.num_envs = self.rows.stop - self.rows.start
+        self.first_row = self.offset + self.rows.start  # for seeds, and for the user
+        self.numbers = range(self.first_row, self.first_row + self.num_envs)
+        self.copy.numbers = self.numbers
+        self.episodes = Episodes.begun(None, self.num_envs)  # as far as the user knows them
+
+    def describe(self, log: str | None = None) -> str:
+        """Return its name for the user, with where it runs and the path of its log."""
+        process = self.process
+        parts = [
+            f"{process.host}, pid {process.pid}" if process.host else "no hello yet",
+            f"environments {self.numbers[0]} to {self.numbers[-1]}",
+            process.ended_because,
+            "" if log is None else f"log {log}",
+        ]
+        return f"worker {self.index} ({', '.join(filter(None, parts))})"
+
+    def fault_of(self, seq: int, error: Error) -> str:
+        """Return why this cannot be the error of request ``seq``; empty if it can."""
+        if error.env is not None and error.env not in self.numbers:
+            return f"it said that environment {error.env} raised, which is none of its own"
+        if not (error.ends or isinstance(self.process.asked[seq], Call | SetAttr)):
+            return "it said that an error of its environments ends nothing"
+        return ""
+
+
+@dataclass
+class Request:
+    """A message to one worker that wants a response."""
+
+    seq: int
+    worker: Worker
+    message: Message
+    buffers: tuple[Any, ...]
+    published: Published  # when it was asked
+    response: Reply | RolloutPart | None = None
+    process: Process | None = None  # that responded
+
+    @property
+    def process_is_gone(self) -> bool:
+        """Whether the process that responded has been replaced since."""
+        return self.process is not self.worker.process
