@@ -1,3 +1,3 @@
-"""Proof by search and by simulation that head and workers keep their promises; see
+"""Searches and simulations prove that head and workers keep their promises; see
 docs/verification.md.
 """

@@ -1,11 +1,11 @@
-"""Bugs to put into the model, one line each, all of which a search must find."""
+"""Bugs for the model, one line each. A search must find all of them."""
 
 import types
 from pathlib import Path
 
 from . import model
 
-# What each is: a piece of a line of model.py, and what stands there instead.
+# For each bug: a piece of a line of model.py, and its replacement.
 BUGS = {
     "a request stays when it is answered": (
         "requests = tuple(other for other in state.requests if other != request)",

@@ -1,5 +1,5 @@
-"""Environments whose every observation says where it is from, and a ledger of what the user has got
-of them.
+"""Environments whose every observation says where it comes from, and a ledger of the observations
+that the user has got.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import numpy as np
 
 from .world import World
 
-world: World | None = (
-    None  # in which the environments are: those of workers are unpickled and find it here
-)
+# The world of the environments. Workers unpickle their environments and find it here.
+world: World | None = None
 
 
 class WrongBatch(AssertionError):
-    """The user got something else than what happened."""
+    """The user got something else than the environments did."""
 
 
 def length_of(life: int) -> int:
-    """Return how many steps an episode has."""
+    """Return the number of steps of an episode."""
     return 2 + life % 5
 
 
@@ -31,7 +30,9 @@ def reward_of(row: int, life: int, step: int) -> float:
 
 
 class Labelled(gym.Env):
-    """Observes (row, which of all episodes this is, step). Its steps may take long, and may raise."""
+    """Observes (row, number of the episode among all episodes, step). Its steps may take long, and
+    may raise.
+    """
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
     action_space = gym.spaces.Discrete(2)
@@ -52,7 +53,7 @@ class Labelled(gym.Env):
         return self._observation(), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Go one step further."""
+        """Take one step."""
         world.work(self.row)
         self.step_number += 1
         ends = self.step_number == length_of(self.life)
@@ -67,18 +68,21 @@ class Labelled(gym.Env):
 
 
 class Ledger:
-    """What the user has seen last of each row, and whether what comes next follows from that."""
+    """The user's last observation of each row. It checks whether the next observation follows from
+    it.
+    """
 
     def __init__(self, num_envs: int) -> None:
-        self._last: list[tuple[int, int] | None] = [
-            None
-        ] * num_envs  # episode and step, before a reset None
-        self._given_up = list(self._last)  # where it was before a call that may have done nothing
-        self._ended = [False] * num_envs  # whether the user has seen the end, and not what follows
+        # Episode and step, None before a reset.
+        self._last: list[tuple[int, int] | None] = [None] * num_envs
+        # The last observations before a call that may have had no effect.
+        self._given_up = list(self._last)
+        # Whether the user has seen the end, and not the next episode.
+        self._ended = [False] * num_envs
         self._seen: set[tuple[int, int]] = set()  # episodes and steps
 
     def reset(self, observations: np.ndarray) -> None:
-        """Check what a reset of all environments has returned."""
+        """Check the result of a reset of all environments."""
         for row, observation in enumerate(observations):
             self._begins(row, observation)
 
@@ -90,7 +94,7 @@ class Ledger:
         cuts: np.ndarray,
         infos: dict[str, Any],
     ) -> None:
-        """Check what a step of all environments has returned."""
+        """Check the result of a step of all environments."""
         lost = infos.get("worker_lost", np.zeros(len(rewards), bool))
         for row, observation in enumerate(observations):
             flags = bool(ends[row]), bool(cuts[row])
@@ -113,7 +117,7 @@ class Ledger:
                     rewards[row],
                     flags,
                 )
-                self._ended[row] = True  # and what follows begins
+                self._ended[row] = True  # the next episode begins
             else:
                 self._goes_on(row, observation, rewards[row], flags)
 
@@ -142,7 +146,9 @@ class Ledger:
                     self._begins(row, observation)
 
     def lose_track(self, rows: np.ndarray) -> None:
-        """Note that the user has given up a call, which these rows may have done all the same."""
+        """Note that the user has given up a call, which these rows may have carried out all the
+        same.
+        """
         for row in rows:
             self._given_up[row] = self._last[row] or self._given_up[row]
             self._last[row], self._ended[row] = None, False

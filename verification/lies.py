@@ -1,4 +1,4 @@
-"""What a worker that goes wrong may send."""
+"""Messages of a worker that goes wrong."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ def lie_instead_of(
     frames: list[bytes],
     asked: set[int | None],
 ) -> tuple[str, list[list[bytes]]]:
-    """Return what kind of lie it is, and messages that no worker may send, in place of one; each is
-    of frames.
+    """Return the kind of a lie, and messages that no worker may send, in place of one. Each message
+    is a list of frames.
 
-    What it says under the numbers that it was ``asked`` is not among them: it may be what its
-    environments say.
+    No lie answers the requests in ``asked``: their answers may be what the environments say.
     """
-    # Not what leaves a worker silent for good: nobody can tell that from a long step.
+    # No lie leaves a worker silent for good: nobody can tell that from a long step.
     kinds = ["garbage", "pulls"] + ["twice", "others"] * (seq is not None)
     kinds += ["empty"] * (not isinstance(message, protocol.Pull))
     kinds += ["short", "fewer"] * (len(frames) > 1)
@@ -30,7 +29,7 @@ def lie_instead_of(
             return kind, [[b"\xc1", *frames[1:]]]
         case "twice":
             return kind, [frames, frames]
-        case "others":  # others' requests, which it answers besides its own
+        case "others":  # answers to other requests, besides its own
             others = {seq + 1, seq - 1} - asked
             return kind, [
                 *([protocol.encode((other, message)), *frames[1:]] for other in sorted(others)),

@@ -1,14 +1,14 @@
 """The protocol between a head and its workers, as rules over an abstract state.
 
-Each rule is one thing that can happen next: a message is read, a process dies, the user calls
-something. `Model.successors` returns all that can happen in a state; `verification.search` tries
-every order of them. Left out are time (what waits for a deadline may happen at once, or late), what
-observations hold, and how weights are rounded.
+Each rule is one possible event: a message is read, a process dies, the user calls a method.
+`Model.successors` returns all events that can happen in a state. `verification.search` tries every
+order of them. The model leaves out time (an event with a deadline may happen at once, or late), the
+content of observations, and the rounding of weights.
 
-Checked are, besides what `search` checks: a process is sent no weights that it cannot use, and
-holds what the head believes; each request is answered once, in turn, by the process that was asked,
-with weights of the right structure; the user learns of each episode that was lost, and of no other;
-and in the end nothing is left over.
+Besides the checks of `search`, the model checks these. The head sends no process weights that it
+cannot use, and the process holds the weights that the head believes it holds. Each request is
+answered once, in turn, by the process that was asked, with weights of the right structure. The user
+learns of each episode that was lost, and of no other. In the end nothing is left over.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .state import (
     Worker,
 )
 
-Event = tuple[Any, ...]  # what happens, in words and values
+Event = tuple[Any, ...]  # an event, in words and values
 
 
 def reads(process: Process, message: tuple) -> Process:
-    """Take a message from the head: do it now, or, if weights are awaited, later."""
+    """Take a message from the head: handle it now, or later, if the process waits for weights."""
     if process.stage != "pulling":
         return does(process._replace(stage="idle"), message)
-    if message[0] == "structure":  # the weights to come are its
+    if message[0] == "structure":  # the weights to come belong to it
         return does(process, message)
     if message[0] != "weights":
         return process._replace(later=(*process.later, message))
@@ -49,7 +49,7 @@ def reads(process: Process, message: tuple) -> Process:
 
 
 def does(process: Process, message: tuple) -> Process:
-    """Do what the head says."""
+    """Handle a message from the head."""
     if message[0] in ("collect", "step", "cut"):
         if message[1].seq <= process.last:
             raise Violation(f"{message} came to {process}, which has done it")
@@ -72,7 +72,7 @@ def does(process: Process, message: tuple) -> Process:
 
 
 def acts(process: Process, request: Request) -> Process:
-    """Collect a rollout with the weights that are held."""
+    """Collect a rollout with the weights that the process holds."""
     return process._replace(request=None).says("part", request, process.held, process.structure)
 
 
@@ -80,11 +80,11 @@ class Model:
     """The rules.
 
     Args:
-        num_workers: at the head.
+        num_workers: the number of workers at the head.
         calls: how often the user may "publish", change the "structure", "send", "rollout", "step"
             and "interrupt".
-        faults: how many times a process may die, raise an exception, be too slow, or survive that
-            it is killed.
+        faults: how many times a process may die, raise an exception, be too slow, or survive a
+            kill.
         max_restarts: how many processes of one worker may be lost in a row.
     """
 
@@ -96,8 +96,8 @@ class Model:
         self.first = State((Worker(),) * num_workers, processes, tuple(calls.items()), faults)
 
     def successors(self, state: State) -> Iterator[tuple[Event, State, bool]]:
-        """Yield what can happen, the state afterwards, and whether it is bad luck: what need not
-        happen.
+        """Yield each event that can happen, the state after it, and whether it is bad luck, which
+        need not happen.
         """
         if state.over:
             return
@@ -141,13 +141,13 @@ class Model:
             for event, after in self.misfortunes(state._replace(faults=state.faults - 1)):
                 yield event, after, True
 
-    # What the head does.
+    # The head's rules.
     def head_reads(self, state: State, process: Process, message: tuple) -> State:
         """Handle one message of a process."""
         index, worker = process.worker, state.workers[process.worker]
         if message[0] == "hello":
             return self.greet(state, process) if worker.phase == STARTING else state
-        if process.number != worker.greeted:  # a former one
+        if process.number != worker.greeted:  # a former process
             return state
         match message:
             case ("built",) if worker.phase == BUILDING:
@@ -170,7 +170,7 @@ class Model:
         return state
 
     def greet(self, state: State, process: Process) -> State:
-        """Tell a process all that makes it this worker, and then what is outstanding."""
+        """Tell a process all that makes it this worker, and then the outstanding requests."""
         index = process.worker
         worker = state.workers[index]._replace(phase=BUILDING, greeted=process.number)
         state = state.with_worker(index, worker).post(index, ("setup",))
@@ -182,12 +182,14 @@ class Model:
         return state
 
     def order(self, worker: Worker, request: Request) -> tuple:
-        """Return the message that asks for this: of a lost episode, its end instead of a step."""
+        """Return the message of this request. For a lost episode it asks for the episode's end
+        instead of a step.
+        """
         return ("cut" if request.kind == "step" and worker.cut else request.kind, request)
 
     def look_after(self, state: State, index: int, worker: Worker) -> State | None:
-        """Take a worker whose process or link is gone one step further; None if there is nothing to
-        do.
+        """Take a worker whose process or link is gone one step further; return None if there is
+        nothing to do.
         """
         living = {
             each.number for each in state.processes if each.worker == index and each.stage != "dead"
@@ -197,7 +199,7 @@ class Model:
                 return None
             return state.with_worker(index, worker._replace(phase=LOST))
         if worker.phase == LOST:
-            processes = (  # what they have sent may come yet
+            processes = (  # messages that they have sent may still come
                 each.dead() if (each.worker, each.number) == (index, worker.number) else each
                 for each in state.processes
             )
@@ -205,7 +207,7 @@ class Model:
         return self.replace(state, index, worker) if worker.phase == KILLED else None
 
     def replace(self, state: State, index: int, worker: Worker) -> State:
-        """Start another process in place of one that is gone, unless there have been too many."""
+        """Start another process in place of one that is gone, unless too many were lost."""
         if worker.losses == self.max_restarts:
             return self.end(state, index)
         worker = worker._replace(
@@ -222,11 +224,9 @@ class Model:
         requests = tuple(request for request in state.requests if request.worker != index)
         return state._replace(requests=requests, error=True)
 
-    # What the user does.
+    # The user's rules.
     def user(self, state: State) -> Iterator[tuple[Event, State]]:
-        """Yield what the user can do: go on when a call has what it waits for, or else call
-        something.
-        """
+        """Yield the user's options: go on when a call has its results, or call something."""
         if state.waiting:
             if state.error:
                 yield ("user gets an error",), self.give_up(state)._replace(over=True)
@@ -257,8 +257,8 @@ class Model:
     def returns(
         self, state: State, call: str, awaited: Sequence[int]
     ) -> Iterator[tuple[Event, State]]:
-        """Yield the return of a call, if it has what it waits for: weights of workers, or answers
-        by their seqs.
+        """Yield the return of a call, if it has its results: weights of workers, or answers by
+        their seqs.
         """
         if call == "send":
             lack = any(
@@ -277,7 +277,7 @@ class Model:
             yield (call, "returns"), state._replace(waiting=())
 
     def sends(self, state: State) -> Iterator[tuple[Event, State]]:
-        """Yield what comes of asking one worker to collect, whatever the divergence is."""
+        """Yield the results of asking one worker to collect, for each divergence."""
         for index in range(len(state.workers)):
             is_busy = any(
                 request.worker == index
@@ -307,7 +307,7 @@ class Model:
     def ask(
         self, state: State, indices: Sequence[int], kind: str, diverged: bool
     ) -> tuple[State, tuple[int, ...]]:
-        """Ask workers for something, in this order; return the seqs, too."""
+        """Send a request to workers, in this order; return the seqs, too."""
         seqs = tuple(range(state.seq + 1, state.seq + 1 + len(indices)))
         diverged = diverged or not any(state.workers[index].measured for index in indices)
         for seq, index in zip(seqs, indices, strict=True):
@@ -321,7 +321,7 @@ class Model:
         return state, seqs
 
     def give_up(self, state: State) -> State:
-        """End the call that is under way by an exception. What was sent remains outstanding."""
+        """End the current call by an exception. Its requests remain outstanding."""
         call, seqs = state.waiting
         if call in ("rollout", "step"):
             requests = tuple(request for request in state.requests if request.seq not in seqs)
@@ -330,14 +330,15 @@ class Model:
         return state._replace(waiting=())
 
     def take(self, state: State, answer: tuple) -> State:
-        """Give an answer to the user, and check that it is what was asked for."""
+        """Give an answer to the user, and check that it belongs to the request."""
         request, message, number, greeted = answer
         worker = state.workers[request.worker]
         if message[0] == "part":
             _, _, version, structure = message
             if structure < request.structure or state.structures[version - 1] != structure:
                 raise Violation(
-                    f"{request} was answered by {message}; the versions' structures: {state.structures}"
+                    f"{request} was answered by {message}; the versions' structures: "
+                    f"{state.structures}"
                 )
             if structure == state.structure:
                 worker = worker._replace(behavior=version)
@@ -350,9 +351,9 @@ class Model:
         granted = tuple(seq for seq in state.granted if seq != request.seq)
         return state._replace(answers=answers, granted=granted).with_worker(request.worker, worker)
 
-    # What goes wrong.
+    # Faults.
     def misfortunes(self, state: State) -> Iterator[tuple[Event, State]]:
-        """Yield what can go wrong."""
+        """Yield the faults that can happen."""
         for index, process in enumerate(state.processes):
             name, worker = (process.worker, process.number), state.workers[process.worker]
             if process.stage == "dead":

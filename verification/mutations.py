@@ -2,7 +2,7 @@
 
     python -m verification.mutations
 
-Each is put into a copy of the code, in a directory of its own.
+Each mistake goes into a copy of the code, in a directory of its own.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What each is: the file, a piece of it, and what stands there instead. Some were there once.
+# For each mistake: the file, a piece of it, and its replacement. Some of them were once there.
 MUTATIONS = {
     "until d016c55: what a wait has posted is left unsent": (
         "head/pool.py",
@@ -113,7 +113,8 @@ MUTATIONS = {
     "two workers that hold different weights share a difference": (
         "policy/versions.py",
         "if number not in self._updates:\n            self._updates[number] = self._encode(copy)",
-        "if not self._updates:\n            self._updates = dict.fromkeys(range(10**4), self._encode(copy))",
+        "if not self._updates:\n            self._updates = dict.fromkeys(range(10**4), "
+        "self._encode(copy))",
     ),
     "a worker says what it likes about its version": (
         "head/answers.py",
@@ -139,7 +140,7 @@ MUTATIONS = {
 
 
 def find(name: str, schedules: int) -> tuple[bool, str]:
-    """Return whether a mistake is found in so many schedules, and what is printed last."""
+    """Return whether this many schedules find a mistake, and the last lines of the output."""
     file, old, new = MUTATIONS[name]
     with tempfile.TemporaryDirectory() as directory:
         for package in ("clusterenv_runtime", "verification"):

@@ -1,4 +1,4 @@
-"""The head's side of a simulated world: what takes the place of its transport and of its launcher."""
+"""The head's side of a simulated world: it replaces the head's transport and launcher."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ class Network:
                 )
         if seconds is None:
             return [], closed
-        # A thousandth of a second goes by at least, as the head works, too.
+        # At least a thousandth of a second goes by, as the head works, too.
         world.run(world.now + max(0 if closed else seconds, 0.001), lambda: world.arrived)
         received, world.arrived = world.arrived, []
         return received, closed
 
     def forget(self, identity: bytes) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state to forget."""
 
     def drop(self, identity: bytes, text: str) -> None:
         self.dropped += 1
         self._world.note(f"dropped {text}")
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 class Processes(Launcher):
-    """A `Launcher` of such processes."""
+    """A `Launcher` of simulated processes."""
 
     name, remote = "simulated", False
 
@@ -61,7 +61,7 @@ class Processes(Launcher):
         self._world, self._started, self.of = world, [], dict[int, Process]()
 
     def start_worker(self, index: int) -> None:
-        """Start a process, which takes some time, or too long."""
+        """Start a process. That takes some time, or too long."""
         world = self._world
         self._started.append(index)
         process = self.of[index] = Process(world, index, self._started.count(index))

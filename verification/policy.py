@@ -14,7 +14,7 @@ from .ledger import Labelled
 
 
 class Net(nn.Module):
-    """Logits of two actions. What is not used makes it another structure."""
+    """Logits of two actions. Its unused parts change its structure."""
 
     def __init__(self, unused: int) -> None:
         super().__init__()
@@ -29,8 +29,8 @@ class Net(nn.Module):
 
 @functools.cache
 def probed(num_weights: int) -> Probed:
-    """Return what trying a policy of this size gives. It is always the same, and would be a fifth
-    of all work.
+    """Return the result of trying a policy of this size. It is always the same, and computing it
+    would be a fifth of all work.
     """
     policy = CategoricalPolicy(Net(num_weights // 2 - 3))
     return probe(policy, Labelled.observation_space, Labelled.action_space, None)

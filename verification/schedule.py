@@ -1,4 +1,4 @@
-"""A world in which things go wrong, at times and in ways that a seed decides."""
+"""A world in which a seed decides the times and kinds of faults."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ RULES = [
 
 
 class Schedule(World):
-    """A world in which something goes wrong.
+    """A world with faults.
 
     Args:
-        seed: of all that happens.
+        seed: decides all events.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, SILENCE_S)
         draw = self.random
         self.lives: dict[int, str] = {}  # which process began which episode
-        # Which of the messages that arrive is followed by a misfortune.
+        # The numbers of the arriving messages after which a fault comes.
         self._faults = sorted(draw.sample(range(80), draw.choice((0, 1, 1, 2, 2, 3, 5))))
         self._arrivals = 0
-        self.raises_at = (
-            draw.randrange(200) if draw.random() < 0.1 else None
-        )  # which step of an environment raises
+        # Which step of an environment raises.
+        self.raises_at = draw.randrange(200) if draw.random() < 0.1 else None
         self._steps = 0
         self.slowness = draw.choice((0.0, 0.0, 0.1, 0.5))  # how often a step takes long
         self.num_workers = draw.randint(1, 3)
@@ -63,7 +62,7 @@ class Schedule(World):
             self.running.sleep(self.random.choice((0.01, 0.3, 3.0)))
 
     def message_arrives(self) -> None:
-        """Let something go wrong, if it is time."""
+        """Let a fault happen, if its time has come."""
         self._arrivals += 1
         if self._faults and self._arrivals > self._faults[0]:
             del self._faults[0]

@@ -1,11 +1,11 @@
 """Goes through every state that the model of the protocol can reach.
 
     python -m verification.search                 # about a minute
-    python -m verification.search --large         # more of them: about two minutes, and 3 GB of memory
-    python -m verification.search --bugs          # puts bugs into the model, one after another, and finds them
+    python -m verification.search --large         # more states: two minutes, and 3 GB of memory
+    python -m verification.search --bugs          # finds bugs that it puts into the model
 
-Besides what the model itself checks: from every state the run can come to its end without further
-luck, good or bad. So there is no deadlock, and nobody waits for what never comes.
+Besides the model's own checks, it checks that from every state the run can come to its end without
+further luck, good or bad. So there is no deadlock, and nobody waits forever.
 """
 
 import argparse
@@ -19,15 +19,15 @@ from .model import Event, Model
 from .state import Violation
 
 MAX_RESTARTS = 1
-# What may happen, in any order: calls of the user, and how much goes wrong; and how many states
-# that makes.
+# The events that may happen, in any order: calls of the user, and the number of faults. Then the
+# number of states that they make.
 PROGRAMS = [
     ({"publish": 1, "structure": 1, "send": 2}, 1, 623_400),
     ({"publish": 2, "rollout": 2, "interrupt": 1}, 1, 165_282),
     ({"step": 2, "interrupt": 1}, 2, 468_347),
 ]
 LARGE = [({"publish": 2, "send": 2}, 1, 366_352), ({"publish": 2, "send": 3}, 1, 2_992_770)]
-# What finds the bugs, with one worker.
+# The settings that find the bugs, with one worker.
 SMALL = [
     ({"step": 2, "interrupt": 1}, 2),
     ({"publish": 1, "rollout": 2, "interrupt": 1}, 2),
@@ -36,26 +36,25 @@ SMALL = [
 
 
 class Result(NamedTuple):
-    """What a search has found."""
+    """The result of a search."""
 
     states: int
     transitions: int
     seconds: float
     problem: str  # empty for none
-    events: list[Event]  # that lead there
+    events: list[Event]  # the events that lead there
 
 
 def search(model: Model) -> Result:
-    """Visit every state that can be reached, nearest first, until one breaks a rule; then look for
-    dead ends.
-    """
+    """Visit every reachable state, nearest first, until one breaks a rule; then find dead ends."""
     start, transitions = time.perf_counter(), 0
     numbers, states = {model.first: 0}, [model.first]
+    # For each state, the state and the event from which it was reached first.
     parents, events = (
         array("l", [-1]),
         list[Event]([()]),
-    )  # from where each was reached first, and by what
-    sources, targets = array("l"), array("l")  # of all steps that take no bad luck
+    )
+    sources, targets = array("l"), array("l")  # of all steps without bad luck
 
     def result(problem: str = "", last: int = 0) -> Result:
         path = []
@@ -64,7 +63,7 @@ def search(model: Model) -> Result:
             last = parents[last]
         return Result(len(states), transitions, time.perf_counter() - start, problem, path[::-1])
 
-    for number, state in enumerate(states):  # which grows meanwhile
+    for number, state in enumerate(states):  # the list grows during the loop
         try:
             for event, after, is_bad_luck in model.successors(state):
                 transitions += 1
@@ -130,7 +129,10 @@ def main():
             result = search(Model(2, calls, faults, MAX_RESTARTS))
             failed |= bool(result.problem)
             setting = ", ".join(f"{number} {call}" for call, number in calls.items())
-            count = f"{result.states:,} states, {result.transitions:,} transitions, {result.seconds:.0f} s"
+            count = (
+                f"{result.states:,} states, {result.transitions:,} transitions, "
+                f"{result.seconds:.0f} s"
+            )
             print(f"{setting}, {faults} faults: {count}{': ' * failed}{result.problem}", flush=True)
             for number, event in enumerate(result.events, 1):
                 print(f"{number:4}", *event)

@@ -2,12 +2,12 @@
 another.
 
     python -m verification.simulate --schedules 10000
-    python -m verification.simulate --seed 123 --trace     # one of them again, and what happens in it
+    python -m verification.simulate --seed 123 --trace     # one of them again, with its events
 
-A schedule is a user who calls what comes to mind, and processes that die, hang and are cut off
-meanwhile. It is decided by its seed. What the user gets must be what the environments did, each
-step of them once and in order; whoever waits gets an answer or an error; and a worker must hold
-what the head believes.
+In a schedule a user makes random calls, and processes die, hang and are cut off. A seed decides all
+of it. The user must get exactly the steps of the environments, each once and in order. Whoever
+waits must get an answer or an error. A worker must hold the weights that the head believes it
+holds.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Wrong(AssertionError):
 
 
 def _after_calls(number: int, world: Schedule, do: Callable[[], None]) -> Callable[..., None]:
-    """Return what, set as profiler, has something happen when the head has called so many functions
-    of the runtime.
+    """Return a profiler that does something when the head has called this many functions of the
+    runtime.
     """
 
     def count(frame: FrameType, event: str, _: object) -> None:
@@ -86,7 +86,7 @@ def _after_calls(number: int, world: Schedule, do: Callable[[], None]) -> Callab
 
 
 class User:
-    """Calls what comes to mind, and checks what comes of it."""
+    """A user who makes random calls, and checks their results."""
 
     def __init__(self, world: Schedule, envs: ClusterEnv) -> None:
         self.world, self.envs = world, envs
@@ -98,9 +98,8 @@ class User:
         self.make_policy(0)
         self.ahead: int | None = None  # the steps of an overlapped rollout that was requested
         self.sent = 0
-        self.impatience = world.random.choice(
-            (0.1, 0.1, 0.1, 0.6)
-        )  # how many of its calls are interrupted
+        # The share of its calls that are interrupted.
+        self.impatience = world.random.choice((0.1, 0.1, 0.1, 0.6))
 
     def make_policy(self, unused: int) -> None:
         self.policy = CategoricalPolicy(Net(unused))
@@ -120,12 +119,11 @@ class User:
         for _ in range(draw.randint(1, 4)):
             while (
                 self.envs._pool.failures.need_reset
-            ):  # if an interrupt came before the user was told, what was sent is to come
+            ):  # if an interrupt came before the user was told, the requests are still open
                 self.call("recv" if self.sent else "reset")
             self.call(draw.choice([name for name in CALLS if self.may(name)]))
-            self.world.pass_time(
-                draw.choice((0.0, 0.0, 0.5, 5.0))
-            )  # the user learns, and nobody is served
+            # The user learns, and nobody serves messages.
+            self.world.pass_time(draw.choice((0.0, 0.0, 0.5, 5.0)))
         while self.sent:
             self.call("recv")
         while self.envs._pool.failures.need_reset:
@@ -166,16 +164,16 @@ class User:
             if name in ("rollout", "overlap", "step", "reset"):
                 self.ledger.lose_track(self.everything)
                 self.ahead = self.envs._collector.overlapped
-            if len(self.envs._collector.granted) < self.sent:  # it came after what was received
+            # The interrupt came after the receipt.
+            if len(self.envs._collector.granted) < self.sent:
                 self.ledger.lose_track(self.everything)
                 self.sent = len(self.envs._collector.granted)
         except ValueError as error:
             if world.raises_at is None or "raised by an environment" not in str(error):
                 raise
             world.note("the user is told that an environment has raised")
-            self.ledger.lose_track(
-                self.everything
-            )  # until the reset that now must come, and gives up what was sent
+            # Until the reset, which must come now and gives up all requests.
+            self.ledger.lose_track(self.everything)
             self.ahead, self.sent = None, 0
         finally:
             is_over = True
@@ -190,7 +188,7 @@ class User:
         if self.world.options["min_workers"] is None:
             self.ledger.reset(observations)
         else:
-            self.ledger.lose_track(self.everything)  # of those that have yet to come it is zeros
+            self.ledger.lose_track(self.everything)  # the rows of late workers are zeros
 
     def step(self) -> None:
         actions = np.zeros(self.world.num_envs, np.int64)
@@ -240,20 +238,20 @@ class User:
         self.ledger.rollout(rollout, rows)
 
     def takes_what_is_left(self) -> None:
-        """Receive what was sent, after a worker was given up: there are answers or errors, and no
-        hanging.
+        """Receive all requested rollouts after a worker was given up: there are answers or errors,
+        and nothing hangs.
         """
         while self.envs._collector.granted and self.envs._collector.overlapped is None:
             try:
                 self.envs.recv()
-            except (WorkerDiedError, ResetNeeded):  # the latter as an environment has raised, too
+            except (WorkerDiedError, ResetNeeded):  # ResetNeeded, as an environment has raised, too
                 break
             except ValueError as error:
                 if "raised by an environment" not in str(error):
                     raise
 
     def check_leftovers(self) -> None:
-        """Check that the head keeps nothing which nobody will ask for, and has always known what
+        """Check that the head keeps nothing that nobody will ask for, and has always known what
         workers hold.
         """
         requests, store = self.envs._pool._requests, self.envs._store
@@ -267,8 +265,8 @@ class User:
             raise Wrong("a worker did not hold what the head believed")
 
     def check_weights(self) -> None:
-        """Compare what honest workers hold with what the head believes, where neither is about to
-        change.
+        """Compare the weights of honest workers with those that the head believes they hold, where
+        neither is about to change.
         """
         for worker in self.envs._pool.workers:
             process, copy = self.world.processes.get(worker.process.identity), worker.copy
@@ -284,15 +282,16 @@ class User:
             actor = process.worker._actor
             if actor.version != copy.held or not torch.equal(actor._held, copy.weights.tensor):
                 raise Wrong(
-                    f"{process.name} holds version {actor.version}, the head believes {copy.held}, or others"
+                    f"{process.name} holds version {actor.version}, the head believes "
+                    f"{copy.held}, or others"
                 )
 
 
 def run(seed: int, trace: bool = False) -> list[str]:
-    """Go through a schedule; return what happened, if it is to be traced.
+    """Go through a schedule; return its trace, if it is to be traced.
 
     Raises:
-        AssertionError: something went wrong that must not.
+        AssertionError: a check failed.
     """
     world = ledger.world = Schedule(seed)
     world.trace = [] if trace else None
@@ -344,7 +343,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    gc.set_threshold(100_000)  # what a schedule leaves is little, and looking for it takes long
+    gc.set_threshold(100_000)  # a schedule leaves little garbage, and collecting it takes long
     seeds = [args.seed] if args.seed is not None else range(args.first, args.first + args.schedules)
     failed, start = [], time.monotonic()
     for number, seed in enumerate(seeds, 1):
@@ -371,8 +370,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # Classes of this module travel by its name, the same in each schedule.
     from verification import (
         simulate,
-    )  # what is in this module travels by its name, and alike in each schedule
+    )
 
     simulate.main()

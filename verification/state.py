@@ -1,7 +1,7 @@
-"""What the rules of `verification.model` are about: a head, its workers, and what is on its way
-between them.
+"""The state of the rules in `verification.model`: a head, its workers, and the messages between
+them.
 
-All of it is immutable. A message is a tuple of its kind, and of fields as in
+All of it is immutable. A message is a tuple of its kind and its fields, as in
 `clusterenv_runtime.wire.protocol`.
 """
 
@@ -21,19 +21,19 @@ STARTING, BUILDING, READY, LOST, KILLED, ENDED = (
 
 
 class Violation(AssertionError):
-    """What must never happen has happened."""
+    """An event that must never happen has happened."""
 
 
 class Request(NamedTuple):
-    """What the user asks of one worker: to collect a rollout, or to step its environments."""
+    """The user's request to one worker: to collect a rollout, or to step its environments."""
 
     seq: int
     worker: int
     kind: str  # "collect" or "step"
-    version: int = 0  # that was published when it was asked
-    behavior: int = 0  # the version that the divergence is of; 0 if it is unknown
-    diverged: bool = False  # whether it is above the threshold
-    structure: int = 0  # of the policy, when it was asked
+    version: int = 0  # the published version at the time of the request
+    behavior: int = 0  # the version that the divergence belongs to; 0 if it is unknown
+    diverged: bool = False  # whether the divergence is above the threshold
+    structure: int = 0  # the policy's structure at the time of the request
 
 
 class Worker(NamedTuple):
@@ -43,18 +43,17 @@ class Worker(NamedTuple):
     number: int = 1  # of the process that was started last
     greeted: int = 0  # of the process that said hello; 0 for none
     losses: int = 0  # of processes in a row
-    held: int = 0  # the version that it was sent last
-    chain: tuple[
-        int, ...
-    ] = ()  # the versions of the differences that made the weights which it holds
-    behavior: int = 0  # the version that it acted on when last heard of
+    held: int = 0  # the version that the head sent it last
+    # The versions of the differences that made the weights which it holds.
+    chain: tuple[int, ...] = ()
+    behavior: int = 0  # the version that its last message acted on
     measured: int = 0  # the version whose divergence is known
     cut: bool = False  # whether its episodes are lost, and the user does not know
     seen: int = 0  # the process whose episodes the user has seen last
 
 
 class Process(NamedTuple):
-    """A worker's process, and what is on its way to and from it."""
+    """A worker's process, and the messages on the way to and from it."""
 
     worker: int
     number: int
@@ -63,8 +62,8 @@ class Process(NamedTuple):
     chain: tuple[int, ...] = ()
     structure: int = 0
     last: int = 0  # the seq of the request that it has begun last
-    request: Request | None = None  # for which it pulls
-    later: tuple = ()  # what came meanwhile
+    request: Request | None = None  # the request for which it pulls
+    later: tuple = ()  # messages that came during a pull
     down: tuple = ()  # from the head
     up: tuple = (("hello",),)  # to the head
 
@@ -73,27 +72,28 @@ class Process(NamedTuple):
         return self._replace(up=(*self.up, message))
 
     def dead(self) -> Process:
-        """Return what is left of it when it has died: what it has sent."""
+        """Return the rest of a process that has died: the messages that it has sent."""
         return Process(self.worker, self.number, "dead", up=self.up)
 
 
 class State(NamedTuple):
-    """Everything, with what the user may yet do and what may yet go wrong, so that it comes to an
-    end.
+    """The whole state, with the user's remaining calls and the remaining faults, so that it comes
+    to an end.
     """
 
     workers: tuple[Worker, ...]
     processes: tuple[Process, ...]
-    calls: tuple[tuple[str, int], ...]  # how often the user may yet do what
-    faults: int  # how many things may yet go wrong
+    calls: tuple[tuple[str, int], ...]  # how often the user may still make each call
+    faults: int  # how many faults may still happen
     requests: tuple[Request, ...] = ()  # outstanding, oldest first
     answers: tuple = ()  # not taken yet: (request, message, worker's number, greeted)
-    # the user's call that is under way: its kind and what it waits for; () for none
+    # the user's current call: its kind and the results that it waits for; () for none
     waiting: tuple = ()
-    granted: tuple[int, ...] = ()  # the seq of what was sent and not received, oldest first
-    structures: tuple[int, ...] = ()  # of the policy in each version that was published
+    # The seqs of the requests of `send` whose results the user has not received, oldest first.
+    granted: tuple[int, ...] = ()
+    structures: tuple[int, ...] = ()  # of the policy in each published version
     seq: int = 0  # of the last request
-    error: bool = False  # whether one is to be raised
+    error: bool = False  # whether an error is to be raised
     over: bool = False
 
     @property
@@ -113,9 +113,7 @@ class State(NamedTuple):
         return self.with_processes((*self.processes[:index], process, *self.processes[index + 1 :]))
 
     def with_processes(self, processes: Iterable[Process]) -> State:
-        """Return the state with these, but without those that are dead and have nothing more to
-        say.
-        """
+        """Return the state with these processes, except dead ones that have no more messages."""
         return self._replace(
             processes=tuple(each for each in processes if each.stage != "dead" or each.up)
         )

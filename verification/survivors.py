@@ -1,13 +1,13 @@
-"""Changes the runtime or a script a little in one place after another, and says which changes no
+"""Changes one place of the runtime or of a script after another, and prints the changes that no
 test notices.
 
-    python -m verification.survivors policy/sync.py wire/codec.py       # minutes to hours; goes on where it stopped
-    python -m verification.survivors ppo_clusterenv.py --since HEAD~3       # only lines changed since that commit
+    python -m verification.survivors policy/sync.py wire/codec.py   # minutes to hours; resumes
+    python -m verification.survivors ppo_clusterenv.py --since HEAD~3    # only lines changed since
 
-Each change is made to a copy of the project, in which the tests of that file are run until one
-fails. What survives is either a test that is missing, or a change that changes nothing that
-matters: `survivors.txt` has these, and says why. Of a script that is what it computes: its
-advantages, its loss or target, its replay buffer, and its training loop as far as the logs.
+Each change goes into a copy of the project, in which the tests of that file run until one fails. A
+surviving change means that a test is missing, or that the change does not matter: `survivors.txt`
+lists those, and says why. In a script, only its computation is changed: its advantages, its loss or
+target, its replay buffer, and its training loop as far as the logs.
 """
 
 from __future__ import annotations
@@ -42,41 +42,51 @@ SCHEDULES = "test_verification.py::test_no_schedule_breaks_the_runtime"
 # The tests of each file, those that fail soonest first.
 TESTS = {
     "head/answers.py": ["test_parts.py", SCHEDULES],
-    "wire/codec.py": ["test_protocol.py", "test_forged_states.py", "test_parts.py", "test_vector_env.py"],
+    "wire/codec.py": ["test_protocol.py", "test_forged_states.py", "test_parts.py",
+        "test_vector_env.py"],
     "wire/protocol.py": [
-        "test_protocol.py", "test_head.py", "test_replacement.py", "test_strangers.py", "test_security.py",
+        "test_protocol.py", "test_head.py", "test_replacement.py", "test_strangers.py",
+        "test_security.py",
         "test_streaming.py",
     ],
     "wire/security.py": ["test_transport.py", "test_security.py", "test_launchers.py"],
     "policy/sync.py": ["test_sync.py"],
     "head/interrupts.py": ["test_ctrl_c.py", SCHEDULES],
-    "policy/versions.py": ["test_versions.py", "test_differences.py", "test_probe.py", SCHEDULES, "test_sync.py"],
+    "policy/versions.py": ["test_versions.py", "test_differences.py", "test_probe.py", SCHEDULES,
+        "test_sync.py"],
     "head/episodes.py": ["test_replacement.py", "test_head.py", SCHEDULES, "test_vector_env.py"],
     "head/failures.py": ["test_head.py", "test_env_errors.py", "test_failures.py"],
-    "head/worker.py": ["test_head.py", "test_pool.py", SCHEDULES, "test_recovery.py", "test_failures.py"],
+    "head/worker.py": ["test_head.py", "test_pool.py", SCHEDULES, "test_recovery.py",
+        "test_failures.py"],
     "head/pool.py": [
-        "test_head.py", "test_pool.py", "test_ctrl_c.py", SCHEDULES, "test_strangers.py", "test_streaming.py",
+        "test_head.py", "test_pool.py", "test_ctrl_c.py", SCHEDULES, "test_strangers.py",
+        "test_streaming.py",
         "test_failures.py", "test_env_errors.py", "test_ends.py",
     ],
-    "head/recovery.py": ["test_replacement.py", "test_head.py", SCHEDULES, "test_recovery.py", "test_resume.py"],
+    "head/recovery.py": ["test_replacement.py", "test_head.py", SCHEDULES, "test_recovery.py",
+        "test_resume.py"],
     "head/supervisor.py": [
-        "test_head.py", "test_pool.py", "test_recovery.py", "test_failures.py", "test_ends.py", "test_launchers.py",
+        "test_head.py", "test_pool.py", "test_recovery.py", "test_failures.py", "test_ends.py",
+        "test_launchers.py",
     ],
-    "head/transport.py": ["test_transport.py", "test_strangers.py", "test_security.py", "test_launchers.py"],
-    "script/checkpoint.py": ["test_checkpoint.py", "test_forged_states.py", "test_arguments.py", "test_resume.py"],
+    "head/transport.py": ["test_transport.py", "test_strangers.py", "test_security.py",
+        "test_launchers.py"],
+    "script/checkpoint.py": ["test_checkpoint.py", "test_forged_states.py", "test_arguments.py",
+        "test_resume.py"],
 }  # fmt: skip
-# What of a script is changed: these functions and classes, and its loop from the first of these
-# lines to the last.
+# The parts of a script that are changed: these functions and classes, and its loop from the first
+# of these lines to the last.
 COMPUTE = {
     "compute_gae", "discount", "scale_rewards", "ppo_loss", "Moments", "Normalize", "get_states",
-    "get_action_and_value", "get_value", "get_hidden", "ReplayBuffer", "compute_td_target", "td_loss",
+    "get_action_and_value", "get_value", "get_hidden", "ReplayBuffer", "compute_td_target",
+    "td_loss",
     "linear_schedule",
 }  # fmt: skip
 LOOP = "    with run.training(", "            # TRY NOT TO MODIFY: record rewards"
 SCRIPTS = sorted(path.name for path in ROOT.glob("*_clusterenv.py"))
 for script in SCRIPTS:
     name = script.removesuffix(".py")
-    # Those of this script, and those that are of one script only.
+    # The tests of this script, and those that are of no single script.
     files = ("formulas", "training", "not_finite", "resuming")
     TESTS[script] = [
         *(f"algorithms/test_{file}.py" for file in files),
@@ -84,21 +94,21 @@ for script in SCRIPTS:
         f"{name} or not clusterenv",
     ]
 SWAPS = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-    ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
 }  # fmt: skip
 
 
 def changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Return each piece of a file that may be changed, and what may stand in its place."""
+    """Return each piece of a file that may be changed, and its replacement."""
     for node in ast.walk(tree):
         match node:
             case ast.Compare(ops=[op]) if type(op) in SWAPS:
-                yield (
-                    node,
-                    f"({ast.unparse(ast.Compare(node.left, [SWAPS[type(op)]()], node.comparators))})",
-                )
+                swapped = ast.Compare(node.left, [SWAPS[type(op)]()], node.comparators)
+                yield node, f"({ast.unparse(swapped)})"
             case ast.BoolOp() if type(node.op) in SWAPS:
                 yield node, f"({ast.unparse(ast.BoolOp(SWAPS[type(node.op)](), node.values))})"
             case ast.BinOp() if type(node.op) in SWAPS:
@@ -128,7 +138,9 @@ def changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 
 def formula_changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Return more of them, for formulas: signs, extremes, and values that take another one's place."""
+    """Return further changes, for formulas: signs, extremes, and values that take another one's
+    place.
+    """
     stored = Counter(
         node.id
         for node in ast.walk(tree)
@@ -148,15 +160,16 @@ def formula_changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 
 def mutants(text: str, has_formulas: bool = False) -> Iterator[tuple[str, str, int]]:
-    """Return of each change a description, the text with it, and its line."""
+    """Return the description of each change, the text with it, and its line."""
     tree, lines = ast.parse(text), text.encode().splitlines(keepends=True)
     starts = [0, *itertools.accumulate(map(len, lines))]
     skips = [
         getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")
     ]
+    # Of `zip`.
     skips += [
         node for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "strict"
-    ]  # of `zip`
+    ]
     skipped = {id(part) for skip in skips if skip is not None for part in ast.walk(skip)}
     seen = Counter[str]()
     more = formula_changes(tree) if has_formulas else ()
@@ -221,7 +234,7 @@ def passes(directory: Path, file: str, seconds: float | None = None) -> bool:
     finally:
         os.close(process)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # with all that it has started
+            os.killpg(pid, signal.SIGKILL)  # with all processes that it has started
         os.waitpid(pid, 0)
 
 
@@ -233,7 +246,7 @@ def _test(directory: Path, tests: list[str]) -> None:
         os.chdir(directory)
         sys.path[0] = str(directory)
         for name in [name for name in sys.modules if name.partition(".")[0] == "verification"]:
-            del sys.modules[name]  # they are of the project, and not of its copy
+            del sys.modules[name]  # they belong to the project, and not to its copy
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 1)
             os.dup2(nowhere.fileno(), 2)
@@ -277,7 +290,7 @@ def main() -> None:
                 mutants(original, file in SCRIPTS)
             ):
                 name = f"{file}: {description}"
-                # What is explained of one script may be of all of a kind: ppo*_clusterenv.py.
+                # An explanation may be for all scripts of a kind: ppo*_clusterenv.py.
                 kinds = {name, f"{file[:3]}*_clusterenv.py: {description}"} & explained
                 found_explained |= kinds
                 if kinds:
@@ -291,13 +304,11 @@ def main() -> None:
                             sys.exit(
                                 f"error: the tests of {file} fail by themselves: mend them first"
                             )
-                        seconds = 60 + 3 * (
-                            time.monotonic() - start
-                        )  # whoever takes longer has noticed
+                        # Tests that take longer have noticed the change.
+                        seconds = 60 + 3 * (time.monotonic() - start)
                     path.write_text(changed)
-                    os.utime(
-                        path, (number, number)
-                    )  # Python knows by size and second what it has compiled
+                    # Python recognizes compiled files by size and second.
+                    os.utime(path, (number, number))
                     done[name] = "survived" if passes(directory, file, seconds) else "noticed"
                     path.write_text(original)
                     with args.done.open("a", newline="") as log:

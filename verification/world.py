@@ -1,8 +1,8 @@
 """A world for the real head and the real workers: a clock, links and processes, in which a seed
 decides all chance.
 
-Workers are greenlets of this process, of which one at a time has the turn, so that a seed always
-gives the same run. Time passes only here, from one event to the next.
+Workers are greenlets of this process. One at a time has the turn, so a seed always gives the same
+run. Time passes only here, from one event to the next.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from clusterenv_runtime.worker.worker import Worker
 from .lies import lie_instead_of
 
 KILLED = Exit("killed by SIGKILL", by_signal=True)
-FOREVER = 1e4  # simulated seconds, after which whoever still waits has been forgotten
+FOREVER = 1e4  # simulated seconds, after which a wait counts as a hang
 
 
 class Hang(AssertionError):
-    """Somebody waits for what never comes."""
+    """Somebody waits forever."""
 
 
 class Gone(End):
@@ -38,7 +38,7 @@ class Gone(End):
 
 
 class World:
-    """A clock, what will happen when, and who is there.
+    """A clock, the coming events with their times, and the processes.
 
     Args:
         seed: of all chance.
@@ -50,10 +50,10 @@ class World:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self.processes: dict[bytes, Process] = {}  # by the identity of their connection
-        self.running: Process | None = None  # whose turn it is; None for the head's
-        self.arrived: list[Received] = []  # at the head, and not read
-        self.crashes: list[str] = []  # what went wrong in workers' own code
-        self.trace: list[str] | None = None  # of what happens, if anybody wants to read it
+        self.running: Process | None = None  # the process that has the turn; None for the head
+        self.arrived: list[Received] = []  # messages at the head that it has not read
+        self.crashes: list[str] = []  # errors in the workers' own code
+        self.trace: list[str] | None = None  # the events, if anybody wants to read them
 
     def clock(self) -> float:
         """Return the time in seconds."""
@@ -64,11 +64,11 @@ class World:
             self.trace.append(f"{self.now:9.3f} {text}")
 
     def at(self, time: float, do: Callable[[], None]) -> None:
-        """Have something happen at that time."""
+        """Call a function at that time."""
         heapq.heappush(self._events, (time, next(self._order), do))
 
     def after(self, seconds: float, do: Callable[[], None]) -> None:
-        """Have something happen so many seconds from now."""
+        """Call a function so many seconds from now."""
         self.at(self.now + seconds, do)
 
     def delay(self) -> float:
@@ -76,7 +76,7 @@ class World:
         return self.random.choice((0.001, 0.001, 0.01, 0.1)) * self.random.random()
 
     def run(self, until: float, done: Callable[[], Any]) -> None:
-        """Let happen what is due by then, until ``done``."""
+        """Run the events until that time, or until ``done``."""
         while not done() and self._events and self._events[0][0] <= until:
             time, _, do = heapq.heappop(self._events)
             self.now = max(self.now, time)
@@ -87,11 +87,11 @@ class World:
             raise Hang(f"the head still waits after {FOREVER:g} s")
 
     def pass_time(self, seconds: float) -> None:
-        """Let happen what happens in so many seconds."""
+        """Run the events of the next seconds."""
         self.run(self.now + seconds, lambda: False)
 
     def deliver(self, process: Process, header: bytes, buffers: list[bytes]) -> None:
-        """Have a message arrive at the head."""
+        """Let a message arrive at the head."""
         received = Received(process.identity, [memoryview(frame) for frame in (header, *buffers)])
         if self.trace is not None:
             seq, message = received.read()
@@ -103,7 +103,7 @@ class World:
         """Note that a message has come to either end."""
 
     def end(self) -> None:
-        """End all processes that are left."""
+        """End all remaining processes."""
         for process in self.processes.values():
             process.die()
 
@@ -116,24 +116,22 @@ class Process:
         self.name, self.identity = f"process {index}.{number}", b"%d.%d" % (index, number)
         self.waited = 0.0  # as `Connection` has it
         self.exit: Exit | None = None
-        self.is_cut = self.is_stopped = self.is_closed = (
-            False  # the link, the process, the link for good
-        )
+        # The link is cut, the process is stopped, the link is closed for good.
+        self.is_cut = self.is_stopped = self.is_closed = False
         self.inbox: deque[list[bytes]] = deque()
-        self.asked = set[int | None]()  # the numbers of what the head has sent
-        # What is under way from and to it, and when the last of it arrives.
+        self.asked = set[int | None]()  # the seqs of the head's requests
+        # The messages under way from and to it, and the time at which the last one arrives.
         self._up, self._down = deque[list[bytes]](), deque[list[bytes]]()
         self._up_at = self._down_at = 0.0
-        self._held: list[Callable[[], None]] = []  # arrivals that wait for the link to be healed
-        self._listens = self._is_due = (
-            False  # whether a message wakes it, and whether it has slept through its turn
-        )
-        self.survives = False  # that it is killed
-        self.lies = self.has_lied = False  # with its next message, and whether it has
+        self._held: list[Callable[[], None]] = []  # arrivals that wait until the link is healed
+        # Whether a message wakes it, and whether it has slept through its turn.
+        self._listens = self._is_due = False
+        self.survives = False  # whether it survives a kill
+        self.lies = self.has_lied = False  # whether its next message is a lie, and whether one was
         self.worker = Worker(self)
         self._greenlet = greenlet(self._run)
 
-    # In the process.
+    # The process's own side.
     def _run(self) -> None:
         try:
             if self.exit is None:
@@ -165,12 +163,12 @@ class Process:
             raise Gone
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass while an environment is at work."""
+        """Let time pass while an environment works."""
         self.world.after(seconds, self.wake)
         self._pause(listens=False)
 
     def send(self, seq: int | None, message: protocol.Message, *buffers: Any) -> None:
-        """Send to the head."""
+        """Send a message to the head."""
         sent = [[bytes(frame) for frame in protocol.frames(seq, message, *buffers)]]
         if self.lies and not isinstance(message, protocol.Hello):
             self.lies, self.has_lied = False, True
@@ -180,7 +178,7 @@ class Process:
             self._post_up(frames)
 
     def settle(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def _post_up(self, frames: list[bytes]) -> None:
         self._up.append(frames)
@@ -201,10 +199,10 @@ class Process:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has something to do, or has sent what has not arrived."""
+        """Whether it has work, or has sent messages that have not arrived."""
         return not self._listens or bool(self.inbox or self._up or self._down)
 
-    # In the world.
+    # The world's side.
     def turn(self) -> None:
         """Let it work until it waits for something."""
         self.world.running = self
@@ -221,13 +219,13 @@ class Process:
     def _arrives_up(self) -> None:
         if self.is_cut:
             self._held.append(self._arrives_up)
-        elif self._up:  # else it died before it could send this
+        elif self._up:  # otherwise it died before it could send this
             header, *buffers = self._up.popleft()
             if not self.is_closed:
                 self.world.deliver(self, header, buffers)
 
     def post(self, frames: list[bytes]) -> None:
-        """Have a message of the head's arrive some time."""
+        """Let a message of the head arrive some time later."""
         self._down.append(frames)
         self._down_at = max(self._down_at, self.world.now + self.world.delay())
         self.world.at(self._down_at, self._arrives_down)
@@ -241,9 +239,9 @@ class Process:
             if self._listens:
                 self.wake()
 
-    # What goes wrong.
+    # Faults.
     def die(self, reason: Exit = KILLED) -> None:
-        """End at once, with some of its last words unsent."""
+        """End at once, with some of its last messages unsent."""
         if self.exit is None:
             self.world.note(f"{self.name} dies: {reason.reason}")
             self.exit = reason
@@ -260,7 +258,7 @@ class Process:
         self.is_closed = True
 
     def flood(self, messages: int) -> None:
-        """Answer often what nobody has asked."""
+        """Send many answers to requests that nobody has made."""
         self.world.note(f"{self.name} floods the head with {messages} messages")
         for _ in range(messages if self.exit is None else 0):
             self._post_up(protocol.frames(10**9, protocol.Reply(None)))
@@ -272,8 +270,8 @@ class Process:
         self._after(seconds, self._heal, self._notice_silence)
 
     def _after(self, seconds: float, over: Callable[[], None], silent: Callable[[], None]) -> None:
-        """Have one thing happen after so long, or, if the link is silent for too long by then, the
-        other.
+        """Call the first function after so long, or, if the link is silent for too long by then,
+        the second.
         """
         self.world.after(
             min(seconds, self.world.silence), silent if seconds >= self.world.silence else over
