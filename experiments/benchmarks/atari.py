@@ -1,13 +1,14 @@
-"""What the heads of the Atari scripts need: time to measure divergences, and memory.
+"""The needs of the Atari scripts' heads: time to measure divergences, and memory.
 
     python -m experiments.benchmarks.atari
 
 `ppo_atari_clusterenv.py` runs for some iterations with real workers, first with CleanRL's 8
-environments: the share of an iteration in which the head measures how far the workers' policies
-have diverged, and how well it knows that from so few states: the standard error of its mean over
-them. Then with 64, whose learner goes through a batch but once, which changes no memory: the head's
-peak before the first rollout, with the first, and in all. Last, what `dqn_atari_clusterenv.py`
-keeps of a transition: a buffer of these sizes, allocated.
+environments. This gives the share of an iteration in which the head measures the divergence of the
+workers' policies, and the precision of that from so few states: the standard error of its mean over
+them. Then the script runs with 64 environments, whose learner goes through a batch only once, which
+does not change the memory. This gives the head's peak before the first rollout, with the first, and
+in all. Last comes the size of a transition in `dqn_atari_clusterenv.py`: a buffer of its sizes is
+allocated.
 """
 
 import contextlib
@@ -59,8 +60,8 @@ def peak_mb():
 
 
 def head(args, num_envs, iterations, flags, pipe):
-    """Be the script's head for so many iterations; send its seconds, those of measuring, nats, and
-    peaks of memory.
+    """Be the script's head for so many iterations. Send its seconds, those of measuring, the nats,
+    and the peaks of memory.
 
     Nats are the divergence of each version in each state.
     """
@@ -112,19 +113,23 @@ def main():
     share, states = sum(measuring) / sum(seconds), len(nats[-1])
     errors = [each.std() / each.mean() / states**0.5 for each in nats]
     print(
-        f"8 environments x 128 steps: an iteration takes {np.median(seconds):.2f} s, of which the divergence on"
+        f"8 environments x 128 steps: an iteration takes {np.median(seconds):.2f} s, of which "
+        f"the divergence on"
     )
     print(
-        f"{states} states {np.median(measuring) * 1e3:.0f} ms: {share:.1%} of all {len(seconds)} iterations; its"
+        f"{states} states {np.median(measuring) * 1e3:.0f} ms: {share:.1%} of all {len(seconds)} "
+        f"iterations; its"
     )
     print(
-        f"standard error is {np.median(errors):.1%} of it (median; {min(errors):.1%} to {max(errors):.1%})"
+        f"standard error is {np.median(errors):.1%} of it (median; {min(errors):.1%} to "
+        f"{max(errors):.1%})"
     )
 
     *_, peaks = in_fresh_process(head, args, 64, 1, ["--update-epochs=1"], timeout=args.timeout)
     before, collected, learned = (f"{peak:,.0f} MB" for peak in peaks)
     print(
-        f"64 environments x 128 steps: the head's peak is {before} before the first rollout, {collected} with it,"
+        f"64 environments x 128 steps: the head's peak is {before} before the first rollout, "
+        f"{collected} with it,"
     )
     print(f"and {learned} with a pass of learning")
 
@@ -139,7 +144,8 @@ def main():
     )
     whole = 2 * np.prod(space.shape) + 16
     print(
-        f"replay buffer, chunks of {chunk.num_steps} steps: {size:,.0f} bytes a transition; whole stacks: {whole:,}"
+        f"replay buffer, chunks of {chunk.num_steps} steps: {size:,.0f} bytes a transition; "
+        f"whole stacks: {whole:,}"
     )
 
 

@@ -1,13 +1,13 @@
-"""Where the time of an iteration goes: CPU milliseconds of the head and of a worker, by what they
-are spent on.
+"""Where the time of an iteration goes: CPU milliseconds of the head and of a worker, by their
+purpose.
 
     pip install py-spy; python -m experiments.benchmarks.budget
     python -m experiments.benchmarks.budget --flags="--overlap --compile"
 
-Trains with ppo_clusterenv.py, on the work of `experiments/benchmarks/work.py`, under py-spy, which samples the
-stacks of all processes and leaves out those that wait. Start-up is left out, and of the head
-whatever does not run Python. What the script does itself, without calling a function that is known
-here, is listed by its lines, those below 1% in one.
+Trains with ppo_clusterenv.py, on the work of `experiments/benchmarks/work.py`, under py-spy. It
+samples the stacks of all processes and leaves out those that wait. The result leaves out the
+start-up, and threads of the head that run no Python. Work of the script itself, outside the
+functions that are known here, is listed by its lines. Lines below 1% share one entry.
 """
 
 import linecache
@@ -27,8 +27,8 @@ from .scripts import ROOT, call
 
 RATE = 100  # samples per second
 SCRIPT = ROOT / "ppo_clusterenv.py"
-# What a function is part of, by a pattern for the frames of those that the script calls: the first
-# that fits counts.
+# The group of a function, by a pattern for the frames of the functions that the script calls. The
+# first pattern that fits counts.
 HEAD = (
     (r"evaluate", None),  # after training
     (r"(?<!<module>) \(torch/_dynamo/convert_frame", "compiling, or loading what was compiled"),
@@ -44,7 +44,7 @@ HEAD = (
     (r"compile_wrapper \(torch/_dynamo", "calling what was compiled"),
     (r"add_scalar|\(rich/", "logging"),
 )
-# Below a line of the script that works itself: its comprehensions, and what operators call.
+# Below a line of the script that works itself: its comprehensions, and the calls of operators.
 OWN = r"<\w+> \(" + re.escape(SCRIPT.name) + r"|\((numpy|torch/_tensor\.py)"
 WORKER = (
     (r"forward \(torch/nn/modules/container|_call_impl", "policy: forward"),
@@ -70,7 +70,7 @@ class Args:
 
 
 def of_head(frames):
-    """Return what a stack of the head is part of, or the number of the line that works itself, or
+    """Return the group of a stack of the head, or the number of the line that works itself, or
     None.
     """
     for i, frame in enumerate(frames):
@@ -100,14 +100,15 @@ if __name__ == "__main__":
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
         spy = shlex.split(
-            f"py-spy record --nonblocking --subprocesses --rate {RATE} --format raw --output stacks --"
+            f"py-spy record --nonblocking --subprocesses --rate {RATE} --format raw --output "
+            f"stacks --"
         )
         call([*spy, *train], directory, OMP_NUM_THREADS="1")
         lines = Path(directory, "stacks").read_text().splitlines()
     for line in lines:
         stack, _, count = line.rpartition(" ")
         if not count.isdigit():
-            continue  # part of a command that has line breaks, of torch.compile
+            continue  # part of torch.compile's command with line breaks
         frames, of_a_worker = stack.split(";"), "clusterenv_runtime.worker" in stack
         if name := of_worker(frames) if of_a_worker else of_head(frames):
             (worker if of_a_worker else head)[name] += int(count)

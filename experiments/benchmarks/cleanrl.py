@@ -1,10 +1,10 @@
-"""Runs a script of CleanRL's, unmodified, with Gymnasium 1 and a new EnvPool, for which most were
-not written.
+"""Runs a script of CleanRL's, unmodified, with Gymnasium 1 and a new EnvPool. Most of the scripts
+were not written for these.
 
-    python experiments/benchmarks/cleanrl.py path/to/cleanrl/ppo_continuous_action.py --env-id HalfCheetah-v5 --seed 1
+    python experiments/benchmarks/cleanrl.py path/to/cleanrl/ppo_continuous_action.py --env-id ...
 
-What they call differently is put back, and the mean return of the last 100 episodes, as the
-environment gave the rewards, is left in `summary.json` in the run's directory.
+This module restores the interfaces that the scripts expect. It leaves the mean return of the last
+100 episodes, from the environment's own rewards, in `summary.json` in the run's directory.
 """
 
 import importlib
@@ -38,14 +38,14 @@ class Episodes(gym.Wrapper):
 
 
 class Wrapper(gym.Wrapper):
-    """Gym's, which had the attributes of what it wraps."""
+    """Gym's wrapper, which had the attributes of the wrapped environment."""
 
     def __getattr__(self, name):
         return getattr(self.env, name)
 
 
 class Pool(gym.Env):
-    """EnvPool's environments as Gym had them, before there was Gymnasium: one "done" for two."""
+    """EnvPool's environments as Gym had them, before Gymnasium: with one "done" for two flags."""
 
     def __init__(self, *args, **kwargs):
         self.envs = envpool.make_gymnasium(*args, **kwargs)
@@ -60,7 +60,7 @@ class Pool(gym.Env):
 
     def step(self, action):
         observations, rewards, terminations, truncations, infos = self.envs.step(action)
-        self.sums = self.sums + infos["reward"]  # as the game gave them
+        self.sums = self.sums + infos["reward"]  # the game's own rewards
         ended = infos["terminated"].astype(bool) | truncations
         returns.extend(self.sums[ended])
         self.sums[ended] = 0
@@ -86,9 +86,8 @@ if __name__ == "__main__":
     with suppress(ModuleNotFoundError):
         gym.register_envs(importlib.import_module("ale_py"))
     del sys.argv[0]
-    sys.path.insert(
-        0, str(Path(sys.argv[0]).resolve().parent.parent)
-    )  # where its cleanrl_utils are
+    # The folder of cleanrl_utils.
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent.parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
     (folder,) = Path("runs").iterdir()
     (folder / "summary.json").write_text(json.dumps({"mean_return_100": float(np.mean(returns))}))

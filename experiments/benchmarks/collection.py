@@ -48,7 +48,7 @@ def make_policy(env_id):
 
 
 def alone(args, seed, pipe):
-    """Step and act in one process, keeping what a rollout keeps, sending nothing."""
+    """Step and act in one process, and keep a rollout's data, but send nothing."""
     torch.set_num_threads(1)
     envs = SyncVectorEnv(
         [make_env(args.env_id)] * args.envs_per_worker, autoreset_mode=AutoresetMode.SAME_STEP
@@ -75,7 +75,7 @@ def alone(args, seed, pipe):
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    torch.set_num_threads(1)  # as ppo_clusterenv.py
+    torch.set_num_threads(1)  # as in ppo_clusterenv.py
     steps = args.num_rollouts * args.num_steps * args.num_workers * args.envs_per_worker
     context = multiprocessing.get_context("spawn")
     pipes = []
@@ -108,12 +108,14 @@ if __name__ == "__main__":
         alone_sps, cluster_sps = steps / (middle - start), steps / (end - middle)
         ratios.append(cluster_sps / alone_sps)
         print(
-            f"alone {alone_sps:,.0f}  ClusterEnv {cluster_sps:,.0f} steps/s  ratio {ratios[-1]:.2f}",
+            f"alone {alone_sps:,.0f}  ClusterEnv {cluster_sps:,.0f} steps/s  ratio "
+            f"{ratios[-1]:.2f}",
             flush=True,
         )
     for pipe in pipes:
         pipe.send(False)
     envs.close()
     print(
-        f"median ratio {statistics.median(ratios):.2f} ({args.env_id}, {args.num_workers} x {args.envs_per_worker})"
+        f"median ratio {statistics.median(ratios):.2f} ({args.env_id}, {args.num_workers} x "
+        f"{args.envs_per_worker})"
     )

@@ -3,12 +3,12 @@ same machine.
 
     python -m experiments.benchmarks.cores
 
-PPO, learner on the CPU in one thread, `--envs-per-worker` environments a worker; then a loop in
-CleanRL's style on AsyncVectorEnv and on SyncVectorEnv, with as many environments as the largest
-number of workers steps. Steady state: start-up, the first iteration and the last are left out.
-Prints environment steps a second, the ratio to one worker, and, for ours, the medians of the
-seconds that an iteration collects and learns. `experiments.benchmarks.cores:OneMillisecond-v0` is an
-environment each of whose steps computes for a millisecond.
+Runs PPO with the learner on the CPU in one thread and `--envs-per-worker` environments a worker.
+Then runs a loop in CleanRL's style on AsyncVectorEnv and on SyncVectorEnv, with as many
+environments as the largest number of workers steps. Measures the steady state, without start-up,
+the first iteration and the last. Prints environment steps a second, the ratio to one worker, and,
+for ours, the medians of the seconds that an iteration collects and learns. In the environment
+`experiments.benchmarks.cores:OneMillisecond-v0` each step computes for a millisecond.
 """
 
 import os
@@ -70,15 +70,15 @@ class Args:
 
 
 def clusterenv(args, env_id, num_workers):
-    """Train; return the steps a second of the steady state, and medians of the seconds of
-    collecting and learning.
+    """Train; return the steady state's steps a second, and medians of the seconds of collecting and
+    learning.
     """
     script = "ppo_continuous_clusterenv.py" if "Cheetah" in env_id else "ppo_clusterenv.py"
     batch_size = num_workers * args.envs_per_worker * work.NUM_STEPS
     scalars, _ = train(
         ROOT / script, *work.FLAGS, "--env-id", env_id, "--num-workers", str(num_workers),
-        "--envs-per-worker", str(args.envs_per_worker), "--total-timesteps", str(args.iterations * batch_size),
-        *args.flags, timeout=args.timeout, OMP_NUM_THREADS="1",
+        "--envs-per-worker", str(args.envs_per_worker), "--total-timesteps",
+        str(args.iterations * batch_size), *args.flags, timeout=args.timeout, OMP_NUM_THREADS="1",
     )  # fmt: skip
     first, *_, last, _ = scalars("charts/SPS")
     parts = (
@@ -103,7 +103,10 @@ if __name__ == "__main__":
         for number in args.workers:
             sps, collect, learn = clusterenv(args, env_id, number)
             alone = alone or sps
-            details = f"; an iteration collects for {collect * 1000:.0f} ms and learns for {learn * 1000:.0f} ms"
+            details = (
+                f"; an iteration collects for {collect * 1000:.0f} ms and learns for "
+                f"{learn * 1000:.0f} ms"
+            )
             report(env_id, f"{number} workers", sps, alone, details)
         for vector in ("async", "sync") if args.loops else ():
             num_envs = args.envs_per_worker * max(args.workers)

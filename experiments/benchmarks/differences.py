@@ -1,12 +1,13 @@
-"""What rounded differences cost in time, and save in bytes: for policies from 20 kB to 100 MB.
+"""The costs of rounded differences in time, and their savings in bytes, for policies from 20 kB to
+100 MB.
 
     python -m experiments.benchmarks.differences
 
-Publishes a policy whose weights have moved a little, and lets workers pull it that all hold the
-same, through the head's and the worker's own code, without a network. Prints medians: milliseconds
-until the first worker's answer is there, until each further one's is, and until a worker has become
-what it was sent; and bytes, beside all weights in float32. The first pull, of all weights in 8 bits
-each, is left out. Takes a minute, and 2 GB of memory.
+Publishes a policy whose weights have moved a little. Workers that all hold the same weights pull
+it, through the head's and the worker's own code, without a network. Prints medians: milliseconds
+until the first worker's answer is ready, until each further answer is ready, and until a worker has
+loaded its new weights; and bytes, beside those of all weights in float32. The first pull, of all
+weights in 8 bits each, is left out. Takes a minute, and 2 GB of memory.
 """
 
 import statistics
@@ -39,8 +40,8 @@ class Args:
 
 
 def measure(width, rounds, args):
-    """Return milliseconds to publish, for the first worker, each other and to load; and bytes of
-    one pull.
+    """Return milliseconds to publish, for the first worker, each other and to load; and the bytes
+    of one pull.
     """
     torch.manual_seed(1)
     net = nn.Sequential(
@@ -78,7 +79,8 @@ if __name__ == "__main__":
     args = tyro.cli(Args)
     torch.set_num_threads(1)
     print(
-        "| policy | weights | publish, ms | first pull, ms | each other, ms | worker loads, ms | bytes of a pull |"
+        "| policy | weights | publish, ms | first pull, ms | each other, ms | worker loads, ms | "
+        "bytes of a pull |"
     )
     print("|---" * 7 + "|")
     for width in args.widths:
@@ -88,6 +90,7 @@ if __name__ == "__main__":
             cells = " | ".join(f"{value:.3g}" for value in times)
             kind = "difference" if rounds else "float32"
             print(
-                f"| {whole / 1e6:.3g} MB | {kind} | {cells} | {size:,} ({whole / size:.1f} times fewer) |",
+                f"| {whole / 1e6:.3g} MB | {kind} | {cells} | {size:,} ({whole / size:.1f} times "
+                f"fewer) |",
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""DQN: dqn_clusterenv.py beside CleanRL's dqn.py, the same batches and gradient steps per
+"""DQN: dqn_clusterenv.py beside CleanRL's dqn.py, with the same batches and gradient steps per
 environment step, in turn.
 
     python -m experiments.benchmarks.dqn --cleanrl path/to/cleanrl/cleanrl/dqn.py \
@@ -7,8 +7,8 @@ environment step, in turn.
 CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file.
 Its dqn.py needs Gymnasium 0.29, hence a Python of its own: one with torch, gymnasium==0.29.1,
 "numpy<2", tyro and tensorboard. Both run with one thread. Prints the environment steps per second
-that each logs, their ratio, and the share of the time that our learner was busy; and what
-`--deterministic` costs.
+that each logs, their ratio, the share of the time that our learner was busy, and the cost of
+`--deterministic`.
 """
 
 import os
@@ -49,11 +49,14 @@ if __name__ == "__main__":
         costs.append(deterministic / ours)
         shares.append(1 - summary["learner_waiting_seconds"] / summary["wall_seconds"])
         print(
-            f"CleanRL {cleanrl:,.0f}  ClusterEnv {ours:,.0f} steps/s: {ratios[-1]:.2f} times; learner busy "
+            f"CleanRL {cleanrl:,.0f}  ClusterEnv {ours:,.0f} steps/s: {ratios[-1]:.2f} times; "
+            f"learner busy "
             f"{shares[-1]:.0%}; --deterministic {deterministic:,.0f}: {costs[-1]:.2f} times",
             flush=True,
         )
     print(
-        f"medians: {statistics.median(ratios):.2f} times CleanRL, learner busy {statistics.median(shares):.0%}, "
-        f"--deterministic {statistics.median(costs):.2f} times ({args.env_id}, {os.cpu_count()} cores)"
+        f"medians: {statistics.median(ratios):.2f} times CleanRL, learner busy "
+        f"{statistics.median(shares):.0%}, "
+        f"--deterministic {statistics.median(costs):.2f} times ({args.env_id}, {os.cpu_count()} "
+        f"cores)"
     )

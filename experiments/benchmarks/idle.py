@@ -1,4 +1,4 @@
-"""Environments and a policy that cost next to nothing, for measuring what is around them."""
+"""Environments and a policy that cost next to nothing, to measure everything else."""
 
 import gymnasium as gym
 import numpy as np
@@ -21,7 +21,7 @@ class IdleEnv(gym.Env):
 
 
 class Corner(nn.Module):
-    """A policy that looks at eight numbers, and has as many weights as wanted. All are zero:
+    """A policy that looks at eight numbers, and has as many weights as wanted. All are zero, so
     actions are uniform.
     """
 

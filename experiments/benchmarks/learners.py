@@ -1,18 +1,18 @@
-"""Several learners: what a second one brings where the learner is the limit, and what adding up
-gradients costs.
+"""Several learners: the gain of a second one where the learner is the limit, and the cost of
+summing gradients.
 
     python -m experiments.benchmarks.learners --plot experiments/benchmarks/results/learners.png
     python -m experiments.benchmarks.learners --cleanrl path/to/cleanrl/ppo_atari_multigpu.py
 
-PPO on CartPole-v1 with networks of several widths, by one learner and by two, in turn; each learner
-has one thread. Learner throughput is the batch divided by the median of time/learn. Then an
-all-reduce of 1 MB and of 100 MB between 2, 4 and 8 processes of this machine. What 8 learners on 8
-machines would bring is arithmetic: an eighth of one learner's time, and for each minibatch an
-all-reduce over links of `--gbit`.
+Runs PPO on CartPole-v1 with networks of several widths, by one learner and by two, in turn; each
+learner has one thread. Learner throughput is the batch divided by the median of time/learn. Then
+measures an all-reduce of 1 MB and of 100 MB between 2, 4 and 8 processes of this machine. The
+result for 8 learners on 8 machines is arithmetic: an eighth of one learner's time, and for each
+minibatch an all-reduce over links of `--gbit`.
 
 With `--cleanrl`, a script that is not part of this repository (https://github.com/vwxyzjn/cleanrl),
-Atari instead: `ppo_atari_clusterenv.py` and CleanRL's own for several GPUs, each with one process
-and with two, at the same batch.
+it measures Atari instead: `ppo_atari_clusterenv.py` and CleanRL's own for several GPUs, each with
+one process and with two, at the same batch.
 """
 
 import os
@@ -31,10 +31,11 @@ from experiments.figures.drawing import BLACK, BLUE, GREEN, ORANGE, subplots
 from .scripts import ROOT, call, steady, torchrun, train
 
 NUM_ENVS, NUM_STEPS, NUM_MINIBATCHES, UPDATE_EPOCHS = 64, 128, 4, 4
+# Samples, and minibatches, an iteration.
 BATCH, MINIBATCHES = (
     NUM_ENVS * NUM_STEPS,
     NUM_MINIBATCHES * UPDATE_EPOCHS,
-)  # samples, and minibatches, an iteration
+)
 LATENCY_S = 1e-4  # of a message between two machines
 ATARI = "BreakoutNoFrameskip-v4"
 
@@ -58,12 +59,13 @@ class Args:
 
 
 def learner_seconds(number, width, iterations, seed):
-    """The median of the seconds that an iteration's learning took."""
+    """Return the median of the seconds that an iteration's learning took."""
     scalars, _ = train(
-        ROOT / "ppo_clusterenv.py", "--env-id", "CartPole-v1", "--num-workers", "2", "--envs-per-worker",
-        str(NUM_ENVS // 2), "--num-steps", str(NUM_STEPS), "--num-minibatches", str(NUM_MINIBATCHES),
-        "--update-epochs", str(UPDATE_EPOCHS), "--hidden-size", str(width), "--seed", str(seed), "--eval-episodes", "1",
-        "--total-timesteps", str(iterations * BATCH), launcher=torchrun(number), OMP_NUM_THREADS="1",
+        ROOT / "ppo_clusterenv.py", "--env-id", "CartPole-v1", "--num-workers", "2",
+        "--envs-per-worker", str(NUM_ENVS // 2), "--num-steps", str(NUM_STEPS), "--num-minibatches",
+        str(NUM_MINIBATCHES), "--update-epochs", str(UPDATE_EPOCHS), "--hidden-size", str(width),
+        "--seed", str(seed), "--eval-episodes", "1", "--total-timesteps", str(iterations * BATCH),
+        launcher=torchrun(number), OMP_NUM_THREADS="1",
     )  # fmt: skip
     return np.median([event.value for event in scalars("time/learn")[2:]])
 
@@ -75,7 +77,7 @@ def bytes_of_gradients(width):
 
 
 def ring(number, size, gbit):
-    """Seconds of an all-reduce of ``size`` bytes around a ring of machines."""
+    """Return the seconds of an all-reduce of ``size`` bytes around a ring of machines."""
     return 2 * (number - 1) * (LATENCY_S + size / number / (gbit * 1e9 / 8))
 
 
@@ -120,7 +122,8 @@ def plot(speedups, modelled, path):
     axes.set(xlabel="learners", ylabel="times one learner's throughput")
     axes.minorticks_off()
     axes.set_title(
-        "PPO on CartPole-v1: measured on 2 cores (points),\nand by arithmetic on several machines (dotted)"
+        "PPO on CartPole-v1: measured on 2 cores (points),\nand by arithmetic on several "
+        "machines (dotted)"
     )
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
@@ -150,7 +153,8 @@ def compare_with_cleanrl(args):
         print(f"seed {seed}, steps/s, processes: {'; '.join(texts)}", flush=True)
     for name, of in ratios.items():
         print(
-            f"{name}: two processes train {np.median(of):.2f} times as fast as one ({ATARI}, {os.cpu_count()} cores)"
+            f"{name}: two processes train {np.median(of):.2f} times as fast as one ({ATARI}, "
+            f"{os.cpu_count()} cores)"
         )
 
 
@@ -176,8 +180,10 @@ def main(args):
             for number in (1, 2, 4, 8)
         }
         print(
-            f"{width} units, {size / 1e6:.2f} MB of gradients: one learner {BATCH / one:,.0f} samples/s, two "
-            f"{BATCH / two:,.0f}, {speedups[width]:.2f} times; 8 by arithmetic {modelled[width][8]:.1f} times",
+            f"{width} units, {size / 1e6:.2f} MB of gradients: one learner {BATCH / one:,.0f} "
+            f"samples/s, two "
+            f"{BATCH / two:,.0f}, {speedups[width]:.2f} times; 8 by arithmetic "
+            f"{modelled[width][8]:.1f} times",
             flush=True,
         )
     if args.plot:
@@ -187,7 +193,8 @@ def main(args):
             f"{number}: {1e3 * all_reduce_seconds(number, size):.1f} ms" for number in (2, 4, 8)
         )
         print(
-            f"all-reduce of {size / 1e6:.0f} MB among processes of this machine, {', '.join(texts)}",
+            f"all-reduce of {size / 1e6:.0f} MB among processes of this machine, "
+            f"{', '.join(texts)}",
             flush=True,
         )
 

@@ -1,11 +1,11 @@
-"""CleanRL's scripts with one constructor changed, beside the same scripts as they are: what they
-learn is to be equal.
+"""CleanRL's scripts with one constructor changed, beside the unchanged scripts: both must learn the
+same.
 
     python -m experiments.benchmarks.one_constructor --cleanrl path/to/cleanrl
 
 CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its
 directory. Each of five scripts runs once with `gym.vector.SyncVectorEnv`, and once with
-`ClusterEnv` in its place. Prints how many scalars they have logged, and fails unless these, but for
+`ClusterEnv` in its place. Prints how many scalars they have logged, and fails unless these, except
 the speed, and all weights are equal to the last bit.
 """
 
@@ -21,9 +21,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from .scripts import ROOT, call
 
-SCRIPTS = {  # of CleanRL's: flags that make it short
+SCRIPTS = {  # CleanRL's scripts, with flags that make them short
     "ppo.py": "--env-id CartPole-v1 --num-envs 4 --total-timesteps 2048",
-    "ppo_continuous_action.py": "--env-id Hopper-v5 --num-envs 2 --num-steps 256 --total-timesteps 2048",
+    "ppo_continuous_action.py": (
+        "--env-id Hopper-v5 --num-envs 2 --num-steps 256 --total-timesteps 2048"
+    ),
     "dqn.py": "--env-id CartPole-v1 --learning-starts 500 --total-timesteps 2000",
     "c51.py": "--env-id CartPole-v1 --learning-starts 500 --total-timesteps 2000",
     "sac_continuous_action.py": "--env-id Hopper-v5 --learning-starts 300 --total-timesteps 800",
@@ -49,11 +51,10 @@ def run_script(num_workers, script):
     """
     from torch import nn
 
-    sys.path.insert(0, str(Path(script).parent.parent))  # where its cleanrl_utils are
+    sys.path.insert(0, str(Path(script).parent.parent))  # the folder of cleanrl_utils
     text = Path(script).read_text()
-    text = text.replace(
-        "np.clip(obs, -10, 10))", "np.clip(obs, -10, 10), env.observation_space)"
-    )  # for Gymnasium 1
+    # For Gymnasium 1.
+    text = text.replace("np.clip(obs, -10, 10))", "np.clip(obs, -10, 10), env.observation_space)")
     if num_workers:
         from clusterenv_runtime import ClusterEnv
 
@@ -72,8 +73,8 @@ def run_script(num_workers, script):
 
 
 def learn(script, num_workers, flags):
-    """Run a script in a process of its own; return its scalars, but for the speed, and the digest
-    of its weights.
+    """Run a script in a process of its own; return its scalars, except the speed, and the digest of
+    its weights.
     """
     with tempfile.TemporaryDirectory() as directory:
         command = [

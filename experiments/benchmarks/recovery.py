@@ -2,9 +2,9 @@
 
     python -m experiments.benchmarks.recovery
 
-Kills one of two workers at random (`kill -9`) in the midst of rollouts, and takes the time until
-the rollout that lacked its rows is whole. Prints the median and the longest, what of it had passed
-when another process had its place, and what the first rollout takes.
+Kills one of two workers at random (`kill -9`) during rollouts, and measures the time until the
+rollout that lacked its rows is complete. Prints the median and the longest time, the part of it
+until another process took its place, and the time of the first rollout.
 """
 
 import os
@@ -34,7 +34,7 @@ class Args:
 
 
 def recover(envs, policy):
-    """Kill a worker; return the seconds until another process is in its place, and until its rows
+    """Kill a worker; return the seconds until another process takes its place, and until its rows
     are there again.
     """
     before, pid, killed = (
@@ -74,7 +74,8 @@ def measure(args):
         replaced, answered = zip(*times, strict=True)
         print(
             f"answers after {median(answered):.2f} s, at most {max(answered):.2f}; "
-            f"{median(replaced):.2f} s of it until replaced. The first rollout came after {begun:.2f} s"
+            f"{median(replaced):.2f} s of it until replaced. The first rollout came after "
+            f"{begun:.2f} s"
         )
 
 

@@ -5,9 +5,9 @@ shares of the rows.
 
 Noise, and the states by which workers decide to pull, follow from the seed, the row and the number
 of the rollout. So only the rounding of matrix products may differ, as their batches do. Trains a
-policy by its gradient, with rollouts of each number of workers in turn, and prints in how many
-rollouts all actions are those of one worker, and when the first one is another. Thereafter the runs
-go apart.
+policy by its gradient, with rollouts of each number of workers in turn. Prints in how many rollouts
+all actions equal those of one worker, and in which rollout the first action differs. After that the
+runs diverge.
 """
 
 from dataclasses import dataclass

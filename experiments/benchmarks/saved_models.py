@@ -1,10 +1,10 @@
-"""Saved models of continuous PPO, loaded anew: whether they return what training did.
+"""Saved models of continuous PPO, reloaded: whether they return as much as in training.
 
-    python -m experiments.benchmarks.saved_models runs/HalfCheetah-v5__ppo_continuous_clusterenv__1__1795469727475
+    python -m experiments.benchmarks.saved_models runs/HalfCheetah-v5__ppo_continuous__...
 
-For each run directory, of which there may be many, plays as many episodes with the saved model as
-the run's own evaluation did, in environments of another seed, and prints their mean beside the
-interval that holds 95 of the last 100 episodes of training.
+For each of the run directories, plays as many episodes with the saved model as the run's own
+evaluation did, in environments of another seed. Prints their mean beside the interval that holds 95
+of the last 100 episodes of training.
 """
 
 import json
@@ -32,7 +32,7 @@ class Args:
 
 
 def play(args, model):
-    """Return the returns of a model's episodes, in environments of which training had none."""
+    """Return the returns of a model's episodes, in environments that training did not have."""
     env = gym.make(args.env_id, **args.make_kwargs)
     space = env.action_space
     spaces = Namespace(single_observation_space=env.observation_space, single_action_space=space)
@@ -54,6 +54,9 @@ if __name__ == "__main__":
         returns = play(args, run / f"{args.exp_name}.cleanrl_model")
         low, high = np.percentile(load_checkpoint(run)["parts"]["curve"]["recent"], [2.5, 97.5])
         inside += low <= returns.mean() <= high
-        task = f"{args.env_id}, {args.sync_mode} {args.weights} {args.kl_threshold:g}, seed {args.seed}"
+        task = (
+            f"{args.env_id}, {args.sync_mode} {args.weights} {args.kl_threshold:g}, seed "
+            f"{args.seed}"
+        )
         print(f"{task}: {returns.mean():.0f}, in training {low:.0f} to {high:.0f}", flush=True)
     print(f"{inside} of {len(runs)} inside")

@@ -1,21 +1,22 @@
-"""One head and up to a thousand workers: what it takes in, what that costs it, and where the knee
-is.
+"""One head and up to a thousand workers: its throughput, the cost of it, and the position of the
+knee.
 
     python -m experiments.benchmarks.scale
 
-The head is a real ClusterEnv. Its workers are simulated, many in one process: each has a socket of
+The head is a real ClusterEnv. Its workers are simulated, many in one process. Each has a socket of
 its own and speaks the real protocol, but answers each request at once with the same canned rollout,
-made once by the worker's own code. So the head is what limits. Vectors (8 float32, chunks of 8
-environments), Atari's stacked images (84 x 84 x 4 uint8, 2 environments), and the same stacks with
-each frame sent once, over ipc and over tcp with CURVE; by `send` and `recv` and by `rollout`.
+made once by the worker's own code. So the head is the limit. It measures vectors (8 float32, chunks
+of 8 environments), Atari's stacked images (84 x 84 x 4 uint8, 2 environments), and the same stacks
+with each frame sent once, over ipc and over tcp with CURVE, by `send` and `recv` and by `rollout`.
 
 Each line is measured by a fresh process. A pull storm is the time from `send` until the last worker
-has its weights, when all have diverged at once; the one process of all workers receives there what
-in a cluster hundreds would. CPU is of all the head's threads; "main" is the one that runs Python,
-the rest is almost all libzmq's, which reads, and decrypts. Neither counts the measuring of
-divergences, which `rollout` begins with: that is publish_s, and depends on the policy. Writes
-`results/scale.csv` and `results/scale.png` in this directory. At the end it extrapolates what a
-head takes in on a 25 Gbit/s network, from the CPU time per MB measured here.
+has its weights, when all have diverged at once. The one process of all workers then receives as
+much as hundreds of processes would in a cluster. CPU is of all the head's threads. "main" is the
+thread that runs Python. The rest is almost all libzmq's, which reads, and decrypts. Neither counts
+the measuring of divergences, with which `rollout` begins: that is publish_s, and depends on the
+policy. Writes `results/scale.csv` and `results/scale.png` in this directory. At the end it
+extrapolates the throughput of a head on a 25 Gbit/s network, from the CPU time per MB measured
+here.
 """
 
 import csv
@@ -49,7 +50,7 @@ TRANSPORTS = {
     "tcp": {"bind_address": "127.0.0.1", "security": "none", "allow_insecure": True},
     "tcp+curve": {"bind_address": "127.0.0.1"},
 }
-# of the table, all of the CSV's but a few; MB are 10^6 bytes
+# columns of the table, which are most of the CSV's; MB are 10^6 bytes
 COLUMNS = {
     "workers": "d",
     "steps_per_s": ",.0f",
@@ -121,7 +122,7 @@ def measure(args, observation, transport, mode, num_workers, pipe):
         frame_stack=STACK if stacked else None,
         launcher=launcher,
         on_worker_loss="raise",
-        weights="float32",  # what a storm of whole policies takes
+        weights="float32",  # the weights of a storm of whole policies
         worker_timeout=args.timeout,  # a storm may take long where all share two cores
         **TRANSPORTS[transport],
     ) as envs:
@@ -209,8 +210,8 @@ def measure(args, observation, transport, mode, num_workers, pipe):
 
 
 def in_fresh_process(function, *arguments, timeout):
-    """Return what ``function`` sends into the pipe that is its last argument, called in a process
-    of its own.
+    """Call ``function`` in a process of its own; return what it sends into the pipe that is its
+    last argument.
     """
     ours, theirs = spawn.Pipe(duplex=False)
     process = spawn.Process(target=function, args=(*arguments, theirs))
@@ -236,8 +237,8 @@ def knee(rows):
 
 
 def extrapolate(rows):
-    """Say what a head whose two busiest threads have a core each takes in at most, and what 25
-    Gbit/s carries.
+    """Say how much a head whose two busiest threads have a core each takes in at most, and how much
+    25 Gbit/s carries.
     """
     row = max(rows, key=lambda row: row["steps_per_s"])
     step_bytes = row["mb_per_s"] * 1e6 / row["steps_per_s"]
@@ -245,9 +246,11 @@ def extrapolate(rows):
     head = 1e9 / max(row["main_ms_per_mb"], other_ms_per_mb)
     limit = "Python" if row["main_ms_per_mb"] > other_ms_per_mb else "libzmq's thread"
     return (
-        f"messages of {row['message_bytes'] / 1e3:,.1f} kB, {row['main_ms_per_mb']:.2f} + {other_ms_per_mb:.2f} ms of "
+        f"messages of {row['message_bytes'] / 1e3:,.1f} kB, {row['main_ms_per_mb']:.2f} + "
+        f"{other_ms_per_mb:.2f} ms of "
         f"CPU per MB (main + other threads): {head / 1e9:.2f} GB/s, {head * 8e-9:.1f} Gbit/s, "
-        f"{min(head, NETWORK) / step_bytes:,.0f} steps/s; limit: {'network' if head > NETWORK else limit}"
+        f"{min(head, NETWORK) / step_bytes:,.0f} steps/s; limit: "
+        f"{'network' if head > NETWORK else limit}"
     )
 
 
@@ -298,7 +301,8 @@ def main():
                         row = in_fresh_process(measure, *group, timeout=args.timeout + 60)
                     except (EOFError, TimeoutError):
                         print(
-                            f"{observation:7}{transport:10}{mode:11}{num_workers:9d}  not done in {args.timeout:g} s"
+                            f"{observation:7}{transport:10}{mode:11}{num_workers:9d}  not done "
+                            f"in {args.timeout:g} s"
                         )
                         continue
                     rows.append(row)
@@ -314,7 +318,8 @@ def main():
         writer.writerows(everything)
     plot(groups, args.out / "scale.png")
     print(
-        f"\nwithin 20% of the best speed up to so many workers, and, extrapolated, a head on {NETWORK * 8e-9:g} Gbit/s:"
+        f"\nwithin 20% of the best speed up to so many workers, and, extrapolated, a head on "
+        f"{NETWORK * 8e-9:g} Gbit/s:"
     )
     for group, rows in groups.items():
         print(f"{', '.join(group)}: {knee(rows)} workers; {extrapolate(rows)}")

@@ -1,6 +1,4 @@
-"""Running a script, ours or a peer's, in a directory that is then removed, and reading what it
-measured.
-"""
+"""Runs a script, ours or a peer's, in a temporary directory, and reads its measurements."""
 
 import contextlib
 import json
@@ -18,12 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def call(command, directory, timeout=None, **variables):
-    """Run a command with these environment variables, and end all that it has started; return what
-    it printed.
+    """Run a command with these environment variables, and end all that it has started; return its
+    output.
     """
-    output = Path(
-        directory, "output.txt"
-    )  # a pipe would stay open for as long as any process that was left behind
+    # A pipe would stay open for as long as any process that was left behind.
+    output = Path(directory, "output.txt")
     with output.open("w") as file:
         process = subprocess.Popen(
             command, cwd=directory, env={**os.environ, **variables}, start_new_session=True,
@@ -50,7 +47,7 @@ def import_path(directory):
 
 
 def torchrun(number):
-    """What Python runs, with a script after it, to start so many learners."""
+    """Return the arguments of Python, before a script, that start so many learners."""
     return "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)
 
 
@@ -58,7 +55,7 @@ def train(script, *flags, python=sys.executable, launcher=(), timeout=None, **va
     """Run a training script; return a function from a tag to its scalars, and its summary if it
     leaves one.
 
-    ``launcher`` is what Python runs instead, which then runs the script: see `torchrun`.
+    Python runs ``launcher`` instead, which then runs the script: see `torchrun`.
     """
     script = Path(script).resolve()
     with tempfile.TemporaryDirectory() as directory:
@@ -87,9 +84,9 @@ def steady(script, *flags, **arguments):
     """Run a training script; return its environment steps and seconds, without its first and its
     last iteration.
 
-    The last does not overlap with a next one, so what is between is as it would be in a run without
-    an end; but with both --overlap and --compile the first of these finds its rollout ready, which
-    is worth up to 2% in 25 iterations.
+    The last iteration does not overlap with a next one. Without it, the rest is as in a run without
+    an end. But with both --overlap and --compile the first of the remaining iterations finds its
+    rollout ready, which is worth up to 2% in 25 iterations.
     """
     scalars, _ = train(script, *flags, **arguments)
     first, *_, last, _ = scalars("charts/SPS")
@@ -97,7 +94,7 @@ def steady(script, *flags, **arguments):
 
 
 def measure(module, *arguments, python=sys.executable, timeout=None):
-    """Run a module of benchmarks that ends with `work.report`; return what it reports."""
+    """Run a module of benchmarks that ends with `work.report`; return its report."""
     with tempfile.TemporaryDirectory() as directory:
         # HOME: some peers leave their logs there.
         variables = {"PYTHONPATH": import_path(ROOT), "HOME": directory, "OMP_NUM_THREADS": "1"}

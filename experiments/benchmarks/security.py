@@ -1,10 +1,10 @@
-"""What CURVE and heartbeats cost: rollouts over ipc, plain tcp and encrypted tcp.
+"""The costs of CURVE and heartbeats: rollouts over ipc, plain tcp and encrypted tcp.
 
     python -m experiments.benchmarks.security
 
-Environments that cost nothing, so that what remains is transport: vectors like LunarLander's, and
-Atari's stacked images (84 x 84 x 4 bytes a step, 28 kB). All variants take turns, `--rounds` times;
-prints medians of environment steps per second, and their ratio to plain tcp without heartbeats.
+The environments cost nothing, so only transport remains: vectors like LunarLander's, and Atari's
+stacked images (84 x 84 x 4 bytes a step, 28 kB). All variants take turns, `--rounds` times. Prints
+medians of environment steps per second, and their ratio to plain tcp without heartbeats.
 """
 
 import time
@@ -75,7 +75,8 @@ def main():
         plain = np.median(measured["tcp, no heartbeats"])
         for variant, speeds in measured.items():
             print(
-                f"{name}, {variant}: {np.median(speeds):,.0f} steps/s ({min(speeds):,.0f} to {max(speeds):,.0f}), "
+                f"{name}, {variant}: {np.median(speeds):,.0f} steps/s ({min(speeds):,.0f} to "
+                f"{max(speeds):,.0f}), "
                 f"{np.median(speeds) / plain:.2f}",
                 flush=True,
             )

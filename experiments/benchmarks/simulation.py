@@ -1,4 +1,4 @@
-"""Workers that are simulated, many in one process: each has a socket of its own and speaks the real
+"""Simulated workers, many in one process: each has a socket of its own and speaks the real
 protocol.
 
 They answer each request at once with the same canned rollout, made once by the worker's own code.
@@ -32,15 +32,16 @@ class SimulatedWorker:
 
 
 class Simulation:
-    """Workers without environments of their own. Their canned rollouts are made by one real slice
-    of environments.
+    """Workers without environments of their own. One real slice of environments makes their canned
+    rollouts.
     """
 
     def __init__(self, weights_at, frame_bytes):
+        # Shared with the head's process.
         self.weights_at, self.frame_bytes = (
             weights_at,
             frame_bytes,
-        )  # shared with the head's process
+        )
         self.envs = self.actor = None
         self.canned = {}  # (number of steps, version): a value and its buffers
 
@@ -83,9 +84,10 @@ class Simulation:
                 if self.actor is None:
                     self.actor = Actor()
                     self.actor.load_structure(pickle.loads(buffers[0]))
+                    # All weights are zero.
                     self.actor.policy.load_flat_weights(
                         bytes(self.actor.policy.flat_weights().numel())
-                    )  # all zero
+                    )
                 self.send(worker, seq, protocol.Reply(None, List([])))
 
     def send(self, worker, seq, message, buffers=()):
@@ -126,7 +128,7 @@ def simulate(indices, flags, weights_at, frame_bytes):
             if fd == head:
                 os._exit(1)
             worker = workers[fd]
-            while True:  # libzmq tells of more messages only after it has said that there are none
+            while True:  # libzmq reports more messages only after it has said that there are none
                 try:
                     header, *buffers = worker.socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
@@ -151,9 +153,8 @@ class SimulatedLauncher(Launcher):
         self._processes = [None] * processes
 
     def start(self):
-        self.weights_at = spawn.RawArray(
-            "d", self.num_workers
-        )  # time.monotonic() when a worker last got any
+        # The value of time.monotonic() when a worker last got weights.
+        self.weights_at = spawn.RawArray("d", self.num_workers)
         self.frame_bytes = spawn.RawArray("q", 32)  # of the last answer
         for i in range(len(self._processes)):
             indices = range(i, self.num_workers, len(self._processes))

@@ -3,9 +3,10 @@
     python -m experiments.benchmarks.single LunarLander-v3 25 sync
     python -m experiments.benchmarks.single HalfCheetah-v5 25 sync      # or continuous actions
 
-Trains for so many iterations on Gymnasium's SyncVectorEnv (`sync`) or AsyncVectorEnv (`async`), of
-64 environments or of as many as a last argument says, and prints the environment steps and seconds
-after the first. `throughput` and `cores` beside it run it, and `peers` runs it on EnvPool.
+Trains for so many iterations on Gymnasium's SyncVectorEnv (`sync`) or AsyncVectorEnv (`async`).
+There are 64 environments, unless a last argument gives another number. Prints the environment steps
+and seconds after the first iteration. `throughput` and `cores` run it, and `peers` runs it on
+EnvPool.
 """
 
 import time
@@ -34,8 +35,8 @@ def mlp(num_inputs, num_outputs):
 
 
 def distribution_for(space):
-    """Return how many outputs the actor needs, what makes a distribution of actions of them, and
-    its parameters.
+    """Return the number of the actor's outputs, a function from them to a distribution of actions,
+    and its parameters.
     """
     if isinstance(space, gym.spaces.Discrete):
         return int(space.n), lambda logits: Categorical(logits=logits), []

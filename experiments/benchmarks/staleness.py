@@ -1,12 +1,11 @@
-"""What an update of continuous PPO gains, by how many updates the policy that acted is behind.
+"""The gain of an update of continuous PPO, by the age of the policy that acted, in updates.
 
     python -m experiments.benchmarks.staleness --env-id Hopper-v5 --interval 8
 
 Trains with all weights pulled every so many updates, and plays episodes with the policy before and
 after each update. Prints for each lag the gain in percent of the run's mean return, and the
-effective sample size of the importance weights between the policy that is learned and the one that
-acted, as a share of the batch: means over updates, then over seeds, with the standard error of the
-latter.
+effective sample size of the importance weights between the learner's policy and the one that acted,
+as a share of the batch: means over updates, then over seeds, with the standard error of the latter.
 """
 
 import json
@@ -43,7 +42,7 @@ class Args:
 
 
 class Look:
-    """Called after each update by a copy of the script; writes what it finds to looks.json."""
+    """Called after each update by a copy of the script; writes its results to looks.json."""
 
     def __init__(self, env_id, episodes):
         self.envs = SyncVectorEnv([lambda: gym.make(env_id)] * episodes)
@@ -52,7 +51,7 @@ class Look:
     @torch.no_grad()
     def __call__(self, lag, log_weights, act):
         weights = log_weights.exp()
-        state = torch.get_rng_state()  # training goes on as it would have
+        state = torch.get_rng_state()  # training goes on as if nothing had been drawn
         returns, running = np.zeros(self.envs.num_envs), np.ones(self.envs.num_envs, bool)
         obs, _ = self.envs.reset(seed=100_000 + len(self.found))
         for _ in range(1000):
@@ -80,7 +79,10 @@ def looks(args, seed):
     )
     text = text.replace(AFTER, look + AFTER)
     begin = "    with run.training(envs, agent):\n"
-    make = f"    from experiments.benchmarks.staleness import Look\n    look = Look(args.env_id, {args.episodes})\n"
+    make = (
+        f"    from experiments.benchmarks.staleness import Look\n    look = Look(args.env_id, "
+        f"{args.episodes})\n"
+    )
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, SCRIPT).write_text(text.replace(begin, make + begin))
         flags = [
@@ -125,5 +127,6 @@ if __name__ == "__main__":
     ):
         print(f"| {lag} | {share:.2f} | {gain:.2f} ± {error:.2f} |")
     print(
-        f"{args.env_id}, every {args.interval}, {args.seeds} seeds: mean return {np.mean(means):.0f}"
+        f"{args.env_id}, every {args.interval}, {args.seeds} seeds: mean return "
+        f"{np.mean(means):.0f}"
     )

@@ -1,12 +1,12 @@
-"""How long one step of a learner takes: of a minibatch loss, backward, clipping and Adam, by how it
+"""How long one step of a learner takes (a minibatch's loss, backward, clipping and Adam), by how it
 is run.
 
     python -m experiments.benchmarks.steps
 
-The ways are eager; with the loss compiled, as `--compile` does it; and, on a GPU, the whole step as
-one CUDA graph, of the loss as it is or compiled. A graph's inputs are copied to where it reads
-them, which is part of the time. Prints medians over the rounds in milliseconds, and what the
-graph's first steps lose beside eager ones (0: the same losses).
+The ways are: eager; with the loss compiled, as `--compile` does it; and, on a GPU, the whole step
+as one CUDA graph, with the loss eager or compiled. A graph's inputs are copied to its buffers,
+which is part of the time. Prints medians over the rounds in milliseconds, and the difference
+between the losses of the graph's first steps and eager ones (0: the same losses).
 """
 
 import statistics
@@ -56,8 +56,8 @@ class Args:
 
 @dataclass
 class Learner:
-    """A script's network, the inputs of its loss, `(minibatch_size, ...)` each, and its loss of
-    them.
+    """A script's network, the inputs of its loss, `(minibatch_size, ...)` each, and its loss as a
+    function of them.
     """
 
     network: nn.Module
@@ -117,7 +117,7 @@ def dqn_learner(script, obs):
 
 
 def make(name):
-    """Make a script's learner, the same each time, with minibatches of the script's default size."""
+    """Make a script's learner, always the same, with minibatches of the script's default size."""
     torch.manual_seed(1)
     vectors, pixels = (
         envs_of((8,), gym.spaces.Discrete(4)),
@@ -181,13 +181,13 @@ def graph_of(step, inputs):
         graph.replay()
         return loss.clone()
 
-    replay.step = step  # whose network and optimizer the graph reads and writes, wherever they are
+    replay.step = step  # the graph reads and writes its network and optimizer, wherever they are
     return replay
 
 
 def ways(args, name):
-    """Yield each way's name, and a function that takes one step. The capture comes before anything
-    is compiled.
+    """Yield each way's name, and a function that takes one step. The capture comes before any
+    compiling.
     """
     device = torch.device(args.device)
 
@@ -200,10 +200,11 @@ def ways(args, name):
     def compiled(loss, **options):
         return torch.compile(loss, dynamic=False, options=options)
 
+    # The loop of ppo_lstm takes minutes to compile.
     on_gpu, compiles = (
         device.type == "cuda",
         args.compile and name != "ppo_lstm",
-    )  # whose loop takes minutes to compile
+    )
     new = learner()
     yield "eager", step_of(new, new.loss, capturable=False)
     if on_gpu:
@@ -228,7 +229,7 @@ def measure(args, name):
         synchronize()
         start = time.perf_counter()
         losses[way] = torch.stack([step().clone() for _ in range(WARM_UP)]).cpu()
-        if "graph" not in way:  # whose capture has taken as many steps as these
+        if "graph" not in way:  # a capture has taken as many steps already
             losses[way] = torch.stack([step().clone() for _ in range(WARM_UP)]).cpu()
         first, seconds = time.perf_counter() - start, []
         for _ in range(args.rounds):
@@ -240,7 +241,8 @@ def measure(args, name):
         found[way] = statistics.median(seconds)
         apart = (losses[way] - losses["eager"]).abs().max().item()
         print(
-            f"{name}, {way}: {found[way] * 1000:.3f} ms, {found['eager'] / found[way]:.2f} times eager; losses differ "
+            f"{name}, {way}: {found[way] * 1000:.3f} ms, {found['eager'] / found[way]:.2f} times "
+            f"eager; losses differ "
             f"by {apart:.1e}; first steps {first:.1f} s",
             flush=True,
         )

@@ -1,11 +1,10 @@
-"""One slow worker among others: what is lost by waiting for it, in rollouts and in streaming.
+"""One slow worker among others: the loss from waiting for it, in rollouts and in streaming.
 
     python -m experiments.benchmarks.straggler
 
-Environments that sleep, on `--num-workers` workers of which the last is slowed ten times. Prints
-the steps per second with and without the slow one, by `rollout` (everyone waits for the slowest)
-and by `send` and `recv` (nobody does). The share that the slow worker itself costs is the best
-there is.
+The environments sleep, on `--num-workers` workers of which the last is slowed ten times. Prints the
+steps per second with and without the slow one, by `rollout` (all wait for the slowest) and by
+`send` and `recv` (none waits). Streaming can lose no less than the slow worker's own share.
 """
 
 import time

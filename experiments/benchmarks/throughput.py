@@ -3,13 +3,14 @@ learner.
 
     python -m experiments.benchmarks.throughput
 
-All do the work of `experiments/benchmarks/work.py`, in turn, `--rounds` times, with one torch thread per
-process: our script as it is, with `--overlap`, compiled, with workers that yield to the learner,
-with all environments on one worker, and on EnvPool (after `pip install envpool`); a loop in
-CleanRL's style in a single process, on SyncVectorEnv and on AsyncVectorEnv; and as the floor under
-any wall time, as many processes as we have workers that step and act, without learning or
-communicating. Steady state: imports, start-up and the first iteration are left out, of all alike.
-Prints medians, ranges, and ratios. Takes about twenty minutes on two cores.
+All systems do the work of `experiments/benchmarks/work.py`, in turn, `--rounds` times, with one
+torch thread per process. They are: our script without flags, with `--overlap`, compiled, with
+workers that yield to the learner, with all environments on one worker, and on EnvPool (after `pip
+install envpool`); a loop in CleanRL's style in a single process, on SyncVectorEnv and on
+AsyncVectorEnv; and as the floor under any wall time, as many processes as we have workers that step
+and act, without learning or communicating. Measures the steady state: imports, start-up and the
+first iteration are left out, for all alike. Prints medians, ranges, and ratios. Takes about twenty
+minutes on two cores.
 """
 
 import importlib.util
@@ -100,12 +101,13 @@ def floor(env_id, iterations, timeout):
 
 
 FAST, ENVPOOL = ("--overlap", "--compile"), ("--env-backend", "envpool")
+# The learner has the other core.
 ONE_WORKER = (
     "--num-workers",
     "1",
     "--envs-per-worker",
     str(work.NUM_ENVS),
-)  # the learner has the other core
+)
 SYSTEMS = {  # name: (label, how to measure it)
     "clusterenv": ("ClusterEnv, 2 workers", clusterenv),
     "clusterenv-overlap": ("ClusterEnv, 2 workers, --overlap", clusterenv_with("--overlap")),
@@ -164,7 +166,7 @@ def table(rates, systems, env_ids):
 
 
 def select(systems, only):
-    """Return those of the systems that `--only` names, or all."""
+    """Return the systems that `--only` names, or all."""
     if unknown := set(only) - set(systems):
         raise SystemExit(f"--only {' '.join(sorted(unknown))}: choose from {' '.join(systems)}")
     return {name: system for name, system in systems.items() if name in only or not only}
@@ -172,13 +174,14 @@ def select(systems, only):
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is ended
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that all started processes end
     systems, rates = select(SYSTEMS, args.only), {}
     for number, env_id, name in itertools.product(range(args.rounds), args.env_ids, systems):
         steps, seconds = systems[name][1](env_id, args.iterations, args.timeout)
         rates.setdefault((env_id, name), []).append(steps / seconds)
         print(
-            f"round {number + 1} of {args.rounds}, {env_id}, {name}: {steps / seconds:,.0f} steps/s",
+            f"round {number + 1} of {args.rounds}, {env_id}, {name}: {steps / seconds:,.0f} "
+            f"steps/s",
             flush=True,
         )
     print(table(rates, systems, args.env_ids))

@@ -2,11 +2,11 @@
 seeds.
 
     python -m experiments.benchmarks.time_to_solve
-    python -m experiments.benchmarks.time_to_solve --env-id LunarLander-v3 --seeds 3 --flags="--num-minibatches 8"
+    python -m experiments.benchmarks.time_to_solve --env-id LunarLander-v3 --flags="--gamma 0.99"
 
 Trains with the environment's script, one seed after the other, to the end. Seconds count from the
-start of the process, with its imports and the workers' start; beside them those of training alone,
-and the environment steps.
+start of the process, with its imports and the workers' start. Beside them stand the seconds of
+training alone, and the environment steps.
 """
 
 import math
@@ -24,7 +24,7 @@ CARTPOLE = "--num-steps 64 --update-epochs 8 --learning-rate 1e-3 --total-timest
 TASKS = {  # environment: (the return at which it counts as solved, script, flags)
     "LunarLander-v3": (200, "ppo_clusterenv.py", ""),
     "CartPole-v1": (475, "ppo_clusterenv.py", CARTPOLE),
-    # What CleanRL reports of ppo_continuous_action.py after a million steps, in v4.
+    # CleanRL's report for ppo_continuous_action.py after a million steps, in v4.
     "HalfCheetah-v5": (1443, "ppo_continuous_clusterenv.py", ""),
 }
 
@@ -40,8 +40,8 @@ class Args:
 
 
 def solve(env_id, seed, flags):
-    """Return seconds since the process was started, and of training, and the steps; NaN if it was
-    not solved.
+    """Return the seconds since the start of the process, those of training, and the steps; NaN if
+    the task was not solved.
     """
     target, script, own = TASKS[env_id]
     start = time.time()
@@ -63,12 +63,14 @@ if __name__ == "__main__":
             found.append(solve(env_id, seed, args.flags))
             seconds, training, steps = found[-1]
             print(
-                f"{env_id}, seed {seed}: {seconds:.1f} s, {training:.1f} of them training; {steps:,.0f} steps",
+                f"{env_id}, seed {seed}: {seconds:.1f} s, {training:.1f} of them training; "
+                f"{steps:,.0f} steps",
                 flush=True,
             )
-        # One that is not solved takes longer than any that is.
+        # An unsolved one counts as longer than any solved one.
         seconds, training, steps = np.median(np.nan_to_num(found, nan=math.inf), axis=0)
         target = TASKS[env_id][0]
         print(
-            f"{env_id} to {target}: median {seconds:.1f} s, {training:.1f} of them training; {steps:,.0f} steps"
+            f"{env_id} to {target}: median {seconds:.1f} s, {training:.1f} of them training; "
+            f"{steps:,.0f} steps"
         )

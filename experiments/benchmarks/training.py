@@ -9,9 +9,9 @@
 CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file.
 All run in this Python, CleanRL's both with torch's default threads and with one. `ppo.py` has as
 many environments and the same settings as ours. `ppo_continuous_action.py` and ours each have their
-own defaults, with batches of 2048 steps; `ppo_atari.py`, `ppo_atari_envpool.py` and ours have the
-same. Prints the training steps per second that each logs, the ratio to the faster of CleanRL's two,
-and the mean return of the last 100 episodes. Each round has a seed of its own.
+own defaults, with batches of 2048 steps. `ppo_atari.py`, `ppo_atari_envpool.py` and ours have the
+same settings. Prints the training steps per second that each logs, the ratio to the faster of
+CleanRL's two, and the mean return of the last 100 episodes. Each round has a seed of its own.
 """
 
 import os
@@ -25,14 +25,15 @@ import tyro
 from .scripts import ROOT, run
 
 PPO = ["--num-steps", "128", "--num-minibatches", "4", "--update-epochs", "4"]
-SCRIPTS = {  # of CleanRL's: (ours, environment, CleanRL's flags, ours)
+SCRIPTS = {  # CleanRL's script: (our script, environment, CleanRL's flags, our flags)
     "ppo.py": (
         "ppo_clusterenv.py", "LunarLander-v3",
         [*PPO, "--num-envs", "64"], [*PPO, "--num-workers", "2", "--envs-per-worker", "32"],
     ),
     "ppo_continuous_action.py": ("ppo_continuous_clusterenv.py", "HalfCheetah-v5", [], []),
     "ppo_atari.py": ("ppo_atari_clusterenv.py", "BreakoutNoFrameskip-v4", [], []),
-    "ppo_atari_envpool.py": ("ppo_atari_clusterenv.py", "Breakout-v5", [], ["--env-backend", "envpool"]),
+    "ppo_atari_envpool.py": ("ppo_atari_clusterenv.py", "Breakout-v5", [], ["--env-backend",
+        "envpool"]),
 }  # fmt: skip
 
 
@@ -81,9 +82,13 @@ if __name__ == "__main__":
         clusterenv, own = run(ROOT / script, *common, *ours, *shlex.split(args.flags))
         ratios.append(clusterenv / max(rates))
         returns.append((summary["mean_return_100"], own["mean_return_100"]))
-        cleanrl = f"CleanRL, one thread{', default' * len(rates[1:])}: {', '.join(f'{rate:,.0f}' for rate in rates)}"
+        cleanrl = (
+            f"CleanRL, one thread{', default' * len(rates[1:])}: "
+            f"{', '.join(f'{rate:,.0f}' for rate in rates)}"
+        )
         print(
-            f"seed {seed}: {cleanrl}; ClusterEnv {clusterenv:,.0f} steps/s, {ratios[-1]:.2f} times; "
+            f"seed {seed}: {cleanrl}; ClusterEnv {clusterenv:,.0f} steps/s, {ratios[-1]:.2f} "
+            f"times; "
             f"returns {returns[-1][0]:.0f} and {returns[-1][1]:.0f}",
             flush=True,
         )

@@ -1,13 +1,14 @@
 """Goodput of rollouts through ClusterEnv beside raw ZeroMQ, which sends frames of the same sizes
-and looks at nothing.
+and reads none of them.
 
     python -m experiments.benchmarks.transport
 
-Canned rollouts, as in `experiments.benchmarks.scale`, of vectors (8 float32) and of Atari's stacked images (84
-x 84 x 4 uint8), over ipc, tcp, and tcp with CURVE. Raw ZeroMQ is a ROUTER, with as many DEALERs in
-another process, without copies on either side and with as many messages outstanding. What it
-receives it drops; ClusterEnv decodes, validates, and hands out writable arrays. They take turns,
-`--rounds` times; prints medians, their ratio, and the receiver's CPU per MB.
+The rollouts are canned, as in `experiments.benchmarks.scale`: vectors (8 float32) and Atari's
+stacked images (84 x 84 x 4 uint8), over ipc, tcp, and tcp with CURVE. Raw ZeroMQ is a ROUTER, with
+as many DEALERs in another process, without copies on either side and with as many messages
+outstanding. It drops the frames that it receives; ClusterEnv decodes, validates, and hands out
+writable arrays. They take turns, `--rounds` times. Prints medians, their ratio, and the receiver's
+CPU per MB.
 """
 
 import multiprocessing
@@ -48,7 +49,7 @@ class Args:
 
 
 def raw_workers(num_workers, address, key_file, sizes):
-    """Send frames of these sizes for each message received, until an empty one comes or the
+    """Send frames of these sizes for each received message, until an empty one comes or the
     receiver is gone.
     """
     context, poller, head = zmq.Context(), zmq.Poller(), multiprocessing.parent_process().sentinel
@@ -107,8 +108,8 @@ class Raw:
 
 
 def stream(send, recv, args):
-    """Return messages per second and CPU seconds per message of this process, asking each for the
-    next at once.
+    """Return messages per second and CPU seconds per message of this process, asking each worker
+    for the next at once.
     """
     for _ in range(args.outstanding):
         send()
@@ -125,9 +126,8 @@ def stream(send, recv, args):
 
 def compare(args, observation, transport):
     shape, dtype, _, weight_bytes = OBSERVATIONS[observation]
-    envs_per_worker = {"vector": 32, "image": 8}[
-        observation
-    ]  # as ppo_clusterenv.py has, and as is usual for Atari
+    # As in ppo_clusterenv.py, and as is usual for Atari.
+    envs_per_worker = {"vector": 32, "image": 8}[observation]
     launcher, policy = SimulatedLauncher(1), CategoricalPolicy(Corner(weight_bytes))
     env_fns = [lambda: IdleEnv(shape, dtype)] * (args.num_workers * envs_per_worker)
     with ClusterEnv(env_fns, args.num_workers, launcher=launcher, **TRANSPORTS[transport]) as envs:
@@ -145,7 +145,7 @@ def compare(args, observation, transport):
         for number in range(args.rounds + 1):
             for way, run in ways.items():
                 rates = run()
-                if number:  # else it is warm-up
+                if number:  # otherwise it is warm-up
                     measured[way].append(rates)
         raw.close()
     megabytes = sum(sizes) / 1e6
@@ -153,8 +153,10 @@ def compare(args, observation, transport):
     for way, rates in measured.items():
         cpu = np.median([cpu for _, cpu in rates]) / megabytes
         print(
-            f"{observation}, {transport}, {way}: {np.median(goodput[way]):,.0f} MB/s ({min(goodput[way]):,.0f} to "
-            f"{max(goodput[way]):,.0f}), {np.median(goodput[way] / goodput['raw ZeroMQ']):.2f} of raw, "
+            f"{observation}, {transport}, {way}: {np.median(goodput[way]):,.0f} MB/s "
+            f"({min(goodput[way]):,.0f} to "
+            f"{max(goodput[way]):,.0f}), {np.median(goodput[way] / goodput['raw ZeroMQ']):.2f} "
+            f"of raw, "
             f"{cpu * 1e3:.2f} ms of CPU per MB ({megabytes:.2f} MB a message)",
             flush=True,
         )

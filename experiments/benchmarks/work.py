@@ -1,5 +1,4 @@
-"""The work that every throughput measurement does: PPO on 64 environments, and how to report its
-speed.
+"""The work of every throughput measurement: PPO on 64 environments, and the report of its speed.
 
 The peers' scripts import this in virtual environments of their own, so it needs nothing but the
 standard library.
@@ -15,15 +14,16 @@ BATCH_SIZE = NUM_ENVS * NUM_STEPS
 UPDATE_EPOCHS, NUM_MINIBATCHES = 4, 4
 MINIBATCH_SIZE = BATCH_SIZE // NUM_MINIBATCHES
 HIDDEN = [64, 64]  # of the actor, and of the critic
-# the same for all: how long episodes last, and so what a step costs, depends on what is learned
+# The same for all: learning decides how long episodes last, and so the cost of a step.
 LEARNING_RATE = 2.5e-4
 GAMMA, GAE_LAMBDA = 0.99, 0.95
 CLIP_COEF, ENT_COEF, VF_COEF, MAX_GRAD_NORM = 0.2, 0.01, 0.5, 0.5
 
 FLAGS = [  # of ppo_clusterenv.py
-    "--num-workers", str(NUM_WORKERS), "--envs-per-worker", str(ENVS_PER_WORKER), "--num-steps", str(NUM_STEPS),
-    "--update-epochs", str(UPDATE_EPOCHS), "--num-minibatches", str(NUM_MINIBATCHES),
-    "--learning-rate", str(LEARNING_RATE), "--eval-episodes", "1", "--no-cuda",
+    "--num-workers", str(NUM_WORKERS), "--envs-per-worker", str(ENVS_PER_WORKER), "--num-steps",
+    str(NUM_STEPS), "--update-epochs", str(UPDATE_EPOCHS), "--num-minibatches",
+    str(NUM_MINIBATCHES), "--learning-rate", str(LEARNING_RATE), "--eval-episodes", "1",
+    "--no-cuda",
 ]  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def arguments():
 
 
 def report(steps, seconds):
-    """Print the steady state: environment steps, and the seconds they took, without start-up and
-    first iteration.
+    """Print the steady state: environment steps, and their seconds, without start-up and first
+    iteration.
     """
     print("\n" + json.dumps({"steps": steps, "seconds": seconds}), flush=True)

@@ -1,1 +1,1 @@
-"""What APS saves and costs, as tables and figures; see README.md here."""
+"""The savings and costs of APS, as tables and figures; see README.md here."""

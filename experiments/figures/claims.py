@@ -21,17 +21,19 @@ HEADER = (
 CLAIM = (
     "| {task}: {setting} | {against} | {which} | {pulls:.1f} instead of {pulls_against:.1f} | "
     "{times_fewer_bytes:.1f} times fewer | {return:.1f}: "
-    "{return_difference:+.1f} ({return_low:.1f} to {return_high:.1f}) | {eval:.1f}: {eval_difference:+.1f} "
-    "({eval_low:.1f} to {eval_high:.1f}) | {training:.1f}: {training_difference:+.1f} ({training_low:.1f} to "
+    "{return_difference:+.1f} ({return_low:.1f} to {return_high:.1f}) | {eval:.1f}: "
+    "{eval_difference:+.1f} "
+    "({eval_low:.1f} to {eval_high:.1f}) | {training:.1f}: {training_difference:+.1f} "
+    "({training_low:.1f} to "
     "{training_high:.1f}) |\n"
 )
 
 
 def matched(task, setting, others):
-    """Return the one of others (but not always) with about as many pulls as a setting, on the same
-    seeds, or None.
+    """Return the other setting (but not always) with about as many pulls on the same seeds, or
+    None.
 
-    Of several that one which shares most seeds with it, and of these the closest.
+    Among several it is the one that shares most seeds, and among those the closest.
     """
     near = []
     for other in others:
@@ -47,9 +49,9 @@ def claims(task):
     """Compare each setting with always, and by divergence with a fixed interval of as many pulls,
     seed by seed.
 
-    A variant, such as the plain objective, also with what it is one of: with as many pulls, and at
-    the same threshold. Once more with the held-out seeds alone, where there are some: no setting
-    was chosen for what it did with these.
+    Compare a variant, such as the plain objective, also with its original: with as many pulls, and
+    at the same threshold. Compare once more with the held-out seeds alone, where there are some: no
+    setting was chosen for its result on these.
     """
     rows, first = [], task.settings("kl", next(iter(task.variants()), None))
     for setting in sorted(task.runs):

@@ -1,14 +1,15 @@
-"""The runs of the sweep files in a directory, as tables: what experiments/figures/plot.py draws from.
+"""Tables of the runs of the sweep files in a directory. experiments/figures/plot.py draws from
+them.
 
     python -m experiments.figures.collect  # of experiments/figures/recipes/main
     python -m experiments.figures.collect --sweeps experiments/figures/recipes/quick \
         --runs runs/quick --results runs/quick/results
 
-Reads the TensorBoard logs and the result.json of what experiments/sweeps/run.py has finished in RUNS/{name of
-the sweep file}, and writes two tables in the order of the sweep files: runs.csv with a row for each
-run, and curves.csv with POINTS rows for each. Whatever is neither finished nor in the tables yet is
-left out. A run that is in the tables and no longer on disk keeps its rows; one that is in no sweep
-file any more loses them.
+Reads the TensorBoard logs and the result.json of the runs that experiments/sweeps/run.py has
+finished in RUNS/{name of the sweep file}. Writes two tables in the order of the sweep files:
+runs.csv with a row for each run, and curves.csv with POINTS rows for each. Runs that are neither
+finished nor in the tables yet are left out. A run that is in the tables and no longer on disk keeps
+its rows. A run that is in no sweep file any more loses them.
 """
 
 import argparse
@@ -63,8 +64,9 @@ def curves(logs, total_steps):
     """Read curves from TensorBoard logs, onto the same grid of steps for every run: {name: POINTS
     values}.
 
-    A point has the mean of what was logged since the point before it, or for what is cumulative the
-    last of it. If nothing was, say because no episode ended, it repeats the point before.
+    A point has the mean of the values that were logged since the previous point, or for cumulative
+    values the last of them. If nothing was logged, for instance because no episode ended, it
+    repeats the previous point.
     """
     events = EventAccumulator(str(logs), size_guidance={"scalars": 0})  # 0: all of them
     events.Reload()
@@ -102,9 +104,8 @@ def read_run(name, setup, flat, directory):
     }
     row |= {key: args.get(key, "") for key in SETTINGS}
     row |= {key: number(summary[key]) for key in MEASURED}
-    row["versions"] = summary.get(
-        "updates", summary.get("policy_versions")
-    )  # that there were to pull
+    # The number of versions that could be pulled.
+    row["versions"] = summary.get("updates", summary.get("policy_versions"))
     row |= {
         "worker_restarts": len(summary["worker_restarts"]),
         "resumed": args["resume"] is not None,
@@ -176,9 +177,8 @@ def main():
                 points += old_curves[directory.name]
     check(runs, f"nothing in {args.runs} has finished, and there is nothing in {args.results}")
     args.results.mkdir(parents=True, exist_ok=True)
-    write_table(
-        paths[1], points
-    )  # first, so that no run is without its curves whenever this is interrupted
+    # First, so that no run is without its curves whenever this is interrupted.
+    write_table(paths[1], points)
     write_table(paths[0], runs)
     gone = len(set(old_runs) - planned)
     print(

@@ -1,4 +1,4 @@
-"""What the figures are made of: curves and points with their intervals, axes, captions."""
+"""The parts of the figures: curves and points with their intervals, axes, captions."""
 
 import matplotlib
 import numpy as np
@@ -35,7 +35,7 @@ def draw(axes, task, setting, name, color, seeds=None, **style):
 
 
 def draw_all(axes, task, settings, name):
-    """Draw a curve for each threshold, colored by its order among all of the task, and the one of
+    """Draw a curve for each threshold, colored by its order among all of the task, and the curve of
     always.
     """
     thresholds = sorted({setting.value for setting in task.runs if setting.mode == "kl"})
@@ -66,11 +66,11 @@ def logarithmic(axis):
 
 
 def spread(figure, *groups):
-    """Move the texts of each group beside what they are at, so that they cover neither each other
-    nor a point.
+    """Move the texts of each group beside their points, so that they cover neither each other nor a
+    point.
     """
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # what is drawn now stays where it is
+    figure.set_layout_engine("none")  # later drawing does not move anything
     for texts in groups:
         axes = texts[0].axes
         marks = np.concatenate([line.get_xydata() for line in axes.lines])

@@ -1,4 +1,4 @@
-"""Networks of namespaces on this machine, whose links can be cut or slowed down; as root, on Linux."""
+"""Networks of namespaces on this machine, with links to cut or slow down; as root, on Linux."""
 
 import asyncio
 import contextlib
@@ -55,9 +55,8 @@ class Network:
 
     def __exit__(self, *_):
         for namespace, link in zip(self.namespaces, self._links, strict=True):
-            ip(
-                "link", "delete", link, check=False
-            )  # at once; with its namespace it would go some time later
+            # At once: with its namespace the link would go some time later.
+            ip("link", "delete", link, check=False)
             ip("netns", "delete", namespace, check=False)
         ip("link", "delete", self._bridge, check=False)
 
@@ -76,11 +75,11 @@ class Network:
 
 
 class Delay:
-    """Relays TCP connections from a port of its own to another of the same host, and holds back
-    what passes.
+    """Relays TCP connections from a port of its own to another of the same host, and delays the
+    bytes.
 
-    Here and not by tc, whose netem is not in every kernel. TCP itself does not notice: its windows
-    grow as without.
+    This is done here and not by tc, whose netem is not in every kernel. TCP itself does not notice:
+    its windows grow as without.
     """
 
     def __init__(self, host, port, seconds):

@@ -1,13 +1,13 @@
-"""The figures and the table of claims, from experiments/figures/results/main/*.csv; the same tables give the same
-bytes.
+"""The figures and the table of claims, from experiments/figures/results/main/*.csv. The same tables
+give the same bytes.
 
     python -m experiments.figures.plot  # *.png, claims.csv and claims.md of results/main
     python -m experiments.figures.plot --results runs/quick/results --output runs/quick
 
 Every value is an interquartile mean (IQM) over seeds with a 95% bootstrap interval: the seeds are
-drawn anew, and for differences between two settings the pairs of one seed
+resampled, and for differences between two settings the pairs of one seed
 (https://arxiv.org/abs/2108.13264; every figure is of one environment, so there is one stratum).
-What has not run yet is left out, and captions say how many seeds there are.
+Settings that have not run yet are left out, and captions state the number of seeds.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def learning_curves(task):
     for axes, setting in zip(grid.flat, settings, strict=False):
         fair, shown = matched(task, setting, task.settings("interval")), [setting]
         for other in filter(None, (*task.always(), fair)):
-            if task.shared(other, *shown):  # what has run so far may have no seed in common
+            if task.shared(other, *shown):  # the runs so far may have no seed in common
                 shown.append(other)
         seeds = task.shared(*shown)
         numbers.add(len(seeds))
@@ -87,7 +87,10 @@ def learning_curves(task):
     size = len(task.curve(settings[0], "return")[0])
     caption = task.caption(settings, ", the same for all in a panel", numbers)
     caption += f"\nEach point is the mean of the logged returns in 1/{size} of the steps"
-    title = "learning curves\nBlue: by divergence; gray: always; orange, if any: an interval with about as many pulls"
+    title = (
+        "learning curves\nBlue: by divergence; gray: always; orange, if any: an interval with "
+        "about as many pulls"
+    )
     return finish(figure, task, title, caption, "environment steps")
 
 
@@ -152,8 +155,8 @@ def frontier(task):
     """Final return against bytes of weights, for divergence and for fixed intervals; and both at
     matched pulls, if any.
 
-    Thresholds that are never reached, as with the plain objective, are left out: nobody pulls then
-    but once.
+    Thresholds that are never reached, as with the plain objective, are left out: there workers pull
+    only once.
     """
     fixed = task.settings("interval")
     if not fixed:
@@ -259,7 +262,10 @@ def lag(task):
     for below in grid[1:, 0]:
         below.sharey(grid[0, 0])
     grid[0, 0].set_ylim(bottom=0)  # now that all is drawn, as it fixes the top, too
-    title = "KL after each update, whether a pull followed or not, and how old the policies are that act"
+    title = (
+        "KL after each update, whether a pull followed or not, and how old the policies are that "
+        "act"
+    )
     return finish(figure, task, title, task.caption(sum(kinds, [])), "environment steps")
 
 
@@ -296,7 +302,10 @@ def slow_network(path):
     count = " or ".join(map(str, sorted(numbers)))
     figure.supxlabel("seconds of training", fontsize=9)
     figure.supylabel(RETURN, fontsize=9)
-    title = "PPO on CartPole-v1, hidden layers of 512, workers behind a slow link: 200,000 steps or 500 seconds\n"
+    title = (
+        "PPO on CartPole-v1, hidden layers of 512, workers behind a slow link: 200,000 steps or "
+        "500 seconds\n"
+    )
     figure.suptitle(
         f"{title}Every line is one of {count} seeds, the times are their medians", fontsize=9
     )
@@ -324,7 +333,8 @@ def main():
     if not slow.exists() and not runs.exists():
         collect = f"python -m experiments.figures.collect --results {args.results}"
         sys.exit(
-            f"error: neither {slow} nor {runs} is there: run {collect}, see experiments/figures/README.md"
+            f"error: neither {slow} nor {runs} is there: run {collect}, see "
+            f"experiments/figures/README.md"
         )
     args.output.mkdir(parents=True, exist_ok=True)
     if slow.exists():
@@ -337,9 +347,8 @@ def main():
         for figure_of in (learning_curves, synchronization, objectives, frontier, lag):
             if task.variants() and (figure := figure_of(task)):
                 path = args.output / f"{task.name}_{figure_of.__name__}.png"
-                figure.savefig(
-                    path, dpi=150, metadata={"Software": None}
-                )  # not Matplotlib's version
+                # Without Matplotlib's version.
+                figure.savefig(path, dpi=150, metadata={"Software": None})
                 print(path)
         rows += claims(task)
     if not rows:

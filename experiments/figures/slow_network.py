@@ -1,12 +1,13 @@
-"""Training with workers behind a slow link: seconds to a return, for all that a pull may be.
+"""Training with workers behind a slow link: seconds to a return, for each kind of pull.
 
     python -m experiments.figures.slow_network  # as root, on Linux; about two hours
     python -m experiments.figures.plot
 
-All workers are in a network namespace whose only link is held to so many Mbit/s in either direction
-(the token bucket of tc), and may be so many milliseconds long, there and back (a relay). The head
-is outside: tcp with CURVE, --launcher external. PPO on CartPole-v1, with hidden layers of WIDTH
-instead of 64. A run that is in the table is not run again, others are added to it.
+All workers are in a network namespace whose only link is limited to so many Mbit/s in either
+direction (the token bucket of tc), and may add a delay of so many milliseconds, there and back (a
+relay). The head is outside: tcp with CURVE, --launcher external. Runs PPO on CartPole-v1, with
+hidden layers of WIDTH instead of 64. A run that is in the table is not run again; others are added
+to it.
 """
 
 import argparse
@@ -37,8 +38,14 @@ RULES = {
     "always, differences": ["--sync-mode", "always", "--weights", "difference"],
     "KL > 0.01, differences": ["--kl-threshold", "0.01", "--weights", "difference"],
 }
-FLAGS = "--env-id CartPole-v1 --num-steps 64 --update-epochs 4 --learning-rate 5e-4 --total-timesteps 200000 "
-FLAGS += "--max-seconds 500 --eval-episodes 1 --no-cuda --launcher external --on-worker-loss raise --worker-timeout 120"
+FLAGS = (
+    "--env-id CartPole-v1 --num-steps 64 --update-epochs 4 --learning-rate 5e-4 "
+    "--total-timesteps 200000 "
+)
+FLAGS += (
+    "--max-seconds 500 --eval-episodes 1 --no-cuda --launcher external --on-worker-loss raise "
+    "--worker-timeout 120"
+)
 COLUMNS = (
     "mbits",
     "delay_ms",
@@ -112,7 +119,7 @@ def train(network, flags, directory, delay_ms=0):
                         line = re.sub(rf"({network.head}):\d+", rf"\1:{relay.port}", line)
                     workers.append(subprocess.Popen(shlex.split(line), **options))
                 if any(worker.poll() for worker in workers):
-                    break  # the head would wait for it to be started once more
+                    break  # otherwise the head would wait until it is started once more
                 time.sleep(0.1)
         finally:
             for process in (head, *workers):

@@ -1,4 +1,6 @@
-"""The tables of experiments/figures/collect.py, read: for each task, the runs of its settings and their curves."""
+"""Reads the tables of experiments/figures/collect.py: for each task, the runs of its settings and
+their curves.
+"""
 
 import csv
 import shlex
@@ -15,15 +17,15 @@ PLAIN, ROUNDED = ", plain", ", differences"  # variants of settings
 
 
 class Setting(NamedTuple):
-    """What decides when a worker pulls: `kl` above a threshold, or `interval`, every so many
+    """The rule by which a worker pulls: `kl` above a threshold, or `interval`, every so many
     versions.
     """
 
     mode: str
     value: float
     decoupled: bool = True
-    bound: float = np.inf  # on the lag, in versions: whoever is further behind pulls, too
-    weights: str = "float32"  # what a pull moves: all of them, or a rounded "difference"
+    bound: float = np.inf  # on the lag, in versions: a worker that is further behind pulls, too
+    weights: str = "float32"  # a pull moves all weights ("float32"), or a rounded "difference"
 
     def __str__(self):
         if self == ALWAYS:
@@ -50,13 +52,13 @@ class Task:
         self.algorithm = program.partition("_")[0].upper()
         self.title = f"{self.algorithm}, {env_id}"
         self.name = f"{self.algorithm}_{env_id}".lower().replace("-", "_").replace("/", "_")
-        self.flags = None  # that all runs have in common: all but their setting's and the seed
+        self.flags = None  # the common flags of all runs: all but their setting's and the seed
         self.runs = {}  # {setting: {seed: row}}
         self.curves = {}  # {setting: {seed: {name: array}}}
 
     def variants(self):
-        """What runs by divergence differ in besides their threshold; float32, decoupled, and loose
-        bounds first.
+        """The differences between runs by divergence besides their threshold; float32, decoupled,
+        and loose bounds first.
         """
         keys = [key for key in self.runs if key.mode == "kl"]
         keys = sorted(
@@ -65,7 +67,7 @@ class Task:
         return list(dict.fromkeys(variant for *_, variant in keys))
 
     def settings(self, mode, variant=None):
-        """All of a mode, or those of one variant."""
+        """All settings of a mode, or those of one variant."""
         return sorted(
             key for key in self.runs if key.mode == mode and variant in (None, key.variant)
         )
@@ -121,7 +123,8 @@ def load(results):
         task.flags = task.flags or flags
         if flags != task.flags:
             sys.exit(
-                f"error: {results / 'runs.csv'} has runs of {task.title} that cannot be compared, as they differ in "
+                f"error: {results / 'runs.csv'} has runs of {task.title} that cannot be "
+                f"compared, as they differ in "
                 f"more than when workers pull what: {', '.join(sorted(flags ^ task.flags))}"
             )
         texts = columns[row["run"]]
@@ -132,7 +135,8 @@ def load(results):
         row["training_return"] = str(np.nanmean(curves["return"]))
         if int(row["seed"]) in task.runs.setdefault(setting, {}):
             sys.exit(
-                f"error: {results / 'runs.csv'} has two runs of {task.title}, {setting}, seed {row['seed']}"
+                f"error: {results / 'runs.csv'} has two runs of {task.title}, {setting}, seed "
+                f"{row['seed']}"
             )
         task.runs[setting][int(row["seed"])] = row
         task.curves.setdefault(setting, {})[int(row["seed"])] = curves

@@ -1,1 +1,1 @@
-"""Sweeps without Weights & Biases, whose own package of this name on PyPI this one hides."""
+"""Sweeps without Weights & Biases. This package hides W&B's own of this name on PyPI."""

@@ -1,5 +1,5 @@
-"""Running a configuration in its directory: a subdirectory for each attempt, and result.json when
-one has finished.
+"""Runs a configuration in its directory: a subdirectory for each attempt, and result.json when one
+has finished.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ def directory_of(sweep, flat, output):
 
 
 def first_of(sweep, flats, output):
-    """Give each configuration's directory its index, the first if a random sweep has drawn it more
-    often.
+    """Give each configuration's directory its index; the first index if a random sweep has drawn it
+    several times.
     """
     first = {}
     for index, flat in enumerate(flats):
@@ -54,8 +54,8 @@ def checkpoints(directory):
 
 
 def open_log(attempt):
-    """Open the log of an attempt; None if that is still running, perhaps on another machine: it
-    holds a lock on it.
+    """Open the log of an attempt; None if the attempt is still running, perhaps on another machine:
+    it holds a lock on its log.
     """
     log = open(attempt / "log.txt", "ab")  # noqa: SIM115
     try:
@@ -68,8 +68,8 @@ def open_log(attempt):
 
 
 def here():
-    """Tell what a result depends on besides its parameters: the versions, and the kind of machine,
-    but not whose.
+    """Tell what a result depends on besides its parameters: the versions and the kind of machine,
+    but not its owner.
     """
     versions = {"python": platform.python_version()}
     for package in ("torch", "numpy", "gymnasium", "pyzmq", "envpool"):
@@ -102,14 +102,14 @@ def stop(status):
 
 
 def run(sweep, flat, directory):
-    """Run one configuration, unless it has finished; tell what went wrong, or None."""
+    """Run one configuration, unless it has finished; return what went wrong, or None."""
     if result_of(directory):
         return print(f"{directory} has finished: {label(sweep, flat)}")
     macros = fill_macros(sweep, nest(flat))
     command = [part for word in map(str, sweep["command"]) for part in macros.get(word, [word])]
     attempt, log = directory / f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", None
     saved = checkpoints(directory)
-    while saved and not log:  # the last of them in which nobody runs
+    while saved and not log:  # the last attempt that no process runs
         last = saved.pop().parent
         if log := open_log(last.parents[1]):
             attempt, command = (
@@ -119,10 +119,11 @@ def run(sweep, flat, directory):
     attempt.mkdir(parents=True, exist_ok=True)
     print(f"{attempt}: {label(sweep, flat)}", flush=True)
     with log or open_log(attempt) as log:
+        # With "offline", --track, if it is in the command, needs no account.
         env = {
             "WANDB_MODE": "offline",
             **os.environ,
-        }  # so that --track, if it is in the command, needs no account
+        }
         process = subprocess.Popen(
             command,
             cwd=attempt,
@@ -135,7 +136,8 @@ def run(sweep, flat, directory):
         status = process.wait()
     except KeyboardInterrupt:
         process.terminate()
-        process.wait()  # it saves; and Slurm kills what its job's first process leaves
+        # It saves; and Slurm kills the processes that its job's first process leaves.
+        process.wait()
         status = 75
     if status == 75:
         stop(75 if checkpoints(directory) else 143)

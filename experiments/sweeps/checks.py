@@ -1,4 +1,4 @@
-"""Mistakes of whoever writes a sweep end it with one line."""
+"""Checks of a sweep file. A mistake of its author ends the sweep with one line."""
 
 import sys
 

@@ -12,7 +12,7 @@ from .checks import check
 from .distributions import DISTRIBUTIONS, check_parameter
 
 KEYS = ("program", "method", "metric", "parameters", "command", "run_cap")
-IGNORED = ("name", "description", "project", "entity")  # they say how W&B shows a sweep
+IGNORED = ("name", "description", "project", "entity")  # these say how W&B shows a sweep
 COMMAND = ["${env}", "${interpreter}", "${program}", "${args}"]
 
 
@@ -45,7 +45,7 @@ def nest(flat):
 
 
 def load(path):
-    """Read a sweep file and check all of it, so that no task of an array fails for a mistake there."""
+    """Read and check a whole sweep file, so that no task of an array fails for a mistake there."""
     try:
         sweep = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -104,7 +104,8 @@ def load(path):
         fine = word in macros or "${" not in word
         check(
             fine,
-            f"{path}: macro {word} is not supported; supported, each as a word: {', '.join(macros)}",
+            f"{path}: macro {word} is not supported; supported, each as a word: "
+            f"{', '.join(macros)}",
         )
     return sweep
 
@@ -119,8 +120,8 @@ def grid(distribution, keys):
 
 
 def configurations(sweep, seed):
-    """List the parameters of each configuration; those of a random one depend on the seed and its
-    index alone.
+    """List the parameters of each configuration; those of a random one depend only on the seed and
+    its index.
     """
     flat, cap = sweep["flat"], sweep.get("run_cap")
     if sweep["method"] == "grid":
@@ -140,7 +141,7 @@ def configurations(sweep, seed):
 
 
 def fill_macros(sweep, parameters):
-    """Say what each macro of `command` stands for; the spellings are W&B's."""
+    """Return the value of each macro of `command`; the spellings are W&B's."""
     words = [f"{name}={value}" for name, value in parameters.items()]
     named = [(f"--{name}", value) for name, value in parameters.items() if value is not False]
     switches = [flag if value is True else f"{flag}={value}" for flag, value in named]

@@ -1,5 +1,5 @@
-"""The distributions that a parameter can have, under W&B's names, and the check of what a sweep
-file says of one.
+"""The distributions that a parameter can have, under W&B's names, and the check of their
+description in a sweep file.
 """
 
 import math
@@ -49,7 +49,9 @@ for name in ("uniform", "normal", "beta", "log_normal", "log_uniform", "log_unif
 
 
 def check_parameter(name, keys):
-    """Check the description of one parameter; return its distribution and all keys of that."""
+    """Check the description of one parameter; return its distribution and all keys of the
+    description.
+    """
 
     def need(fine, message):
         check(fine, f"parameter {name}: {message}")
@@ -93,7 +95,8 @@ def check_parameter(name, keys):
         fine = not kind.endswith("log_uniform") or max(abs(low), abs(high)) < 700
         need(
             fine,
-            f"min and max of {kind} are exponents of e, at most 700; limits themselves: {kind}_values",
+            f"min and max of {kind} are exponents of e, at most 700; limits themselves: "
+            f"{kind}_values",
         )
     try:
         draw(np.random.default_rng(0), **keys)

@@ -24,7 +24,7 @@ def interval(statistic, *samples, resamples=2000):
     """Return a statistic of samples (seeds, ...), paired if there are several, and its 95%
     percentile interval.
 
-    Of few seeds that would be little but their range, so it is NaN.
+    With few seeds the interval would be little but their range, so it is NaN.
     """
     draws = np.random.default_rng(0).integers(len(samples[0]), size=(resamples, len(samples[0])))
     found = statistic(*(sample[draws] for sample in samples), axis=1)

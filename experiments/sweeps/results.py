@@ -11,11 +11,10 @@ from .estimates import iqm
 
 
 def plot(rows, metric, output):
-    """Plot the metric against each parameter that was swept: every configuration a point."""
+    """Plot the metric against each swept parameter: every configuration is a point."""
     swept = {path for path in rows[0][0] if len({str(flat[path]) for flat, _ in rows}) > 1}
-    swept = sorted(
-        swept - {("seed",)} or swept or {next(iter(rows[0][0]))}
-    )  # seeds are repetitions, not a setting
+    # Seeds are repetitions, not a setting.
+    swept = sorted(swept - {("seed",)} or swept or {next(iter(rows[0][0]))})
     figure = Figure(figsize=(4.5 * len(swept), 4), layout="constrained")
     for axes, path in zip(
         figure.subplots(1, len(swept), sharey=True, squeeze=False)[0], swept, strict=True
@@ -66,7 +65,10 @@ def collect(sweep, flats, output):
             for key, value in result["summary"].items()
             if not isinstance(value, dict | list)
         }
-        known = f"its summary has: {', '.join(key for key, value in scalars.items() if is_number(value))}"
+        known = (
+            f"its summary has: "
+            f"{', '.join(key for key, value in scalars.items() if is_number(value))}"
+        )
         check(
             is_number(scalars.get(metric)),
             f"the run in {directory} has no metric {metric}; {known}",
@@ -91,6 +93,7 @@ def collect(sweep, flats, output):
         rows, key=lambda row: row[1]
     )
     print(
-        f"{len(rows)} of {len(different)} have finished; best {metric} {best:.4g}: {label(sweep, flat)}"
+        f"{len(rows)} of {len(different)} have finished; best {metric} {best:.4g}: "
+        f"{label(sweep, flat)}"
     )
     print(f"see {output}/results.csv and results.png")

@@ -3,14 +3,14 @@
     python experiments/sweeps/run.py FILE  # all configurations in turn, then the results
     python experiments/sweeps/run.py FILE --index 3  # only this one, as a task of a job array
     python experiments/sweeps/run.py FILE --count  # how many there are, for sbatch --array=0-...
-    python experiments/sweeps/run.py FILE --list  # what they are, and which have finished
+    python experiments/sweeps/run.py FILE --list  # lists them, and says which have finished
     python experiments/sweeps/run.py FILE --results  # results.csv and results.png of the finished
 
-A configuration's directory is named after what is run in it, so it is found again when the grid
-grows. Once it holds `result.json` the configuration has finished and is skipped; every attempt to
-run it has a subdirectory with its log. The next one goes on with the last that has a checkpoint.
-Told to stop (SIGTERM, SIGUSR1), this stops its run, and exits with 75 if there is a checkpoint to
-go on from, else with 143.
+A configuration's directory is named after its content, so it is found again when the grid grows.
+Once it holds `result.json` the configuration has finished and is skipped. Every attempt to run it
+has a subdirectory with its log. The next attempt goes on with the last one that has a checkpoint.
+On SIGTERM or SIGUSR1, this script stops its run, and exits with 75 if there is a checkpoint to go
+on from, otherwise with 143.
 """
 
 import argparse
@@ -78,7 +78,8 @@ def main():
             continue
         if first[directory] != index:
             print(
-                f"configuration {index} is the same as {first[directory]}, which runs it: {label(sweep, flat)}"
+                f"configuration {index} is the same as {first[directory]}, which runs it: "
+                f"{label(sweep, flat)}"
             )
         elif failure := run(sweep, flat, directory):
             failures.append(f"configuration {index} {failure}")
@@ -90,7 +91,7 @@ def main():
 
 def interrupt(*_):
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a scheduler may tell this process twice
+        signal.signal(number, signal.SIG_IGN)  # a scheduler may send the signal twice
     raise KeyboardInterrupt
 
 

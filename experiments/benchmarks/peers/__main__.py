@@ -2,13 +2,13 @@
 
     python -m experiments.benchmarks.peers --venvs ~/peers
 
-Sets the virtual environments up in the directory given (7 GB; the versions are those for Python
-3.11 on Linux), then measures all systems in turn, ours included, `--rounds` times: the same work,
-in steady state, as `experiments.benchmarks.throughput` does. Every measurement is appended to `--csv`; those
-that are there already are not repeated, so to start afresh remove that file. A table (.md) and a
-plot (.png) are written beside it. Whoever cannot be installed or fails is named, and the others go
-on; `--rounds 0` only sets up. Takes about an hour on two cores, and 10 GB of memory for
-Stable-Baselines3's 64 processes.
+Makes the virtual environments in the given directory (7 GB; the versions are those for Python 3.11
+on Linux). Then measures all systems in turn, ours included, `--rounds` times: the same work, in
+steady state, as `experiments.benchmarks.throughput` does. Every measurement is appended to `--csv`.
+Measurements that are already there are not repeated; remove that file to start again. A table (.md)
+and a plot (.png) are written beside it. A system that cannot be installed or fails is named, and
+the others go on. `--rounds 0` only makes the environments. Takes about an hour on two cores, and 10
+GB of memory for Stable-Baselines3's 64 processes.
 """
 
 import csv
@@ -119,7 +119,7 @@ class Args:
 
 
 def set_up(peer, venvs, timeout):
-    """Make a peer's virtual environment as its requirements say, unless it is there."""
+    """Make a peer's virtual environment from its requirements, unless it exists."""
     folder, wanted = venvs / peer.venv, peer.requirements.read_text()
     done = folder / "installed.txt"
     if done.exists() and done.read_text() == wanted:
@@ -180,7 +180,7 @@ def plot(rates, systems, env_ids, path):
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k")
         axes.margins(x=0.2)
         axes.spines[["top", "right"]].set_visible(False)
-    axes.invert_yaxis()  # all share it
+    axes.invert_yaxis()  # all axes share it
     figure.supxlabel(
         "environment steps per second, training included: median, slowest and fastest round",
         fontsize="medium",
@@ -190,7 +190,7 @@ def plot(rates, systems, env_ids, path):
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is ended
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that all started processes end
     venvs, failed = args.venvs.resolve(), set()
     venvs.mkdir(parents=True, exist_ok=True)
     everything = SYSTEMS | {
@@ -248,7 +248,10 @@ if __name__ == "__main__":
     if shown:
         most = max(len(rounds) for rounds in rates.values())
         text = table(rates, shown, args.env_ids)
-        text += f"\n\nMedian and range of {most} rounds on {os.cpu_count()} cores, {work.NUM_ENVS} environments."
+        text += (
+            f"\n\nMedian and range of {most} rounds on {os.cpu_count()} cores, {work.NUM_ENVS} "
+            f"environments."
+        )
         args.csv.with_suffix(".md").write_text(text + "\n")
         plot(rates, shown, args.env_ids, args.csv.with_suffix(".png"))
         print(text)

@@ -10,7 +10,6 @@ from experiments.benchmarks.single import train
 
 if __name__ == "__main__":
     env_id, iterations, _ = work.arguments()
-    envs = envpool.make_gymnasium(
-        env_id, num_envs=work.NUM_ENVS, seed=1
-    )  # as many threads as it likes
+    # As many threads as it likes.
+    envs = envpool.make_gymnasium(env_id, num_envs=work.NUM_ENVS, seed=1)
     work.report(*train(envs, envs.reset()[0], iterations))

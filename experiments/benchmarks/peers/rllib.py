@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks.peers.rllib CartPole-v1 25
 
-What its loss has beyond ours, a KL penalty and a clipped value loss, is turned off.
+The parts of its loss that ours lacks, a KL penalty and a clipped value loss, are turned off.
 """
 
 import os

@@ -3,9 +3,9 @@ workers.
 
     python -m experiments.benchmarks.peers.sample_factory CartPole-v1 25
 
-It trains on whichever trajectories have arrived, so a few are older than in plain PPO; one
-inference process acts for both workers. It needs a Gymnasium without LunarLander-v3 and
-HalfCheetah-v5, and takes LunarLander-v2 and HalfCheetah-v4, which cost much the same.
+It trains on the trajectories that have arrived, so a few are older than in plain PPO. One inference
+process acts for both workers. It needs a Gymnasium without LunarLander-v3 and HalfCheetah-v5, and
+takes LunarLander-v2 and HalfCheetah-v4, which cost much the same.
 """
 
 import sys
@@ -41,14 +41,16 @@ if __name__ == "__main__":
     )
     register_env(env_id, make_env)
     flags = {
-        "env": env_id, "train_dir": ".", "device": "cpu", "train_for_env_steps": iterations * work.BATCH_SIZE - 1,
-        "num_workers": work.NUM_WORKERS, "num_envs_per_worker": work.ENVS_PER_WORKER, "rollout": work.NUM_STEPS,
+        "env": env_id, "train_dir": ".", "device": "cpu",
+        "train_for_env_steps": iterations * work.BATCH_SIZE - 1, "num_workers": work.NUM_WORKERS,
+        "num_envs_per_worker": work.ENVS_PER_WORKER, "rollout": work.NUM_STEPS,
         "batch_size": work.MINIBATCH_SIZE, "num_batches_per_epoch": work.NUM_MINIBATCHES,
         "num_epochs": work.UPDATE_EPOCHS, "learning_rate": work.LEARNING_RATE, "gamma": work.GAMMA,
-        "gae_lambda": work.GAE_LAMBDA, "ppo_clip_ratio": work.CLIP_COEF, "exploration_loss_coeff": work.ENT_COEF,
-        "value_loss_coeff": work.VF_COEF, "max_grad_norm": work.MAX_GRAD_NORM, "use_rnn": False,
-        "encoder_mlp_layers": work.HIDDEN, "nonlinearity": "tanh", "actor_critic_share_weights": False,
-        "normalize_input": False, "normalize_returns": False,
+        "gae_lambda": work.GAE_LAMBDA, "ppo_clip_ratio": work.CLIP_COEF,
+        "exploration_loss_coeff": work.ENT_COEF, "value_loss_coeff": work.VF_COEF,
+        "max_grad_norm": work.MAX_GRAD_NORM, "use_rnn": False, "encoder_mlp_layers": work.HIDDEN,
+        "nonlinearity": "tanh", "actor_critic_share_weights": False, "normalize_input": False,
+        "normalize_returns": False,
     }  # fmt: skip
     argv = ["--algo=APPO"]
     for name, value in flags.items():

@@ -32,16 +32,17 @@ class Clock(BaseCallback):
 if __name__ == "__main__":
     env_id, iterations, (vector,) = work.arguments()
     torch.set_num_threads(1)
-    # The 64 processes would import it one by one, which takes minutes: no difference to what is
-    # measured.
+    # The 64 processes would import it one by one. That takes minutes, and does not change the
+    # measurement.
     multiprocessing.set_forkserver_preload(["stable_baselines3"])
     envs = make_vec_env(
         env_id, work.NUM_ENVS, vec_env_cls={"subproc": SubprocVecEnv, "dummy": DummyVecEnv}[vector]
     )
     model = PPO(
-        "MlpPolicy", envs, n_steps=work.NUM_STEPS, n_epochs=work.UPDATE_EPOCHS, batch_size=work.MINIBATCH_SIZE,
-        learning_rate=work.LEARNING_RATE, gamma=work.GAMMA, gae_lambda=work.GAE_LAMBDA, clip_range=work.CLIP_COEF,
-        ent_coef=work.ENT_COEF, vf_coef=work.VF_COEF, max_grad_norm=work.MAX_GRAD_NORM,
+        "MlpPolicy", envs, n_steps=work.NUM_STEPS, n_epochs=work.UPDATE_EPOCHS,
+        batch_size=work.MINIBATCH_SIZE, learning_rate=work.LEARNING_RATE, gamma=work.GAMMA,
+        gae_lambda=work.GAE_LAMBDA, clip_range=work.CLIP_COEF, ent_coef=work.ENT_COEF,
+        vf_coef=work.VF_COEF, max_grad_norm=work.MAX_GRAD_NORM,
         policy_kwargs={"net_arch": {"pi": work.HIDDEN, "vf": work.HIDDEN}}, device="cpu",
     )  # fmt: skip
     clock = Clock()

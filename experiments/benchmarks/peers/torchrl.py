@@ -2,8 +2,8 @@
 
     python -m experiments.benchmarks.peers.torchrl CartPole-v1 25
 
-Each worker steps Gymnasium's SyncVectorEnv, wrapped, as TorchRL's own SerialEnv is several times
-slower.
+Each worker steps Gymnasium's SyncVectorEnv, wrapped, because TorchRL's own SerialEnv is several
+times slower.
 """
 
 import time
@@ -61,8 +61,8 @@ if __name__ == "__main__":
     critic = ValueOperator(mlp(num_inputs, 1), in_keys=["observation"])
     advantages = GAE(gamma=work.GAMMA, lmbda=work.GAE_LAMBDA, value_network=critic)
     loss_module = ClipPPOLoss(
-        actor, critic, clip_epsilon=work.CLIP_COEF, entropy_coeff=work.ENT_COEF, critic_coeff=work.VF_COEF,
-        loss_critic_type="l2", normalize_advantage=True,
+        actor, critic, clip_epsilon=work.CLIP_COEF, entropy_coeff=work.ENT_COEF,
+        critic_coeff=work.VF_COEF, loss_critic_type="l2", normalize_advantage=True,
     )  # fmt: skip
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=work.LEARNING_RATE, eps=1e-5)
     buffer = TensorDictReplayBuffer(
