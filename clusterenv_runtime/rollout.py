@@ -61,7 +61,7 @@ class Rollout:
             ended here, in the order of ``(terminations | truncations).nonzero()``: by step, then
             environment.
         next_observations: a tree of ``(num_envs, ...)``, after the last step: what the next rollout
-            begins with. With the backend "vector" it may begin a few steps later (docs/limits.md).
+            begins with.
         policy_versions: ``(num_envs,)`` int64, the version last pulled by the worker that acted.
         episodic_returns: ``(num_episodes,)`` float64, of the episodes that ended here, by step,
             then environment.

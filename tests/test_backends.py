@@ -27,16 +27,26 @@ from . import scripts
 from .envs import CountingEnv, RandomEnv, assert_same
 from .nets import MixedNet, change, linear
 
-MODES = list(AutoresetMode)
+MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
+VECTORIZED = "tests.vectorized:VectorCartPole-v0"  # registered with a vector version
 FIELDS = "starts observations actions logprobs rewards terminations truncations final_observations "
 FIELDS += "next_observations policy_versions episodic_returns episodic_lengths"
 
 
-@pytest.fixture(params=["vector", "envpool"])
+@pytest.fixture(params=["sync", "envpool"])
 def backend(request):
     if request.param == "envpool":
         pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
     return request.param
+
+
+def make_by(backend, env_id, num_envs, **kwargs):
+    """Make environments that step together: Gymnasium's `SyncVectorEnv`, or EnvPool's."""
+    if backend == "envpool":
+        return make_vec(backend, env_id, num_envs, **kwargs)
+    return gym.make_vec(
+        env_id, num_envs, "sync", vector_kwargs={"autoreset_mode": "SameStep"}, **kwargs
+    )
 
 
 def rollouts(env_fns, policy, num_steps, times, num_workers=2, seed=3, **kwargs):
@@ -69,7 +79,7 @@ def moved(observations, actions):
 
 def test_every_step_is_one_of_cartpole(backend):
     policy, limit = CategoricalPolicy(linear(4, 2)), 25
-    make = partial(make_vec, backend, "CartPole-v1", max_episode_steps=limit)
+    make = partial(make_by, backend, "CartPole-v1", max_episode_steps=limit)
     found = rollouts(make, policy, 50, times=4, num_envs=7, weights="float32")
     for rollout in found:
         observations, actions, led_to = rollout.observations, rollout.actions, following(rollout)
@@ -116,20 +126,17 @@ def episodes_of(backend, env_id):
     return found.episodic_returns[first], found.episodic_lengths[first]
 
 
-@pytest.mark.parametrize(
-    "backend, env_id",
-    [("vector", "CartPole-v1"), ("envpool", "CartPole-v1"), ("envpool", "LunarLander-v3")],
-    indirect=["backend"],
-)
-def test_episodes_are_distributed_as_gymnasiums(backend, env_id):
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "LunarLander-v3"])
+def test_envpools_episodes_are_distributed_as_gymnasiums(env_id):
+    pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
     for one, other in zip(
-        episodes_of("gymnasium", env_id), episodes_of(backend, env_id), strict=True
+        episodes_of("gymnasium", env_id), episodes_of("envpool", env_id), strict=True
     ):
         assert stats.ks_2samp(one, other).pvalue > 0.001
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_that_only_resets_is_not_in_a_rollout(mode):
+def test_a_rollout_has_each_step_of_each_episode(mode):
     def make(num_envs):
         lengths = range(2, 2 + num_envs)
         return SyncVectorEnv(
@@ -153,7 +160,7 @@ def test_a_step_that_only_resets_is_not_in_a_rollout(mode):
         )
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
+@pytest.mark.parametrize("mode", MODES)
 def test_rollouts_equal_those_of_environments_that_step_one_by_one(mode):
     space = spaces.Dict(a=spaces.Box(-1, 1, (2,)), b=spaces.Discrete(3))
     thunks = [partial(RandomEnv, space)] * 5
@@ -184,7 +191,7 @@ class Bytes(SyncVectorEnv):
 
 def test_observations_get_the_dtype_of_their_space():
     def make(num_envs):
-        return Bytes([partial(CountingEnv, 3)] * num_envs)
+        return Bytes([partial(CountingEnv, 3)] * num_envs, autoreset_mode="Disabled")
 
     for rollout in rollouts(make, CategoricalPolicy(linear(1, 2)), 5, times=2, num_envs=4):
         for name in ("observations", "final_observations", "next_observations"):
@@ -193,7 +200,7 @@ def test_observations_get_the_dtype_of_their_space():
 
 @pytest.mark.parametrize(
     "mode, kind",
-    [*((mode, CategoricalPolicy) for mode in MODES), (AutoresetMode.NEXT_STEP, GaussianPolicy)],
+    [*((mode, CategoricalPolicy) for mode in MODES), (AutoresetMode.SAME_STEP, GaussianPolicy)],
 )
 def test_log_probs_and_divergence_are_of_what_was_seen(mode, kind):
     space = spaces.Dict(
@@ -243,7 +250,7 @@ def test_log_probs_and_divergence_are_of_what_was_seen(mode, kind):
 def test_seeds(backend):
     def made(num_workers):
         return ClusterEnv(
-            Together(partial(make_vec, backend, "CartPole-v1")), num_workers, num_envs=4
+            Together(partial(make_by, backend, "CartPole-v1")), num_workers, num_envs=4
         )
 
     def begin(envs):
@@ -265,9 +272,8 @@ def test_seeds(backend):
     for name in FIELDS.split():
         assert_same(getattr(second, name), getattr(rollout, name), name)
     assert len({*first[:, 0], *again[:, 0]}) == 8
-    if backend == "envpool":  # each environment has its own seed there, the seed plus its row
-        with made(1) as envs:
-            np.testing.assert_array_equal(first, envs.reset(seed=1)[0])
+    with made(1) as envs:  # each environment has its own seed, the seed plus its row
+        np.testing.assert_array_equal(first, envs.reset(seed=1)[0])
 
 
 def test_threads_change_nothing_but_the_time():
@@ -286,7 +292,7 @@ def test_threads_change_nothing_but_the_time():
 
 def test_killed_worker_is_replaced(backend, workers):
     policy = CategoricalPolicy(linear(4, 2))
-    with ClusterEnv(Together(partial(make_vec, backend, "CartPole-v1")), 2, num_envs=4) as envs:
+    with ClusterEnv(Together(partial(make_by, backend, "CartPole-v1")), 2, num_envs=4) as envs:
         envs.reset(seed=1)
         envs.rollout(policy, 20)
         os.kill(next(iter(workers())), signal.SIGKILL)
@@ -331,7 +337,7 @@ def test_fresh_seeds_are_ones_that_every_environment_takes(workers):
 
 
 def test_only_a_policy_steps_them():
-    make = partial(make_vec, "vector", "CartPole-v1")
+    make = partial(make_by, "sync", "CartPole-v1")
     with ClusterEnv(Together(make), 2, num_envs=4) as envs:
         envs.reset(seed=1)
         for call in (
@@ -354,6 +360,14 @@ def test_only_a_policy_steps_them():
         make_vec("jax", "CartPole-v1", 2)
 
 
+def test_next_step_autoreset_of_environments_that_step_together_is_refused(workers):
+    before = workers()
+    for make in (partial(make_vec, "vector", "CartPole-v1"), partial(gym.make_vec, "Acrobot-v1")):
+        with pytest.raises(ValueError, match="has the autoreset mode 'NextStep'.* make it with"):
+            ClusterEnv(Together(make), 2, num_envs=4)
+    assert workers() == before
+
+
 def test_lunar_lander_v2_which_gymnasium_no_longer_has():
     pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
     make = partial(make_vec, "envpool", "LunarLander-v2")
@@ -363,14 +377,13 @@ def test_lunar_lander_v2_which_gymnasium_no_longer_has():
 
 
 @pytest.mark.parametrize(
-    "backend, script",
-    [("vector", "dqn_clusterenv.py"), ("envpool", "ppo_clusterenv.py")],
-    indirect=["backend"],
+    "backend, script", [("vector", "dqn_clusterenv.py"), ("envpool", "ppo_clusterenv.py")]
 )
 def test_scripts_train_on_them(backend, script, tmp_path):
-    env_id = {"vector": "CartPole-v1", "envpool": "LunarLander-v2"}[
-        backend
-    ]  # Gymnasium has no such LunarLander
+    if backend == "envpool":
+        pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
+    # Gymnasium has no LunarLander-v2 any more.
+    env_id = {"vector": VECTORIZED, "envpool": "LunarLander-v2"}[backend]
     flags = [
         "--env-id",
         env_id,
@@ -394,6 +407,10 @@ def test_scripts_train_on_them(backend, script, tmp_path):
     [
         ("--env-backend vector --env-id LunarLander-v3", "doesn't have a vector entry point"),
         ("--env-backend envpool --env-id Mars-v0", "EnvPool has no Mars-v0"),
+        (
+            "--env-backend vector --env-id CartPole-v1",
+            "--env-backend vector: CartPoleVectorEnv has the autoreset mode 'NextStep'",
+        ),
         (
             "--env-backend vector --env-id CartPole-v1 --capture-video",
             "--capture-video needs --env-backend gymnasium",
@@ -425,7 +442,7 @@ def test_arguments_reach_the_environments_of_training_and_of_the_evaluation(back
         pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
     flags = [
         "--env-id",
-        "CartPole-v1",
+        VECTORIZED if backend == "vector" else "CartPole-v1",
         "--env-backend",
         backend,
         "--env-kwargs",

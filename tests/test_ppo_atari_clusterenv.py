@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import ppo_atari_clusterenv as script
+from clusterenv_runtime.envs.layout import EnvLayout
 from clusterenv_runtime.extras import make_vec
 from clusterenv_runtime.extras.together import EnvsTogether
 from clusterenv_runtime.script import environments, evaluate, read_spaces
@@ -173,7 +174,7 @@ class AtRandom:
         self.actions.append(self.rng.integers(self.num_actions, size=len(starts)))
         return self.actions[-1]
 
-    def finish(self, steps):
+    def finish(self):
         shape = len(self.actions), len(self.actions[0])
         return {"actions": np.array(self.actions), "logprobs": np.zeros(shape, np.float32), "states": None,
                 "extras": {}, "params": np.zeros((1, 2), np.float32)}  # fmt: skip
@@ -184,9 +185,9 @@ def test_bytes_of_a_step(game):
     """A quarter of its stack's."""
     make_env = script.make_env(f"ALE/{game}-v5", 0, False, "")
     env = make_env()
-    spaces = env.observation_space, env.action_space
-    envs = EnvsOneByOne([make_env] * 2, "same", "NextStep", *spaces, frame_stack=4)
-    envs.reset(seed=[1, 2])
+    layout = EnvLayout(env.observation_space, env.action_space, frame_stack=4)
+    envs = EnvsOneByOne([make_env] * 2, layout)
+    envs.reset([1, 2], None)
     buffers = []
     envs.collect(AtRandom(env.action_space.n), 128).pack(buffers)
     envs.close()
@@ -196,12 +197,15 @@ def test_bytes_of_a_step(game):
 def test_envpools_lives_go_on_and_its_games_are_counted():
     pytest.importorskip("envpool")
     arguments = {"episodic_life": True, "reward_clip": True}
-    one = make_vec("envpool", "Breakout-v5", 1)
-    envs = EnvsTogether(
-        lambda num_envs: make_vec("envpool", "Breakout-v5", num_envs, **arguments), 2, one.single_observation_space,
-        one.single_action_space, ("lives",), 4,
-    )  # fmt: skip
-    envs.reset(seed=[1, 2], options=None)
+    games = make_vec("envpool", "Breakout-v5", 2, **arguments)
+    layout = EnvLayout(
+        games.single_observation_space,
+        games.single_action_space,
+        info_keys=("lives",),
+        frame_stack=4,
+    )
+    envs = EnvsTogether(games, layout, 2)
+    envs.reset([1, 2], None)
     part = envs.collect(AtRandom(4), 600)
     envs.close()
     ended = part.terminations | part.truncations

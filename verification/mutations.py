@@ -134,7 +134,7 @@ MUTATIONS = {
     "the steps of a replacement's first rollout are too few": (
         "worker/one_by_one.py",
         "for step in range(num_steps + 1):",
-        "for step in range(num_steps + (self.envs.current is not None)):",
+        "for step in range(num_steps):",
     ),
 }
 

@@ -1,6 +1,4 @@
-"""What a `ClusterEnv` is to consist of: how many environments, their spaces, and what builds each
-worker's share.
-"""
+"""The environments of a `ClusterEnv`: how many there are, their layout, and who builds them."""
 
 from __future__ import annotations
 
@@ -14,23 +12,23 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from ..arrays.spaces import are_stacks, observation_spaces
+from ..arrays.spaces import observation_spaces
 from ..arrays.trees import leaves
+from .layout import EnvLayout
 from .registry import packed_registry
 
 
 class Vectorized(Protocol):
-    """What makes environments that step together, for a policy to act in."""
+    """Makes environments that step together, in which a policy acts."""
 
     def __call__(self, num_envs: int) -> VectorEnv:
-        """Make so many, to read their spaces."""
+        """Make ``num_envs`` environments, to read their spaces."""
 
-    def build(self, **arguments: Any) -> Any:
-        """Make a worker's environments; the arguments are those of `Blueprint.setup`.
+    def build(self, layout: EnvLayout, num_envs: int) -> Any:
+        """Make a worker's environments.
 
-        They have `reset(seed=, options=)`, `collect(actor, num_steps)`, `close()`, `infos`,
-        `num_envs` and `single_action_space`, as `worker.one_by_one.EnvsOneByOne` has them. It also
-        gets ``built``, to be called after each environment that takes long to build.
+        The object has `num_envs`, `layout`, `infos`, `reset(seeds, options)`, `collect(actor, num_steps)`
+        and `close()`, which mean the same as in `worker.one_by_one.EnvsOneByOne`.
         """
 
 
@@ -38,11 +36,12 @@ EnvFns = Sequence[Callable[[], gym.Env]] | Vectorized
 
 
 class Blueprint:
-    """The environments that ``env_fns`` make, either one by one or a worker's rows together; see
-    `ClusterEnv`.
+    """The environments that ``env_fns`` make: one by one, or each worker's rows together.
+
+    The arguments are those of `ClusterEnv`.
 
     Raises:
-        ValueError: the arguments do not go together.
+        TypeError, ValueError: an argument is wrong, or does not go with another.
     """
 
     def __init__(
@@ -55,13 +54,43 @@ class Blueprint:
         frame_stack: int | None = None,
         first_row: int = 0,
     ) -> None:
-        self.first_row = first_row  # of all learners' environments, for seeds, noise and messages
-        self.steps_together = callable(
-            env_fns
-        )  # a worker's rows are one vector environment, for a policy to act in
+        self.first_row = first_row  # among the environments of all learners
+        self.steps_together = callable(env_fns)
+        self.env_fns = env_fns if self.steps_together else list(env_fns)
+        self.num_envs = self._count(num_envs)
+        if self.steps_together and observation_mode != "same":
+            raise ValueError(
+                f"one function for all environments has observation_mode 'same', got {observation_mode!r}"
+            )
+        _check_info_keys(info_keys)
+        if frame_stack is not None and (type(frame_stack) is not int or frame_stack < 1):
+            raise ValueError(f"frame_stack must be an integer from 1, got {frame_stack!r}")
+        mode = AutoresetMode(autoreset_mode)
+        # This process builds one environment, or all if their spaces differ, to read the spaces.
+        env = self.env_fns(1) if self.steps_together else self.env_fns[0]()
+        is_vector = isinstance(env, VectorEnv)
+        space = env.single_observation_space if is_vector else env.observation_space
+        action_space = env.single_action_space if is_vector else env.action_space
+        self.metadata, self.render_mode = dict(env.metadata), env.render_mode
+        if not self.steps_together:
+            self.metadata["autoreset_mode"] = mode
+        env.close()
+        space, self.observation_space = observation_spaces(
+            observation_mode, space, self.num_envs, self.env_fns
+        )
+        self.action_space = batch_space(action_space, self.num_envs)
+        self.layout = EnvLayout(
+            space, action_space, observation_mode, mode, tuple(info_keys), frame_stack
+        )
+        if frame_stack is not None and not any(leaves(self.layout.stacks)):
+            raise ValueError(
+                f"frame_stack is {frame_stack!r}, but no observation is a stack of {frame_stack} arrays: "
+                f"{space}; Gymnasium's wrapper FrameStackObservation makes stacks"
+            )
+
+    def _count(self, num_envs: int | None) -> int:
         if self.steps_together:
-            self.env_fns = env_fns
-            if not hasattr(env_fns, "build"):
+            if not hasattr(self.env_fns, "build"):
                 raise TypeError(
                     "env_fns must be a list of functions; one for all environments goes into a Together"
                 )
@@ -69,62 +98,27 @@ class Blueprint:
                 raise ValueError(
                     f"one function for all environments needs num_envs, at least 1, got {num_envs}"
                 )
-            if observation_mode != "same":
-                raise ValueError(
-                    f"one function for all environments has observation_mode 'same', got {observation_mode!r}"
-                )
-            self.num_envs = num_envs
-        else:
-            self.env_fns = list(env_fns)
-            self.num_envs = len(self.env_fns)
-            if self.num_envs < 1:
-                raise ValueError("env_fns must hold at least one function, got none")
-            if num_envs not in (None, self.num_envs):
-                raise ValueError(f"num_envs is {num_envs}, but there are {self.num_envs} env_fns")
-        if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
-            raise TypeError(f"info_keys must be a tuple of strings, got {info_keys!r}")
-        if masks := [key for key in info_keys if f"_{key}" in info_keys]:
-            raise ValueError(
-                f"info_keys must not have both {masks[0]!r} and '_{masks[0]}', which says where it is"
-            )
-        if frame_stack is not None and (type(frame_stack) is not int or frame_stack < 1):
-            raise ValueError(f"frame_stack must be an integer from 1, got {frame_stack!r}")
-        self.observation_mode, self.autoreset_mode = observation_mode, AutoresetMode(autoreset_mode)
-        self.info_keys, self.frame_stack = tuple(info_keys), frame_stack
-        self._read_spaces()
-        space = self.single_observation_space
-        if frame_stack is not None and not any(leaves(are_stacks(space, frame_stack))):
-            how = "Gymnasium's wrapper FrameStackObservation makes such"
-            raise ValueError(
-                f"frame_stack is {frame_stack!r}, but no observations are so many arrays: {space}; {how}"
-            )
-
-    def _read_spaces(self) -> None:
-        """Build one environment, or all if they differ, to read what they are."""
-        env = self.env_fns(1) if self.steps_together else self.env_fns[0]()
-        prefix = "single_" if self.steps_together else ""
-        single: gym.Space = getattr(env, f"{prefix}observation_space")
-        self.single_action_space: gym.Space = getattr(env, f"{prefix}action_space")
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
-        self.metadata, self.render_mode = dict(env.metadata), env.render_mode
-        if not self.steps_together:
-            self.metadata["autoreset_mode"] = self.autoreset_mode
-        env.close()
-        self.single_observation_space, self.observation_space = observation_spaces(
-            self.observation_mode, single, self.num_envs, self.env_fns
-        )
+            return num_envs
+        if not self.env_fns:
+            raise ValueError("env_fns must hold at least one function, got none")
+        if num_envs not in (None, len(self.env_fns)):
+            raise ValueError(f"num_envs is {num_envs}, but there are {len(self.env_fns)} env_fns")
+        return len(self.env_fns)
 
     def describe(self, envs: VectorEnv) -> None:
-        """Set what a `VectorEnv` of these environments has for attributes."""
+        """Set the attributes that a `VectorEnv` of these environments has."""
+        layout = self.layout
         envs.num_envs, envs.env_fns = self.num_envs, self.env_fns
         envs.metadata, envs.render_mode = self.metadata, self.render_mode
-        envs.single_action_space, envs.action_space = self.single_action_space, self.action_space
-        envs.single_observation_space = self.single_observation_space
+        envs.single_observation_space = layout.single_observation_space
         envs.observation_space = self.observation_space
-        envs.observation_mode, envs.autoreset_mode = self.observation_mode, self.autoreset_mode
+        envs.single_action_space = layout.single_action_space
+        envs.action_space = self.action_space
+        envs.observation_mode = layout.observation_mode
+        envs.autoreset_mode = layout.autoreset_mode
 
     def shares(self, num_workers: int) -> list[slice]:
-        """Return each worker's rows: contiguous, and as many as another's or one more."""
+        """Return each worker's rows: contiguous, and of two workers one has one more at most."""
         shares = np.array_split(range(self.num_envs), num_workers)
         return [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
 
@@ -133,19 +127,16 @@ class Blueprint:
         return packed_registry()
 
     def setup(self, rows: slice) -> bytes:
-        """Return a cloudpickle of the arguments of `worker.worker.build_environments` for these
-        rows.
-        """
+        """Return a cloudpickle of the arguments of `worker.worker.build_environments`."""
         env_fns = self.env_fns if self.steps_together else self.env_fns[rows]
-        arguments: dict[str, Any] = {
-            "env_fns": env_fns,
-            "num_envs": rows.stop - rows.start,
-            "observation_mode": self.observation_mode,
-            "autoreset_mode": self.autoreset_mode,
-            "single_observation_space": self.single_observation_space,
-            "single_action_space": self.single_action_space,
-            "info_keys": self.info_keys,
-            "frame_stack": self.frame_stack,
-            "registry": self._registry,
-        }
-        return cloudpickle.dumps(arguments)
+        return cloudpickle.dumps((env_fns, rows.stop - rows.start, self.layout, self._registry))
+
+
+def _check_info_keys(info_keys: Sequence[str]) -> None:
+    if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
+        raise TypeError(f"info_keys must be a tuple of strings, got {info_keys!r}")
+    for key in info_keys:
+        if f"_{key}" in info_keys:
+            raise ValueError(
+                f"info_keys must not have both {key!r} and '_{key}', which says where it is"
+            )

@@ -110,11 +110,12 @@ class EnvPoolVectorEnv(VectorEnv):
 
 
 def make_vec(backend: str, env_id: str, num_envs: int, **kwargs: Any) -> VectorEnv:
-    """Make environments that step together, of the backend "vector", which is their own such
-    version, or "envpool".
+    """Make environments that step together: by their own vector version, or by "envpool".
 
-    ``kwargs`` go to their constructor. Gymnasium itself has such a version, with NumPy, of CartPole
-    only. Atari's games (ALE) have one in C++, which like EnvPool's gets one thread by default.
+    ``kwargs`` go to their constructor. With the backend "vector" a version must be registered as
+    Gymnasium's `vector_entry_point`. Atari's games (ALE) have one in C++, which gets one thread by
+    default, as EnvPool does, and resets in an episode's last step. Gymnasium's own one, of
+    CartPole, knows only next-step autoreset: `Together` refuses it.
 
     Raises:
         gymnasium.error.Error: there is no such environment, or no such version of it.
@@ -122,7 +123,7 @@ def make_vec(backend: str, env_id: str, num_envs: int, **kwargs: Any) -> VectorE
     """
     if backend == "vector":
         if "ale_py" in str(getattr(gym.registry.get(env_id), "vector_entry_point", None)):
-            kwargs = {"num_threads": 1, **kwargs}
+            kwargs = {"num_threads": 1, "autoreset_mode": AutoresetMode.SAME_STEP, **kwargs}
         return gym.make_vec(env_id, num_envs, "vector_entry_point", **kwargs)
     if backend != "envpool":
         raise ValueError(f"backend must be 'vector' or 'envpool', got {backend!r}")

@@ -1,4 +1,4 @@
-"""A worker's rows in a vector environment that steps them together: Gymnasium's own, or EnvPool's."""
+"""Environments that step together on a worker: Gymnasium's vector environments, or EnvPool's."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import create_empty_array
 
-from ..arrays.spaces import are_stacks, leaves_of, map_space, take
+from ..arrays.spaces import map_space, take
+from ..envs.layout import EnvLayout
 from ..wire.part import RolloutPart
 from ..worker.transitions import Transitions, stack
 from .backends import EnvPoolVectorEnv
@@ -20,210 +20,163 @@ if TYPE_CHECKING:
     from ..policy.actor import Actor
 
 
+class AutoresetError(ValueError):
+    """Environments that step together reset in the step after an episode's last one."""
+
+
 class Together:
-    """Environments that step together, as `ClusterEnv` takes them: ``ClusterEnv(Together(make),
-    num_envs=64)``.
+    """Environments that step together: ``ClusterEnv(Together(make), num_envs=64)``.
 
     Args:
-        make: makes a `VectorEnv` of as many environments as it is told.
+        make: a function that makes a `VectorEnv` of as many environments as its argument says.
+            Its autoreset mode must be "SameStep" or "Disabled".
     """
 
     def __init__(self, make: Callable[[int], VectorEnv]) -> None:
         self._make = make
 
     def __call__(self, num_envs: int) -> VectorEnv:
-        """Make so many, to read their spaces or to evaluate a policy in them."""
-        return self._make(num_envs)
+        """Make ``num_envs`` environments, to read their spaces or to evaluate a policy in them.
 
-    def build(self, **arguments: Any) -> EnvsTogether:
-        """Make a worker's rows; the arguments are those of `EnvsTogether`."""
-        return EnvsTogether(**arguments)
+        Raises:
+            AutoresetError: their autoreset mode is "NextStep", or they do not say it.
+        """
+        envs = self._make(num_envs)
+        if autoreset_mode(envs) == AutoresetMode.NEXT_STEP:
+            envs.close()
+            raise AutoresetError(
+                f"{type(envs.unwrapped).__name__} has the autoreset mode 'NextStep', which ClusterEnv does not "
+                "take from environments that step together: make it with autoreset_mode='SameStep' (with "
+                "gym.make_vec(..., vector_kwargs={'autoreset_mode': 'SameStep'}) if it is a SyncVectorEnv), or "
+                "let the environments step one by one"
+            )
+        return envs
+
+    def build(self, layout: EnvLayout, num_envs: int) -> EnvsTogether:
+        """Make a worker's environments."""
+        return EnvsTogether(self(num_envs), layout, num_envs)
+
+
+def autoreset_mode(envs: VectorEnv) -> AutoresetMode:
+    """Return the mode that a vector environment says it has; Gymnasium's default is NEXT_STEP."""
+    return AutoresetMode(envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
 
 
 class EnvsTogether:
-    """Environments for a policy to act in, at a stretch. Errors in them cannot be told apart.
+    """A worker's environments in one vector environment, in which a policy acts.
+
+    An error in them does not say which environment raised it.
+
+    Args:
+        envs: the environments.
+        layout: the spaces that the head expects.
+        num_envs: the number of environments that the head expects.
 
     Raises:
-        RuntimeError: the environments are not as many, or not of the head's spaces.
+        RuntimeError: there are more or fewer environments, or their spaces are others.
     """
 
-    def __init__(
-        self,
-        env_fns: Callable[[int], VectorEnv],
-        num_envs: int,
-        single_observation_space: gym.Space,
-        single_action_space: gym.Space,
-        info_keys: tuple[str, ...] = (),
-        frame_stack: int | None = None,
-        **_: Any,
-    ) -> None:
-        self._info_keys = info_keys
-        self._stacks = are_stacks(single_observation_space, frame_stack)
-        self.num_envs, self._envs = num_envs, env_fns(num_envs)
-        if self._envs.num_envs != num_envs:
+    def __init__(self, envs: VectorEnv, layout: EnvLayout, num_envs: int) -> None:
+        if envs.num_envs != num_envs:
             raise RuntimeError(
-                f"the function was asked for {num_envs} environments and made {self._envs.num_envs}"
+                f"the function was asked for {num_envs} environments and made {envs.num_envs}"
             )
-        for name, expected in (
-            ("observation", single_observation_space),
-            ("action", single_action_space),
-        ):
-            if (space := getattr(self._envs, f"single_{name}_space")) != expected:
-                raise RuntimeError(
-                    f"the environments' {name} space here is {space}, at the head it was {expected}"
-                )
-        self.single_observation_space, self.single_action_space = (
-            single_observation_space,
-            single_action_space,
-        )
-        self._example = create_empty_array(single_observation_space, 1)
-        self._mode = AutoresetMode(
-            self._envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
-        )
-        self.infos: list[Any] = []  # those of a reset have no place in a rollout
+        layout.check(envs.single_observation_space, envs.single_action_space)
+        self.num_envs, self._envs, self.layout = num_envs, envs, layout
+        self._space = layout.single_observation_space
+        self._example = create_empty_array(self._space, 1)
+        self._mode = autoreset_mode(envs)
+        self.infos: list[Any] = []  # none: the infos of a reset have no place in a rollout
         self._returns, self._lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
-        self._dead = np.zeros(num_envs, bool)  # rows that the next step resets, whatever the action
 
     def close(self) -> None:
+        """Close the environments."""
         self._envs.close()
 
-    def reset(self, *, seed: list[int | None], options: dict[str, Any] | None) -> Any:
-        one_each = isinstance(
-            self._envs, EnvPoolVectorEnv | SyncVectorEnv
-        )  # Gymnasium wants one for all
-        observations, infos = self._envs.reset(seed=seed if one_each else seed[0], options=options)
+    def reset(self, seeds: list[int | None], options: dict[str, Any] | None, _: None = None) -> Any:
+        """Reset all environments; return the observations."""
+        # Other vector environments take the seed of their first environment.
+        takes_all = isinstance(self._envs, EnvPoolVectorEnv | SyncVectorEnv)
+        seed = seeds if takes_all else seeds[0]
+        observations, _ = self._envs.reset(seed=seed, options=options)
         self._observations = self._of_space(observations)
-        self._returns[:], self._lengths[:], self._dead[:] = 0, 0, False
-        return deepcopy(
-            self._observations
-        ), infos  # it is sent without copying, perhaps while we go on
+        self._returns[:] = self._lengths[:] = 0
+        # It is sent without a copy, perhaps while the environments step.
+        return deepcopy(self._observations)
 
     def _of_space(self, observations: Any) -> Any:
-        """Return a batch in the dtypes of the space, as `SyncVectorEnv` does it; not every vector
-        environment does.
-        """
+        """Return a batch in the dtypes of the space, which not all vector environments keep to."""
 
         def cast(leaf: Any, example: Any) -> Any:
-            return (
-                leaf.astype(example.dtype, copy=False) if isinstance(example, np.ndarray) else leaf
-            )
+            is_array = isinstance(example, np.ndarray)
+            return leaf.astype(example.dtype, copy=False) if is_array else leaf
 
-        return map_space(cast, self.single_observation_space, observations, self._example)
+        return map_space(cast, self._space, observations, self._example)
 
     def collect(self, actor: Actor, num_steps: int) -> RolloutPart:
-        """Act and step until each row has ``num_steps`` transitions.
-
-        Where the step after an episode's last one only resets (Gymnasium's next-step autoreset),
-        rows get there at different times. What those that were first do until the last one has is
-        not in the rollout.
-        """
-        space, num_envs = self.single_observation_space, self.num_envs
-        starts = (self._lengths == 0) | self._dead
+        """Act and step ``num_steps`` times; reset each episode in the step that ends it."""
+        space = self._space
+        starts = self._lengths == 0
         transitions = Transitions(space, self._observations, num_steps, starts)
-        (places,) = leaves_of(space, transitions.observations)
-        final_observations = [_take(space, self._observations, slice(0))]
-        episodes: list[np.ndarray] = [
-            np.empty((0, 3))
-        ]  # as `Transitions.part` takes them; those beyond it come last
-        ends: list[np.ndarray] = [
-            np.empty(0, np.int64)
-        ]  # the transitions that ended one; not each may count
+        finals = [take(space, self._observations, slice(0))]  # the last observations of episodes
+        episodes = [np.empty((0, 3))]  # (transition, return, length)
         actor.start(num_steps, starts)
-        aligned, step, count = (
-            self._mode != AutoresetMode.NEXT_STEP,
-            0,
-            np.zeros(num_envs, np.int64),
-        )
-        # Which of the actor's steps each transition was.
-        step_of = None if aligned else np.zeros((num_steps, num_envs), np.int64)
-        while True:
-            # The rows whose next observation is still wanted, and where it goes.
-            rows = slice(None) if aligned else np.flatnonzero(count <= num_steps)
-            here = step if aligned else (count[rows], rows)
-            for place, leaf in zip(places, *leaves_of(space, self._observations), strict=True):
-                place[here] = leaf[rows]
-            if count.min() >= num_steps:
-                break
-            if not aligned:  # the rows whose next transition is wanted
-                rows = np.flatnonzero(~self._dead & (count < num_steps))
-                here = count[rows], rows
-                step_of[here] = step
-            seen, reward, terminated, truncated, info = self._envs.step(
-                actor.act(self._observations, starts)
-            )
-            if self._info_keys:
-                wanted = np.arange(num_envs)[rows]
-                self._keep_infos(
-                    transitions,
-                    info,
-                    terminated | truncated,
-                    wanted,
-                    count[wanted] * num_envs + wanted,
-                )
-            transitions.rewards[here] = reward[rows]
-            transitions.terminations[here], transitions.truncations[here] = (
-                terminated[rows],
-                truncated[rows],
-            )
-            self._returns += reward
+        for step in range(num_steps):
+            self._see(transitions, step)
+            actions = actor.act(self._observations, starts)
+            seen, rewards, terminations, truncations, infos = self._envs.step(actions)
+            ended = terminations | truncations
+            transitions.rewards[step] = rewards
+            transitions.terminations[step] = terminations
+            transitions.truncations[step] = truncations
+            self._keep_infos(transitions, step, infos, ended)
+            self._returns += rewards
             self._lengths += 1
-            self._returns[self._dead] = self._lengths[self._dead] = 0
-            count += ~self._dead
-            ended = terminated | truncated
             if ended.any():
                 rows = np.flatnonzero(ended)
-                numbers = (count[rows] - 1) * num_envs + rows
-                ends.append(numbers)
                 # Environments that count their own episodes know better than the sum of rewards.
-                counts = info.get("_episode", ended)[rows]
-                own = info.get("episode", {"r": self._returns, "l": self._lengths})
+                counts = infos.get("_episode", ended)[rows]
+                own = infos.get("episode", {"r": self._returns, "l": self._lengths})
+                numbers = step * self.num_envs + rows
                 episodes.append(np.stack([numbers, own["r"][rows], own["l"][rows]], 1)[counts])
-                final = info["final_obs"] if self._mode == AutoresetMode.SAME_STEP else seen
-                final_observations.append(self._of_space(_take(space, final, rows)))
                 self._returns[ended] = self._lengths[ended] = 0
-                if self._mode == AutoresetMode.DISABLED:
+                if self._mode == AutoresetMode.SAME_STEP:
+                    finals.append(self._final(infos["final_obs"], rows))
+                else:
+                    finals.append(self._final(seen, rows))
                     seen, _ = self._envs.reset(options={"reset_mask": ended})
-            starts = ended if aligned else self._dead
-            if not aligned:
-                self._dead = ended
-            self._observations = self._of_space(seen)
-            step += 1
-        counted, all_ends = np.concatenate(episodes), np.concatenate(ends)
-        order = all_ends.argsort()  # by transition, which is not always the order that they came in
-        within = order[all_ends[order] < transitions.rewards.size]
-        final = map_space(
-            lambda *leaves: np.concatenate(leaves)[within], space, *final_observations
-        )
-        in_order = counted[counted[:, 0].argsort()]
-        return transitions.part(actor, final, self._stacks, in_order, step_of)
+            self._observations, starts = self._of_space(seen), ended
+        self._see(transitions, num_steps)
+        final = map_space(lambda *leaves: np.concatenate(leaves), space, *finals)
+        return transitions.part(actor, final, self.layout.stacks, np.concatenate(episodes))
+
+    def _see(self, transitions: Transitions, step: int) -> None:
+        """Write the last observations to this step of the transitions."""
+
+        def write(room: np.ndarray, leaf: np.ndarray) -> None:
+            room[step] = leaf
+
+        map_space(write, self._space, transitions.observations, self._observations)
+
+    def _final(self, batch: Any, rows: np.ndarray) -> Any:
+        """Return a copy of some rows of a batch, or of an array of the rows as objects."""
+        if isinstance(batch, np.ndarray) and batch.dtype == object:
+            batch, rows = stack(self._space, list(batch[rows])), slice(None)
+        return self._of_space(take(self._space, batch, rows))
 
     def _keep_infos(
-        self,
-        transitions: Transitions,
-        infos: dict[str, Any],
-        ended: np.ndarray,
-        rows: np.ndarray,
-        steps: np.ndarray,
+        self, transitions: Transitions, step: int, infos: dict[str, Any], ended: np.ndarray
     ) -> None:
-        """Keep what ``infos`` have of these rows, whose transitions have these numbers."""
-        all_rows = np.ones(len(ended), bool)
-        sources = [(infos, all_rows)]
-        if (
-            self._mode == AutoresetMode.SAME_STEP
-        ):  # where an episode has ended, those are of the reset
+        """Keep the infos of a step that are asked for."""
+        everywhere = np.ones(self.num_envs, bool)
+        sources = [(infos, everywhere)]
+        if self._mode == AutoresetMode.SAME_STEP:
+            # Where an episode has ended, ``infos`` are those of the reset.
             sources = [(infos, ~ended), (infos.get("final_info", {}), ended)]
-        for key in self._info_keys:
+        for key in self.layout.info_keys:
             for source, among in sources:
                 if key in source:
-                    there = (among & source.get(f"_{key}", all_rows))[rows]
-                    if there.any():
-                        transitions.add_info(
-                            key, steps[there], np.asarray(source[key])[rows[there]]
-                        )
-
-
-def _take(space: gym.Space, batch: Any, rows: Any) -> Any:
-    """Return a copy of these rows of a batch, or of an array of objects."""
-    if isinstance(batch, np.ndarray) and batch.dtype == object:
-        return stack(space, list(batch[rows]))
-    return take(space, batch, rows)
+                    rows = np.flatnonzero(among & source.get(f"_{key}", everywhere))
+                    if rows.size:
+                        values = np.asarray(source[key])[rows]
+                        transitions.add_info(key, step * self.num_envs + rows, values)

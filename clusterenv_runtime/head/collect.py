@@ -37,9 +37,9 @@ class Collector:
         self._store = head.store
         self._rule = head.rule
         self._recovery = head.recovery
-        self._space = blueprint.single_observation_space
+        self._space = blueprint.layout.single_observation_space
         # An example of each info, as far as one is known.
-        self._infos = {key: np.zeros(()) for key in blueprint.info_keys}
+        self._infos = {key: np.zeros(()) for key in blueprint.layout.info_keys}
         self.granted: dict[int, int] = {}  # seq -> worker, of outstanding requests, oldest first
         self.overlapped: int | None = None  # the steps of the rollout that was requested ahead
 

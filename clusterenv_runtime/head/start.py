@@ -120,7 +120,8 @@ def start_head(
         Worker(index, rows, blueprint.setup(rows), blueprint.first_row)
         for index, rows in enumerate(blueprint.shares(num_workers))
     ]
-    spaces = blueprint.single_observation_space, blueprint.single_action_space
+    layout = blueprint.layout
+    spaces = layout.single_observation_space, layout.single_action_space
     copies, needs_kl = [worker.copy for worker in workers], options.rule.mode == "kl"
     store = PolicyStore(copies, *spaces, options.rounds, needs_kl, sum_over_learners)
     recovery = Recovery(options.rule, store)
@@ -128,7 +129,7 @@ def start_head(
     transport = make_transport(
         address, options.port, options.security, options.keys(), launcher.directory
     )
-    opener = Opener(*spaces, blueprint.info_keys, blueprint.frame_stack)
+    opener = Opener(*spaces, layout.info_keys, layout.frame_stack)
     pool = WorkerPool(transport, supervisor, recovery, store, opener)
     key_file = options.workers_key_file(launcher, transport.key_file)
     flags = worker_flags(

@@ -41,7 +41,7 @@ class Stepper:
         self._pool = head.pool
         self._recovery = head.recovery
         self._blueprint = blueprint
-        self._space = blueprint.single_observation_space
+        self._space = blueprint.layout.single_observation_space
         self._copy = copy
         # A full reset does not wait for workers that have yet to come. They are reset when they do.
         self._skips_absent = head.is_partial
@@ -123,7 +123,7 @@ class Stepper:
         """Return observations, rewards, terminations, truncations and infos."""
         replies = self._replies(AsyncState.WAITING_STEP, timeout)
         # In the mode SAME_STEP the user sees with an end what follows it.
-        shows_ends = self._blueprint.autoreset_mode != AutoresetMode.SAME_STEP
+        shows_ends = self._blueprint.layout.autoreset_mode != AutoresetMode.SAME_STEP
         for worker, reply in zip(self._pool.workers, replies, strict=True):
             observations, _, terminations, truncations = reply.value
             worker.episodes = Episodes(observations, (terminations | truncations) & shows_ends)

@@ -71,7 +71,7 @@ class Actor:
         """Begin a rollout of environments of which those have begun an episode where ``starts`` is
         True.
         """
-        self._num_steps, self._num_envs = num_steps, len(starts)
+        self._num_steps = num_steps
         self._step_params: list[Any] = []
         self._actions: list[Any] = []
         self._given: list[Any] = []
@@ -93,7 +93,7 @@ class Actor:
         ``starts`` ``(num_envs,)`` says which of these are the first of an episode.
         """
         tensors = to_tensor(observations, torch.device("cpu"), self.policy.float_observations)
-        step = len(self._actions) % self._num_steps
+        step = len(self._actions)
         if self.state is None:
             params = self.policy(tensors)
         else:
@@ -118,9 +118,9 @@ class Actor:
         """Return the noise of a rollout, that of each row by its number; ``params`` are those of
         the first step.
         """
-        noise, again = [], len(self._actions) // self._num_steps
+        noise = []
         for place, row in enumerate(self._rows):
-            self._generator.manual_seed(noise_seed(self._seed, row, self._rollout, again))
+            self._generator.manual_seed(noise_seed(self._seed, row, self._rollout))
             own = map_tree(lambda leaf: leaf[place : place + 1], params)  # noqa: B023
             noise.append(self.noise_of_row(own))
         return map_tree(lambda *each: torch.cat(each, 1), *noise)
@@ -138,20 +138,14 @@ class Actor:
         return map_tree(lambda *each: np.stack(each), *self._given) if self._given else None
 
     @torch.inference_mode()
-    def finish(self, steps: np.ndarray | None = None) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """Return what a `RolloutPart` holds of the policy: actions, their log-probs, extras, states
         and parameters.
-
-        ``steps`` ``(num_steps, num_envs)``: which step each is of, if there were more than
-        num_steps.
         """
         params, actions = (
             map_tree(lambda *leaves: torch.stack(leaves), *each)
             for each in (self._step_params, self._actions)
         )
-        if steps is not None:
-            which = torch.from_numpy(steps), torch.arange(self._num_envs)
-            params, actions = map_tree(lambda leaf: leaf[which], (params, actions))
         if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in leaves(params)):
             raise ValueError(
                 "params hold NaN: has the policy diverged?"

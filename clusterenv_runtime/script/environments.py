@@ -18,7 +18,7 @@ from gymnasium.vector import SyncVectorEnv, VectorEnv
 
 from ..errors import one_line
 from ..extras.backends import make_vec
-from ..extras.together import Together
+from ..extras.together import AutoresetError, Together
 from ..worker.one_by_one import stats_key
 from .arguments import check
 
@@ -70,6 +70,8 @@ def read_spaces(
             check_plain(args, make_env, of_envpool if args.env_backend == "envpool" else ())
     except (ModuleNotFoundError, gym.error.Error) as error:
         check(False, error)
+    except AutoresetError as error:
+        check(False, f"--env-backend {args.env_backend}: {error}")
     except Exception as error:
         if not kwargs:
             raise

@@ -62,13 +62,11 @@ class Transitions:
         final_observations: Any,
         stacks: Any,
         episodes: list[tuple[int, float, int]] | np.ndarray,
-        steps: np.ndarray | None = None,
     ) -> RolloutPart:
         """Return what is sent of these steps.
 
         ``stacks`` says which observations are stacks of frames, see `are_stacks`. ``episodes``
-        are (step * num_envs + environment, return, length); ``steps``, if the actor acted more
-        often than there are steps, says which of its steps each of ours is.
+        are (step * num_envs + environment, return, length).
         """
         numbers, returns, lengths = np.array(episodes, np.float64).reshape(-1, 3).T
         frames, found = (
@@ -98,7 +96,7 @@ class Transitions:
             episodic_returns=returns.copy(),
             episodic_lengths=lengths.astype(np.int64),
             frames=tuple(frames),
-            **actor.finish(steps),
+            **actor.finish(),
         )
 
 

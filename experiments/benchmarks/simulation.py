@@ -74,9 +74,11 @@ class Simulation:
             case protocol.Setup():
                 if self.envs is None:
                     self.rule = pickle.loads(buffers[1])
-                    self.envs = build_environments(**pickle.loads(buffers[0]))
+                    self.envs = build_environments(*pickle.loads(buffers[0]))
                     observation_buffers = []
-                    value = pack(self.envs.reset(seed=1)[0], observation_buffers)
+                    value = pack(
+                        self.envs.reset([1] * self.envs.num_envs, None), observation_buffers
+                    )
                     self.observations = protocol.Reply(value, List([])), observation_buffers
                 self.send(worker, seq, protocol.Reply(None, List([])))
             case protocol.Structure():
