@@ -1,6 +1,4 @@
-"""A worker's two connections to the head, and the end of the process when there is no head any
-more.
-"""
+"""A worker's two links to the head, and the end of the process when there is no head any more."""
 
 from __future__ import annotations
 
@@ -16,38 +14,38 @@ import time
 from typing import Any
 
 import zmq
-import zmq.utils.monitor
+from zmq.utils.monitor import recv_monitor_message
 
 from ..launchers.processes import VARIABLE, kill_marked
 from ..wire import protocol
 from ..wire.security import WorkerKeys
 
 logger = logging.getLogger(__name__)
-# after how long a worker that waits for the head's first answer says again that it is there
-HELLO_S = 5.0
-MAX_HELLO_S = 60.0  # after how long in the end, as each time it is twice as long
-# longer than it takes to end: what the head has not read yet would be lost behind another link
+HELLO_S = 5.0  # A worker says hello again after this time without an answer,
+MAX_HELLO_S = 60.0  # then after twice that time and so on, up to this.
+# A link that breaks is not made again before the process ends: what the head has not read yet
+# would be lost behind a new link.
 RECONNECT_MS = 2000
-REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH  # by a `security.Gate`
+SUCCEEDED, REFUSED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class End(BaseException):
-    """There is nothing more to do: the head has said so, or Ctrl-C; or a request failed. It may
-    come at any time.
+    """The worker ends: the head said so, Ctrl-C was pressed, or a request failed for good.
+
+    It may be raised at any time.
     """
 
 
 class Connection:
-    """Sends and receives. When the head has gone, it ends this process, whatever its environments
-    are doing.
+    """Sends and receives messages. It ends the process when the head is gone, whatever that does.
 
     Args:
         address: the head's, as ZeroMQ writes it.
-        keys: over tcp with CURVE.
+        keys: the run's keys, over tcp with CURVE.
         startup_timeout: seconds to try to reach the head.
         timeout: seconds of a silent link before giving up.
-        parent: the head's pid, if it is this process's parent.
-        directory: to remove, should that parent vanish.
+        parent: the head's pid, if the head is this process's parent.
+        directory: a directory to remove when that parent is gone.
     """
 
     def __init__(
@@ -59,83 +57,59 @@ class Connection:
         parent: int | None,
         directory: str | None,
     ) -> None:
-        self._startup_timeout, self._parent, self._directory = startup_timeout, parent, directory
+        self._startup_timeout = startup_timeout
+        self._parent = parent
+        self._directory = directory
         if self._parent_has_left():
             with contextlib.suppress(OSError):
                 os.kill(parent, 0)
-                # it lives, our parent is of a --worker-prefix; the link will tell when it ends
+                # The head lives: this process's parent is a --worker-prefix. The link will tell.
                 self._parent = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.routing_id = b"w" + secrets.token_bytes(
-            16
-        )  # nobody can take it, as nobody else knows it
-        self._socket.linger = 5000  # the last message may be why we die
-        # the head bounds what it asks; were pings to pile up unread, the link would seem dead
+        self._socket.routing_id = b"w" + secrets.token_bytes(16)  # nobody can guess and take it
+        self._socket.linger = 5000  # the last message may say why this process ends
+        # The head bounds its requests. If pings could not pile up, the link would seem dead.
         self._socket.rcvhwm = 0
-        # libzmq's own thread notices a silent link, whatever Python does at either end: that of a
-        # second socket, which lives until the process ends, as the head would take its end for this
-        # one's.
+        # A second socket shows that this process lives: libzmq's own thread answers for it,
+        # whatever Python does. It lives until the process ends, as the head takes its end for this.
         self._pulse = zmq.Context().socket(zmq.DEALER)
         self._pulse.routing_id = protocol.pulse_of(self._socket.routing_id)
         self._pulse.linger = self._pulse.rcvhwm = 0
         protocol.keep_alive(self._pulse, timeout)
-        self._shows, self._shown_at = (
-            threading.Event(),
-            0.0,
-        )  # set when the pulse is connected, and when that was
+        self._is_shown = threading.Event()  # whether the pulse is connected
+        self._shown_at = 0.0
         self._monitors = [
-            self._dial(socket, address, keys, timeout) for socket in (self._pulse, self._socket)
+            _dial(each, address, keys, timeout) for each in (self._pulse, self._socket)
         ]
-        self._pulse.send(
-            protocol.encode((None, protocol.Ping()))
-        )  # from now on the head counts on it
+        self._pulse.send(protocol.encode((None, protocol.Ping())))  # the head counts on it now
         threading.Thread(target=self._exit_with_head, daemon=True).start()
         self.waited = 0.0  # seconds in `receive` since this was last set to 0
 
-    @staticmethod
-    def _dial(
-        socket: zmq.Socket[bytes], address: str, keys: WorkerKeys | None, silence: float
-    ) -> zmq.Socket[bytes]:
-        """Connect a socket, and return its monitor."""
-        # The kernel notices where a network has lost this connection alone, be there something to
-        # send or not.
-        seconds = int(min(max(silence, 4), 30_000))  # it takes no more
-        socket.tcp_maxrt = seconds * 1000
-        socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, 2
-        socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = seconds // 2, seconds // 4
-        socket.connect_timeout = socket.reconnect_ivl = RECONNECT_MS
-        protocol.set_limits(socket, protocol.MAX_REQUEST_FRAME)
-        if keys is not None:
-            keys.secure(socket)
-        monitor = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSED | zmq.EVENT_DISCONNECTED
-        )
-        socket.ipv6 = "[" in address
-        socket.connect(os.fsencode(address))  # the path of a socket file need not be UTF-8
-        return monitor
-
     def greet(self, index: int) -> None:
-        """Say hello as this one of the head's workers, until the head's first message is there."""
-        versions = protocol.shared_versions()
+        """Say hello as worker ``index`` until the head's first message is there."""
         host = re.sub(r"[^\w.:-]", "_", socket.gethostname())[:255]  # the head takes no others
-        hello = protocol.Hello(protocol.PROTOCOL_VERSION, index, host, os.getpid(), versions)
+        hello = protocol.Hello(
+            protocol.PROTOCOL_VERSION, index, host, os.getpid(), protocol.shared_versions()
+        )
+        start, pause = time.monotonic(), HELLO_S
         self.send(None, hello)
-        start, warned, pause = time.monotonic(), False, HELLO_S
-        # Once more from time to time: the head may not know yet that the one before is dead. If it
-        # learns for long, it reads nothing, and what piles up there is limited.
+        # The head may not know yet that the worker before this one is dead, so one hello is not
+        # enough. While the head learns it reads nothing, and the queue of its messages is limited.
         while not self._socket.poll(pause * 1000):
             self.send(None, hello)
             pause = min(2 * pause, MAX_HELLO_S)
-            if not warned and (warned := time.monotonic() > start + self._startup_timeout):
-                text = "no answer for %g s: the head is busy, or does not expect this worker"
-                logger.warning(text, self._startup_timeout)
+            waited = time.monotonic() - start
+            if waited > self._startup_timeout:
+                text = "no answer for %.0f s: the head is busy, or does not expect this worker"
+                logger.warning(text, waited)
 
     def settle(self) -> None:
-        """Wait until the head would notice the end of this process's pulse: before that it is given
-        time to start.
+        """Wait until the head would notice the end of this process's pulse.
+
+        The head gives the pulse that time to start.
         """
-        self._shows.wait()  # else this process ends after `startup_timeout`
+        self._is_shown.wait()  # if the pulse never connects, this process ends
         time.sleep(max(self._shown_at + 1.5 * protocol.PULSE_S - time.monotonic(), 0))
 
     def send(self, seq: int | None, message: protocol.Message, *buffers: Any) -> None:
@@ -145,67 +119,45 @@ class Connection:
         """Return the next message that is no ping: its ``seq``, header and buffers.
 
         Raises:
-            End: it says that it is enough.
+            End: the message is `Close`.
         """
-        start, request = time.perf_counter(), None
-        while request is None or isinstance(request, protocol.Ping):
+        start = time.perf_counter()
+        while True:
             header, *buffers = self._socket.recv_multipart(copy=False)
             try:
                 seq, request = protocol.decode_request(header.buffer)
-            except Exception as error:  # whatever bytes make msgspec raise
+            except Exception as error:  # bytes can make msgspec raise many kinds
                 logger.warning("dropped a malformed message: %s", error)
-        if isinstance(request, protocol.Close):
-            raise End
-        self.waited += time.perf_counter() - start
-        return seq, request, [buffer.buffer for buffer in buffers]
+                continue
+            if isinstance(request, protocol.Close):
+                raise End
+            if not isinstance(request, protocol.Ping):
+                self.waited += time.perf_counter() - start
+                return seq, request, [buffer.buffer for buffer in buffers]
 
     def close(self) -> None:
-        """Close it, once what was sent has left, and remove what a head that was killed has left."""
+        """Close the link once all messages have left, and tidy up behind a head that was killed."""
         self._socket.close()
         self._context.term()
         self._tidy_up()
 
     def _parent_has_left(self) -> bool:
-        """Say whether the head was this process's parent, and is no more."""
-        return self._parent is not None and os.getppid() not in (
-            self._parent,
-            0,
-        )  # 0: it is not in our pid namespace
+        """Return whether the head was this process's parent, and is no more."""
+        # 0 stands for a parent outside of this process's pid namespace.
+        return self._parent is not None and os.getppid() not in (self._parent, 0)
 
     def _tidy_up(self) -> None:
         if self._parent_has_left() and self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _exit_with_head(self) -> None:
-        events, connected, deadline = set[int](), 0, time.monotonic() + self._startup_timeout
-        poller = zmq.Poller()
-        for each in (self._pulse, *self._monitors):
-            poller.register(each, zmq.POLLIN)
-        with contextlib.suppress(zmq.ContextTerminated):
-            while not events & {REFUSED, zmq.EVENT_DISCONNECTED}:
-                # What is not connected yet is tried again and again: the network may be down for a
-                # moment.
-                if self._parent_has_left() or (connected < 2 and time.monotonic() >= deadline):
+        with contextlib.suppress(zmq.ContextTerminated):  # by `close`
+            logger.error("%s: exiting", self._wait_until_head_is_gone())
+            # The links of a process close a moment before it has ended.
+            deadline = time.monotonic() + 1
+            while self._parent is not None and not self._parent_has_left():
+                if time.monotonic() >= deadline:
                     break
-                for each, _ in poller.poll(1000):
-                    if each is self._pulse:
-                        each.recv_multipart()  # the head's pings
-                        continue
-                    events.add(event := zmq.utils.monitor.recv_monitor_message(each)["event"])
-                    connected += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                    if each is self._monitors[0] and event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                        self._shown_at = time.monotonic()
-                        self._shows.set()
-            if REFUSED in events:
-                logger.error("the head refuses this worker, as it has other keys: exiting")
-            else:
-                logger.error("there is no head at the other end: exiting")
-            deadline = time.monotonic() + 1  # a process's links close a moment before it has ended
-            while (
-                self._parent is not None
-                and not self._parent_has_left()
-                and time.monotonic() < deadline
-            ):
                 time.sleep(0.01)
             self._tidy_up()
             if VARIABLE in os.environ:
@@ -213,3 +165,52 @@ class Connection:
             os._exit(1)
         for monitor in self._monitors:
             monitor.close()
+
+    def _wait_until_head_is_gone(self) -> str:
+        """Return why there is no head, once there is none. Read the pulse's pings until then."""
+        gone = "there is no head at the other end"
+        deadline = time.monotonic() + self._startup_timeout
+        connected = 0
+        poller = zmq.Poller()
+        for each in (self._pulse, *self._monitors):
+            poller.register(each, zmq.POLLIN)
+        while not self._parent_has_left():
+            # libzmq tries a link that does not connect again: the network may be down for a moment.
+            if connected < 2 and time.monotonic() >= deadline:
+                return gone
+            for each, _ in poller.poll(1000):
+                if each is self._pulse:
+                    each.recv_multipart()
+                    continue
+                event = recv_monitor_message(each)["event"]
+                if event == REFUSED:
+                    return "the head refuses this worker, as it has other keys"
+                if event == zmq.EVENT_DISCONNECTED:
+                    return gone
+                connected += 1
+                if each is self._monitors[0]:
+                    self._shown_at = time.monotonic()
+                    self._is_shown.set()
+        return gone
+
+
+def _dial(
+    socket: zmq.Socket[bytes], address: str, keys: WorkerKeys | None, silence: float
+) -> zmq.Socket[bytes]:
+    """Connect a socket to the head, and return the socket's monitor."""
+    # The kernel notices that a network has lost this connection alone, whether or not there is
+    # something to send.
+    seconds = int(min(max(silence, 4), 30_000))  # the kernel takes no more
+    socket.tcp_maxrt = seconds * 1000
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_cnt = 2
+    socket.tcp_keepalive_idle = seconds // 2
+    socket.tcp_keepalive_intvl = seconds // 4
+    socket.connect_timeout = socket.reconnect_ivl = RECONNECT_MS
+    protocol.set_limits(socket, protocol.MAX_REQUEST_FRAME)
+    if keys is not None:
+        keys.secure(socket)
+    monitor = socket.get_monitor_socket(SUCCEEDED | REFUSED | zmq.EVENT_DISCONNECTED)
+    socket.ipv6 = "[" in address
+    socket.connect(os.fsencode(address))  # the path of a socket file need not be UTF-8
+    return monitor
