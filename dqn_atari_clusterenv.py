@@ -1,6 +1,9 @@
-# DQN on Atari, whose frames are sent and kept once: CleanRL's dqn_atari.py, changed where
-# distribution asks for it /// script requires-python = ">=3.11" dependencies =
-# ["clusterenv[scripts,atari]"] tool.uv.sources.clusterenv = { path = ".", editable = true } ///
+# DQN on Atari, with each frame once: CleanRL's dqn_atari.py, changed where distribution asks for it
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["clusterenv[scripts,atari]"]
+# tool.uv.sources.clusterenv = { path = ".", editable = true }
+# ///
 import itertools
 import os
 import random
@@ -16,7 +19,7 @@ import torch.nn.functional as F
 import torch.optim as optim
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
-from clusterenv_runtime.extras.atari import EpisodicLife, FireReset
+from clusterenv_runtime.extras.atari import ENVPOOL, OF_ENVPOOL, EpisodicLife, FireReset, is_game
 from clusterenv_runtime.options import (
     EnvId,
     Fraction,
@@ -32,6 +35,9 @@ from clusterenv_runtime.script import (
     ScriptArgs,
     by_backend,
     check,
+    check_chunks,
+    check_discrete,
+    check_memory,
     evaluate,
     parse,
     read_spaces,
@@ -42,21 +48,11 @@ with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
 
     gym.register_envs(ale_py)
 FRAME_STACK = 4
-ENVPOOL = {"episodic_life": True, "reward_clip": True}  # the rest of make_env it does by default
-# The wrappers of make_env whose work EnvPool does.
-OF_ENVPOOL = (
-    "AtariPreprocessing",
-    "EpisodicLife",
-    "FireReset",
-    "TransformReward",
-    "FrameStackObservation",
-)
+STACK = FRAME_STACK, 84, 84
 
 
 @dataclass
-class Args(
-    ScriptArgs
-):  # what all scripts share, such as seed, num_workers and sync_mode, it inherits
+class Args(ScriptArgs):  # which has what all scripts share, such as seed and num_workers
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -116,9 +112,8 @@ def make_env(env_id, idx, capture_video, run_name, **kwargs):
         record = capture_video and idx == 0
         env = gym.make(env_id, frameskip=1, render_mode="rgb_array" if record else None, **kwargs)
         env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
-        env = gym.wrappers.RecordEpisodeStatistics(
-            env
-        )  # of whole games, and rewards that are not clipped
+        # Statistics are of whole games, with rewards that are not clipped.
+        env = gym.wrappers.RecordEpisodeStatistics(env)
         env = gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
         env = EpisodicLife(env)
         env = FireReset(env) if "FIRE" in env.unwrapped.get_action_meanings() else env
@@ -161,9 +156,8 @@ class ReplayBuffer:
         self.size, self.inserted, self.in_checkpoints = size, 0, in_checkpoints
         self.frames = torch.zeros(num_frames, *observation_space.shape[1:], dtype=torch.uint8)
         self.num_frames = 0  # that there have ever been: number n is at n % len(frames)
-        self.stacks = torch.zeros(
-            size, 2, FRAME_STACK, dtype=torch.int64
-        )  # of what was seen before and after
+        # the frames' numbers of what was seen before and after
+        self.stacks = torch.zeros(size, 2, FRAME_STACK, dtype=torch.int64)
         self.actions = torch.zeros(size, 1, dtype=torch.int64)
         self.rewards, self.dones = torch.zeros(size), torch.zeros(size)
         # of which frames are left: the numbers of the first transition and of the first frame
@@ -188,32 +182,29 @@ class ReplayBuffer:
         self.frames[held] = torch.from_numpy(frames)
         num = rollout.rewards.size
         places = torch.arange(self.inserted, self.inserted + num) % self.size
-        self.stacks[places] = self.num_frames + torch.from_numpy(
-            np.stack([obs.index, next_index], 2)
-        ).flatten(0, 1)
+        stacks = torch.from_numpy(np.stack([obs.index, next_index], 2)).flatten(0, 1)
+        self.stacks[places] = self.num_frames + stacks
         for column, values in (
             (self.actions, rollout.actions),
             (self.rewards, rollout.rewards),
             (self.dones, rollout.terminations),  # a truncation is not the end
         ):
-            column[places] = (
-                torch.from_numpy(values).reshape(num, *column.shape[1:]).to(column.dtype)
-            )
-        self.inserted, self.num_frames = self.inserted + num, self.num_frames + len(frames)
+            values = torch.from_numpy(values).reshape(num, *column.shape[1:])
+            column[places] = values.to(column.dtype)
+        self.inserted += num
+        self.num_frames += len(frames)
         while self.chunks[0][1] < self.num_frames - len(self.frames):
             del self.chunks[0]
 
     def sample(self, batch_size, device):
-        """Return observations, actions, next observations, rewards and dones, `(batch_size, ...)`."""
+        """Return observations, actions, next observations, rewards, dones, `(batch_size, ...)`."""
         num = min(self.inserted - self.chunks[0][0], self.size)
         inds = (self.inserted - 1 - torch.randint(num, (batch_size,))) % self.size
-        frames = self.frames.index_select(0, (self.stacks[inds] % len(self.frames)).flatten()).to(
-            device
-        )
+        held = (self.stacks[inds] % len(self.frames)).flatten()
+        frames = self.frames.index_select(0, held).to(device)
         obs, next_obs = frames.view(batch_size, 2, FRAME_STACK, *frames.shape[1:]).unbind(1)
-        actions, rewards, dones = (
-            column[inds].to(device) for column in (self.actions, self.rewards, self.dones)
-        )
+        columns = self.actions, self.rewards, self.dones
+        actions, rewards, dones = (column[inds].to(device) for column in columns)
         return obs, actions, next_obs, rewards, dones
 
     def state_dict(self):
@@ -247,57 +238,27 @@ def td_loss(q_network, obs, actions, td_target):
 
 
 if __name__ == "__main__":
-    # saved: what --resume goes on from
+    # saved: the checkpoint that --resume goes on from
     args, saved = parse(Args, fixed=("env_id", "num_steps", "buffer_size", "train_frequency"))
-    even = f"--num-envs {args.num_envs} must be a multiple of --num-workers {args.num_workers}: all chunks are as large"
-    check(args.num_envs % args.num_workers == 0, even)
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
-    rows = args.num_envs // args.num_workers
-    a_chunk = f"a chunk of {rows} environments x {args.num_steps} steps = {args.chunk_size}"
-    check(
-        args.num_iterations >= 1,
-        f"--total-timesteps {args.total_timesteps} must be at least {a_chunk}",
-    )
-    check(
-        args.buffer_size >= args.chunk_size,
-        f"--buffer-size {args.buffer_size} must be at least {a_chunk}",
-    )
-    target_every, rest = divmod(
-        args.target_network_frequency, args.train_frequency
-    )  # in gradient steps
-    check(
-        rest == 0,
-        "--target-network-frequency must be a multiple of --train-frequency: it counts environment steps",
-    )
-    spec = gym.registry.get(args.env_id)
-    is_atari = args.env_backend == "envpool" or spec is None or "ale_py" in str(spec.entry_point)
-    check(
-        is_atari, f"--env-id must be one of Atari's games, such as ALE/Pong-v5, got {args.env_id}"
-    )
+    check_chunks(args)
+    target_every = args.target_network_frequency // args.train_frequency  # in gradient steps
+    game = f"--env-id must be one of Atari's games, such as ALE/Pong-v5, got {args.env_id}"
+    check(is_game(args.env_id) or args.env_backend == "envpool", game)
     obs_space, action_space = read_spaces(args, make_env, of_envpool=OF_ENVPOOL)
-    discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
-    check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
-    stack = FRAME_STACK, 84, 84
-    check(
-        obs_space.shape == stack,
-        f"observations must be {stack}, as of Atari's games, not {obs_space}",
-    )
+    check_discrete(args, action_space)
+    stacks = f"observations must be {STACK}, as of Atari's games, not {obs_space}"
+    check(obs_space.shape == STACK, stacks)
     # A chunk begins and ends with whole stacks; so do episodes, for which there is some room, too.
-    num_frames = (
-        int(args.buffer_size * (1 + 2 * FRAME_STACK / args.num_steps))
-        + 2 * FRAME_STACK * args.chunk_size
-    )
-    needed = ReplayBuffer.num_bytes(args.buffer_size, num_frames, obs_space) / 2**30
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    check(
-        needed < memory,
-        f"--buffer-size {args.buffer_size} takes {needed:.1f} GiB, this machine has {memory:.1f}",
-    )
-    run = Run(args, saved, alone="all transitions go into one replay buffer, as they come")
+    num_frames = int(args.buffer_size * (1 + 2 * FRAME_STACK / args.num_steps))
+    num_frames += 2 * FRAME_STACK * args.chunk_size
+    needed = ReplayBuffer.num_bytes(args.buffer_size, num_frames, obs_space)
+    check_memory(args, needed)
+    run = Run(args, saved)
     writer = run.writer
     where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
-    print(f"replay buffer: {args.buffer_size:,} transitions, {needed * 1024:,.1f} MiB, {where}")
+    print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
@@ -307,9 +268,8 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
-    kwargs = args.make_kwargs
     env_fns = [
-        make_env(args.env_id, i, args.capture_video, run.name, **kwargs)
+        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
     env_fns = by_backend(args, env_fns, **ENVPOOL)
@@ -319,29 +279,24 @@ if __name__ == "__main__":
     duration = args.exploration_fraction * args.total_timesteps
     epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
     policy = PixelPolicy(q_network, epsilon)  # what travels to the workers
-    optimizer = run.keep(
-        "optimizer", optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
-    )
-    optimizer.param_groups[0]["lr"] = (
-        args.learning_rate
-    )  # which may have changed since the checkpoint
+    adam = optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
+    optimizer = run.keep("optimizer", adam)
+    # The rate may be another than that of the checkpoint.
+    optimizer.param_groups[0]["lr"] = args.learning_rate
     target_network = QNetwork(envs).to(device)
     target_network.load_state_dict(q_network.state_dict())
     run.keep("target_network", target_network)
-    rb = run.keep(
-        "rb",
-        ReplayBuffer(args.buffer_size, num_frames, envs.single_observation_space, args.save_replay),
-    )
+    space = envs.single_observation_space
+    rb = ReplayBuffer(args.buffer_size, num_frames, space, args.save_replay)
+    run.keep("rb", rb)
     # warm_up: environment steps before learning; waiting: seconds of waiting for chunks
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts, waiting=0.0))
     if run.global_step and not rb.inserted:
         # After another `learning_starts` steps, gradient steps go on where they were.
-        count.warm_up = (
-            run.global_step + args.learning_starts - count.gradient_steps * args.train_frequency
-        )
-        print(
-            f"no replay buffer in the checkpoint: collecting {args.learning_starts:,} steps before learning"
-        )
+        learned = count.gradient_steps * args.train_frequency
+        count.warm_up = run.global_step + args.learning_starts - learned
+        first = f"collecting {args.learning_starts:,} steps before learning"
+        print(f"no replay buffer in the checkpoint: {first}")
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
@@ -359,9 +314,8 @@ if __name__ == "__main__":
             collect_start = time.monotonic()
             worker, chunk = envs.recv(next(turns))
             count.waiting += time.monotonic() - collect_start
-            policy.epsilon = linear_schedule(
-                args.start_e, args.end_e, duration, iteration * args.chunk_size
-            )
+            step = iteration * args.chunk_size
+            policy.epsilon = linear_schedule(args.start_e, args.end_e, duration, step)
             if iteration + len(ahead) <= args.num_iterations:
                 envs.send(args.num_steps, worker)
             # From here to the next chunk nothing waits for workers, so a checkpoint holds all of
@@ -383,9 +337,8 @@ if __name__ == "__main__":
                 count.gradient_steps += 1
                 # update target network
                 if count.gradient_steps % target_every == 0:
-                    for target_param, q_param in zip(
-                        target_network.parameters(), q_network.parameters(), strict=True
-                    ):
+                    parameters = target_network.parameters(), q_network.parameters()
+                    for target_param, q_param in zip(*parameters, strict=True):
                         target_param.data.lerp_(q_param.data, args.tau)
                 if count.gradient_steps % args.sync_check_frequency == 0:
                     envs.publish(policy)
@@ -401,9 +354,8 @@ if __name__ == "__main__":
             learned = count.gradient_steps * args.batch_size
             writer.add_scalar("time/learner_waiting", count.waiting, run.global_step)
             writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)
-            writer.add_scalar(
-                "throughput/produced_sps", run.global_step / run.seconds, run.global_step
-            )
+            produced = run.global_step
+            writer.add_scalar("throughput/produced_sps", produced / run.seconds, run.global_step)
             writer.add_scalar("throughput/consumed_sps", learned / run.seconds, run.global_step)
             writer.add_scalar("throughput/replay_ratio", learned / run.global_step, run.global_step)
 

@@ -1,6 +1,9 @@
-# DQN on environments that live in worker processes, anywhere: CleanRL's dqn.py, changed where
-# distribution asks for it /// script requires-python = ">=3.11" dependencies =
-# ["clusterenv[scripts]"] tool.uv.sources.clusterenv = { path = ".", editable = true } ///
+# DQN on environments in worker processes: CleanRL's dqn.py, changed where distribution asks for it
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["clusterenv[scripts]"]
+# tool.uv.sources.clusterenv = { path = ".", editable = true }
+# ///
 import itertools
 import os
 import random
@@ -29,7 +32,10 @@ from clusterenv_runtime.script import (
     Run,
     ScriptArgs,
     by_backend,
-    check,
+    check_chunks,
+    check_discrete,
+    check_memory,
+    check_vectors,
     evaluate,
     parse,
     read_spaces,
@@ -37,9 +43,7 @@ from clusterenv_runtime.script import (
 
 
 @dataclass
-class Args(
-    ScriptArgs
-):  # what all scripts share, such as seed, num_workers and sync_mode, it inherits
+class Args(ScriptArgs):  # which has what all scripts share, such as seed and num_workers
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -96,13 +100,11 @@ class Args(
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
     def thunk():
-        record = capture_video and idx == 0
-        env = (
-            gym.make(env_id, render_mode="rgb_array", **kwargs)
-            if record
-            else gym.make(env_id, **kwargs)
-        )
-        env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
+        if capture_video and idx == 0:
+            env = gym.make(env_id, render_mode="rgb_array", **kwargs)
+            env = gym.wrappers.RecordVideo(env, f"videos/{run_name}")
+        else:
+            env = gym.make(env_id, **kwargs)
         return gym.wrappers.RecordEpisodeStatistics(env)
 
     return thunk
@@ -136,14 +138,12 @@ class ReplayBuffer:
 
     @staticmethod
     def num_bytes(size, observation_space):
-        return size * (
-            2 * int(np.prod(observation_space.shape)) * observation_space.dtype.itemsize + 8 + 4 + 4
-        )
+        observation = int(np.prod(observation_space.shape)) * observation_space.dtype.itemsize
+        return size * (2 * observation + 8 + 4 + 4)
 
     def add(self, rollout):
-        next_observations = np.concatenate(
-            [rollout.observations[1:], rollout.next_observations[None]]
-        )
+        last = rollout.next_observations[None]
+        next_observations = np.concatenate([rollout.observations[1:], last])
         # An episode's last step leads to its final observation, not to the one its environment was
         # reset to.
         next_observations[rollout.terminations | rollout.truncations] = rollout.final_observations
@@ -205,61 +205,34 @@ def td_loss(q_network, obs, actions, td_target):
 
 
 if __name__ == "__main__":
-    # saved: what --resume goes on from
+    # saved: the checkpoint that --resume goes on from
     args, saved = parse(Args, fixed=("env_id", "num_steps", "buffer_size", "train_frequency"))
-    even = f"--num-envs {args.num_envs} must be a multiple of --num-workers {args.num_workers}: all chunks are as large"
-    check(args.num_envs % args.num_workers == 0, even)
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
-    rows = args.num_envs // args.num_workers
-    a_chunk = f"a chunk of {rows} environments x {args.num_steps} steps = {args.chunk_size}"
-    check(
-        args.num_iterations >= 1,
-        f"--total-timesteps {args.total_timesteps} must be at least {a_chunk}",
-    )
-    check(
-        args.buffer_size >= args.chunk_size,
-        f"--buffer-size {args.buffer_size} must be at least {a_chunk}",
-    )
-    target_every, rest = divmod(
-        args.target_network_frequency, args.train_frequency
-    )  # in gradient steps
-    check(
-        rest == 0,
-        "--target-network-frequency must be a multiple of --train-frequency: it counts environment steps",
-    )
+    check_chunks(args)
+    target_every = args.target_network_frequency // args.train_frequency  # in gradient steps
     obs_space, action_space = read_spaces(args, make_env)
-    discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
-    check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
-    flatten = "have make_env put FlattenObservation around the environment"
-    check(
-        len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}; {flatten}"
-    )
-    needed = ReplayBuffer.num_bytes(args.buffer_size, obs_space) / 2**30
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    check(
-        needed < memory,
-        f"--buffer-size {args.buffer_size} takes {needed:.1f} GiB, this machine has {memory:.1f}",
-    )
-    run = Run(args, saved, alone="all transitions go into one replay buffer, as they come")
+    check_discrete(args, action_space)
+    check_vectors(obs_space)
+    needed = ReplayBuffer.num_bytes(args.buffer_size, obs_space)
+    check_memory(args, needed)
+    run = Run(args, saved)
     writer = run.writer
     where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
-    print(f"replay buffer: {args.buffer_size:,} transitions, {needed * 1024:,.1f} MiB, {where}")
+    print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.set_num_threads(
-        1
-    )  # networks this small gain nothing from more, and runs side by side would stall each other
+    # Networks this small gain nothing from more threads, and runs side by side stall each other.
+    torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
-    kwargs = args.make_kwargs
     env_fns = [
-        make_env(args.env_id, i, args.capture_video, run.name, **kwargs)
+        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
     envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, **run.options())
@@ -268,28 +241,23 @@ if __name__ == "__main__":
     duration = args.exploration_fraction * args.total_timesteps
     epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
     policy = EpsilonGreedyPolicy(q_network, epsilon)  # what travels to the workers
-    optimizer = run.keep(
-        "optimizer", optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
-    )
-    optimizer.param_groups[0]["lr"] = (
-        args.learning_rate
-    )  # which may have changed since the checkpoint
+    adam = optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
+    optimizer = run.keep("optimizer", adam)
+    # The rate may be another than that of the checkpoint.
+    optimizer.param_groups[0]["lr"] = args.learning_rate
     target_network = QNetwork(envs).to(device)
     target_network.load_state_dict(q_network.state_dict())
     run.keep("target_network", target_network)
-    rb = run.keep(
-        "rb", ReplayBuffer(args.buffer_size, envs.single_observation_space, args.save_replay)
-    )
+    rb = ReplayBuffer(args.buffer_size, envs.single_observation_space, args.save_replay)
+    run.keep("rb", rb)
     # warm_up: environment steps before learning; waiting: seconds of waiting for chunks
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts, waiting=0.0))
     if run.global_step and not rb.inserted:
         # After another `learning_starts` steps, gradient steps go on where they were.
-        count.warm_up = (
-            run.global_step + args.learning_starts - count.gradient_steps * args.train_frequency
-        )
-        print(
-            f"no replay buffer in the checkpoint: collecting {args.learning_starts:,} steps before learning"
-        )
+        learned = count.gradient_steps * args.train_frequency
+        count.warm_up = run.global_step + args.learning_starts - learned
+        first = f"collecting {args.learning_starts:,} steps before learning"
+        print(f"no replay buffer in the checkpoint: {first}")
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
@@ -307,9 +275,8 @@ if __name__ == "__main__":
             collect_start = time.monotonic()
             worker, chunk = envs.recv(next(turns))
             count.waiting += time.monotonic() - collect_start
-            policy.epsilon = linear_schedule(
-                args.start_e, args.end_e, duration, iteration * args.chunk_size
-            )
+            step = iteration * args.chunk_size
+            policy.epsilon = linear_schedule(args.start_e, args.end_e, duration, step)
             if iteration + len(ahead) <= args.num_iterations:
                 envs.send(args.num_steps, worker)
             # From here to the next chunk nothing waits for workers, so a checkpoint holds all of
@@ -322,16 +289,13 @@ if __name__ == "__main__":
             # `learning_starts`.
             due = max(run.global_step - count.warm_up, 0) // args.train_frequency
             while count.gradient_steps < due:
-                # As many as the target network stays the same for: their batches and targets come
-                # in one go.
+                # Steps up to the next change of the target network get their batches in one go.
+                check_every = args.sync_check_frequency
                 until_target = target_every - count.gradient_steps % target_every
-                until_check = (
-                    args.sync_check_frequency - count.gradient_steps % args.sync_check_frequency
-                )
+                until_check = check_every - count.gradient_steps % check_every
                 burst = min(due - count.gradient_steps, until_target, until_check)
-                b_obs, b_actions, b_next_obs, b_rewards, b_dones = rb.sample(
-                    burst, args.batch_size, device
-                )
+                samples = rb.sample(burst, args.batch_size, device)
+                b_obs, b_actions, b_next_obs, b_rewards, b_dones = samples
                 b_td_target = compute_td_target(
                     target_network, b_next_obs, b_rewards, b_dones, args.gamma
                 )
@@ -343,9 +307,8 @@ if __name__ == "__main__":
                 count.gradient_steps += burst
                 # update target network
                 if count.gradient_steps % target_every == 0:
-                    for target_param, q_param in zip(
-                        target_network.parameters(), q_network.parameters(), strict=True
-                    ):
+                    parameters = target_network.parameters(), q_network.parameters()
+                    for target_param, q_param in zip(*parameters, strict=True):
                         target_param.data.lerp_(q_param.data, args.tau)
                 if count.gradient_steps % args.sync_check_frequency == 0:
                     envs.publish(policy)
@@ -361,9 +324,8 @@ if __name__ == "__main__":
             learned = count.gradient_steps * args.batch_size
             writer.add_scalar("time/learner_waiting", count.waiting, run.global_step)
             writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)
-            writer.add_scalar(
-                "throughput/produced_sps", run.global_step / run.seconds, run.global_step
-            )
+            produced = run.global_step
+            writer.add_scalar("throughput/produced_sps", produced / run.seconds, run.global_step)
             writer.add_scalar("throughput/consumed_sps", learned / run.seconds, run.global_step)
             writer.add_scalar("throughput/replay_ratio", learned / run.global_step, run.global_step)
 

@@ -1,9 +1,11 @@
-# PPO with continuous actions: CleanRL's ppo_continuous_action.py, changed where distribution asks
-# for it /// script requires-python = ">=3.11" dependencies = ["clusterenv[scripts]"]
-# tool.uv.sources.clusterenv = { path = ".", editable = true } ///
+# PPO with continuous actions: CleanRL's ppo_continuous_action.py, changed for distribution
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["clusterenv[scripts]"]
+# tool.uv.sources.clusterenv = { path = ".", editable = true }
+# ///
 import os
 import random
-import shutil
 import time
 from dataclasses import dataclass
 
@@ -31,6 +33,9 @@ from clusterenv_runtime.script import (
     ScriptArgs,
     by_backend,
     check,
+    check_batches,
+    check_compiler,
+    check_vectors,
     evaluate,
     parse,
     read_spaces,
@@ -38,9 +43,7 @@ from clusterenv_runtime.script import (
 
 
 @dataclass
-class Args(
-    ScriptArgs
-):  # what all scripts share, such as seed, num_workers and kl_threshold, it inherits
+class Args(ScriptArgs):  # which has what all scripts share, such as seed and num_workers
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -83,28 +86,23 @@ class Args(
 
     # Distribution specific arguments
     decoupled: bool = True
-    """clip against the policy at the update's start; against the one that acted, KL stays below
-    clip_coef^2 / 2
-    """
+    """clip against the policy at the start of the update, not against the one that acted"""
     clip_rho: PositiveNumber = 2.0
     """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
     overlap: bool = False
     """collect the next rollout while learning from this one; it acts one update behind"""
     compile: bool = False
-    """if toggled, networks and loss are compiled: up to half a minute, then updates take half to
-    two thirds as long
-    """
+    """compile networks and loss: after up to half a minute, updates take about 0.6 of the time"""
 
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
     def thunk():
-        record = capture_video and idx == 0
-        env = (
-            gym.make(env_id, render_mode="rgb_array", **kwargs)
-            if record
-            else gym.make(env_id, **kwargs)
-        )
-        return gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
+        if capture_video and idx == 0:
+            env = gym.make(env_id, render_mode="rgb_array", **kwargs)
+            env = gym.wrappers.RecordVideo(env, f"videos/{run_name}")
+        else:
+            env = gym.make(env_id, **kwargs)
+        return env
 
     return thunk
 
@@ -121,21 +119,15 @@ class Moments(RunningMeanStd):
     def __init__(self, shape=()):
         super().__init__(epsilon=0, shape=shape)
 
-    def update(self, x, learners):
-        for moments in learners.moments(
-            np.asarray(x, np.float64)
-        ):  # whatever the environment's dtype
-            self.update_from_moments(*moments)
+    def update(self, x):
+        super().update(np.asarray(x, np.float64))
 
     def state_dict(self):
         return {"mean": torch.tensor(self.mean), "var": torch.tensor(self.var), "count": self.count}
 
     def load_state_dict(self, state):
-        self.mean, self.var, self.count = (
-            state["mean"].numpy(),
-            state["var"].numpy(),
-            state["count"],
-        )
+        self.mean, self.var = state["mean"].numpy(), state["var"].numpy()
+        self.count = state["count"]
 
 
 class Normalize(nn.Module):
@@ -211,12 +203,11 @@ def scale_rewards(rewards, return_var):
 
 
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
-    """Return advantages and returns, https://arxiv.org/abs/1506.02438: arrays of `(num_steps,
-    num_envs)`, as all are.
+    """Return advantages and returns, `(num_steps, num_envs)`, https://arxiv.org/abs/1506.02438.
 
-    Only `values` has one step more, for the observations that came last, and `final_values`, of the
-    observations that ended episodes, is `(ends,)`, in the order of `(terminations |
-    truncations).nonzero()`.
+    `values` are `(num_steps + 1, num_envs)`: the last are of the observations after the rollout.
+    `final_values` are `(ends,)`, of the observations that ended episodes, in the order of
+    `(terminations | truncations).nonzero()`. The other arrays are `(num_steps, num_envs)`.
     """
     dones = terminations | truncations
     # bootstrap value if not terminated; from the final observation where an episode was cut off
@@ -231,14 +222,11 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
     return advantages, advantages + values
 
 
-def ppo_loss(
-    agent, args, obs, actions, logprobs, advantages, returns, values, weights, adv_mean_std=None
-):
-    """Return the loss of a minibatch, a scalar, and the scalars that are logged, by name.
+def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
+    """Return the loss of a minibatch, and by name the scalars to log.
 
-    `obs` and `actions` are `(minibatch_size, ...)`, the rest `(minibatch_size,)`. `weights`
-    multiply the policy's loss. With several learners the minibatch is one learner's share,
-    normalized by the whole one's `adv_mean_std`.
+    `obs` and `actions` are `(minibatch_size, ...)`, the other tensors `(minibatch_size,)`.
+    `weights` multiply the policy's loss.
     """
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     logratio = newlogprob - logprobs
@@ -249,8 +237,7 @@ def ppo_loss(
         approx_kl = ((ratio - 1) - logratio).mean()
         clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
     if args.norm_adv:
-        mean, std = (advantages.mean(), advantages.std()) if adv_mean_std is None else adv_mean_std
-        advantages = (advantages - mean) / (std + 1e-8)
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
     # Policy loss
     pg_loss1 = -advantages * ratio
@@ -268,47 +255,26 @@ def ppo_loss(
     entropy_loss = entropy.mean()
     loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
     return loss, {
-        "value_loss": v_loss, "policy_loss": pg_loss, "entropy": entropy_loss, "old_approx_kl": old_approx_kl,
-        "approx_kl": approx_kl, "clipfrac": clipfrac,
+        "value_loss": v_loss, "policy_loss": pg_loss, "entropy": entropy_loss,
+        "old_approx_kl": old_approx_kl, "approx_kl": approx_kl, "clipfrac": clipfrac,
     }  # fmt: skip
 
 
 if __name__ == "__main__":
-    args, saved = parse(
-        Args, fixed=("env_id", "num_steps", "hidden_size")
-    )  # saved: what --resume goes on from
+    # saved: the checkpoint that --resume goes on from
+    args, saved = parse(Args, fixed=("env_id", "num_steps", "hidden_size"))
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
-    the_batch = (
-        f"the batch of {args.num_envs} environments x {args.num_steps} steps = {args.batch_size}"
-    )
-    divides = args.batch_size % args.num_minibatches == 0
-    check(divides, f"--num-minibatches {args.num_minibatches} must divide {the_batch}")
-    of_one = f"--num-minibatches {args.num_minibatches} leaves one sample in each, whose advantage cannot be normalized"
-    check(args.minibatch_size > 1 or not args.norm_adv, f"{of_one}; use fewer, or --no-norm-adv")
-    check(
-        args.num_iterations >= 1,
-        f"--total-timesteps {args.total_timesteps} must be at least {the_batch}",
-    )
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    check(
-        not args.compile or compiler,
-        "--compile needs a C++ compiler, g++ or clang++, and there is none",
-    )
+    check_batches(args)
+    check_compiler(args)
     obs_space, action_space = read_spaces(args, make_env)
     continuous = isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind == "f"
     vectors = continuous and len(action_space.shape) == 1
     check(vectors, f"actions must be continuous vectors, not {action_space}: {args.env_id}")
-    flatten = "have make_env put FlattenObservation around the environment"
-    check(
-        len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}; {flatten}"
-    )
+    check_vectors(obs_space)
     run = Run(args, saved)
-    writer, learners = (
-        run.writer,
-        run.learners,
-    )  # there is one learner, or as many as torchrun has started
+    writer = run.writer
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
@@ -316,38 +282,34 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     Distribution.set_default_validate_args(False)  # the workers, who act, check theirs
-    torch.set_num_threads(
-        1
-    )  # networks this small gain nothing from more, and runs side by side would stall each other
+    # Networks this small gain nothing from more threads, and runs side by side stall each other.
+    torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
     env_fns = [
-        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs) for i in run.rows
+        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
+        for i in range(args.num_envs)
     ]
-    envs = ClusterEnv(by_backend(args, env_fns), num_envs=len(env_fns), **run.options())
+    envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, **run.options())
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))
     obs_moments = run.keep("obs_moments", Moments(envs.single_observation_space.shape))
-    return_moments = run.keep(
-        "return_moments", Moments()
-    )  # of discounted returns, by which rewards are scaled
+    # Rewards are scaled by the deviation of discounted returns.
+    return_moments = run.keep("return_moments", Moments())
     discounted_return = np.zeros(envs.num_envs)
     # What travels to the workers. The environments get actions clipped to their space, the learner
     # as they were drawn.
     policy = GaussianPolicy(agent.actor_mean, agent.actor_logstd, envs.single_action_space)
-    optimizer = run.keep(
-        "optimizer", optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    )
+    adam = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = run.keep("optimizer", adam)
     loss_fn, get_value, actor_mean = ppo_loss, agent.get_value, agent.actor_mean
     if args.compile:
         options = {"cpp.use_decompose_tanh": True}  # a tanh that is several times as fast on CPUs
-        get_value, actor_mean = (
-            torch.compile(net, dynamic=False, options=options) for net in (get_value, actor_mean)
-        )
-        several = learners.world_size > 1  # whose shares of a minibatch vary in size
-        options |= {"triton.cudagraphs": not several and device.type == "cuda"}
-        loss_fn = torch.compile(ppo_loss, dynamic=several, options=options)
+        get_value = torch.compile(get_value, dynamic=False, options=options)
+        actor_mean = torch.compile(actor_mean, dynamic=False, options=options)
+        graphs = {"triton.cudagraphs": device.type == "cuda"}
+        loss_fn = torch.compile(ppo_loss, dynamic=False, options=options | graphs)
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
@@ -355,13 +317,12 @@ if __name__ == "__main__":
         for iteration in run.iterations(args.num_iterations, args.batch_size):
             # Annealing the rate if instructed to do so.
             frac = 1.0 - (iteration - 1.0) / args.num_iterations if args.anneal_lr else 1.0
-            optimizer.param_groups[0]["lr"] = frac * args.learning_rate
-            # Collect: the workers act and step; those whose policy has diverged pull this one
-            # first.
+            lrnow = frac * args.learning_rate
+            optimizer.param_groups[0]["lr"] = lrnow
+            # The workers act and step. Those whose policy has diverged pull this one first.
             collect_start = time.monotonic()
-            rollout = envs.rollout(
-                policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations
-            )
+            overlap = args.overlap and iteration < args.num_iterations
+            rollout = envs.rollout(policy, args.num_steps, overlap=overlap)
             learn_start = time.monotonic()
             run.add_episodes(rollout)
             run.global_step += args.batch_size
@@ -370,10 +331,9 @@ if __name__ == "__main__":
             actions = torch.Tensor(rollout.actions).to(device)  # (num_steps, num_envs, ...)
             logprobs = torch.Tensor(rollout.logprobs).to(device)
 
-            # a number that is not finite would stay in what all others are normalized by
-            rows = (
-                run.rows.start + np.flatnonzero(~np.isfinite(rollout.observations).all((0, -1)))
-            ).tolist()
+            # A number that is not finite would stay in the moments.
+            finite = np.isfinite(rollout.observations).all((0, -1))
+            rows = np.flatnonzero(~finite).tolist()
             check(not rows, f"environments {rows} gave observations that are not finite")
 
             # scale rewards by the deviation of the discounted return of each environment, which
@@ -382,24 +342,20 @@ if __name__ == "__main__":
                 rollout.rewards, rollout.starts, rollout.terminations | rollout.truncations,
                 args.gamma, discounted_return,
             )  # fmt: skip
-            return_moments.update(discounted_returns.reshape(-1), learners)
+            return_moments.update(discounted_returns.reshape(-1))
             rewards = scale_rewards(rollout.rewards, return_moments.var).astype(np.float32)
 
             with torch.no_grad():  # values of all observations, also of those that ended episodes
-                values = get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1)).view(
-                    -1, envs.num_envs
-                )
-                final_values = agent.get_value(
-                    torch.Tensor(rollout.final_observations).to(device)
-                ).flatten()
+                values = get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1))
+                values = values.view(-1, envs.num_envs)
+                final_obs = torch.Tensor(rollout.final_observations).to(device)
+                final_values = agent.get_value(final_obs).flatten()
             advantages, returns = compute_gae(
-                rewards, values.cpu().numpy(), final_values.cpu().numpy(), rollout.terminations, rollout.truncations,
-                args.gamma, args.gae_lambda,
+                rewards, values.cpu().numpy(), final_values.cpu().numpy(), rollout.terminations,
+                rollout.truncations, args.gamma, args.gae_lambda,
             )  # fmt: skip
-            advantages, returns = (
-                torch.from_numpy(advantages).to(device),
-                torch.from_numpy(returns).to(device),
-            )
+            advantages = torch.from_numpy(advantages).to(device)
+            returns = torch.from_numpy(returns).to(device)
             values = values[:-1]
             # flatten the batch
             b_obs = obs.reshape((-1,) + envs.single_observation_space.shape)
@@ -415,67 +371,46 @@ if __name__ == "__main__":
                 # the policy at the start of this update (proximal) and weight by proximal /
                 # behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
                 with torch.no_grad():
-                    proximal = (
-                        Normal(actor_mean(b_obs), agent.actor_logstd.exp())
-                        .log_prob(b_actions)
-                        .sum(1)
-                    )
+                    probs = Normal(actor_mean(b_obs), agent.actor_logstd.exp())
+                    proximal = probs.log_prob(b_actions).sum(1)
                     b_weights = (proximal - b_logprobs).exp().clamp(max=args.clip_rho)
                     b_logprobs = proximal
 
-            # Optimizing the policy and value network; each learner by its share of all minibatches
-            all_advantages, all_values = learners.whole(advantages), learners.whole(values)
+            # Optimizing the policy and value network
             batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values, b_weights
             b_inds = np.arange(args.batch_size)
             clipfracs = []
             for _ in range(args.update_epochs):
                 np.random.shuffle(b_inds)
-                own_inds, shares = learners.share(
-                    b_inds, args.minibatch_size, args.num_envs, all_advantages.flatten()
-                )
-                epoch = [part[torch.as_tensor(own_inds, device=device)] for part in batch]
-                for start, end, weight, adv_mean_std in shares:
-                    mb = [part[start:end] for part in epoch]
-                    loss, losses = loss_fn(agent, args, *mb, adv_mean_std)
-                    clipfracs += [weight * losses["clipfrac"]]
+                for start in range(0, args.batch_size, args.minibatch_size):
+                    end = start + args.minibatch_size
+                    mb_inds = torch.as_tensor(b_inds[start:end], device=device)
+                    loss, losses = loss_fn(agent, args, *(part[mb_inds] for part in batch))
+                    clipfracs += [losses["clipfrac"].clone()]  # CUDA graphs write over their own
                     optimizer.zero_grad()
                     loss.backward()
-                    learners.add_gradients(agent.parameters(), weight)
                     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                     optimizer.step()
-                if (
-                    args.target_kl is not None
-                    and learners.add(weight * losses["approx_kl"]) > args.target_kl
-                ):
+                if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                     break
 
-            # The next version normalizes by these observations, too. This one had to be judged as
-            # it acted.
-            obs_moments.update(rollout.observations.reshape(-1, *obs_moments.mean.shape), learners)
+            # This version was judged as it acted; the next one normalizes by these, too.
+            obs_moments.update(rollout.observations.reshape(-1, *obs_moments.mean.shape))
             agent.normalize.load(obs_moments)
 
-            y_pred, y_true = all_values.cpu().numpy(), (all_advantages + all_values).cpu().numpy()
+            y_pred, y_true = values.cpu().numpy(), returns.cpu().numpy()
             var_y = np.var(y_true)
             explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
-            losses = {
-                name: weight * value for name, value in losses.items()
-            }  # of the last minibatch
             losses["clipfrac"] = torch.stack(clipfracs).mean()
-            for name, value in zip(
-                losses, learners.add(torch.stack([*losses.values()])), strict=True
-            ):
+            for name, value in losses.items():
                 writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
-            writer.add_scalar(
-                "charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step
-            )
-            collect_seconds = max(learn_start - collect_start, 1e-9)  # some clocks stand still
-            writer.add_scalar(
-                "charts/collect_sps", args.batch_size / collect_seconds, run.global_step
-            )
-            writer.add_scalar("time/collect", collect_seconds, run.global_step)
+            writer.add_scalar("charts/learning_rate", lrnow, run.global_step)
+            collect_time = max(learn_start - collect_start, 1e-9)  # some clocks stand still
+            writer.add_scalar("charts/collect_sps", args.batch_size / collect_time, run.global_step)
+            writer.add_scalar("time/collect", collect_time, run.global_step)
             writer.add_scalar("time/learn", time.monotonic() - learn_start, run.global_step)
 
         def act(obs):  # as the workers act

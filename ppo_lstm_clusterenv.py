@@ -1,4 +1,4 @@
-# PPO with memory: CleanRL's ppo_atari_lstm.py on vectors, changed where distribution asks for it
+# PPO with a memory: CleanRL's ppo_atari_lstm.py for vectors, changed for distribution
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["clusterenv[scripts]"]
@@ -32,6 +32,9 @@ from clusterenv_runtime.script import (
     ScriptArgs,
     by_backend,
     check,
+    check_batches,
+    check_discrete,
+    check_vectors,
     evaluate,
     parse,
     read_spaces,
@@ -39,9 +42,7 @@ from clusterenv_runtime.script import (
 
 
 @dataclass
-class Args(
-    ScriptArgs
-):  # what all scripts share, such as seed, num_workers and kl_threshold, it inherits
+class Args(ScriptArgs):  # which has what all scripts share, such as seed and num_workers
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -86,9 +87,7 @@ class Args(
 
     # Distribution specific arguments
     decoupled: bool = True
-    """clip against the policy at the update's start; against the one that acted, KL stays below
-    clip_coef^2 / 2
-    """
+    """clip against the policy at the start of the update, not against the one that acted"""
     clip_rho: PositiveNumber = 2.0
     """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
     overlap: bool = False
@@ -101,9 +100,8 @@ class HideVelocities(gym.ObservationWrapper):
     def __init__(self, env):
         super().__init__(env)
         bounds = env.observation_space
-        self.observation_space = gym.spaces.Box(
-            bounds.low[::2], bounds.high[::2], dtype=bounds.dtype
-        )
+        low, high = bounds.low[::2], bounds.high[::2]
+        self.observation_space = gym.spaces.Box(low, high, dtype=bounds.dtype)
 
     def observation(self, observation):
         return observation[::2]
@@ -111,13 +109,11 @@ class HideVelocities(gym.ObservationWrapper):
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
     def thunk():
-        record = capture_video and idx == 0
-        env = (
-            gym.make(env_id, render_mode="rgb_array", **kwargs)
-            if record
-            else gym.make(env_id, **kwargs)
-        )
-        env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
+        if capture_video and idx == 0:
+            env = gym.make(env_id, render_mode="rgb_array", **kwargs)
+            env = gym.wrappers.RecordVideo(env, f"videos/{run_name}")
+        else:
+            env = gym.make(env_id, **kwargs)
         return HideVelocities(env) if env_id == "CartPole-v1" else env
 
     return thunk
@@ -137,9 +133,8 @@ class RecurrentPolicy(CategoricalPolicy):
         self.network, self.lstm = network, lstm
 
     def initial_state(self, num_envs):
-        return torch.zeros(num_envs, self.lstm.hidden_size), torch.zeros(
-            num_envs, self.lstm.hidden_size
-        )
+        shape = num_envs, self.lstm.hidden_size
+        return torch.zeros(shape), torch.zeros(shape)
 
     def forward(self, x, lstm_state):
         lstm_state = self.lstm(self.network(x), lstm_state)
@@ -176,12 +171,11 @@ class Agent(nn.Module):
 
 
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
-    """Return advantages and returns, https://arxiv.org/abs/1506.02438: arrays of `(num_steps,
-    num_envs)`, as all are.
+    """Return advantages and returns, `(num_steps, num_envs)`, https://arxiv.org/abs/1506.02438.
 
-    Only `values` has one step more, for the observations that came last, and `final_values`, of the
-    observations that ended episodes, is `(ends,)`, in the order of `(terminations |
-    truncations).nonzero()`.
+    `values` are `(num_steps + 1, num_envs)`: the last are of the observations after the rollout.
+    `final_values` are `(ends,)`, of the observations that ended episodes, in the order of
+    `(terminations | truncations).nonzero()`. The other arrays are `(num_steps, num_envs)`.
     """
     dones = terminations | truncations
     # bootstrap value if not terminated; from the final observation where an episode was cut off
@@ -197,25 +191,12 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
 
 
 def ppo_loss(
-    agent,
-    args,
-    obs,
-    starts,
-    actions,
-    logprobs,
-    advantages,
-    returns,
-    values,
-    weights,
-    lstm_state,
-    adv_mean_std=None,
+    agent, args, lstm_state, obs, starts, actions, logprobs, advantages, returns, values, weights
 ):
-    """Return the loss of a minibatch of whole environments, a scalar, and the scalars that are
-    logged, by name.
+    """Return the loss of a minibatch of whole environments, and by name the scalars to log.
 
-    All are `(num_steps, num_envs, ...)` but `lstm_state`, from before the first step: `(num_envs,
-    hidden_size)` each. `weights` multiply the policy's loss. With several learners the minibatch is
-    one learner's share, normalized by the whole one's `adv_mean_std`.
+    `lstm_state` is from before the first step, `(num_envs, hidden_size)` each. Other tensors are
+    `(num_steps, num_envs, ...)`. `weights` multiply the policy's loss.
     """
     newlogprob, entropy, newvalue = agent.get_action_and_value(obs, lstm_state, starts, actions)
     logratio = newlogprob - logprobs
@@ -226,8 +207,7 @@ def ppo_loss(
         approx_kl = ((ratio - 1) - logratio).mean()
         clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
     if args.norm_adv:
-        mean, std = (advantages.mean(), advantages.std()) if adv_mean_std is None else adv_mean_std
-        advantages = (advantages - mean) / (std + 1e-8)
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
     # Policy loss
     pg_loss1 = -advantages * ratio
@@ -245,44 +225,26 @@ def ppo_loss(
     entropy_loss = entropy.mean()
     loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
     return loss, {
-        "value_loss": v_loss, "policy_loss": pg_loss, "entropy": entropy_loss, "old_approx_kl": old_approx_kl,
-        "approx_kl": approx_kl, "clipfrac": clipfrac,
+        "value_loss": v_loss, "policy_loss": pg_loss, "entropy": entropy_loss,
+        "old_approx_kl": old_approx_kl, "approx_kl": approx_kl, "clipfrac": clipfrac,
     }  # fmt: skip
 
 
 if __name__ == "__main__":
-    args, saved = parse(
-        Args, fixed=("env_id", "num_steps", "hidden_size")
-    )  # saved: what --resume goes on from
+    # saved: the checkpoint that --resume goes on from
+    args, saved = parse(Args, fixed=("env_id", "num_steps", "hidden_size"))
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
-    the_batch = (
-        f"the batch of {args.num_envs} environments x {args.num_steps} steps = {args.batch_size}"
-    )
-    divides = args.num_envs % args.num_minibatches == 0
-    check(
-        divides,
-        f"--num-minibatches {args.num_minibatches} must divide the {args.num_envs} environments",
-    )
-    of_one = f"--num-minibatches {args.num_minibatches} leaves one sample in each, whose advantage cannot be normalized"
-    check(args.minibatch_size > 1 or not args.norm_adv, f"{of_one}; use fewer, or --no-norm-adv")
-    check(
-        args.num_iterations >= 1,
-        f"--total-timesteps {args.total_timesteps} must be at least {the_batch}",
-    )
+    whole = args.num_envs % args.num_minibatches == 0
+    environments = f"must divide the {args.num_envs} environments"
+    check(whole, f"--num-minibatches {args.num_minibatches} {environments}")
+    check_batches(args)
     obs_space, action_space = read_spaces(args, make_env)
-    discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
-    check(discrete, f"actions must be discrete, from 0, not {action_space}: {args.env_id}")
-    flatten = "have make_env put FlattenObservation around the environment"
-    check(
-        len(obs_space.shape or ()) == 1, f"observations must be vectors, not {obs_space}; {flatten}"
-    )
+    check_discrete(args, action_space)
+    check_vectors(obs_space)
     run = Run(args, saved)
-    writer, learners = (
-        run.writer,
-        run.learners,
-    )  # there is one learner, or as many as torchrun has started
+    writer = run.writer
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
@@ -290,22 +252,21 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     Distribution.set_default_validate_args(False)  # the workers, who act, check theirs
-    torch.set_num_threads(
-        1
-    )  # networks this small gain nothing from more, and runs side by side would stall each other
+    # Networks this small gain nothing from more threads, and runs side by side stall each other.
+    torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
     env_fns = [
-        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs) for i in run.rows
+        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
+        for i in range(args.num_envs)
     ]
-    envs = ClusterEnv(by_backend(args, env_fns), num_envs=len(env_fns), **run.options())
+    envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, **run.options())
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))
     policy = RecurrentPolicy(agent.network, agent.lstm, agent.actor)
-    optimizer = run.keep(
-        "optimizer", optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    )
+    adam = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = run.keep("optimizer", adam)
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
@@ -313,13 +274,12 @@ if __name__ == "__main__":
         for iteration in run.iterations(args.num_iterations, args.batch_size):
             # Annealing the rate if instructed to do so.
             frac = 1.0 - (iteration - 1.0) / args.num_iterations if args.anneal_lr else 1.0
-            optimizer.param_groups[0]["lr"] = frac * args.learning_rate
-            # Collect: the workers act and step; those whose policy has diverged pull this one
-            # first.
+            lrnow = frac * args.learning_rate
+            optimizer.param_groups[0]["lr"] = lrnow
+            # The workers act and step. Those whose policy has diverged pull this one first.
             collect_start = time.monotonic()
-            rollout = envs.rollout(
-                policy, args.num_steps, overlap=args.overlap and iteration < args.num_iterations
-            )
+            overlap = args.overlap and iteration < args.num_iterations
+            rollout = envs.rollout(policy, args.num_steps, overlap=overlap)
             learn_start = time.monotonic()
             run.add_episodes(rollout)
             run.global_step += args.batch_size
@@ -329,30 +289,25 @@ if __name__ == "__main__":
             logprobs = torch.Tensor(rollout.logprobs).to(device)
             rewards = rollout.rewards.astype(np.float32) * args.reward_scale
             dones = torch.Tensor(rollout.terminations | rollout.truncations).to(device)
-            lstm_state = [
-                torch.Tensor(state).to(device) for state in rollout.states
-            ]  # (num_envs, hidden_size) each
-            starts = torch.cat(
-                [torch.zeros_like(dones[:1]), dones[:-1]]
-            )  # where it begins anew, after the first step
+            # the states before the first step, (num_envs, hidden_size) each
+            lstm_state = [torch.Tensor(state).to(device) for state in rollout.states]
+            # where an episode begins after the first step
+            starts = torch.cat([torch.zeros_like(dones[:1]), dones[:-1]])
 
             with torch.no_grad():  # values of all observations, also of those that ended episodes
                 hidden, cell = agent.get_states(obs, lstm_state, starts)
-                next_hidden, _ = agent.get_states(
-                    next_obs[None], (hidden[-1], cell[-1]), dones[-1:]
-                )
+                last_state = hidden[-1], cell[-1]
+                next_hidden, _ = agent.get_states(next_obs[None], last_state, dones[-1:])
                 values = agent.critic(torch.cat([hidden, next_hidden])).squeeze(-1)
                 ends, final_obs = dones.bool(), torch.Tensor(rollout.final_observations).to(device)
                 final_hidden, _ = agent.lstm(agent.network(final_obs), (hidden[ends], cell[ends]))
                 final_values = agent.critic(final_hidden).flatten()
             advantages, returns = compute_gae(
-                rewards, values.cpu().numpy(), final_values.cpu().numpy(), rollout.terminations, rollout.truncations,
-                args.gamma, args.gae_lambda,
+                rewards, values.cpu().numpy(), final_values.cpu().numpy(), rollout.terminations,
+                rollout.truncations, args.gamma, args.gae_lambda,
             )  # fmt: skip
-            advantages, returns = (
-                torch.from_numpy(advantages).to(device),
-                torch.from_numpy(returns).to(device),
-            )
+            advantages = torch.from_numpy(advantages).to(device)
+            returns = torch.from_numpy(returns).to(device)
             values = values[:-1]
             weights = torch.ones_like(logprobs)
             if args.decoupled:
@@ -365,60 +320,40 @@ if __name__ == "__main__":
                     weights = (proximal - logprobs).exp().clamp(max=args.clip_rho)
                     logprobs = proximal
 
-            # Optimizing the policy and value network; each learner by its share of all minibatches
-            all_advantages, all_values = learners.whole(advantages), learners.whole(values)
+            # Optimizing the policy and value network, by the steps of whole environments
             batch = obs, starts, actions, logprobs, advantages, returns, values, weights
             envs_per_batch = args.num_envs // args.num_minibatches
             env_inds = np.arange(args.num_envs)
             clipfracs = []
             for _ in range(args.update_epochs):
                 np.random.shuffle(env_inds)
-                own_inds, shares = learners.share(
-                    env_inds, envs_per_batch, args.num_envs, all_advantages.T
-                )
-                own_inds = torch.as_tensor(own_inds, device=device)
-                for start, end, weight, adv_mean_std in shares:
-                    mb_inds = own_inds[start:end]
-                    mb = [
-                        part[:, mb_inds] for part in batch
-                    ]  # whole environments: the LSTM goes through their steps
-                    loss, losses = ppo_loss(
-                        agent, args, *mb, [state[mb_inds] for state in lstm_state], adv_mean_std
-                    )
-                    clipfracs += [weight * losses["clipfrac"]]
+                for start in range(0, args.num_envs, envs_per_batch):
+                    end = start + envs_per_batch
+                    mb_inds = torch.as_tensor(env_inds[start:end], device=device)
+                    mb_state = [state[mb_inds] for state in lstm_state]
+                    mb = [part[:, mb_inds] for part in batch]
+                    loss, losses = ppo_loss(agent, args, mb_state, *mb)
+                    clipfracs += [losses["clipfrac"]]
                     optimizer.zero_grad()
                     loss.backward()
-                    learners.add_gradients(agent.parameters(), weight)
                     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                     optimizer.step()
-                if (
-                    args.target_kl is not None
-                    and learners.add(weight * losses["approx_kl"]) > args.target_kl
-                ):
+                if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                     break
 
-            y_pred, y_true = all_values.cpu().numpy(), (all_advantages + all_values).cpu().numpy()
+            y_pred, y_true = values.cpu().numpy(), returns.cpu().numpy()
             var_y = np.var(y_true)
             explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
-            losses = {
-                name: weight * value for name, value in losses.items()
-            }  # of the last minibatch
             losses["clipfrac"] = torch.stack(clipfracs).mean()
-            for name, value in zip(
-                losses, learners.add(torch.stack([*losses.values()])), strict=True
-            ):
+            for name, value in losses.items():
                 writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
-            writer.add_scalar(
-                "charts/learning_rate", optimizer.param_groups[0]["lr"], run.global_step
-            )
-            collect_seconds = max(learn_start - collect_start, 1e-9)  # some clocks stand still
-            writer.add_scalar(
-                "charts/collect_sps", args.batch_size / collect_seconds, run.global_step
-            )
-            writer.add_scalar("time/collect", collect_seconds, run.global_step)
+            writer.add_scalar("charts/learning_rate", lrnow, run.global_step)
+            collect_time = max(learn_start - collect_start, 1e-9)  # some clocks stand still
+            writer.add_scalar("charts/collect_sps", args.batch_size / collect_time, run.global_step)
+            writer.add_scalar("time/collect", collect_time, run.global_step)
             writer.add_scalar("time/learn", time.monotonic() - learn_start, run.global_step)
 
         lstm_state = [state.to(device) for state in policy.initial_state(args.eval_episodes)]

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import ppo_clusterenv
+import ppo_multilearner_clusterenv
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
 from clusterenv_runtime.errors import LearnerLostError
 from clusterenv_runtime.script import Run
@@ -43,13 +43,8 @@ from .patience import PATIENCE, wait_until
 from .scripts import ROOT, alive, environment, events_of, lasting, ranks_of, train, workers_of
 
 TINY = "--total-timesteps", "1024", "--weights", "float32", "--eval-episodes", "2"
-SCRIPTS = {
-    "ppo_clusterenv.py": "--env-id CartPole-v1 --num-workers 4 --envs-per-worker 2 --num-steps 32",
-    "ppo_continuous_clusterenv.py": "--env-id Pendulum-v1 --num-workers 2 --envs-per-worker 4 --num-steps 32",
-    "ppo_lstm_clusterenv.py": "--num-workers 2 --envs-per-worker 4 --num-steps 32 --num-minibatches 2",
-    "ppo_minatar_clusterenv.py": "--num-workers 2 --envs-per-worker 4 --num-steps 32",
-    "ppo_atari_clusterenv.py": "--num-workers 2 --envs-per-worker 2 --num-steps 64 --total-timesteps 512",
-}
+SCRIPT = "ppo_multilearner_clusterenv.py"
+FEW = "--env-id CartPole-v1 --num-workers 4 --envs-per-worker 2 --num-steps 32"
 
 
 def torchrun(number, *flags):
@@ -75,63 +70,16 @@ def train_together(number, script, directory, *flags):
     return folder, json.loads((folder / "summary.json").read_text())
 
 
-def of_ranks(number, rows=16, steps=8):
-    """The learners of one run, as each sees itself, and what `whole` would give them."""
-    return [Learners(rank, number) for rank in range(number)], torch.randn(steps, rows)
-
-
 # Their update is that of one learner.
-@pytest.mark.parametrize("number", [1, 2, 4])
-@pytest.mark.parametrize("size", [4, 32, 128])
-def test_all_shares_of_a_minibatch_are_the_minibatch(number, size):
-    learners, advantages = of_ranks(number)
-    inds = np.random.default_rng(0).permutation(advantages.numel())
-    batches = [advantages[:, one.rows(16)].reshape(-1) for one in learners]
-    shares = [one.share(inds, size, 16, advantages.reshape(-1)) for one in learners]
-    for start, ranks in zip(
-        range(0, len(inds), size), zip(*(list(of) for _, of in shares), strict=True), strict=True
-    ):
-        minibatch = advantages.reshape(-1)[torch.as_tensor(inds[start : start + size])]
-        found = []
-        for batch, (own, _), share in zip(batches, shares, ranks, strict=True):
-            assert share.end > share.start  # a loss of nothing would be no number
-            part = batch[torch.as_tensor(own[share.start : share.end])]
-            found += part.tolist() if share.weight else []
-            assert share.weight == (len(part) / size if share.weight else 0)
-            if number > 1:
-                assert torch.equal(
-                    torch.stack(share.adv_mean_std),
-                    torch.stack([minibatch.mean(), minibatch.std()]),
-                )
-        assert sorted(found) == sorted(minibatch.tolist())
-        assert sum(share.weight for share in ranks) == 1
-
-
-def test_shares_may_be_of_whole_environments():
-    learners, advantages = of_ranks(2)
-    inds = np.random.default_rng(0).permutation(16)
-    found = [(one.rows(16).start, *one.share(inds, 4, 16, advantages.T)) for one in learners]
-    assert sorted(first + env for first, own, _ in found for env in own) == list(range(16))
-    for start, ranks in zip(
-        range(0, 16, 4), zip(*(shares for _, _, shares in found), strict=True), strict=True
-    ):
-        minibatch = advantages[:, torch.as_tensor(inds[start : start + 4])]
-        assert sum(share.weight for share in ranks) == 1
-        for share in ranks:
-            mean_std = torch.stack([minibatch.mean(), minibatch.std()])
-            torch.testing.assert_close(torch.stack(share.adv_mean_std), mean_std)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_several_learners_learn_what_one_does(tmp_path, script):
-    flags, runs = [*TINY, *SCRIPTS[script].split()], []
-    for number in (1, 2, 4) if script == "ppo_clusterenv.py" else (1, 2):
-        (directory := tmp_path / str(number)).mkdir()
-        start = train if number == 1 else partial(train_together, number)
-        folder, summary = start(script, directory, *flags)
+@pytest.mark.parametrize("number", [2, 4])
+def test_several_learners_learn_what_one_does(tmp_path, number):
+    flags, runs = [*TINY, *FEW.split()], []
+    together = partial(train_together, number, SCRIPT)
+    for name, start in (("one", partial(train, "ppo_clusterenv.py")), ("several", together)):
+        (tmp_path / name).mkdir()
+        folder, summary = start(tmp_path / name, *flags)
         runs.append((events_of(folder), summary))
-    for several in runs[1:]:
-        assert_alike(runs[0], several)
+    assert_alike(*runs)
 
 
 def assert_alike(one, several):
@@ -185,14 +133,6 @@ def test_workers_pull_by_the_mean_divergence_of_all_learners_workers(others, pul
             ValueError, match="with several learners there is `rollout`, and no `send`"
         ):
             envs.send(3)
-
-
-def test_moments_are_those_of_all():
-    values = np.random.default_rng(0).normal(3, 2, (100, 5))
-    ((mean, var, number),) = Learners().moments(values)
-    assert_same(mean, values.mean(0))
-    assert_same(var, values.var(0))
-    assert number == 100
 
 
 # What they have in a checkpoint.
@@ -361,7 +301,7 @@ def test_an_error_of_one_is_named_by_the_others(watches):
 )
 def test_a_model_that_is_another_ends_the_run_by_its_name(tmp_path, monkeypatch, change, what):
     monkeypatch.chdir(tmp_path)
-    run, model, told = Run(ppo_clusterenv.Args(run_name="x"), {}), nn.Linear(2, 2), []
+    run, model, told = Run(ppo_multilearner_clusterenv.Args(run_name="x"), {}), nn.Linear(2, 2), []
     run.learners = Learners(0, 2)
     run.learners.gather = lambda own: (
         told.append(own) or [told[0], own]
@@ -398,39 +338,45 @@ def test_the_checksum_is_of_all_of_a_model():
     [
         (
             2,
-            "ppo_clusterenv.py",
+            SCRIPT,
             "--num-workers 3",
             "--num-workers 3 must be a multiple of the 2 learners of torchrun",
         ),
         (
             2,
-            "ppo_clusterenv.py",
+            SCRIPT,
             "--num-workers 4 --min-workers 3",
             "--min-workers 3 must be a multiple of the 2",
         ),
         (
             2,
-            "ppo_clusterenv.py",
+            SCRIPT,
             "--dry-run",
             "--dry-run prints the workers' commands of one learner",
         ),
         (
             2,
-            "ppo_clusterenv.py",
+            SCRIPT,
             "--port 5000 --bind-address 127.0.0.1",
             "cannot be that of 2 learners",
         ),
         (
             2,
-            "ppo_clusterenv.py",
+            SCRIPT,
             "--num-minibatches 7",
             "--num-minibatches 7 must divide the batch",
         ),
         (
             2,
+            SCRIPT,
+            "--num-workers 2 --envs-per-worker 1 --num-steps 6 --num-minibatches 4",
+            "cannot divide 3 samples of a minibatch among 2 learners",
+        ),
+        (
+            2,
             "dqn_clusterenv.py",
             "",
-            "has one learner, but torchrun has started 2: all transitions go into one",
+            "has one learner, but torchrun has started 2",
         ),
     ],
 )
@@ -462,7 +408,7 @@ def test_flags_that_differ_are_named(tmp_path):
     variables |= {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(ROOT / "ppo_clusterenv.py"), "--env-id", "CartPole-v1", "--seed", str(rank + 1)],
+            [sys.executable, str(ROOT / SCRIPT), "--env-id", "CartPole-v1", "--seed", str(rank + 1)],
             cwd=tmp_path, env=environment(RANK=str(rank), **variables), stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE, text=True,
         )
@@ -475,7 +421,7 @@ def test_flags_that_differ_are_named(tmp_path):
 
 
 # Ends.
-FLAGS = *TINY[2:], *SCRIPTS["ppo_clusterenv.py"].split()[2:], "--total-timesteps", "1000000"
+FLAGS = *TINY[2:], *FEW.split()[2:], "--total-timesteps", "1000000"
 KILLS = int(os.environ.get("LEARNER_KILLS", 2))
 
 
@@ -509,7 +455,7 @@ class Together:
         self.directory = directory
         command = [
             *torchrun(2, *options),
-            str(ROOT / "ppo_clusterenv.py"),
+            str(ROOT / SCRIPT),
             *FLAGS,
             *flags,
             *begin,
@@ -563,7 +509,7 @@ def test_killed_at_random_moments_a_run_goes_on_from_its_last_checkpoint(tmp_pat
         begin, step = ["--resume", "runs/x"], together.checkpoint()
     (tmp_path / "go").touch()
     flags = *lasting(tmp_path, 0), "--resume", "runs/x", "--total-timesteps", str(step + 1024)
-    _, summary = train_together(2, "ppo_clusterenv.py", tmp_path, *flags)
+    _, summary = train_together(2, SCRIPT, tmp_path, *flags)
     assert summary["global_step"] == step + 1024
 
 
@@ -604,7 +550,7 @@ def test_a_signal_saves_once_and_the_run_goes_on_with_another_number_of_learners
     (tmp_path / "go").touch()
     flags = *lasting(tmp_path, 0), "--resume", "runs/x", "--total-timesteps", str(step + 1024)
     _, summary = (train if number == 1 else lambda *rest: train_together(number, *rest))(
-        "ppo_clusterenv.py", tmp_path, *flags
+        SCRIPT, tmp_path, *flags
     )
     assert summary["global_step"] == step + 1024
 
@@ -621,7 +567,7 @@ def test_a_torchrun_that_is_killed_ends_all_and_the_first_saves(tmp_path):
 def test_a_learner_that_raises_says_why_and_the_others_name_it(tmp_path):
     Path(tmp_path, "failing_env.py").write_text(FAILING_ENV)
     flags = *FLAGS, "--env-id", "failing_env:Failing-v0"
-    command = [*torchrun(2), str(ROOT / "ppo_clusterenv.py"), *flags]
+    command = [*torchrun(2), str(ROOT / SCRIPT), *flags]
     result = subprocess.run(
         command, cwd=tmp_path, env=environment(), capture_output=True, text=True
     )
@@ -673,8 +619,8 @@ def test_amid_an_update_a_lost_learner_is_an_error_and_before_it_an_interruption
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
     for update in (
-        lambda: learners.add_gradients([parameter], 1.0), lambda: learners.whole(torch.zeros(2, 2)),
-        lambda: learners.add(torch.zeros(2)), lambda: list(learners.moments(np.zeros((2, 2)))),
+        lambda: learners.average_gradients([parameter]),
+        lambda: learners.gather_rows(torch.zeros(2, 2)), lambda: learners.average(torch.zeros(2)),
     ):  # fmt: skip
         with pytest.raises(LearnerLostError, match="learner 1 has lost the others"):
             update()

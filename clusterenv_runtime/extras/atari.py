@@ -8,6 +8,19 @@ from typing import Any
 
 import gymnasium as gym
 
+# The arguments with which EnvPool does what the scripts' make_env does, and the wrappers of
+# make_env whose work it then does.
+ENVPOOL = {"episodic_life": True, "reward_clip": True}
+OF_ENVPOOL = (
+    "AtariPreprocessing", "EpisodicLife", "FireReset", "TransformReward", "FrameStackObservation",
+)  # fmt: skip
+
+
+def is_game(env_id: str) -> bool:
+    """Say whether an id is of one of Atari's games, or of no environment that is known here."""
+    spec = gym.registry.get(env_id)
+    return spec is None or "ale_py" in str(spec.entry_point)
+
 
 class EpisodicLife(gym.Wrapper):
     """Ends an episode with each life. The game goes on in the next, until it is over, or a seed is

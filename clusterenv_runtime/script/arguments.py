@@ -9,10 +9,8 @@ import json
 import os
 import re
 import shlex
-import signal
 import socket
 import sys
-import time
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,6 +40,7 @@ from ..options import (
     that_run_code,
 )
 from .checkpoint import check_run, has_checkpoint, load_checkpoint
+from .checks import check
 from .learners.learners import Learners
 from .lock import lock
 
@@ -85,20 +84,6 @@ Kwargs = Annotated[
 
 
 DIVIDED = "num_workers", "min_workers"  # among several learners
-
-
-def check(fine: Any, message: Any) -> None:
-    """Exit with one line if something is not ``fine``.
-
-    Control characters in the message are escaped: parts of it may be of somebody's checkpoint.
-    """
-    if not fine:
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(
-                60
-            )  # if the first learner has found the same, torchrun ends this one meanwhile
-        sys.exit(f"error: {printable(str(message), most=10_000)}")
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from ..errors import LearnerLostError, RunLockedError
-from .arguments import ScriptArgs, check, check_for_learners, spell
+from .arguments import ScriptArgs, check_for_learners, spell
+from .checks import check
 from .learners.learners import Learners
 from .lock import lock
 

@@ -20,7 +20,7 @@ from ..errors import one_line
 from ..extras.backends import make_vec
 from ..extras.together import AutoresetError, Together
 from ..worker.one_by_one import stats_key
-from .arguments import check
+from .checks import check
 
 EnvFn = Callable[[], gym.Env]
 logger = logging.getLogger(__name__)

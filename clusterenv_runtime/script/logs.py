@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from ..errors import one_line
-from .arguments import check
+from .checks import check
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,9 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from ..env import ClusterEnv
 from ..errors import one_line, print_line
 from ..rollout import Rollout
-from .arguments import check, resume_command
+from .arguments import resume_command
 from .checkpoint import load_part, replaced, rng_state, save_checkpoint, save_model, set_rng_state
+from .checks import check
 from .curve import LearningCurve
 from .directory import meet
 from .dry_run import worker_commands
@@ -63,18 +64,17 @@ class Run:
     Args:
         args: the script's arguments, as they are to be logged.
         saved: the checkpoint to go on from, or an empty dict, as `parse` returns it.
-        alone: why this script cannot have several learners, if it cannot.
+        learners: all learners of the run, if it may have several.
     """
 
-    def __init__(self, args: Any, saved: dict[str, Any], alone: str | None = None) -> None:
+    def __init__(self, args: Any, saved: dict[str, Any], learners: Learners | None = None) -> None:
         self.args, self._saved = args, saved
         self.global_step: int = saved.get("global_step", 0)
-        self.learners = Learners.of_torchrun()
+        started = Learners.of_torchrun().world_size
+        alone = f"{sys.argv[0]} has one learner, but torchrun has started {started}"
+        check(started == 1 or learners, f"{alone}: see docs/learners.md")
+        self.learners = learners or Learners()
         number = self.learners.world_size
-        check(
-            number == 1 or not alone,
-            f"{sys.argv[0]} has one learner, but torchrun has started {number}: {alone}",
-        )
         self._workers: AllWorkers | None = None
         self._parts: dict[str, Any] = {}
         self.curve = self.keep("curve", LearningCurve())

@@ -31,6 +31,10 @@ TRAININGS = {  # the environment, and flags
         "Corridor-vector",
         f"{PPO} --total-timesteps 10240 --learning-rate 0.005 --reward-scale 1",
     ),
+    "ppo_multilearner_clusterenv.py": (
+        "Corridor-vector",
+        f"{PPO} --total-timesteps 10240 --learning-rate 0.005 --reward-scale 1",
+    ),
     "ppo_continuous_clusterenv.py": (
         "Corridor-box",
         f"{PPO} --total-timesteps 20480 --learning-rate 0.005 --ent-coef 0.06",

@@ -12,13 +12,12 @@ import torch
 
 from clusterenv_runtime.arrays.frames import Frames
 from clusterenv_runtime.rollout import Rollout
-from clusterenv_runtime.script.learners.exchange import Exchange
 
 from .reference import advantages_by_definition
 from .toys import spaces_of
 
 PPO = "ppo_clusterenv", "ppo_continuous_clusterenv", "ppo_lstm_clusterenv", "ppo_minatar_clusterenv"
-PPO += ("ppo_atari_clusterenv",)
+PPO += "ppo_atari_clusterenv", "ppo_multilearner_clusterenv"
 DQN = "dqn_clusterenv", "dqn_atari_clusterenv"
 
 
@@ -115,7 +114,7 @@ ARGS = {"clip_coef": 0.2, "norm_adv": False, "clip_vloss": False, "ent_coef": 0.
 
 
 def loss_of(script, logprob, old, advantages, *, value=0.0, returns=0.0, old_values=0.0, entropy=0.0, weights=1.0,
-            adv_mean_std=None, **args):  # fmt: skip
+            **args):  # fmt: skip
     """Call a script's loss, with a stand-in for its networks; return the loss, what is logged, and
     the inputs.
     """
@@ -131,12 +130,13 @@ def loss_of(script, logprob, old, advantages, *, value=0.0, returns=0.0, old_val
     says = (new, entropy, value[:, None])
     is_recurrent = script.__name__.startswith("ppo_lstm")
     agent = SimpleNamespace(get_action_and_value=lambda *_: says if is_recurrent else (None, *says))
-    obs = (
-        (None, None) if is_recurrent else (None,)
-    )  # the latter of a recurrent network's says where episodes begin
-    state = ([],) if is_recurrent else ()
+    # Of a recurrent network also its states, and where episodes begin.
+    obs = (None, None, None) if is_recurrent else (None,)
+    old, advantages, *others = others
+    if hasattr(script, "normalize") and args.get("norm_adv"):  # of the minibatch of all learners
+        advantages = script.normalize(advantages)
     loss, logged = script.ppo_loss(
-        agent, SimpleNamespace(**{**ARGS, **args}), *obs, None, *others, *state, adv_mean_std
+        agent, SimpleNamespace(**{**ARGS, **args}), *obs, None, old, advantages, *others
     )
     return loss, {name: value.item() for name, value in logged.items()}, (new, entropy, value)
 
@@ -219,16 +219,6 @@ def test_importance_weights_multiply_the_policys_loss_alone(ppo):
     np.testing.assert_allclose(value.grad, [0.25, 0.75])  # vf_coef * (value - return) / number
 
 
-def test_a_shares_advantages_are_normalized_by_those_of_the_whole_minibatch(ppo):
-    adv_mean_std = torch.tensor(1.0), torch.tensor(2.0)
-    _, logged, _ = loss_of(
-        ppo, [0.0, 0.0], [0.0, 0.0], [5.0, 9.0], norm_adv=True, adv_mean_std=adv_mean_std
-    )
-    assert logged["policy_loss"] == pytest.approx(-(2 + 4) / 2)
-    _, logged, _ = loss_of(ppo, [0.0, 0.0], [0.0, 0.0], [5.0, 9.0], norm_adv=True)
-    assert logged["policy_loss"] == pytest.approx(0, abs=1e-6)
-
-
 # The evaluation.
 
 
@@ -291,7 +281,7 @@ def test_moments_are_those_of_all_that_came():
     rng, moments, seen = np.random.default_rng(3), continuous.Moments((2,)), []
     for number in range(1, 6):
         seen.append(1000 + rng.normal(size=(7 * number, 2)).astype(np.float32))
-        moments.update(seen[-1], Exchange())
+        moments.update(seen[-1])
     everything = np.concatenate(seen).astype(np.float64)
     np.testing.assert_allclose(moments.mean, everything.mean(0), rtol=1e-12)
     np.testing.assert_allclose(moments.var, everything.var(0), rtol=1e-9)

@@ -20,6 +20,7 @@ OF_ALL = {"curve", "envs", "optimizer"}
 OF_DQN = OF_ALL | {"q_network", "target_network", "rb", "count"}
 SCRIPTS = {  # the kind of environment, and what a checkpoint holds
     "ppo_clusterenv.py": ("vector", OF_ALL | {"agent"}),
+    "ppo_multilearner_clusterenv.py": ("vector", OF_ALL | {"agent"}),
     "ppo_continuous_clusterenv.py": ("box", OF_ALL | {"agent", "obs_moments", "return_moments"}),
     "ppo_lstm_clusterenv.py": ("vector", OF_ALL | {"agent"}),
     "ppo_minatar_clusterenv.py": ("minatar", OF_ALL | {"agent"}),

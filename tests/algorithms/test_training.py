@@ -20,6 +20,7 @@ from .toys import spaces_of
 
 PPO = {
     "ppo_clusterenv.py": ("vector", reference.Vector()),
+    "ppo_multilearner_clusterenv.py": ("vector", reference.Vector()),
     "ppo_continuous_clusterenv.py": ("box", reference.Continuous()),
     "ppo_lstm_clusterenv.py": ("vector", reference.Recurrent()),
     "ppo_minatar_clusterenv.py": ("minatar", reference.MinAtar()),
@@ -99,9 +100,7 @@ def assert_same_logs(recording, expected):
 def test_ppo_is_as_defined(tmp_path, script, way):
     kind, network = PPO[script]
     flags, cases = WAYS[way]
-    scale = (
-        "--reward-scale 0.3" if script in ("ppo_clusterenv.py", "ppo_lstm_clusterenv.py") else ""
-    )
+    scale = "--reward-scale 0.3" if kind == "vector" else ""
     number, rate = (3, 0.001) if kind == "atari" else (5, 0.01)
     length = f"--total-timesteps {28 * number} --learning-rate {rate}"
     recording = record(script, tmp_path, *flags_of(kind, PPO_FLAGS, flags, scale, length))

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from ...arrays.frames import Frames
 from ...errors import Interrupted, LearnerLostError, one_line
 
 POLL_S = 0.0005  # between looks whether the others have arrived
 GRACE_S = 0.1  # more for what all may have begun, before an interrupt has its way
 LONG_GRACE_S = 2.0  # more for what all have begun
-
-
-class Share(NamedTuple):
-    """What of a minibatch is one learner's."""
-
-    start: int  # its first sample, of those that `Learners.share` returns
-    end: int
-    weight: float  # its part of the whole minibatch
-    adv_mean_std: (
-        tuple[torch.Tensor, torch.Tensor] | None
-    )  # mean and deviation of the whole one's advantages
 
 
 class Exchange:
@@ -40,9 +29,6 @@ class Exchange:
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
-        self._flat = torch.empty(
-            0
-        )  # gradients; memory that is new each time would cost as much as to send it
         self.raise_if_interrupted: Callable[[], None] = lambda: None
 
     # Numbers, where nothing is half done: a signal interrupts the wait.
@@ -96,89 +82,47 @@ class Exchange:
         each = number // self.world_size
         return range(self.rank * each, (self.rank + 1) * each)
 
-    def share(
-        self, inds: np.ndarray, size: int, num_envs: int, advantages: torch.Tensor
-    ) -> tuple[np.ndarray, Iterable[Share]]:
-        """Divide the samples ``inds`` of the whole batch, in minibatches of ``size``, among the
-        learners.
+    def gather_rows(self, values: Any) -> Any:
+        """Return ``(num_steps, num_envs, ...)`` of all learners' ``(num_steps, own_envs, ...)``.
 
-        Return which samples of its own batch are this learner's, and of each minibatch its share.
-
-        Args:
-            inds: permuted alike on all learners: ``step * num_envs + env``, which is of the learner
-                that has this environment; or whole environments, ``env``.
-            size: of a minibatch.
-            num_envs: how many environments all learners have.
-            advantages: ``(len(inds), ...)`` of all samples in order, see `whole`.
+        ``values`` are a tensor, or `Frames` of tensors.
         """
-        if self.world_size == 1:
-            ends = range(size, len(inds) + 1, size)
-            return inds, (Share(end - size, end, 1.0, None) for end in ends)
-        steps, envs = np.divmod(inds, num_envs)
-        rows = self.rows(num_envs)
-        is_own = (envs >= rows.start) & (envs < rows.stop)
-        own = (steps * len(rows) + envs - rows.start)[is_own]
-        bounds = np.concatenate([[0], np.cumsum(is_own)[size - 1 :: size]]).tolist()
-        shuffled = advantages[torch.as_tensor(inds, device=advantages.device)].view(
-            len(inds) // size, -1
-        )
-
-        def shares() -> Iterator[Share]:
-            for (start, end), minibatch in zip(itertools.pairwise(bounds), shuffled, strict=True):
-                mean_std = minibatch.mean(), minibatch.std()
-                first = (
-                    min(start, len(own) - 1) if start == end else start
-                )  # where it has none: any, of no weight
-                yield Share(first, max(end, first + 1), (end - start) / size, mean_std)
-
-        return own, shares()
-
-    def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """Return ``(num_steps, num_envs)`` of all learners' ``(num_steps, own_envs)``."""
         if self.world_size == 1:
             return values
+        if not isinstance(values, Frames):
+            return torch.cat(self._gather(values), dim=1)
+        # Each learner has another number of frames. So each sends as many as the one with most.
+        number = torch.tensor([len(values.frames)], device=values.frames.device)
+        most = int(max(self._gather(number)))
+        padded = values.frames.new_zeros((most, *values.frames.shape[1:]))
+        padded[: len(values.frames)] = values.frames
+        frames = torch.cat(self._gather(padded))
+        return Frames(frames, self.gather_rows(values.index + self.rank * most))
+
+    def _gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(values) for _ in range(self.world_size)]
         self._update(dist.all_gather, parts, values.contiguous())
-        return torch.cat(parts, dim=1)
+        return parts
 
-    def add_gradients(self, parameters: Iterable[torch.nn.Parameter], weight: float) -> None:
-        """Make each gradient the sum of all learners', of this one times ``weight``; they travel as
-        one flat tensor.
-        """
+    def average(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the average of ``values`` over all learners."""
+        if self.world_size == 1:
+            return values
+        values = values.detach().clone()
+        self._update(dist.all_reduce, values)
+        return values / self.world_size
+
+    def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Make each gradient the average of all learners'; they travel as one flat tensor."""
         if self.world_size == 1:
             return
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
         sizes = [parameter.numel() for parameter in parameters]
-        if (sum(sizes), parameters[0].device) != (len(self._flat), self._flat.device):
-            self._flat = torch.empty(sum(sizes), device=parameters[0].device)
-        torch.cat([parameter.grad.reshape(-1) for parameter in parameters], out=self._flat).mul_(
-            weight
-        )
-        self._update(dist.all_reduce, self._flat)
-        for parameter, grad in zip(parameters, self._flat.split(sizes), strict=True):
-            parameter.grad = grad.view_as(parameter)
-
-    def add(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``values`` over all learners."""
-        if self.world_size > 1:
-            values = values.detach().clone()
-            self._update(dist.all_reduce, values)
-        return values
-
-    def moments(self, values: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray, int]]:
-        """Yield mean and variance over the first axis, and length, of each learner's float64
-        ``values``.
-        """
-        mean, var, number = values.mean(0), values.var(0), len(values)
-        if self.world_size == 1:
-            yield mean, var, number
-            return
-        own = torch.as_tensor(np.concatenate([[number], mean.reshape(-1), var.reshape(-1)]))
-        rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        self._update(dist.all_gather, rows, own)
-        for row in rows:
-            means, variances = row[1:].numpy().reshape(2, *np.shape(mean))
-            yield means, variances, int(row[0])
+        self._update(dist.all_reduce, gradients)
+        gradients /= self.world_size
+        for parameter, gradient in zip(parameters, gradients.split(sizes), strict=True):
+            parameter.grad = gradient.view_as(parameter)
 
     def _update(self, collective: Callable[..., Any], *tensors: Any) -> None:
         try:

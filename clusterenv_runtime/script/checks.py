@@ -1,0 +1,81 @@
+"""Checks of a script's flags and spaces. Each ends the process with one line if one does not fit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from typing import Any
+
+import gymnasium as gym
+
+from ..errors import printable
+
+
+def check(fine: Any, message: Any) -> None:
+    """Exit with one line, the message, if something is not ``fine``.
+
+    Control characters in the message are escaped: parts of it may be of somebody's checkpoint.
+    """
+    if not fine:
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(60)  # the first learner says the same, and torchrun ends this one
+        sys.exit(f"error: {printable(str(message), most=10_000)}")
+
+
+def check_batches(args: Any) -> None:
+    """Check that a PPO script's batch can be divided into minibatches, and is in the run once."""
+    batch = f"the batch of {args.num_envs} environments x {args.num_steps} steps"
+    minibatches = f"--num-minibatches {args.num_minibatches}"
+    is_whole = args.batch_size % args.num_minibatches == 0
+    check(is_whole, f"{minibatches} must divide {batch} = {args.batch_size}")
+    of_one = "leaves one sample in each, whose advantage cannot be normalized"
+    has_several = args.minibatch_size > 1 or not args.norm_adv
+    check(has_several, f"{minibatches} {of_one}; use fewer, or --no-norm-adv")
+    total = f"--total-timesteps {args.total_timesteps}"
+    check(args.num_iterations >= 1, f"{total} must be at least {batch} = {args.batch_size}")
+
+
+def check_chunks(args: Any) -> None:
+    """Check that a DQN script's chunks are alike and fit into the run and into its buffer."""
+    rows, rest = divmod(args.num_envs, args.num_workers)
+    multiple = f"a multiple of --num-workers {args.num_workers}: all chunks are as large"
+    check(rest == 0, f"--num-envs {args.num_envs} must be {multiple}")
+    chunk = f"a chunk of {rows} environments x {args.num_steps} steps = {args.chunk_size}"
+    total = f"--total-timesteps {args.total_timesteps}"
+    check(args.num_iterations >= 1, f"{total} must be at least {chunk}")
+    has_room = args.buffer_size >= args.chunk_size
+    check(has_room, f"--buffer-size {args.buffer_size} must be at least {chunk}")
+    is_whole = args.target_network_frequency % args.train_frequency == 0
+    steps = "a multiple of --train-frequency: it counts environment steps"
+    check(is_whole, f"--target-network-frequency must be {steps}")
+
+
+def check_memory(args: Any, num_bytes: int) -> None:
+    """Check that this machine has the memory that a DQN script's replay buffer takes."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    takes = f"takes {num_bytes / 2**30:.1f} GiB, this machine has {memory / 2**30:.1f}"
+    check(num_bytes < memory, f"--buffer-size {args.buffer_size} {takes}")
+
+
+def check_compiler(args: Any) -> None:
+    """Check that there is the compiler that torch needs for --compile."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    needs = "--compile needs a C++ compiler, g++ or clang++, and there is none"
+    check(compiler or not args.compile, needs)
+
+
+def check_discrete(args: Any, space: gym.Space) -> None:
+    """Check that actions are numbers from 0 on."""
+    is_discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
+    check(is_discrete, f"actions must be discrete, from 0, not {space}: {args.env_id}")
+
+
+def check_vectors(space: gym.Space) -> None:
+    """Check that observations are vectors."""
+    flatten = "have make_env put FlattenObservation around the environment"
+    is_vector = len(space.shape or ()) == 1
+    check(is_vector, f"observations must be vectors, not {space}; {flatten}")

@@ -1,0 +1,350 @@
+# PPO by several learners, which torchrun starts: ppo_clusterenv.py, changed where they share work
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["clusterenv[scripts]"]
+# tool.uv.sources.clusterenv = { path = ".", editable = true }
+# ///
+import os
+import random
+import time
+from dataclasses import dataclass
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.optim as optim
+from torch.distributions import Categorical, Distribution
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime.options import (
+    EnvId,
+    Fraction,
+    Name,
+    Nats,
+    NotNegativeNumber,
+    Number,
+    Positive,
+    PositiveNumber,
+)
+from clusterenv_runtime.script import (
+    Run,
+    ScriptArgs,
+    by_backend,
+    check,
+    check_batches,
+    check_compiler,
+    check_discrete,
+    check_vectors,
+    evaluate,
+    parse,
+    read_spaces,
+)
+from clusterenv_runtime.script.learners.learners import Learners
+
+
+@dataclass
+class Args(ScriptArgs):  # which has what all scripts share, such as seed and num_workers
+    exp_name: Name = os.path.basename(__file__)[: -len(".py")]
+
+    # Algorithm specific arguments
+    env_id: EnvId = "LunarLander-v3"
+    """the id of the environment"""
+    total_timesteps: Positive = 1500000
+    """total timesteps of the experiments"""
+    learning_rate: PositiveNumber = 2e-3
+    """the learning rate of the optimizer"""
+    num_steps: Positive = 128
+    """the number of steps to run in each environment per policy rollout"""
+    reward_scale: Number = 0.05
+    """rewards are multiplied by this before the learner sees them; 1 leaves them as they are"""
+    anneal_lr: bool = True
+    """toggle learning rate annealing for policy and value networks"""
+    gamma: Fraction = 0.995
+    """the discount factor gamma"""
+    gae_lambda: Fraction = 0.97
+    """the lambda for the general advantage estimation"""
+    num_minibatches: Positive = 16
+    """the number of mini-batches"""
+    update_epochs: Positive = 4
+    """the K epochs to update the policy"""
+    norm_adv: bool = True
+    """toggles advantages normalization"""
+    clip_coef: NotNegativeNumber = 0.2
+    """the surrogate clipping coefficient"""
+    clip_vloss: bool = False
+    """toggles whether or not to use a clipped loss for the value function, as per the paper"""
+    ent_coef: Number = 0.01
+    """coefficient of the entropy"""
+    vf_coef: NotNegativeNumber = 0.5
+    """coefficient of the value function"""
+    max_grad_norm: PositiveNumber = 0.5
+    """the maximum norm for the gradient clipping"""
+    target_kl: Nats | None = None
+    """the target KL divergence threshold"""
+    hidden_size: Positive = 64
+    """the width of the two hidden layers of the actor, and of the critic"""
+
+    # Distribution specific arguments
+    decoupled: bool = True
+    """clip against the policy at the start of the update, not against the one that acted"""
+    clip_rho: PositiveNumber = 2.0
+    """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
+    overlap: bool = False
+    """collect the next rollout while learning from this one; it acts one update behind"""
+    compile: bool = False
+    """compile networks and loss: after up to half a minute, updates take about 0.6 of the time"""
+
+
+def make_env(env_id, idx, capture_video, run_name, **kwargs):
+    def thunk():
+        if capture_video and idx == 0:
+            env = gym.make(env_id, render_mode="rgb_array", **kwargs)
+            env = gym.wrappers.RecordVideo(env, f"videos/{run_name}")
+        else:
+            env = gym.make(env_id, **kwargs)
+        return env
+
+    return thunk
+
+
+def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
+    torch.nn.init.orthogonal_(layer.weight, std)
+    torch.nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+class Agent(nn.Module):
+    def __init__(self, envs, hidden_size):
+        super().__init__()
+        num_inputs = np.array(envs.single_observation_space.shape).prod()
+        self.critic = nn.Sequential(
+            layer_init(nn.Linear(num_inputs, hidden_size)), nn.Tanh(),
+            layer_init(nn.Linear(hidden_size, hidden_size)), nn.Tanh(),
+            layer_init(nn.Linear(hidden_size, 1), std=1.0),
+        )  # fmt: skip
+        self.actor = nn.Sequential(
+            layer_init(nn.Linear(num_inputs, hidden_size)), nn.Tanh(),
+            layer_init(nn.Linear(hidden_size, hidden_size)), nn.Tanh(),
+            layer_init(nn.Linear(hidden_size, envs.single_action_space.n), std=0.01),
+        )  # fmt: skip
+
+    def get_value(self, x):
+        return self.critic(x)
+
+    def get_action_and_value(self, x, action=None):
+        probs = Categorical(logits=self.actor(x))
+        if action is None:
+            action = probs.sample()
+        return action, probs.log_prob(action), probs.entropy(), self.critic(x)
+
+
+def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
+    """Return advantages and returns, `(num_steps, num_envs)`, https://arxiv.org/abs/1506.02438.
+
+    `values` are `(num_steps + 1, num_envs)`: the last are of the observations after the rollout.
+    `final_values` are `(ends,)`, of the observations that ended episodes, in the order of
+    `(terminations | truncations).nonzero()`. The other arrays are `(num_steps, num_envs)`.
+    """
+    dones = terminations | truncations
+    # bootstrap value if not terminated; from the final observation where an episode was cut off
+    values, nextvalues = values[:-1], values[1:].copy()
+    nextvalues[dones] = final_values
+    nextvalues[terminations] = 0
+    delta = rewards + gamma * nextvalues - values
+    nonterminal = (1 - dones).astype(delta.dtype)
+    advantages, lastgaelam = np.zeros_like(delta), 0
+    for t in reversed(range(len(delta))):
+        advantages[t] = lastgaelam = delta[t] + gamma * gae_lambda * nonterminal[t] * lastgaelam
+    return advantages, advantages + values
+
+
+def normalize(advantages):
+    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+
+def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
+    """Return the loss of a minibatch, and by name the scalars to log.
+
+    `obs` and `actions` are `(minibatch_size, ...)`, the other tensors `(minibatch_size,)`.
+    `weights` multiply the policy's loss. With `norm_adv` the advantages are normalized already.
+    """
+    _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
+    logratio = newlogprob - logprobs
+    ratio = logratio.exp()
+    with torch.no_grad():
+        # calculate approx_kl http://joschu.net/blog/kl-approx.html
+        old_approx_kl = (-logratio).mean()
+        approx_kl = ((ratio - 1) - logratio).mean()
+        clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
+
+    # Policy loss
+    pg_loss1 = -advantages * ratio
+    pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    pg_loss = (weights * torch.max(pg_loss1, pg_loss2)).mean()
+
+    # Value loss
+    newvalue = newvalue.view(-1)
+    v_loss = (newvalue - returns) ** 2
+    if args.clip_vloss:
+        v_change = torch.clamp(newvalue - values, -args.clip_coef, args.clip_coef)
+        v_loss = torch.max(v_loss, (values + v_change - returns) ** 2)
+    v_loss = 0.5 * v_loss.mean()
+
+    entropy_loss = entropy.mean()
+    loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
+    return loss, {
+        "value_loss": v_loss, "policy_loss": pg_loss, "entropy": entropy_loss,
+        "old_approx_kl": old_approx_kl, "approx_kl": approx_kl, "clipfrac": clipfrac,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    # saved: the checkpoint that --resume goes on from
+    args, saved = parse(Args, fixed=("env_id", "num_steps", "hidden_size"))
+    args.batch_size = int(args.num_envs * args.num_steps)
+    args.minibatch_size = int(args.batch_size // args.num_minibatches)
+    args.num_iterations = args.total_timesteps // args.batch_size
+    check_batches(args)
+    learners = Learners.of_torchrun()
+    shares = f"{args.minibatch_size} samples of a minibatch among {learners.world_size} learners"
+    check(args.minibatch_size % learners.world_size == 0, f"cannot divide {shares}")
+    check_compiler(args)
+    obs_space, action_space = read_spaces(args, make_env)
+    check_discrete(args, action_space)
+    check_vectors(obs_space)
+    run = Run(args, saved, learners)
+    writer = run.writer
+
+    # TRY NOT TO MODIFY: seeding
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    Distribution.set_default_validate_args(False)  # the workers, who act, check theirs
+    # Networks this small gain nothing from more threads, and runs side by side stall each other.
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+
+    # env setup
+    env_fns = [
+        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
+        for i in run.rows  # the environments of this learner
+    ]
+    envs = ClusterEnv(by_backend(args, env_fns), num_envs=len(run.rows), **run.options())
+    run.keep("envs", envs)
+    agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))
+    policy = CategoricalPolicy(agent.actor)  # what travels to the workers
+    adam = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = run.keep("optimizer", adam)
+    loss_fn, get_value, actor = ppo_loss, agent.get_value, agent.actor
+    if args.compile:
+        options = {"cpp.use_decompose_tanh": True}  # a tanh that is several times as fast on CPUs
+        get_value = torch.compile(get_value, dynamic=False, options=options)
+        actor = torch.compile(actor, dynamic=False, options=options)
+        graphs = {"triton.cudagraphs": device.type == "cuda"}
+        loss_fn = torch.compile(ppo_loss, dynamic=False, options=options | graphs)
+    envs.publish(policy)  # while the environments reset, the workers load it
+    envs.reset(seed=args.seed + run.global_step)
+
+    with run.training(envs, agent):
+        for iteration in run.iterations(args.num_iterations, args.batch_size):
+            # Annealing the rate if instructed to do so.
+            frac = 1.0 - (iteration - 1.0) / args.num_iterations if args.anneal_lr else 1.0
+            lrnow = frac * args.learning_rate
+            optimizer.param_groups[0]["lr"] = lrnow
+            # The workers act and step. Those whose policy has diverged pull this one first.
+            collect_start = time.monotonic()
+            overlap = args.overlap and iteration < args.num_iterations
+            rollout = envs.rollout(policy, args.num_steps, overlap=overlap)
+            learn_start = time.monotonic()
+            run.add_episodes(rollout)
+            run.global_step += args.batch_size
+            obs = torch.Tensor(rollout.observations).to(device)  # (num_steps, num_envs, ...)
+            next_obs = torch.Tensor(rollout.next_observations).to(device)  # (num_envs, ...)
+            actions = torch.as_tensor(rollout.actions).to(device)  # (num_steps, num_envs)
+            logprobs = torch.Tensor(rollout.logprobs).to(device)
+            rewards = rollout.rewards.astype(np.float32) * args.reward_scale
+
+            with torch.no_grad():  # values of all observations, also of those that ended episodes
+                values = get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1))
+                values = values.view(-1, envs.num_envs)
+                final_obs = torch.Tensor(rollout.final_observations).to(device)
+                final_values = agent.get_value(final_obs).flatten()
+            advantages, returns = compute_gae(
+                rewards, values.cpu().numpy(), final_values.cpu().numpy(), rollout.terminations,
+                rollout.truncations, args.gamma, args.gae_lambda,
+            )  # fmt: skip
+            advantages = torch.from_numpy(advantages).to(device)
+            returns = torch.from_numpy(returns).to(device)
+            values = values[:-1]
+            weights = torch.ones_like(logprobs)
+            if args.decoupled:
+                # A worker's policy may be many updates old. Clipping the ratio to it would pin the
+                # learner to it: it never diverges, nobody pulls, training stalls. So clip against
+                # the policy at the start of this update (proximal) and weight by proximal /
+                # behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
+                with torch.no_grad():
+                    proximal = Categorical(logits=actor(obs)).log_prob(actions)
+                    weights = (proximal - logprobs).exp().clamp(max=args.clip_rho)
+                    logprobs = proximal
+
+            # flatten the batch, which is that of all learners from here on
+            b_obs = learners.gather_rows(obs).flatten(0, 1)
+            b_logprobs = learners.gather_rows(logprobs).flatten()
+            b_actions = learners.gather_rows(actions).flatten()
+            b_advantages = learners.gather_rows(advantages).flatten()
+            b_returns = learners.gather_rows(returns).flatten()
+            b_values = learners.gather_rows(values).flatten()
+            b_weights = learners.gather_rows(weights).flatten()
+
+            # Optimizing the policy and value network. The learners draw the same minibatches. Each
+            # takes its share of one, and the average of their gradients is that of the whole.
+            share = slice(learners.rank, None, learners.world_size)
+            b_inds = np.arange(args.batch_size)
+            clipfracs = []
+            for _ in range(args.update_epochs):
+                np.random.shuffle(b_inds)
+                for start in range(0, args.batch_size, args.minibatch_size):
+                    end = start + args.minibatch_size
+                    mb_inds = torch.as_tensor(b_inds[start:end], device=device)
+                    mb_advantages = b_advantages[mb_inds]
+                    if args.norm_adv:
+                        mb_advantages = normalize(mb_advantages)
+                    own_inds = mb_inds[share]
+                    loss, losses = loss_fn(
+                        agent, args, b_obs[own_inds], b_actions[own_inds], b_logprobs[own_inds],
+                        mb_advantages[share], b_returns[own_inds], b_values[own_inds],
+                        b_weights[own_inds],
+                    )  # fmt: skip
+                    clipfracs += [losses["clipfrac"].clone()]  # CUDA graphs write over their own
+                    optimizer.zero_grad()
+                    loss.backward()
+                    learners.average_gradients(agent.parameters())
+                    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                    optimizer.step()
+                approx_kl = learners.average(losses["approx_kl"])
+                if args.target_kl is not None and approx_kl > args.target_kl:
+                    break
+
+            y_pred, y_true = b_values.cpu().numpy(), b_returns.cpu().numpy()
+            var_y = np.var(y_true)
+            explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
+            # TRY NOT TO MODIFY: record rewards for plotting purposes
+            run.report(rollout, versions=iteration)
+            losses["clipfrac"] = torch.stack(clipfracs).mean()
+            averages = learners.average(torch.stack([*losses.values()]))
+            for name, value in zip(losses, averages, strict=True):
+                writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
+            writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
+            writer.add_scalar("charts/learning_rate", lrnow, run.global_step)
+            collect_time = max(learn_start - collect_start, 1e-9)  # some clocks stand still
+            writer.add_scalar("charts/collect_sps", args.batch_size / collect_time, run.global_step)
+            writer.add_scalar("time/collect", collect_time, run.global_step)
+            writer.add_scalar("time/learn", time.monotonic() - learn_start, run.global_step)
+
+        def act(obs):  # as the workers act
+            action, _, _, _ = agent.get_action_and_value(torch.Tensor(obs).to(device))
+            return action.cpu().numpy()
+
+        run.finish(evaluate(args, make_env, act), updates=run.global_step // args.batch_size)
