@@ -16,6 +16,7 @@ from clusterenv_runtime.script.arguments import ScriptArgs, spell
 
 SCRIPTS = {
     "PPO": "ppo_clusterenv",
+    "PPO with several learners": "ppo_multilearner_clusterenv",
     "Continuous PPO": "ppo_continuous_clusterenv",
     "PPO with memory": "ppo_lstm_clusterenv",
     "PPO on Atari": "ppo_atari_clusterenv",
@@ -25,7 +26,7 @@ SCRIPTS = {
 }
 HEAD = """# Flags
 
-Of the seven scripts. Hyphens and underscores are both accepted, booleans as `--x`, `--no-x`, `--x=True` and
+Of the eight scripts. Hyphens and underscores are both accepted, booleans as `--x`, `--no-x`, `--x=True` and
 `--x=False`. This page is generated from the code: `python -m docs.flags > docs/flags.md`.
 """
 

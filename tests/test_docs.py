@@ -102,7 +102,7 @@ FRAGMENTS = [
 FRAGMENTS += [
     (page, re.sub(r"^(-.*\n|[+ ])", "", code, flags=re.M))
     for page, kind, code in BLOCKS
-    if kind == "diff"
+    if kind == "diff" and page.stem != "learners"  # whose diff is of a whole script
 ]
 FRAGMENTS = {code: name_of(page) for page, code in FRAGMENTS}  # each once
 

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,6 +79,22 @@ def test_several_learners_learn_what_one_does(tmp_path, number):
     for name, start in (("one", partial(train, "ppo_clusterenv.py")), ("several", together)):
         (tmp_path / name).mkdir()
         folder, summary = start(tmp_path / name, *flags)
+        runs.append((events_of(folder), summary))
+    assert_alike(*runs)
+
+
+def test_the_pages_diff_gives_the_script_of_atari_several_learners(tmp_path):
+    pytest.importorskip("ale_py", reason="Atari is not installed: pip install ale-py")
+    diff = re.search(r"```diff\n(.*?)```", (ROOT / "docs" / "learners.md").read_text(), re.S)[1]
+    (several := tmp_path / "several").mkdir()
+    script = shutil.copy(ROOT / "ppo_atari_clusterenv.py", several)
+    subprocess.run(["patch", "-p0"], cwd=several, input=diff, text=True, check=True)
+    flags = "--num-workers 2 --envs-per-worker 2 --num-steps 64"
+    flags = [*TINY, *flags.split(), "--total-timesteps", "512"]
+    (tmp_path / "one").mkdir()
+    runs = []
+    for start, directory in ((train, tmp_path / "one"), (partial(train_together, 2), several)):
+        folder, summary = start(script, directory, *flags)
         runs.append((events_of(folder), summary))
     assert_alike(*runs)
 

@@ -77,7 +77,7 @@ TESTS = {
 # The parts of a script that are changed: these functions and classes, and its loop from the first
 # of these lines to the last.
 COMPUTE = {
-    "compute_gae", "discount", "scale_rewards", "ppo_loss", "Moments", "Normalize", "get_states",
+    "compute_gae", "discount", "scale_rewards", "normalize", "ppo_loss", "Moments", "Normalize", "get_states",
     "get_action_and_value", "get_value", "get_hidden", "ReplayBuffer", "compute_td_target",
     "td_loss",
     "linear_schedule",

@@ -11,8 +11,9 @@ result for 8 learners on 8 machines is arithmetic: an eighth of one learner's ti
 minibatch an all-reduce over links of `--gbit`.
 
 With `--cleanrl`, a script that is not part of this repository (https://github.com/vwxyzjn/cleanrl),
-it measures Atari instead: `ppo_atari_clusterenv.py` and CleanRL's own for several GPUs, each with
-one process and with two, at the same batch.
+it measures Atari instead: CleanRL's own script for several GPUs and `--atari`, which is
+`ppo_atari_clusterenv.py` with the diff of docs/learners.md, each with one process and with two, at
+the same batch.
 """
 
 import os
@@ -44,6 +45,8 @@ ATARI = "BreakoutNoFrameskip-v4"
 class Args:
     cleanrl: Path | None = None
     """path of CleanRL's ppo_atari_multigpu.py, for the comparison with it"""
+    atari: Path | None = None
+    """path of ppo_atari_clusterenv.py with several learners, for this comparison"""
     widths: tuple[int, ...] = (64, 256, 512, 1024)
     """of the networks' two hidden layers"""
     iterations: int = 8
@@ -61,7 +64,7 @@ class Args:
 def learner_seconds(number, width, iterations, seed):
     """Return the median of the seconds that an iteration's learning took."""
     scalars, _ = train(
-        ROOT / "ppo_clusterenv.py", "--env-id", "CartPole-v1", "--num-workers", "2",
+        ROOT / "ppo_multilearner_clusterenv.py", "--env-id", "CartPole-v1", "--num-workers", "2",
         "--envs-per-worker", str(NUM_ENVS // 2), "--num-steps", str(NUM_STEPS), "--num-minibatches",
         str(NUM_MINIBATCHES), "--update-epochs", str(UPDATE_EPOCHS), "--hidden-size", str(width),
         "--seed", str(seed), "--eval-episodes", "1", "--total-timesteps", str(iterations * BATCH),
@@ -143,7 +146,7 @@ def compare_with_cleanrl(args):
             )
             for name, command in {
                 "CleanRL": (*wrapped, "--local-num-envs", str(8 // number)),
-                "ClusterEnv": (ROOT / "ppo_atari_clusterenv.py", *common, "--eval-episodes", "1"),
+                "ClusterEnv": (args.atari.resolve(), *common, "--eval-episodes", "1"),
             }.items():
                 steps, seconds = steady(*command, launcher=torchrun(number), OMP_NUM_THREADS="1")
                 rates[name, number] = steps / seconds
