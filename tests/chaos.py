@@ -1,12 +1,13 @@
 """Train while workers are killed, stopped and cut off, and check every transition that arrives.
 
-    python -m tests.chaos --script ppo_clusterenv.py --faults 100      # about 6 minutes; as root also cuts links
+    python -m tests.chaos --script ppo_clusterenv.py --faults 100  # as root also cuts links
 
-runs the script on CartPole-v1 with 4 workers and hits a random one every 3 seconds, in turn by
-``kill -9``, by SIGSTOP, and, where each worker can have a network namespace of its own, by taking
-its link down. In the head's process each transition is computed once more from CartPole's
-equations, and each chunk must begin where its rows' last one ended, or in a new episode if their
-worker was replaced in between: nothing comes twice, half, or not at all.
+In about 6 minutes, this runs the script on CartPole-v1 with 4 workers and hits a random one every 3
+seconds: in turn by ``kill -9``, by SIGSTOP, and, where each worker can have a network namespace of
+its own, by taking its link down. The head's process computes each transition a second time from
+CartPole's equations. Each chunk must begin where the previous one of its rows ended, or in a new
+episode if their worker was replaced in between. So no transition comes twice, in part, or not at
+all.
 """
 
 import argparse
@@ -32,7 +33,9 @@ from experiments.figures.network import Network, why_no_namespaces
 from .scripts import ROOT, environment, workers_of
 
 FLAGS = {
-    "ppo_clusterenv.py": "--envs-per-worker 16 --num-steps 32 --update-epochs 8 --learning-rate 1e-3",
+    "ppo_clusterenv.py": (
+        "--envs-per-worker 16 --num-steps 32 --update-epochs 8 --learning-rate 1e-3"
+    ),
     "dqn_clusterenv.py": "--envs-per-worker 4",
 }
 CUT_SECONDS = 6.0  # longer than the worker timeout
@@ -42,8 +45,8 @@ CUT_SECONDS = 6.0  # longer than the worker timeout
 
 
 def cartpole(observations, actions):
-    """Return what CartPole-v1's equations make of float32 observations ``(..., 4)`` and actions
-    ``(...)``.
+    """Return the results of CartPole-v1's equations for float32 observations ``(..., 4)`` and
+    actions ``(...)``.
     """
     x, x_dot, theta, theta_dot = np.moveaxis(observations.astype(np.float64), -1, 0)
     force, cos, sin = np.where(actions == 1, 10.0, -10.0), np.cos(theta), np.sin(theta)
@@ -62,23 +65,24 @@ def cartpole(observations, actions):
 
 
 class Checker:
-    """Checks what `ClusterEnv` delivers, rollout by rollout."""
+    """Checks the deliveries of `ClusterEnv`, rollout by rollout."""
 
     def __init__(self):
         self.ends = {}  # row -> the observation after its last step
         self.transitions, self.jumps = 0, 0
-        self.half = (
-            math.inf
-        )  # after so many transitions it is slow until there is a file `done`: all faults have been
+        # After so many transitions it is slow until there is a file `done`: all faults have
+        # happened.
+        self.half = math.inf
+        # Seconds of an answer, and the part of them after the last loss.
         self.longest, self.recovery = (
             0.0,
             0.0,
-        )  # seconds that an answer took, and that after the last loss meanwhile
+        )
 
     def check(self, rollout):
         ended = rollout.terminations | rollout.truncations
         led_to = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
-        assert np.abs(led_to[ended]).max(initial=0) <= 0.05  # the next episode's first
+        assert np.abs(led_to[ended]).max(initial=0) <= 0.05  # the next episode's first observation
         led_to[ended] = rollout.final_observations
         np.testing.assert_allclose(
             led_to, cartpole(rollout.observations, rollout.actions), atol=1e-5
@@ -136,7 +140,7 @@ def head(script, namespaces):
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-# Beside it.
+# The process beside it.
 
 
 def train(
@@ -153,8 +157,11 @@ def train(
         script,
         ",".join(network.namespaces if network else []),
     ]
-    # A worker may be hit again and again before it has come up.
-    flags = f"--env-id CartPole-v1 --num-workers 4 --worker-timeout 3 --max-worker-restarts 20 {FLAGS[script]} {flags}"
+    # A worker may be hit again and again before it has started.
+    flags = (
+        f"--env-id CartPole-v1 --num-workers 4 --worker-timeout 3 --max-worker-restarts 20 "
+        f"{FLAGS[script]} {flags}"
+    )
     flags = [*flags.split(), "--seed", str(seed)]
     if network is not None:
         flags += ["--bind-address", network.head]
@@ -188,7 +195,7 @@ def train(
             elif kind == "cut" or not hit(
                 process.pid, index, signal.SIGKILL if kind == "kill" else signal.SIGSTOP
             ):
-                continue  # another is cut off still, or that one is being replaced
+                continue  # another worker is still cut off, or this one is being replaced
             done.append((kind, index))
             next_at, kind = now + interval, next(kinds)
             if len(done) % 10 == 0:
@@ -198,9 +205,8 @@ def train(
         process.wait()
     text = Path(directory, "output").read_text()
     assert process.returncode == 0, text[-3000:]
-    assert (
-        "does not hold the weights" not in text
-    )  # what workers hold is what the head believes, by each checksum
+    # Workers hold the weights that the head believes they hold, by each checksum.
+    assert "does not hold the weights" not in text
     (summary,) = Path(directory, "runs").glob("*/summary.json")
     return (
         json.loads(summary.read_text()),
@@ -211,7 +217,7 @@ def train(
 
 def hit(head, index, number):
     """Send a worker of this head a signal; say whether there was one."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends just now
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process is just ending
         for pid in workers_of(head):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if b"--index" in words and int(words[words.index(b"--index") + 1]) == index:
@@ -242,8 +248,10 @@ def main():
             results[faults] = train(args.script, args.flags, faults, directory, network)
         summary, report, done = results[faults]
         print(
-            f"{len(done)} faults: {len(report['restarts'])} restarts, {report['transitions']:,} transitions checked, "
-            f"longest wait {report['longest']:.1f} s, {report['recovery']:.1f} s after the last loss in it, "
+            f"{len(done)} faults: {len(report['restarts'])} restarts, {report['transitions']:,} "
+            f"transitions checked, "
+            f"longest wait {report['longest']:.1f} s, {report['recovery']:.1f} s after the last "
+            f"loss in it, "
             f"{summary['wall_seconds']:.0f} s in all; mean return of the last 100 episodes "
             f"{summary['mean_return_100']:.1f}, in the evaluation {summary['eval_return_mean']:.1f}"
         )

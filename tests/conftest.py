@@ -8,21 +8,20 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# For one test with its fixtures: it ends what hangs, and is ten times and more what the longest
-# takes when idle.
+# For one test with its fixtures: it ends a test that hangs, and is at least ten times as long as
+# the longest test takes on an idle machine.
 SECONDS = int(os.environ.get("TEST_SECONDS", 900))
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell's background jobs ignore it, and what they start
+# A shell's background jobs ignore SIGINT, and so do the processes that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     def stop(*_):
-        signal.alarm(5)  # again, should the first be caught
+        signal.alarm(5)  # again, if the first one is caught
         raise TimeoutError(f"{item.nodeid} took more than {SECONDS} s")
 
     previous = signal.signal(signal.SIGALRM, stop)
@@ -35,9 +34,8 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(
-        key=lambda item: "tests/slurm/" not in item.nodeid
-    )  # they wait most: beside them others compute
+    # These wait most: other tests compute beside them.
+    items.sort(key=lambda item: "tests/slurm/" not in item.nodeid)
 
 
 def worker_commands():
@@ -48,7 +46,7 @@ def worker_commands():
             parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
             command = (directory / "cmdline").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+            continue  # it has ended in between
         if parent == os.getpid() and b"clusterenv_runtime.worker" in command:
             commands[int(directory.name)] = [part.decode() for part in command]
     return commands
@@ -56,7 +54,7 @@ def worker_commands():
 
 @pytest.fixture
 def workers():
-    """A function that tells this process's workers, see `worker_commands`."""
+    """A function that returns this process's workers, see `worker_commands`."""
     return worker_commands
 
 
@@ -82,7 +80,7 @@ def pipe(tmp_path):
 
 @pytest.fixture
 def temporary_directory(monkeypatch, tmp_path_factory):
-    """Where sockets are put during a test; nothing may remain there."""
+    """The place of sockets during a test; nothing may remain there."""
     tmp_path_factory.getbasetemp()  # made now, it is elsewhere
     with tempfile.TemporaryDirectory(prefix="test-") as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)
@@ -92,7 +90,7 @@ def temporary_directory(monkeypatch, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_signal_handlers():
-    """Put back what a script that ran in this process has set: the next test has its own."""
+    """Restore the handlers that a script in this process has set: the next test has its own."""
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
     handlers = [signal.getsignal(number) for number in numbers]
     yield

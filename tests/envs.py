@@ -1,4 +1,4 @@
-"""Environments to test with. No torch in here: workers that only step import this module."""
+"""Environments for tests. No torch in this module: workers that only step import it."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ class Sets(Words):
 
 
 def checksum(action):
-    """A number that tells actions apart by type, dtype and value."""
+    """A number that identifies actions by type, dtype and value."""
     raw = (
         action.tobytes() + str(action.dtype).encode()
         if isinstance(action, np.ndarray)
@@ -48,8 +48,8 @@ def checksum(action):
 
 
 class RandomEnv(gym.Env):
-    """Random observations, ends of both kinds, and infos of every kind; the reward tells which
-    action arrived.
+    """Random observations, ends of both kinds, and infos of every kind. The reward identifies the
+    action that arrived.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 7}
@@ -57,9 +57,8 @@ class RandomEnv(gym.Env):
     def __init__(
         self, observation_space, action_space=None, end=0.2, render_mode="rgb_array", delay=0.0
     ):
-        self.observation_space = (
-            observation_space  # as it came: ClusterEnv and SyncVectorEnv share nothing else
-        )
+        # As it came: ClusterEnv and SyncVectorEnv share nothing else.
+        self.observation_space = observation_space
         self.action_space = spaces.Discrete(3) if action_space is None else action_space
         self.end, self.render_mode, self.frames, self.delay = end, render_mode, 0, delay
 
@@ -107,7 +106,7 @@ class RandomEnv(gym.Env):
 
 
 class CountingEnv(gym.Env):
-    """Observes the number of steps since the reset, is rewarded with it, and truncates after
+    """Observes the number of steps since the reset, gets it as reward, and truncates after
     ``length`` steps.
 
     A step waits until there is a file ``gate``, if one is given.
@@ -178,7 +177,7 @@ class BufferEnv(CountingEnv):
 
 
 class EchoEnv(gym.Env):
-    """Observes what it was told to do last."""
+    """Observes its last action."""
 
     def __init__(self, observation_space, action_space):
         self.observation_space, self.action_space = observation_space, action_space
@@ -192,7 +191,7 @@ class EchoEnv(gym.Env):
 
 
 class UnsendableEnv(CountingEnv):
-    """Has things in its infos that cannot leave a worker."""
+    """Has values in its infos that cannot leave a worker."""
 
     secret = object()
 
@@ -210,7 +209,7 @@ class CustomError(Exception):
 
 
 class MuteError(Exception):
-    """An exception that raises another when it is asked for its text or its arguments."""
+    """An exception that raises another one when its text or its arguments are read."""
 
     def __init__(self, error):
         self.error = error
@@ -263,7 +262,7 @@ class LeavingEnv(CountingEnv):
         return super().reset(seed=seed, options=options)
 
     def leave(self):
-        """Leave the worker's process group, as its leader for the head's."""
+        """Leave the worker's process group; its leader joins the head's group."""
         os.setpgid(0, os.getpgid(os.getppid())) if os.getpgrp() == os.getpid() else os.setsid()
         return os.getpid()
 

@@ -1,5 +1,5 @@
-"""Scripts in processes forked from one that has imported torch and the like, which takes longer
-than many a run.
+"""Scripts in processes forked from one that has imported torch and other slow modules. That import
+takes longer than many a run.
 """
 
 import atexit
@@ -23,7 +23,7 @@ PRELOADED = [
     "tyro",
     "zmq",
 ]
-PRELOADED += ["torch._dynamo"]  # which the first optimizer imports
+PRELOADED += ["torch._dynamo"]  # the first optimizer imports it
 
 
 @functools.cache

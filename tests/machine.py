@@ -1,8 +1,8 @@
-"""What tests need of this machine that it may not have, and what becomes of them without it.
+"""Things that tests need of this machine and that it may not have.
 
-They are skipped. With REQUIRE_ALL=1, as in .ci/run, they fail: there all is installed, and a test
-that never runs would not be noticed. What the kernel itself refuses, when asked by a system call,
-is a reason to skip everywhere.
+Without them, the tests are skipped. With REQUIRE_ALL=1, as in .ci/run, they fail: there everything
+is installed, and nobody would notice a test that never runs. If the kernel itself refuses a system
+call, the test is skipped everywhere.
 """
 
 import errno
@@ -24,7 +24,7 @@ os._exit(libc.unshare(int(sys.argv[1])) and ctypes.get_errno())
 
 
 def do_without(what, refusal=None):
-    """Skip this test for what is missing, or fail it, unless there is a kernel's ``refusal``."""
+    """Skip this test for a missing thing, or fail it, unless there is a kernel's ``refusal``."""
     if refusal is not None:
         pytest.skip(f"{what}; the kernel says: {refusal}")
     (pytest.fail if os.environ.get("REQUIRE_ALL") == "1" else pytest.skip)(what)

@@ -1,6 +1,6 @@
-"""How long tests wait: no machine is too busy for them. What must come has long to come, what must
-not be waited for takes longer still, and what only a short timeout can show is tried once more with
-a longer one.
+"""How long tests wait, for machines of any load. A test gives expected events a long time. An event
+that it must not wait for takes even longer. A behavior that only a short timeout shows is tried
+once more with a longer one.
 """
 
 import contextlib
@@ -9,9 +9,9 @@ import select
 import signal
 import time
 
-# seconds: ten times and more what anything here takes on an idle machine, and less than a test may
+# seconds: at least ten times what anything here takes on an idle machine, and less than a test may
 PATIENCE = 300.0
-HOUR = 3600.0  # seconds: what a test must not wait for takes so long
+HOUR = 3600.0  # seconds: an event that a test must not wait for takes so long
 
 
 @contextlib.contextmanager
@@ -49,12 +49,12 @@ def kill(pid):
 
 
 def with_more_time(check, *arguments):
-    """Call ``check`` with each of these in turn, shorter timeouts first, until it passes.
+    """Call ``check`` with each of these timeouts in turn, shorter ones first, until it passes.
 
-    A busy machine breaks the short one, by losing a worker whose link it left without a core for so
-    long; what is wrong fails with the long one, too.
+    A busy machine breaks the short one: it loses a worker when it leaves its link without a core
+    for so long. A real mistake fails with the long one, too.
     """
-    import pytest  # which workers, who import this, do not need
+    import pytest  # workers import this module, and do not need pytest
 
     for argument in arguments[:-1]:
         try:

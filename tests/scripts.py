@@ -15,12 +15,12 @@ from . import forked
 from .patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMES = int(os.environ.get("RESUME_TIMES", 1))  # how often something is killed at a random moment
+TIMES = int(os.environ.get("RESUME_TIMES", 1))  # how often a process is killed at a random moment
 
 
-# CartPole whose runs last, however fast the machine: after the first STEPS of an environment each
-# takes a while, until there is a file `go` in the working directory. The last reset by a worker was
-# when a file `reset` there was written.
+# CartPole whose runs last on any machine: after the first STEPS of an environment each step takes
+# a while, until there is a file `go` in the working directory. The file `reset` there is written at
+# each reset by a worker.
 LASTING_ID = "lasting_env:Lasting-v0"
 LASTING_ENV = """
 import os, pathlib, sys, time
@@ -46,7 +46,7 @@ gym.register("Lasting-v0", Lasting, max_episode_steps=500)
 
 
 def environment(**extra):
-    """The environment variables of scripts; they import modules from their working directory, too."""
+    """The environment variables of scripts, which import from their working directory, too."""
     wandb = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     wandb |= {"WANDB_X_SERVICE_WAIT": str(PATIENCE), "WANDB_INIT_TIMEOUT": str(PATIENCE)}
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}.", **wandb, **extra}
@@ -61,8 +61,8 @@ def lasting(directory, steps, seconds=0.05):
 
 
 def run(script, directory, *flags, **extra):
-    """Run to the end; return how it ended, and what it said. Variables that Python itself reads
-    want a new one.
+    """Run to the end; return how it ended, and its output. Variables that Python itself reads need
+    a new process.
     """
     if not extra:
         return forked.run(ROOT / script, directory, flags, environment())
@@ -106,7 +106,7 @@ def workers_of(pid):
 
 
 def ranks_of(pid, variable):
-    """Pids of the processes that torchrun or mpirun has started, by the rank that a variable tells
+    """Pids of the processes that torchrun or mpirun has started, by the rank that a variable gives
     each.
     """
     ranks, begins = {}, f"{variable}=".encode()
@@ -159,8 +159,8 @@ def check_refusal_here(monkeypatch, script, directory, flags, says):
 
 
 def check_interruption(process, workers, number=signal.SIGINT, code=130):
-    """A signal ends a run clean and amid it, with a line that says how to resume; return the run's
-    folder in it.
+    """A signal ends a run cleanly before its end, with a line that says how to resume; return the
+    run's folder.
     """
     assert len(workers) == 2
     process.send_signal(number)

@@ -1,11 +1,11 @@
-"""Nothing grows: many workers for a long time, rollouts, chunks and pulls, while memory and
-descriptors are watched.
+"""Nothing grows: many workers run for a long time, with rollouts, chunks and pulls, while memory
+and descriptors are watched.
 
     python -m tests.soak --minutes 30 --workers 16
 
-prints how it goes, and at the end the slopes (Theil-Sen) of each process's resident memory in the
-last three quarters of the time. It fails if a process has gained descriptors, or more than 2 MiB an
-hour in each of the three.
+This prints its progress, and at the end the slopes (Theil-Sen) of each process's resident memory in
+the last three quarters of the time. It fails if a process has gained descriptors, or more than 2
+MiB an hour in each of the three.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def soak(seconds, num_workers, say=print, samples=500):
     """
     torch.set_num_threads(1)
     env_fns = [partial(CountingEnv, length=50)] * (2 * num_workers)
-    # Made before the start, and written to: what watches must not grow.
+    # Made before the start, and written to: the watching itself must not grow.
     times, sizes = np.full(samples, -1.0), np.full((samples, 1 + num_workers, 2), -1.0)
     start, steps = time.monotonic(), 0
     with ClusterEnv(env_fns, num_workers, kl_threshold=0.0, bind_address="127.0.0.1") as envs:
@@ -68,16 +68,18 @@ def soak(seconds, num_workers, say=print, samples=500):
             if number % max(samples // 30, 1) == 0:
                 head, workers = sizes[number, 0], sizes[number, 1:].max(0)
                 say(
-                    f"{elapsed:5.0f} s, {steps:,} steps, {envs.pulls.sum():,} pulls: head {head[0]:.1f} MiB, "
-                    f"{head[1]:.0f} descriptors; workers at most {workers[0]:.1f} MiB, {workers[1]:.0f} descriptors"
+                    f"{elapsed:5.0f} s, {steps:,} steps, {envs.pulls.sum():,} pulls: head "
+                    f"{head[0]:.1f} MiB, "
+                    f"{head[1]:.0f} descriptors; workers at most {workers[0]:.1f} MiB, "
+                    f"{workers[1]:.0f} descriptors"
                 )
         assert not envs.restarts
     return times, sizes
 
 
 def growth(times, sizes):
-    """Return each process's name, slopes in MiB an hour in the last three quarters, and descriptors
-    gained.
+    """Return each process's name, slopes in MiB an hour in the last three quarters, and gained
+    descriptors.
     """
     quarters = np.array_split(np.arange(len(times)), 4)[1:]
     for number in range(sizes.shape[1]):
@@ -99,12 +101,13 @@ def main():
     for name, slopes, gained in growth(
         *soak(args.minutes * 60, args.workers, partial(print, flush=True))
     ):
-        # What leaks does so all the time; malloc's arenas grow once in a while.
+        # A leak grows all the time; malloc's arenas grow once in a while.
         leak = bool(min(slopes) > 2 or gained > 0)
         bad = bad or leak
         trend = ", ".join(f"{slope:+.2f}" for slope in slopes)
         print(
-            f"{name}: {trend} MiB an hour in the last three quarters, {gained:+d} descriptors{' LEAK' * leak}"
+            f"{name}: {trend} MiB an hour in the last three quarters, {gained:+d} "
+            f"descriptors{' LEAK' * leak}"
         )
     sys.exit(bad)
 

@@ -1,6 +1,4 @@
-"""Other people's learners: what they learn is what they would have learned without workers, to the
-last bit.
-"""
+"""Learners of other libraries learn the same as without workers, to the last bit."""
 
 from functools import partial
 

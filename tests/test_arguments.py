@@ -1,4 +1,4 @@
-"""Flags of a run that goes on, and of the runtime: what is taken, and what is refused in one line."""
+"""Flags of a resumed run, and of the runtime: the accepted ones, and those refused in one line."""
 
 import importlib
 import io
@@ -33,7 +33,7 @@ def refusal(monkeypatch, args, *flags):
 
 
 def whole(args, step):
-    """What a checkpoint of a run holds at least."""
+    """The least content of a checkpoint of a run."""
     return {
         "args": args,
         "parts": {},
@@ -218,15 +218,15 @@ def test_a_run_is_resumed_beside_a_link_to_what_is_gone(run_x, monkeypatch, capl
     assert [record.getMessage() for record in caplog.records] == [warning]
 
 
-ESCAPE = "\x1b[2J"  # clears a terminal
+ESCAPE = "\x1b[2J"  # it clears a terminal
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("env_id", f"Pong{ESCAPE}"),  # another than the command line's
+        ("env_id", f"Pong{ESCAPE}"),  # not the command line's
         ("env_kwargs", f"a={ESCAPE}"),
-        ("interface", f"lo{ESCAPE}"),  # there is none of that name
+        ("interface", f"lo{ESCAPE}"),  # there is no interface of that name
         ("bind_address", f"127.0.0.1{ESCAPE}"),
         ("worker_resources", f"CPU{ESCAPE}"),
         (f"unknown{ESCAPE}", 1),  # of another script

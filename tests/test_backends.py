@@ -1,5 +1,5 @@
-"""Environments that step together: their rollouts must be those of Gymnasium's, whenever and
-however they reset.
+"""Environments that step together: their rollouts must be those of Gymnasium's environments, for
+every kind of reset.
 """
 
 import functools
@@ -57,7 +57,7 @@ def rollouts(env_fns, policy, num_steps, times, num_workers=2, seed=3, **kwargs)
 
 
 def following(rollout):
-    """Return what each step led to, ``(num_steps, num_envs, ...)``."""
+    """Return the observation after each step, ``(num_steps, num_envs, ...)``."""
     led_to = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
     led_to[rollout.terminations | rollout.truncations] = rollout.final_observations
     return led_to
@@ -88,7 +88,7 @@ def test_every_step_is_one_of_cartpole(backend):
         fallen = (np.abs(led_to[..., 0]) > 2.4) | (np.abs(led_to[..., 2]) > np.deg2rad(12))
         if (
             backend == "envpool"
-        ):  # in the step that the time is up it does not say whether there was another end, too
+        ):  # in the step in which the time is up it does not say whether there was another end, too
             fallen &= ~rollout.truncations
         np.testing.assert_array_equal(fallen, rollout.terminations)
         begun = (rollout.terminations | rollout.truncations)[:-1]
@@ -119,9 +119,8 @@ def episodes_of(backend, env_id):
         env_fns, kwargs = partial(make_vec, backend, env_id), {"num_envs": 16}
     (found,) = rollouts(env_fns, policy, 1500, times=1, **kwargs)
     rows = np.nonzero(found.terminations | found.truncations)[1]
-    assert (
-        np.bincount(rows, minlength=16).min() >= 4
-    )  # of all that end in that time short ones would be too many
+    # Among all episodes that end in that time, short ones would be too many.
+    assert np.bincount(rows, minlength=16).min() >= 4
     first = np.concatenate([np.flatnonzero(rows == row)[:4] for row in range(16)])
     return found.episodic_returns[first], found.episodic_lengths[first]
 
@@ -222,7 +221,7 @@ def test_log_probs_and_divergence_are_of_what_was_seen(mode, kind):
     with ClusterEnv(Together(make), 2, num_envs=5, kl_threshold=np.inf, weights="float32") as envs:
         envs.reset(seed=1)
         found = [envs.rollout(policy, 9, overlap=step < 3) for step in range(4)]
-        assert envs.divergence.max() < 1e-6  # it is the same policy, wherever it looks
+        assert envs.divergence.max() < 1e-6  # it is the same policy on all observations
         envs.send(7)
         found += [envs.recv()[1] for _ in range(2)]
         acted = deepcopy(policy)
@@ -261,9 +260,8 @@ def test_seeds(backend):
         )
 
     with made(2) as envs:
-        assert (
-            len({*envs.reset()[0][:, 0], *envs.reset(seed=1)[0][:, 0]}) == 8
-        )  # unseeded and seeded
+        # Unseeded and seeded.
+        assert len({*envs.reset()[0][:, 0], *envs.reset(seed=1)[0][:, 0]}) == 8
         first, again, rollout = begin(envs)
         assert (first != envs.reset(seed=2)[0]).any()
     with made(2) as envs:
@@ -318,8 +316,8 @@ def test_ales_own_version_has_one_thread_and_each_frame_once():
     envs.close()
     policy = CategoricalPolicy(nn.Sequential(nn.Flatten(), linear(4 * 84 * 84, 4)))
     whole = rollouts(make_breakout, policy, 50, 4, num_envs=4, weights="float32")
-    for rollout, expected in zip(rollouts(make_breakout, policy, 50, 4, num_envs=4, weights="float32", frame_stack=4),
-                                 whole, strict=True):  # fmt: skip
+    stacked = rollouts(make_breakout, policy, 50, 4, num_envs=4, weights="float32", frame_stack=4)
+    for rollout, expected in zip(stacked, whole, strict=True):
         assert len(rollout.observations.frames) < 200 * 2
         rollout.observations = np.asarray(rollout.observations)
         for name in FIELDS.split():
@@ -330,7 +328,7 @@ def test_ales_own_version_has_one_thread_and_each_frame_once():
 def test_fresh_seeds_are_ones_that_every_environment_takes(workers):
     policy = CategoricalPolicy(nn.Sequential(nn.Flatten(), linear(4 * 84 * 84, 4)))
     with ClusterEnv(Together(make_breakout), 1, num_envs=2, worker_timeout=5) as envs:
-        envs.reset(seed=7)  # whose fresh ones have 32 bits, of which ALE takes 31
+        envs.reset(seed=7)  # its fresh seeds have 32 bits, of which ALE takes 31
         os.kill(next(iter(workers())), signal.SIGKILL)
         envs.rollout(policy, 5)
         assert len(envs.restarts) == 1

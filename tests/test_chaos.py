@@ -1,4 +1,4 @@
-"""A short `tests.chaos`: training ends, and every transition asked for has come once and whole,
+"""A short `tests.chaos`: training ends, and every requested transition has come once and complete,
 whatever was hit.
 """
 
@@ -30,9 +30,8 @@ def test_training_under_fire(tmp_path, script, flags):
     if "transitions_inserted" in summary:
         assert summary["transitions_inserted"] == summary["global_step"]
     assert len(faults) == 4 and len(report["restarts"]) >= 2
-    assert (
-        report["longest"] < 240
-    )  # a worker that is stopped while it starts has 60 s for that, and may be hit again
+    # A worker that is stopped while it starts has 60 s for that, and may be hit again.
+    assert report["longest"] < 240
     if reason:
         refusal = refusal_of_namespaces("net")
         do_without(f"passed, but no link was cut: {reason}", refusal)

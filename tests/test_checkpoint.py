@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, of two kept, never unpickled freely."""
+"""Checkpoints: complete or absent, the last two kept, never unpickled freely."""
 
 import errno
 import hashlib
@@ -102,7 +102,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_loaded(tmp_path, caplo
     assert [record.getMessage() for record in caplog.records] == [
         f"skipped the checkpoint {newer}: it is not as it was written"
     ]
-    # What follows the older one supersedes the damaged one, and leaves two that are good.
+    # A successor of the older one supersedes the damaged one, and leaves two good ones.
     save_checkpoint(tmp_path, state(3), 2)
     assert saved_in(tmp_path)[0] == older and not newer.exists()
     assert_same_state(load_checkpoint(tmp_path), state(3))
@@ -138,7 +138,9 @@ def test_what_could_not_be_loaded_is_no_key(tmp_path):
 
 
 def foreign_checkpoint(directory, data):
-    """Put a checkpoint of these bytes, whose name fits them, into a directory; return its path."""
+    """Put a checkpoint of these bytes, with a name that fits them, into a directory; return its
+    path.
+    """
     path = Path(directory, f"checkpoint-{999:012d}-{hashlib.sha256(data).hexdigest()}.pt")
     path.write_bytes(data)
     return path
@@ -162,7 +164,7 @@ NO_FILES = {
 
 
 def odd_entry(directory, make, step):
-    """Put something that is no file where a checkpoint could be; return its path."""
+    """Put an entry that is no file in a checkpoint's place; return its path."""
     path = directory / f"checkpoint-{step:012d}-{'0' * 64}.pt"
     make(path)
     return path
@@ -177,7 +179,7 @@ def test_what_is_no_file_is_no_checkpoint(tmp_path, caplog, make, problem):
     assert [record.getMessage() for record in caplog.records] == [
         f"skipped the checkpoint {path}: {problem}"
     ]
-    assert os.listdir("/proc/self/fd") == descriptors  # whoever polls would run out of them
+    assert os.listdir("/proc/self/fd") == descriptors  # a process that polls would run out of them
 
 
 @pytest.mark.parametrize(("make", "problem"), NO_FILES.values(), ids=NO_FILES)
@@ -193,7 +195,7 @@ def test_what_is_no_file_keeps_no_checkpoint_from_being_saved_removed_or_loaded(
     assert set(odd.values()) <= set(saved_in(tmp_path))
     assert has_checkpoint(tmp_path)
     assert_same_state(load_checkpoint(tmp_path), state(4))
-    # What is newer than the one that is loaded is named, as it may have been one.
+    # Checkpoints newer than the loaded one are named, as one may have been good.
     assert [record.getMessage() for record in caplog.records] == [
         f"skipped the checkpoint {odd[7]}: {problem}"
     ]
@@ -204,7 +206,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_others_are_re
 ):
     kept, unlink = [], Path.unlink
 
-    def refuse_one(path, missing_ok=False):  # as of an immutable file, which root alone can make
+    def refuse_one(path, missing_ok=False):  # as for an immutable file, which root alone can make
         if path in kept:
             raise PermissionError(errno.EPERM, "Operation not permitted")
         unlink(path, missing_ok)
@@ -338,7 +340,8 @@ while True:
 def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_whole(tmp_path, caplog):
     save_checkpoint(tmp_path, {"step": 0}, 0)
     moment, times, unfinished, last = random.Random(0), 0, 0, 0
-    while times < TIMES + 1 or not unfinished:  # this process, too, may be late: then once more
+    # This process, too, may be late: then it tries once more.
+    while times < TIMES + 1 or not unfinished:
         times += 1
         process = subprocess.Popen(
             [sys.executable, "-c", SAVER, str(tmp_path)],
@@ -361,7 +364,7 @@ def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_whole(tmp_
         last = int(rest[-1]) if rest else last
         unfinished += (tmp_path / "checkpoint.tmp").exists()
         loaded = load_checkpoint(tmp_path)
-        assert loaded["step"] in (last, last + 1)  # renamed, perhaps, but not yet told
+        assert loaded["step"] in (last, last + 1)  # renamed, perhaps, but not reported yet
         assert torch.equal(loaded["tensor"], torch.full((2**22,), loaded["step"]))
         assert len(saved_in(tmp_path)) in (2, 3)
     assert not caplog.records

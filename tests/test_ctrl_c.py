@@ -1,4 +1,4 @@
-"""Ctrl-C in a user's own loop: it ends a call where nothing is half done, and the next calls work."""
+"""Ctrl-C in a user's own loop ends a call where nothing is half done, and the next calls work."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ from .simulated import Simulation, opens
 
 
 class Caller:
-    """Makes calls amid which Ctrl-C only interrupts the pool, as those of a `ClusterEnv` are."""
+    """Makes calls during which Ctrl-C only interrupts the pool, as a `ClusterEnv`'s do."""
 
     def __init__(self, simulation):
         self._pool = simulation.pool
@@ -71,7 +71,7 @@ def test_what_ctrl_c_interrupts_is_given_up():
         Caller(simulation).hold(press)
     simulation.launcher.of[0].die()
     simulation.pool.gather([simulation.pool.ask(simulation.workers[0], Call("next"))])
-    heard = simulation.launcher.of[0].heard  # what the replacement was asked
+    heard = simulation.launcher.of[0].heard  # the requests that the replacement got
     assert [request.name for request in heard if isinstance(request, Call)] == ["next"]
 
 
@@ -151,7 +151,7 @@ def test_a_handler_of_the_program_s_own_is_kept():
     assert heard == ["here"] * 2
 
 
-def test_another_thread_can_wait():  # which may set no handler
+def test_another_thread_can_wait():  # it may set no handler
     simulation = Simulation(1)
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(simulation.call, 0).result() == [0]
@@ -164,7 +164,7 @@ def test_another_thread_can_wait():  # which may set no handler
     "call", ["reset", "step", "publish", "rollout", "overlap", "send", "recv", "call"]
 )
 def test_ctrl_c_ends_a_call_wherever_it_comes_and_the_next_ones_work(call):
-    """It is pressed at every third of the functions of the head that the call calls."""
+    """It comes at every third of the head's functions that the call runs."""
     policy = CategoricalPolicy(linear(1, 2))
     calls = {
         "reset": lambda envs: envs.reset(),
@@ -193,7 +193,7 @@ def test_ctrl_c_ends_a_call_wherever_it_comes_and_the_next_ones_work(call):
             with contextlib.suppress(NoAsyncCallError):
                 while True:
                     envs.recv()
-            envs.rollout(policy, 2)  # perhaps the one that is overlapped
+            envs.rollout(policy, 2)  # perhaps the overlapped one
             assert envs.rollout(policy, 3).rewards.shape == (3, 2)
             assert envs.step([0, 0])[1].shape == (2,)
         assert after > 20 and envs.restarts == []

@@ -1,5 +1,5 @@
-"""Weights as rounded differences: that head and worker agree on them to the last bit, and how
-little they are.
+"""Weights as rounded differences: head and worker agree on them to the last bit, and they are
+small.
 """
 
 import gc
@@ -57,14 +57,14 @@ def worker(policy):
 
 
 def pull(store, copy, actor):
-    """Let a worker pull; return how it was told, and in how many bytes."""
+    """Let a worker pull; return the kind of answer, and its bytes."""
     message, buffers = store.pull(copy, actor.version)
     actor.load_weights(message, [bytes(buffer) for buffer in buffers])
     return message.levels, sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
 def same(actor, copy):
-    """Say whether a worker's policy has the weights that the head believes, to the last bit."""
+    """Say whether a worker's policy has, to the last bit, the weights that the head believes."""
     weights, _ = actor.policy.split_weights(actor.policy.flat_weights())
     return torch.equal(weights.view(torch.int32), copy.weights.tensor.view(torch.int32))
 
@@ -107,7 +107,8 @@ def test_errors_do_not_add_up_and_a_policy_at_rest_is_reached():
         pull(store, copy, actor)
         weights, _ = policy.split_weights(policy.flat_weights())
         errors.append((copy.weights.tensor - weights).square().mean().sqrt().item())
-    # It stays within a few updates' length, 0.01, and is gone when there are no more.
+    # The error stays within a few updates' length, 0.01, and is gone when there are no more
+    # updates.
     assert max(errors[:200]) < 0.03
     assert np.mean(errors[150:200]) < 1.2 * np.mean(errors[50:100])
     assert errors[-1] < 1e-6
@@ -213,7 +214,7 @@ def test_where_new_tensors_are_made_does_not_matter():
     store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
     for levels in (FROM_ZEROS, FROM_HELD):
         change(policy, 0.01)
-        with torch.device("meta"):  # where a tensor has no numbers
+        with torch.device("meta"):  # there a tensor has no numbers
             store.publish(policy)
             message, buffers = store.pull(copy, copy.held)
         actor.load_weights(message, [bytes(buffer) for buffer in buffers])
@@ -262,7 +263,7 @@ def test_a_worker_that_holds_something_else_gets_all_weights():
         PolicyStore([each], *spaces_of(policy), rounds=True) for each in (copy, PolicyCopy())
     )
     store.publish(policy)
-    store.pull(copy, 0)  # the worker gets another head's instead
+    store.pull(copy, 0)  # the worker gets the weights of another head instead
     change(policy, 1e-3)
     other.publish(policy)
     pull(other, PolicyCopy(), actor)
@@ -295,7 +296,7 @@ def test_what_is_not_a_difference_is_refused():
 
 
 class Spoiling(CountingEnv):
-    """An environment that can put other weights in place of those that its worker was sent."""
+    """An environment that can replace the weights of its worker."""
 
     def spoil(self):
         (actor,) = [each for each in gc.get_objects() if isinstance(each, Actor)]
@@ -318,10 +319,11 @@ def test_head_and_workers_agree_after_kills_and_another_structure(caplog):
             rollout = envs.rollout(acting, 4)
             assert set(rollout.policy_versions) == {envs.policy_version}
         assert len(envs.restarts) == 2
+        # Each difference fits the worker's weights at once, by the checksum of both.
         assert envs.pulls.tolist() == [
             7,
             7,
-        ]  # Each fits at once what its worker holds, by the checksum of both.
+        ]
     assert "does not hold the weights it was sent" not in caplog.text
 
 
@@ -335,8 +337,9 @@ def test_a_spoilt_worker_is_healed(caplog):
             change(policy, 0.1)
             rollout = envs.rollout(policy, 4)
             assert set(rollout.policy_versions) == {envs.policy_version}
+        # For the first of these three they pulled all weights, too.
         assert envs.pulls.tolist() == [
             5,
             5,
-        ]  # of the first of these three they pulled all weights, too
+        ]
     assert caplog.text.count("does not hold the weights it was sent") == 2

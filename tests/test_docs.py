@@ -1,9 +1,8 @@
-"""What the pages say can be done: their programs run, their commands are understood, their links
-lead somewhere.
+"""The programs of the pages run, their commands are understood, and their links lead somewhere.
 
-A page's shell is run by bash, with stand-ins for all programs that write down how they were called.
-Each call is then checked as far as it goes: our scripts make a dry run, other commands of ours
-parse their flags, make and torchrun read theirs. What cannot be checked here is skipped, and the
+Bash runs a page's shell, with stand-ins for all programs that write down how they were called. Each
+call is then checked as far as possible: our scripts make a dry run, other commands of ours parse
+their flags, make and torchrun read theirs. Calls that cannot be checked here are skipped, and the
 page says so: ``*Not run by the tests: `program`, because X.*``
 """
 
@@ -36,9 +35,8 @@ from .scripts import ROOT, train
 from .test_install import EXTRAS, PROJECT
 from .test_policies import PROGRAMS
 
-PAGES = [
-    page for page in site.pages() if "results" not in page.parts
-]  # the others are tables that commands have made
+# The others are tables that commands have made.
+PAGES = [page for page in site.pages() if "results" not in page.parts]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 BLOCKS = [
     (page, match[2], match[3]) for page in PAGES for match in BLOCK.finditer(page.read_text())
@@ -72,7 +70,7 @@ def sources(language):
     ]
 
 
-# What there is.
+# Blocks.
 
 
 def test_every_block_is_of_a_kind_that_is_tested():
@@ -84,7 +82,7 @@ def test_every_block_is_of_a_kind_that_is_tested():
 
 
 class Twice:
-    """True twice: how long one learns."""
+    """True twice: the number of updates."""
 
     def __init__(self):
         self.left = 2
@@ -113,9 +111,9 @@ def test_a_fragment_runs_with_what_it_leaves_to_the_reader(code):
         pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
     env_fns = [partial(gym.make, "CartPole-v1")] * 4
     given = {
-        "agent": SimpleNamespace(actor=linear(4, 2)), "env_fns": env_fns, "num_iterations": 2, "num_steps": 8,
-        "args": SimpleNamespace(env_id="", capture_video=False, num_envs=2), "run_name": "",
-        "learning": Twice(), "make_env": lambda *_: env_fns[0],
+        "agent": SimpleNamespace(actor=linear(4, 2)), "env_fns": env_fns, "num_iterations": 2,
+        "num_steps": 8, "args": SimpleNamespace(env_id="", capture_video=False, num_envs=2),
+        "run_name": "", "learning": Twice(), "make_env": lambda *_: env_fns[0],
     }  # fmt: skip
     if "envs =" not in code:
         given |= {"envs": ClusterEnv(env_fns, 2), "policy": CategoricalPolicy(linear(4, 2))}
@@ -146,9 +144,8 @@ def test_a_program_for_another_library_runs(code):
 
 
 def test_all_programs_of_the_pages_are_run_by_one_test():
-    (plays,) = (
-        code for _, _, code in BLOCKS if "torch.load" in code
-    )  # by the test of continuous actions
+    # The test of continuous actions runs it.
+    (plays,) = (code for _, _, code in BLOCKS if "torch.load" in code)
     python = {code for _, kind, code in BLOCKS if kind == "python"}
     alone = [
         code for page, kind, code in BLOCKS if kind == "python" and page.stem in ("script", "mpi")
@@ -249,22 +246,22 @@ def calls_of(page, directory):
     calls = log.read_text().split("\1\0")[:-1] if log.exists() else []
     calls = [call.split("\0")[:-1] for call in calls]
     for call in calls:
-        if call[0] == "ssh" and "python" in call[-1]:  # what is to be done on the other machine
+        if call[0] == "ssh" and "python" in call[-1]:  # the command for the other machine
             subprocess.run([shutil.which("bash"), "-euc", call[-1]], cwd=here, env=env, check=True)
             calls.append(log.read_text().split("\1\0")[-2].split("\0")[:-1])
     return calls
 
 
 class Parsed(Exception):
-    """A program of ours has understood its flags, which is as far as it is to go."""
+    """A program of ours has understood its flags. The test stops it there."""
 
 
 @pytest.fixture
 def check(tmp_path, monkeypatch):
-    """A function that checks how a page calls a program, or that the page says why nobody does."""
+    """A function that checks how a page calls a program, or that the page says why not."""
     place = tmp_path / "there"
     (place / "runs").mkdir(parents=True)
-    monkeypatch.setenv("CXX", "c++")  # of --compile, which is not begun
+    monkeypatch.setenv("CXX", "c++")  # of --compile, which does not start
 
     def stopping(parse):
         def stop(*args, **kwargs):
@@ -300,7 +297,7 @@ def check(tmp_path, monkeypatch):
         assert exit.value.code is None, exit.value.code
 
     def ours(start, path, argv):
-        """A command of ours that parses its flags, by argparse or tyro, when it has been imported."""
+        """A command of ours that parses its flags, by argparse or tyro, after its import."""
         assert re.search(r"parse_args|tyro\.cli", path.read_text()), path
         if argv[1:]:
             with monkeypatch.context() as patch, pytest.raises(Parsed):
@@ -313,7 +310,7 @@ def check(tmp_path, monkeypatch):
                 run(start, argv)
 
     def module(page, name, flags):
-        if name.endswith("."):  # of all in the table below
+        if name.endswith("."):  # all modules of the table below
             for row in re.findall(r"^\| `(\w+)`", page.read_text(), re.MULTILINE):
                 module(page, name + row.partition("`")[0], [])
         elif name == "pip":
@@ -326,7 +323,7 @@ def check(tmp_path, monkeypatch):
             (path,) = (flag for flag in flags if flag.startswith("tests/"))
             assert f"{flags[flags.index('-k') + 1]}" in (ROOT / path).read_text()
         elif name == "docs.flags":
-            assert flags == []  # what it prints is tested
+            assert flags == []  # its output is tested
         else:
             assert name.partition(".")[0] in MODULES
             spec = importlib.util.find_spec(name)

@@ -37,7 +37,7 @@ TINY += [
     "1",
 ]
 TINY += ["--sync-check-frequency", "5", "--batch-size", "8", "--deterministic", "--no-save-model"]
-TINY += ["--end-e", "1"]  # at random a game is soon over
+TINY += ["--end-e", "1"]  # a random game is over soon
 SPACE = stacked().observation_space
 
 
@@ -108,9 +108,10 @@ def test_the_buffer_holds_the_last_transitions_and_each_frame_once(num_frames, a
         return set(map(tuple, rows.tolist()))
 
     drawn = keys(obs, next_obs, actions, rewards, dones)
-    there = (column[last] for column in (dense.observations, dense.next_observations, dense.actions, dense.rewards,
-                                         dense.dones))  # fmt: skip
-    assert drawn == keys(*there)  # by chance all of them
+    columns = (
+        dense.observations, dense.next_observations, dense.actions, dense.rewards, dense.dones,
+    )  # fmt: skip
+    assert drawn == keys(*(column[last] for column in columns))  # by chance all of them
 
 
 def test_bytes_of_a_transition():

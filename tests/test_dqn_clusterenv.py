@@ -37,15 +37,16 @@ TINY += [
     "5",
 ]
 SUMMARY = {
-    "global_step", "wall_seconds", "sps", "gradient_steps", "transitions_inserted", "policy_versions",
-    "learner_waiting_seconds", "workers_waiting_seconds", "pulls_per_worker", "sync_bytes", "mean_return_100",
-    "eval_return_mean", "eval_return_std", "kl_threshold", "seed", "env_id", "args",
+    "global_step", "wall_seconds", "sps", "gradient_steps", "transitions_inserted",
+    "policy_versions", "learner_waiting_seconds", "workers_waiting_seconds", "pulls_per_worker",
+    "sync_bytes", "mean_return_100", "eval_return_mean", "eval_return_std", "kl_threshold", "seed",
+    "env_id", "args",
 }  # fmt: skip
 METRICS = {
-    "charts/episodic_return", "charts/episodic_length", "charts/mean_return_100", "charts/epsilon", "charts/SPS",
-    "losses/td_loss",
-    "losses/q_values", "sync/kl", "sync/pulls_per_worker", "sync/policy_lag", "sync/bytes", "time/learner_waiting",
-    "time/workers_waiting", "throughput/produced_sps", "throughput/consumed_sps", "throughput/replay_ratio",
+    "charts/episodic_return", "charts/episodic_length", "charts/mean_return_100", "charts/epsilon",
+    "charts/SPS", "losses/td_loss", "losses/q_values", "sync/kl", "sync/pulls_per_worker",
+    "sync/policy_lag", "sync/bytes", "time/learner_waiting", "time/workers_waiting",
+    "throughput/produced_sps", "throughput/consumed_sps", "throughput/replay_ratio",
     "eval/return_mean",
 }  # fmt: skip
 run = partial(scripts.run, SCRIPT)
@@ -75,10 +76,11 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert "hyperparameters/text_summary" in events.Tags()["tensors"]
     size = sum(value.numel() * value.element_size() for value in model.values())
     assert summary["pulls_per_worker"] > 1
+    # Of each worker: a byte a weight, then little more than a bit.
     first, others = (
         size / 4,
         size / 10,
-    )  # of each worker's: a byte a weight, then little more than a bit
+    )
     assert 0 < summary["sync_bytes"] / 2 < first + (summary["pulls_per_worker"] - 1) * others
 
 
@@ -99,7 +101,10 @@ def test_deterministic_runs_of_one_seed_are_the_same(trained, tmp_path):
 
 @pytest.mark.parametrize(("workers", "mode"), [(1, "never"), (4, "always")])
 def test_gradient_steps_are_exact_nothing_is_lost_and_pulls_are_as_told(tmp_path, workers, mode):
-    flags = f"--num-workers {workers} --sync-mode {mode} --train-frequency 4 --target-network-frequency 40"
+    flags = (
+        f"--num-workers {workers} --sync-mode {mode} --train-frequency 4 "
+        f"--target-network-frequency 40"
+    )
     _, summary = train(tmp_path, *flags.split())
     assert summary["global_step"] == summary["transitions_inserted"] == 800
     assert summary["gradient_steps"] == (800 - 100) // 4
@@ -132,15 +137,18 @@ gym.register("Slow-v0", Slow, max_episode_steps=500)
 def test_the_ratio_is_exact_and_nobody_waits_for_a_slow_worker(tmp_path):
     (tmp_path / "slow_env.py").write_text(SLOW_ENV)
     flags = ["--env-id", "slow_env:Slow-v0", "--total-timesteps", "4000"]
-    # Amid its first chunk the slow one waits for the other's 1500th step of two environments: 3000
-    # of all.
+    # During its first chunk the slow worker waits for the other's 1500th step of two environments:
+    # 3000 of all steps.
     _, summary = train(tmp_path, *flags)
     assert summary["global_step"] == summary["transitions_inserted"] == 4000
     assert summary["gradient_steps"] == (4000 - 100) // 10
 
 
 def test_offline_wandb_spellings_of_booleans_and_max_seconds(tmp_path):
-    flags = "--track=True --save_model=False --deterministic=true --no_cuda --total-timesteps 100000000 --max-seconds 1"
+    flags = (
+        "--track=True --save_model=False --deterministic=true --no_cuda --total-timesteps "
+        "100000000 --max-seconds 1"
+    )
     _, summary = train(tmp_path, *flags.split())
     assert summary["global_step"] < 100000000 and summary["eval_return_mean"] > 0
     (offline,) = tmp_path.glob("wandb/offline-run-*")
@@ -203,7 +211,7 @@ def test_killed_worker_ends_the_run_with_its_name(tmp_path):
 
 
 class PixelEnv(CountingEnv):
-    """Observes its count as uint8; terminates after 3 steps if its ``length`` says so, else
+    """Observes its count as uint8; terminates after 3 steps if its ``length`` says so, otherwise
     truncates.
     """
 

@@ -1,4 +1,4 @@
-"""Heads that end and clusters that are closed: nothing of theirs is left."""
+"""Heads that end and clusters that are closed leave nothing behind."""
 
 import gc
 import os
@@ -38,7 +38,7 @@ envs.reset()
 
 @pytest.fixture
 def start_head(pipe, temporary_directory, tmp_path):
-    """A function that runs a script in a process of its own; what that writes is in ``tmp_path /
+    """A function that runs a script in a process of its own; the script's output is in ``tmp_path /
     "output"``.
     """
 
@@ -157,7 +157,7 @@ def test_no_worker_survives_a_head_that_ends_without_close(
 ):
     head = start_head(SCRIPT + end)
     pids = pipe.pids(2)
-    head.stdin.close()  # what the last of the scripts waits for
+    head.stdin.close()  # the last of the scripts waits for this
     assert head.wait(PATIENCE) == returncode, (tmp_path / "output").read_text()
     assert_ended(pids, 0)
 
@@ -237,7 +237,7 @@ def test_close_waits_no_longer_than_it_is_told_to(workers, pipe, monkeypatch, wh
 
     class RecordingLauncher(LocalLauncher):
         def stop(self, timeout):
-            given.append(sum(slept) + timeout)  # for them to end by themselves
+            given.append(sum(slept) + timeout)  # the time in which they may end by themselves
             super().stop(timeout)
 
     env_fns = [CountingEnv] + [partial(BlockingEnv, pipe.path, where)] * 2

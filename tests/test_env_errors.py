@@ -55,9 +55,8 @@ def assert_tells_all(text, row):
         text,
     )
     assert "Traceback (most recent call last)" in text
-    assert re.search(
-        r"in _fail_in\n[ |]+raise self.error", text
-    )  # the line in the environment; | is of a group's
+    # The line in the environment; | belongs to a group's traceback.
+    assert re.search(r"in _fail_in\n[ |]+raise self.error", text)
 
 
 @pytest.mark.parametrize("where, row, name", PLACES)
@@ -84,7 +83,7 @@ def test_an_exception_in_an_environment_is_raised_here(workers, where, row, name
         (
             StopIteration("enough"),
             "builtins.StopIteration: enough",
-        ),  # it would end a loop of the user's
+        ),  # this exception would end a loop of the user's
         (KeyboardInterrupt("window closed"), "builtins.KeyboardInterrupt: window closed"),
         (GeneratorExit(), "builtins.GeneratorExit: "),
         (asyncio.CancelledError(), "asyncio.exceptions.CancelledError: "),
@@ -249,7 +248,7 @@ def test_after_an_exception_in_a_stream_what_was_sent_is_given_up():
 
 def test_an_error_of_the_policy_is_not_an_environments():
     class Fewer(CategoricalPolicy):
-        """Gives too few actions, once it acts in environments whose second step is over."""
+        """Gives too few actions when it acts in environments whose second step is over."""
 
         def to_env(self, actions):
             return actions[:1] if self.late else actions
@@ -270,7 +269,7 @@ def test_an_error_of_the_policy_is_not_an_environments():
 
 
 def test_an_exception_after_a_timeout_is_not_lost(tmp_path):
-    """The one that comes too late for its own call is raised by the next."""
+    """The exception that comes too late for its own call is raised by the next."""
     gate = tmp_path / "gate"
     with ClusterEnv(
         [CountingEnv, partial(FailingEnv, "step", ValueError("late"), gate=str(gate))], 2

@@ -1,4 +1,4 @@
-"""What breaks, breaks clearly and soon, and leaves nothing behind."""
+"""Failures are reported clearly and soon, and leave nothing behind."""
 
 import contextlib
 import gc
@@ -34,18 +34,19 @@ from .nets import linear
 from .patience import HOUR, PATIENCE, assert_ended, at_most, kill, wait_until, with_more_time
 from .scripts import ROOT, children_of
 
+# For a machine that has other work.
 PATIENT = {
     "worker_timeout": HOUR,
     "startup_timeout": HOUR,
-}  # for a machine that has other things to do
+}
 pytestmark = [
     pytest.mark.usefixtures("temporary_directory"),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # Gymnasium's logger announces each error
 ]
 
 
-# Workers that die. Their end is noticed by itself, not by the silence of their link, which takes an
-# hour here.
+# Workers that die. The head notices their end itself, not the silence of their link, which takes
+# an hour here.
 
 
 def died(worker, pid, rows, how="killed by SIGKILL"):
@@ -115,7 +116,7 @@ def test_a_worker_killed_while_it_builds_its_environments(workers):
     assert not workers()
 
 
-# What environments start, and where it goes.
+# Processes that environments start.
 
 
 def test_what_has_left_a_killed_workers_group_ends_with_it(workers):
@@ -130,7 +131,7 @@ def test_what_has_left_a_killed_workers_group_ends_with_it(workers):
         assert_ended(started)
         _, started = envs.get_attr("started")
         for process in started:
-            os.kill(process, 0)  # those of the replacement live
+            os.kill(process, 0)  # the replacement's processes live
     assert_ended(started)
     assert not workers()
 
@@ -152,13 +153,13 @@ def test_a_worker_that_has_left_the_group_of_its_prefix_ends_with_it(workers):
         (shell,), (pid,) = workers(), envs.call("leave")
         assert os.getsid(pid) == pid
         kill(shell)
-        while not envs.restarts:  # until that is noticed the worker answers
+        while not envs.restarts:  # the worker answers until the head notices
             envs.step([0])
         assert_ended([pid])
     assert not workers()
 
 
-# Workers that are told to end by somebody else.
+# Workers that somebody else ends.
 
 
 def test_ctrl_c_at_a_workers_own_terminal_is_no_error_of_its_environment(workers, pipe, tmp_path):
@@ -197,7 +198,7 @@ def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
         try:
             assert head.poll(PATIENCE * 1000)  # it has said hello
             heard = encode((None, Ping()))
-            while heard == encode((None, Ping())):  # of its second connection
+            while heard == encode((None, Ping())):  # pings of its second connection
                 _, heard = head.recv_multipart()
             assert decode_answer(heard)[1].pid == 1
             (worker,) = children_of(process.pid)
@@ -213,8 +214,8 @@ def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
 
 @pytest.fixture
 def instead_of_python(monkeypatch, tmp_path):
-    """A function that makes workers run a shell script instead; its arguments are theirs without
-    ``-m MODULE``.
+    """A function that makes workers run a shell script instead; its arguments are the workers'
+    without ``-m MODULE``.
     """
 
     def replace(script):
@@ -235,7 +236,10 @@ def test_workers_that_say_nothing(instead_of_python, monkeypatch):
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", start_and_note)
-    text = r"worker 0 \(.*environments 0 to 1\), worker 1 \(.*environments 2 to 2\) did not come up .* within 0\.5 s"
+    text = (
+        r"worker 0 \(.*environments 0 to 1\), worker 1 \(.*environments 2 to 2\) did not come up "
+        r".* within 0\.5 s"
+    )
     with (
         at_most(45),
         pytest.raises(StartupError, match=text),
@@ -251,8 +255,11 @@ def test_workers_that_end_at_once(instead_of_python):
 
 
 def test_workers_that_take_too_long_to_build(workers, pipe):
-    def check(seconds):  # that the other one needs, too
-        text = rf"^worker 1 \(.*1 to 1\) did not come up and build the next of its environments within {seconds} s$"
+    def check(seconds):  # the other worker needs them, too
+        text = (
+            rf"^worker 1 \(.*1 to 1\) did not come up and build the next of its environments "
+            rf"within {seconds} s$"
+        )
         with at_most(), pytest.raises(StartupError, match=text):
             ClusterEnv(
                 [CountingEnv, partial(BlockingEnv, pipe.path, "constructor")],
@@ -265,7 +272,7 @@ def test_workers_that_take_too_long_to_build(workers, pipe):
 
 
 class SlowlyBuilt(CountingEnv):
-    """Takes so many seconds to make."""
+    """Takes this many seconds to build."""
 
     def __init__(self, seconds):
         super().__init__()
@@ -273,7 +280,7 @@ class SlowlyBuilt(CountingEnv):
 
 
 def test_constructors_that_take_long_are_given_time_one_after_the_other(workers):
-    def check(seconds):  # which four of them take longer than, and a busy machine's imports do not
+    def check(seconds):  # four builds take longer than this, and a busy machine's imports do not
         start = time.monotonic()
         with ClusterEnv(
             [CountingEnv, *[partial(SlowlyBuilt, 0.4 * seconds)] * 4], 1, startup_timeout=seconds
@@ -309,7 +316,10 @@ def test_a_launcher_serves_one_cluster():
     ],
 )
 def test_workers_that_do_not_match(workers, instead_of_python, patch, text):
-    imports = "from clusterenv_runtime.wire import protocol; from clusterenv_runtime.worker.__main__ import main"
+    imports = (
+        "from clusterenv_runtime.wire import protocol; from clusterenv_runtime.worker.__main__ "
+        "import main"
+    )
     code = f"{imports}; protocol.{patch}; main()"
     instead_of_python(f'exec {sys.executable} -c "{code}" "$@"')
     with at_most(), pytest.raises(StartupError, match=text):
@@ -327,7 +337,7 @@ def test_a_temporary_directory_that_is_too_deep_for_a_socket(monkeypatch, tmp_pa
     assert os.listdir(directory) == []
 
 
-# What is not a failure.
+# Events that are no failures.
 
 
 class SteppingEnv(FailingEnv):
@@ -346,7 +356,7 @@ class SteppingEnv(FailingEnv):
 
 @contextlib.contextmanager
 def once_there_is(file, do):
-    """Do something as soon as there is a file, while the body runs."""
+    """Call a function as soon as there is a file, while the body runs."""
 
     def wait():
         wait_until(file.exists)
@@ -390,7 +400,7 @@ def test_a_rollout_that_is_interrupted_does_not_hang_what_comes_after(tmp_path):
 
 
 class LoudEnv(CountingEnv):
-    """Prints more than may be in a file."""
+    """Prints more than a file may hold."""
 
     def step(self, action):
         resource.setrlimit(

@@ -29,8 +29,8 @@ STEPS = 1000  # of each run, logged every 10, twice as often as the curves have 
 
 
 def write_run(directory, flat):
-    """Leave what a finished run leaves; its return rises to 10 times its seed, and it has pulled at
-    each step.
+    """Write the files of a finished run; its return rises to 10 times its seed, and it has pulled
+    at each step.
     """
     parameters = {name: value for (name,), value in flat.items()}
     logs = directory / "attempt-1" / "runs" / "one"
@@ -72,7 +72,7 @@ def write_run(directory, flat):
 @pytest.fixture
 def paths(tmp_path, monkeypatch):
     """Sweeps by divergence and by interval of which all but one configuration have finished, and a
-    way to run main.
+    function that runs main.
     """
     monkeypatch.chdir(ROOT)
     swept = {
@@ -153,12 +153,13 @@ def test_tables_hold_what_was_logged_and_keep_it_when_runs_are_gone(paths, capsy
     assert "torch" in run["software"] and "cores" in run["machine"]
     curve = [row for row in curves if row["run"] == run["run"]]
     assert [row["step"] for row in curve[:3]] == ["20", "40", "60"]
+    # Of 310 and 320, of 330 and 340.
     assert [row["return"] for row in curve[13:17]] == [
         "",
         "",
         "6.3",
         "6.7",
-    ]  # of 310 and 320, of 330 and 340
+    ]
     assert curve[1]["kl"] == "0.35" and curve[1]["pulls"] == "40" and curve[1]["bytes"] == "160"
 
     before = contents(paths["--results"])
@@ -214,10 +215,11 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, mo
         "250",
     )
     assert rows["KL > 0.1", "always"]["times_fewer_pulls"] == "3.33333"
+    # Of seed 2: the means of two each.
     points = [
         6.3,
         *(step / 50 - 0.1 for step in range(340, STEPS + 1, 20)),
-    ]  # of seed 2: the means of two each
+    ]
     assert (
         float(row["training"]) == pytest.approx(np.mean(points), rel=1e-3)
         and row["training_difference"] == "0"
@@ -247,9 +249,8 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, mo
         writer.writeheader()
         writer.writerows(plain)
     (tmp_path / "plain").mkdir()
-    call(
-        plot, **{"--output": tmp_path / "plain"}
-    )  # nothing has run yet with the decoupled objective, nor an interval
+    # Nothing has run yet with the decoupled objective, nor an interval.
+    call(plot, **{"--output": tmp_path / "plain"})
     drawn = {f"ppo_cartpole_v1_{kind}.png" for kind in ("synchronization", "lag")}
     assert set(contents(tmp_path / "plain")) == drawn
     shutil.copy(tmp_path / "runs.csv", paths["--results"])
@@ -300,7 +301,7 @@ def test_statistics():
     }
     theirs = bootstrap((values,), iqm, **options).confidence_interval
     np.testing.assert_allclose(ours[1:], theirs)
-    # Paired, only what differs within pairs counts, whatever the seeds themselves do.
+    # In pairs, only differences within pairs count, whatever the seeds themselves do.
     noise = np.array([0.0, 50, -300, 20, 900])
     np.testing.assert_allclose(interval(difference, noise + 3, noise), 3)
     for few in [1.0], [1.0, 1, 1, 1]:
@@ -308,9 +309,7 @@ def test_statistics():
         assert value == 1 and np.isnan([low, high]).all()
 
 
-def test_the_plan_runs_nothing_twice_always_with_every_seed_and_what_is_compared_differs_in_its_rule(
-    monkeypatch,
-):
+def test_the_plan_runs_nothing_twice_and_compares_settings_that_differ_in_their_rule(monkeypatch):
     monkeypatch.chdir(ROOT)
     seen, seeds, always, others = set(), {}, {}, {}
     recipes = Path("experiments", "figures", "recipes")
@@ -330,7 +329,7 @@ def test_the_plan_runs_nothing_twice_always_with_every_seed_and_what_is_compared
                 always.setdefault(task, []).append(flat["seed",])
     assert seeds
     for task in seeds:
-        last = 5 if task[1] == "LunarLander-v2" else 10  # where nothing is claimed
+        last = 5 if task[1] == "LunarLander-v2" else 10  # for tasks without claims
         assert sorted(always[task]) == sorted(seeds[task]) == list(range(1, last + 1))
 
 
@@ -345,9 +344,8 @@ def test_training_behind_a_slow_link(tmp_path, monkeypatch, capsys):
     table = tmp_path / "results" / "slow_network.csv"
     rules = {rule: slow_network.RULES[rule] for rule in ("always", "KL > 0.01, differences")}
     monkeypatch.setattr(slow_network, "RULES", rules)
-    monkeypatch.setattr(
-        slow_network, "WIDTH", 1024
-    )  # 8 MB for two workers: more than half a second at 100 Mbit/s
+    # 8 MB for two workers: more than half a second at 100 Mbit/s.
+    monkeypatch.setattr(slow_network, "WIDTH", 1024)
     tiny = "--envs-per-worker 1 --num-steps 8 --num-minibatches 1 --total-timesteps 64"
     monkeypatch.setattr(slow_network, "FLAGS", f"{slow_network.FLAGS} {tiny}")
     monkeypatch.setattr(
@@ -366,7 +364,7 @@ def test_training_behind_a_slow_link(tmp_path, monkeypatch, capsys):
     )
     assert sent > 2 * 3 * 4e6 and sent / seconds < 1e8 / 8
     capsys.readouterr()
-    slow_network.main()  # again: nothing is left to do
+    slow_network.main()  # again: all runs are done
     assert capsys.readouterr().out == ""
 
 

@@ -1,6 +1,4 @@
-"""Parts of a checkpoint that somebody else has made: what is no state of theirs is refused before
-it does harm.
-"""
+"""Forged parts of a checkpoint: a state that cannot be genuine is refused before it does harm."""
 
 import functools
 import math

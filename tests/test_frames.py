@@ -1,6 +1,4 @@
-"""Stacks of frames: what comes out of a rollout in which each frame travels once is what the
-environments gave.
-"""
+"""Stacks of frames: a rollout in which each frame travels once returns the environments' stacks."""
 
 import os
 import signal
@@ -54,8 +52,11 @@ def stacked(padding="reset"):
 
 def with_speed():
     """A Dict of which one leaf is a stack of frames, one a stack of vectors, and one none."""
-    space = spaces.Dict(screen=spaces.Box(0, 255, (4, 3, 2), np.uint8), last=spaces.Box(0, 255, (4, 2), np.float32),
-                        bottom=spaces.Box(0, 255, (2,), np.uint8))  # fmt: skip
+    space = spaces.Dict(
+        screen=spaces.Box(0, 255, (4, 3, 2), np.uint8),
+        last=spaces.Box(0, 255, (4, 2), np.float32),
+        bottom=spaces.Box(0, 255, (2,), np.uint8),
+    )
     return TransformObservation(
         stacked(),
         lambda x: {"screen": x, "last": x[:, -1].astype(np.float32), "bottom": x[-1, -1]},
@@ -75,7 +76,7 @@ class Net(nn.Module):
 
 @st.composite
 def timelines(draw):
-    """Stacks of steps, and final ones; most go on with the one before, and some do not."""
+    """Stacks of steps, and final ones; most continue the previous one, and some do not."""
     num_steps, num_envs, size = (
         draw(st.integers(1, 6)),
         draw(st.integers(1, 3)),
@@ -86,9 +87,8 @@ def timelines(draw):
     stacks = np.empty((num_steps + 1, num_envs, size, 2), np.uint8)
     finals = []
     for step, env in np.ndindex(num_steps + 1, num_envs):
-        frame = rng.integers(
-            0, 3, (1, 2), np.uint8
-        )  # so few that different frames are often the same
+        # So few values that different frames are often the same.
+        frame = rng.integers(0, 3, (1, 2), np.uint8)
         stack = (
             np.concatenate([stacks[step - 1, env, 1:], frame]) if step else frame.repeat(size, 0)
         )

@@ -1,4 +1,4 @@
-"""Runs on a full disk. A limit of the size of files, which may be lifted, stands for it: no file
+"""Runs on a full disk. A limit of the size of files, which a test may lift, stands for it: no file
 can be written.
 """
 
@@ -30,7 +30,7 @@ def limit(process, size):
 
 @pytest.fixture
 def full(tmp_path):
-    """A run that has a checkpoint and can write no more, its process; it lasts until there is a
+    """The process of a run that has a checkpoint and can write no more; it lasts until there is a
     file `go`.
     """
     flags = [*ppo.TINY, *LONG, "--run-name", "x", "--total-timesteps", "3840"]
@@ -47,8 +47,8 @@ NO_CHECKPOINT = r"no checkpoint of runs/x at step \d+: File too large; training 
 
 
 def await_warnings(process):
-    """Read what a run says until it has warned of logs and of two checkpoints; it says nothing
-    else.
+    """Read a run's output until it has warned of logs and of two checkpoints; there is no other
+    output.
     """
     lines = [process.stderr.readline()]
     while len(lines) < 3 or NO_LOGS not in lines:
@@ -116,11 +116,12 @@ def test_output_that_cannot_be_written_ends_no_run(tmp_path):
     flags = [*ppo.TINY, "--run-name", "x"]
     with open("/dev/full", "w") as file:
         result = subprocess.run(
-            [sys.executable, str(scripts.ROOT / ppo.SCRIPT), *flags],
-            cwd=tmp_path, env=environment(PYTHONUNBUFFERED="1"), stdout=file, stderr=subprocess.PIPE, text=True,
+            [sys.executable, str(scripts.ROOT / ppo.SCRIPT), *flags], cwd=tmp_path,
+            env=environment(PYTHONUNBUFFERED="1"), stdout=file, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
+    # With buffered output, Python itself would report an error at its exit.
     assert (result.stderr, result.returncode) == (
         "",
         0,
-    )  # buffered, Python itself would tell, at its exit
+    )
     check_the_whole_run(ppo.SCRIPT, tmp_path / "runs" / "x", 320)

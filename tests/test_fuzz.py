@@ -1,7 +1,8 @@
-"""Mutated and random messages, many of them: nothing escapes, nothing grows, and the run goes on.
+"""Many mutated and random messages: none escapes, nothing grows, and the run goes on.
 
-FUZZ_FRAMES=1000000 TEST_SECONDS=1800 python -m pytest tests/test_fuzz.py    # the suite sends
-50,000
+FUZZ_FRAMES=1000000 TEST_SECONDS=1800 python -m pytest tests/test_fuzz.py
+
+The suite itself sends 50,000.
 """
 
 import contextlib
@@ -62,7 +63,7 @@ def valid_messages(*, to_head):
 
 
 def mutated(rng, message):
-    """One of the things that may happen to bytes: some change, go, come, repeat; frames, too."""
+    """One possible change of bytes: some change, go, come, or repeat; frames, too."""
     message = [bytearray(frame) for frame in message]
     for _ in range(rng.randint(1, 4)):
         frame = rng.choice(message)
@@ -110,11 +111,11 @@ def test_a_strangers_mutations_change_nothing(cluster, workers, monkeypatch):
                 assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
             sizes.append(resident_bytes(os.getpid()))
         assert not stranger.poll(0)
-    assert sizes[-1] < sizes[len(sizes) // 5] + 20e6  # the first warm up
+    assert sizes[-1] < sizes[len(sizes) // 5] + 20e6  # the first ones warm up
 
 
 class Head:
-    """Stands in for the head of one worker, to send it what no head would."""
+    """Stands in for the head of one worker, to send messages that no head would."""
 
     def __init__(self, socket, directory):
         self.socket, self.seq = socket, 0
@@ -133,14 +134,14 @@ class Head:
         self.identity, *_ = next(self.received())  # of its hello
 
     def received(self):
-        """Yield whose message comes, and what it says, but not what the worker's pulse says."""
+        """Yield the sender and the content of each message, except those of the worker's pulse."""
         while True:
             identity, header, *_ = self.socket.recv_multipart()
             if identity.startswith(b"w"):
                 yield identity, *decode_answer(header)
 
     def ask(self, request, *arguments):
-        """Ask the worker for something, and return its answer."""
+        """Send the worker a request, and return its answer."""
         self.seq += 1
         self.socket.send_multipart([self.identity, *frames(self.seq, request, *arguments)])
         return next(answer for _, seq, answer in self.received() if seq == self.seq)

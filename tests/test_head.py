@@ -1,5 +1,5 @@
-"""The head without processes, sockets or a wall clock: who is lost when, who is served meanwhile,
-and what is said.
+"""The head without processes, sockets or a wall clock: when it loses workers, whom it serves in
+between, and what it reports.
 """
 
 import re
@@ -29,7 +29,7 @@ def test_all_are_up_and_answer():
 @pytest.mark.parametrize("number", [1, 3, 100])
 @pytest.mark.parametrize("how", ["died", "cut off"])
 def test_many_losses_take_as_long_as_one(number, how):
-    """Also those that nobody waits for; and the others are served meanwhile."""
+    """That includes losses that nobody waits for; and the others are served in between."""
     simulation = Simulation(number + 2)
     processes = dict(simulation.launcher.of)
     lost = list(range(2, number + 2))
@@ -42,7 +42,7 @@ def test_many_losses_take_as_long_as_one(number, how):
     waiting = simulation.never()
 
     def one_more():
-        if len(answers) < 10_000:  # worker 1 answers on and on
+        if len(answers) < 10_000:  # worker 1 keeps answering
             answers.append((simulation.network.now, simulation.workers[2].process.state))
             simulation.pool.ask(simulation.workers[1], Call("name"))
         return simulation.launcher.started_at.keys() >= set(lost) and all(
@@ -53,17 +53,14 @@ def test_many_losses_take_as_long_as_one(number, how):
 
     simulation.pool.wait_until(one_more, waiting)
     took = simulation.network.now - start
-    assert took <= 1 + LOOK_S + 0.1 + (
-        REASON_S if how == "cut off" else 0
-    )  # the second until a ping fails
-    assert (
-        len({simulation.launcher.started_at[index][1] for index in lost}) == 1
-    )  # replaced at the same time
+    # The second until a ping fails.
+    assert took <= 1 + LOOK_S + 0.1 + (REASON_S if how == "cut off" else 0)
+    # All are replaced at the same time.
+    assert len({simulation.launcher.started_at[index][1] for index in lost}) == 1
     assert len(simulation.recovery.restarts) == number
     if how == "cut off":
-        assert any(
-            state in (State.LOST, State.KILLED) for _, state in answers
-        )  # taken while others were being lost
+        # Taken while others were being lost.
+        assert any(state in (State.LOST, State.KILLED) for _, state in answers)
 
 
 def test_a_link_that_breaks_before_its_process_has_ended_is_lost_for_the_processes_reason():
@@ -177,7 +174,7 @@ def test_what_a_lost_worker_had_not_answered_is_asked_again_and_what_it_had_is_n
     first, (worker,) = simulation.launcher.of[0], simulation.workers
     first.stopped = True
     seqs = [simulation.pool.ask(worker, Call(name)) for name in ("answered", "lost", "lost too")]
-    simulation.network.deliver(first.identity, seqs[0], Reply("from the first"))  # its last words
+    simulation.network.deliver(first.identity, seqs[0], Reply("from the first"))  # its last message
     first.die()
     answers = [request.response.value for request in simulation.pool.gather(seqs)]
     assert answers == ["from the first", 0, 0]
@@ -192,8 +189,8 @@ def test_what_a_lost_worker_had_not_answered_is_asked_again_and_what_it_had_is_n
 
 
 def test_kills_at_random_do_not_hit_the_limit_as_long_as_there_are_answers():
-    """Every 2 seconds one of four is killed, whatever it does; coming up takes a look or two, and
-    so do answers.
+    """Every 2 seconds one of four workers is killed, whatever it does. Starting takes a look or
+    two, and so do answers.
     """
     simulation, rng = Simulation(4, max_restarts=2), np.random.default_rng(1)
     for _ in range(200):
@@ -288,7 +285,7 @@ def test_who_comes_late_has_all_the_time_to_build():
 
 
 class Builds(Processes):
-    """They build their environments, one after the other, and only say so."""
+    """They build their environments, one after the other, and report only that."""
 
     def start_worker(self, index):
         super().start_worker(index)
@@ -316,7 +313,7 @@ def test_who_builds_one_environment_after_the_other_is_not_late(built):
         StartupError, match="did not come up and build the next of its environments within 60 s"
     ):
         simulation.pool.start(1)
-    last = 50 * min(built, 4)  # of more than it has, it is not believed
+    last = 50 * min(built, 4)  # the head does not believe more than it has
     assert last + STARTUP_S < network.now < last + STARTUP_S + 2
 
 
@@ -330,9 +327,8 @@ def test_a_process_that_cannot_be_killed_is_given_up_in_time():
     start, before = simulation.network.now, simulation.network.exchanges
     simulation.wait(1 + REASON_S + KILL_S + 1)
     assert len(simulation.recovery.restarts) == 1
-    assert (
-        simulation.network.exchanges - before < 1.1 * (REASON_S + KILL_S) / SOON_S
-    )  # it is waited for, not polled
+    # The pool waits for it, and does not poll.
+    assert simulation.network.exchanges - before < 1.1 * (REASON_S + KILL_S) / SOON_S
     assert simulation.launcher.started_at[1][1] - start <= 1 + REASON_S + KILL_S + 3 * LOOK_S
 
 
@@ -369,7 +365,7 @@ def test_an_error_ends_its_worker_and_is_raised_once_the_others_have_answered():
     with pytest.raises(ValueError, match="^on purpose$"):
         simulation.pool.gather(seqs)
     assert simulation.workers[1].process.state == State.ENDED and not simulation.recovery.restarts
-    assert not simulation.pool.failures.need_reset  # nothing is left of it to reset
+    assert not simulation.pool.failures.need_reset  # none of its environments is left to reset
     assert simulation.call(0, 2) == [0, 2]
     with pytest.raises(WorkerDiedError, match="worker 1 .*shut down after its error.* is gone"):
         simulation.call(1)
@@ -387,9 +383,8 @@ def test_a_deadline_names_who_is_missing():
 def test_closing_asks_first_and_ends_in_time():
     simulation = Simulation(2)
     start = simulation.network.now
-    simulation.pool.close(
-        timeout=3
-    )  # they stay connected, as these do not leave when they are told to
+    # They stay connected, as these do not leave when they are told to.
+    simulation.pool.close(timeout=3)
     assert 3 <= simulation.network.now - start < 3.1 and simulation.network.closed
     simulation.pool.close(timeout=3)
 
@@ -581,7 +576,7 @@ def test_who_pulls_for_something_else_than_to_act_is_lost(version):
     ],
 )
 def test_a_second_pull_is_only_for_a_worker_that_held_something(pulls, may):
-    # A difference may not fit what it is added to; all weights always do.
+    # A difference may not fit the weights that it is added to; all weights always do.
     process, found = Process(), []
     process.asked[7] = Collect(1, 9, 0, 0.0, [])
     for held in pulls:

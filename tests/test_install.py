@@ -1,5 +1,5 @@
-"""What is installed: the wheel and the sdist, and that scripts, pyproject.toml and requirements.txt
-name the same.
+"""The installation: the wheel and the sdist. Scripts, pyproject.toml and requirements.txt name the
+same packages.
 """
 
 import ast
@@ -30,7 +30,7 @@ def metadata_of(script):
 
 
 def modules_of(path):
-    """The modules of others that a file imports, by their first name."""
+    """The third-party modules that a file imports, by their first name."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and not node.level:
@@ -77,7 +77,7 @@ def test_the_versions_that_are_tested_are_in_the_ranges():
 
 
 def build(tree, kind):
-    """Build a distribution of a tree; whatever is deprecated is an error."""
+    """Build a distribution of a tree; every deprecation is an error."""
     code = f"from setuptools import build_meta; print(build_meta.build_{kind}('dist'))"
     command = [sys.executable, "-W", "error", "-c", code]
     result = subprocess.run(command, cwd=tree, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Launchers without a cluster: what --dry-run prints, workers started by hand, names of runs, and
+"""Launchers without a cluster: the output of --dry-run, workers started by hand, names of runs, and
 mistakes.
 """
 
@@ -118,9 +118,8 @@ def test_a_steps_environment_has_no_mark_and_nothing_that_makes_srun_divide_the_
     assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"} | shared
     launcher.resources = {"CPU": 2}
     kept = {name for name in launcher.environment("a mark") if name.startswith(names)}
-    assert kept == set(PLAIN) - {
-        "SLURM_CPUS_PER_TASK"
-    }  # what contradicts the flags of a step with cores of its own
+    # This variable contradicts the flags of a step with cores of its own.
+    assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"}
 
 
 @pytest.fixture
@@ -150,11 +149,11 @@ def node_of(launcher, worker):
 
 @pytest.mark.parametrize(
     ("cores", "number", "index", "before", "after"),
-    [  # how many cores and workers, which of these is replaced, and its nodes
+    [  # how many cores and workers, which worker is replaced, and its nodes
         (0, 2, 1, "n1", "n2"),  # the next one: all cores are shared
         (1, 2, 1, "n2", "n3"),
         (2, 3, 2, "n3", "n2"),  # n1 is full
-        (3, 1, 0, "n2", "n2"),  # no other one has so many
+        (3, 1, 0, "n2", "n2"),  # no other node has so many
     ],
 )
 def test_a_replacement_goes_where_cores_are_left(start_steps, cores, number, index, before, after):
@@ -316,9 +315,8 @@ def test_a_prefix_lets_the_head_go_before_its_workers(workers):
             assert os.getpriority(os.PRIO_PROCESS, pid) == min(
                 os.getpriority(os.PRIO_PROCESS, 0) + 3, 19
             )
-            assert os.getsid(pid) == os.getsid(
-                0
-            )  # where sessions share the cores, it counts within them only
+            # Where sessions share the cores, its priority counts within them only.
+            assert os.getsid(pid) == os.getsid(0)
             assert os.getpgid(pid) == pid != os.getpgid(0)  # Ctrl-C is for the head
 
 
@@ -340,7 +338,7 @@ def test_a_prefix_may_give_the_worker_processes_of_its_own():
 
 
 def test_a_name_is_taken_once_a_run_of_it_has_a_checkpoint(tmp_path):
-    (tmp_path / "runs" / "name" / "workers").mkdir(parents=True)  # of an attempt that died young
+    (tmp_path / "runs" / "name" / "workers").mkdir(parents=True)  # from an attempt that died young
     flags = [*TINY, "--run-name", "name", "--total-timesteps", "64"]
     result = run("ppo_clusterenv.py", tmp_path, *flags)
     assert result.returncode == 0 and (tmp_path / "runs" / "name" / "summary.json").exists(), (
@@ -352,8 +350,8 @@ def test_a_name_is_taken_once_a_run_of_it_has_a_checkpoint(tmp_path):
     )
 
 
-# Runs a script that, as it ends, gives its workers more than the usual 3 seconds to read that they
-# are to end.
+# Runs a script that gives its workers more than the usual 3 seconds at its end to read that they
+# must end.
 PATIENT = f"""
 import functools, runpy, sys
 from clusterenv_runtime import ClusterEnv
@@ -402,9 +400,8 @@ def test_workers_started_by_hand_train_and_are_awaited_again(tmp_path):
             start(line)
         assert process.stdout.readline().startswith("step")
         workers[1].kill()
-        line = next(
-            line for line in process.stdout if not line.startswith("step")
-        )  # its command once more
+        # Its command once more.
+        line = next(line for line in process.stdout if not line.startswith("step"))
         assert line == lines[1]
         start(line)
         assert next(line for line in process.stdout if line.startswith("step"))
@@ -437,9 +434,7 @@ def test_waiting_for_workers_ends_at_once_when_told_to(tmp_path, number, code):
 
 
 class Queue(ExternalLauncher):
-    """A launcher whose worker waits, and then is said to have been started, and still does not
-    come.
-    """
+    """A launcher whose worker waits in a queue, then counts as started, and still does not come."""
 
     waits = 3
 
@@ -556,7 +551,7 @@ def test_the_manifests_head_begins_a_run_or_goes_on(tmp_path):
 
     assert start() == ["--run-name", "run"]
     (tmp_path / "runs" / "run").mkdir(parents=True)
-    assert start() == ["--run-name", "run"]  # and what is there without a checkpoint has been moved
+    assert start() == ["--run-name", "run"]  # and files there without a checkpoint have been moved
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("without-checkpoint-")
     (tmp_path / "runs" / "run").mkdir()

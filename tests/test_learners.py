@@ -111,7 +111,7 @@ def assert_alike(one, several):
             values, others = (
                 [event.value for event in each.Scalars(tag)] for each in (events, other_events)
             )
-            # Rounding is another, and after some updates so are some actions.
+            # The rounding differs, and after some updates some actions differ, too.
             np.testing.assert_allclose(values[:2], others[:2], rtol=1e-3, atol=2e-5, err_msg=tag)
     for name in ("global_step", "pulls_per_worker", "sync_bytes"):
         assert summary[name] == other_summary[name]
@@ -194,7 +194,7 @@ def test_a_checkpoint_has_the_workers_of_all_and_of_the_dead_what_was_known():
     assert [(env.loaded["seed"], env.loaded["rollouts"]) for env in envs] == [(1, 4), (1, 4)]
 
 
-# Who is there.
+# Their presence.
 @pytest.fixture
 def watches(monkeypatch, tmp_path):
     monkeypatch.setattr(watch, "BEAT_S", 0.02)
@@ -262,7 +262,8 @@ def test_a_lost_store_ends_all_and_the_first_that_others_see_says_so(monkeypatch
     for each in watches:
         each.patience = 1e9
         each.end = lambda: ended.append(1)
-    wait_until(partial(ranks[0].check, [f"beat/{rank}" for rank in range(3)]))  # all have left word
+    # All have written to the store.
+    wait_until(partial(ranks[0].check, [f"beat/{rank}" for rank in range(3)]))
     del store
     wait_until(lambda: len(ended) == 3)
     for each in watches:
@@ -307,7 +308,7 @@ def test_an_error_of_one_is_named_by_the_others(watches):
     assert first.culprit == r"learner 1 (process 1 on there) has failed: ValueError: \x1b[2Jno"
 
 
-# Their models must be the same.
+# Equality of their models.
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -320,9 +321,8 @@ def test_a_model_that_is_another_ends_the_run_by_its_name(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     run, model, told = Run(ppo_multilearner_clusterenv.Args(run_name="x"), {}), nn.Linear(2, 2), []
     run.learners = Learners(0, 2)
-    run.learners.gather = lambda own: (
-        told.append(own) or [told[0], own]
-    )  # what it told first, and now
+    # Its first message, and its message now.
+    run.learners.gather = lambda own: told.append(own) or [told[0], own]
     rollout = SimpleNamespace(episodic_returns=np.zeros(3), episodic_lengths=np.zeros(3))
     with (
         run.training(contextlib.nullcontext(), model),
@@ -418,9 +418,8 @@ def test_a_mistake_is_said_once(tmp_path, number, script, flags, says):
 
 
 def test_flags_that_differ_are_named(tmp_path):
-    store = dist.TCPStore(
-        "127.0.0.1", 0, None, True, wait_for_workers=False
-    )  # in place of torchrun's
+    # In place of torchrun's.
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     variables |= {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     processes = [
@@ -466,7 +465,7 @@ gym.register("Failing-v0", FailingEnv)
 
 
 class Together:
-    """Two learners that train, and what they leave."""
+    """Two learners that train, and their output."""
 
     def __init__(self, directory, *options, flags=(), begin=("--run-name", "x"), after=-1):
         self.directory = directory
@@ -479,8 +478,8 @@ class Together:
             *lasting(directory, 200, 0.01),
         ]
         self.process = subprocess.Popen(
-            command, cwd=directory, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
+            command, cwd=directory, env=environment(), stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         wait_until(lambda: self.checkpoint() > after)
         self.learners = self.find_learners()
@@ -517,7 +516,8 @@ def test_killed_at_random_moments_a_run_goes_on_from_its_last_checkpoint(tmp_pat
         wait_until(lambda: not any(map(alive, [*together.learners, *together.workers])))  # noqa: B023
         seconds = time.monotonic() - start
         print(
-            f"learner {rank} killed after step {together.checkpoint()}, nothing left {seconds:.1f} s later"
+            f"learner {rank} killed after step {together.checkpoint()}, nothing left "
+            f"{seconds:.1f} s later"
         )
         (line,) = together.finish()
         name = rf"learner {rank} \(process {together.learners[rank]} on .*\) has died"
@@ -577,7 +577,8 @@ def test_a_torchrun_that_is_killed_ends_all_and_the_first_saves(tmp_path):
     together.process.kill()
     (line,) = together.finish()
     assert line.startswith(
-        "error: torchrun is gone, or its machine, and with it the learners' store; to go on: torchrun"
+        "error: torchrun is gone, or its machine, and with it the learners' store; to go on: "
+        "torchrun"
     )
 
 

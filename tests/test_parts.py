@@ -1,6 +1,4 @@
-"""What a worker sends of a rollout: it comes back as it was, and what is not of its shape is
-refused by name.
-"""
+"""A worker's part of a rollout arrives unchanged; one of another shape is refused by name."""
 
 from contextlib import nullcontext
 
@@ -145,7 +143,7 @@ NOW = Published(
 def opened(
     asked, answer, buffers, space=PART_SPACES[0], action_space=None, published=NOW, asked_at=NOW
 ):
-    """Open what a worker of two environments has answered."""
+    """Open the answer of a worker of two environments."""
     opener = Opener(space, action_space or spaces.Discrete(2))
     return opener(asked, answer, [b"header", *buffers], 2, asked_at, published)
 

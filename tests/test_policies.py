@@ -1,4 +1,4 @@
-"""Policies of one's own: what their contract allows, and what is refused before anybody acts."""
+"""Custom policies: the freedom of their contract, and the refusals before any worker acts."""
 
 import argparse
 import os
@@ -44,7 +44,7 @@ EXACT = {"weights": "float32", "sync_mode": "always"}
 
 
 class Recurrent(Policy):
-    """Logits of two actions from what a GRU remembers; its state also counts the steps since it was
+    """Logits of two actions from a GRU's memory; its state also counts the steps since it was
     initial.
     """
 
@@ -74,7 +74,7 @@ class Recurrent(Policy):
 
 
 def seen_by(policy, rollout):
-    """The parameters that the learner computes of a rollout."""
+    """The parameters that the learner computes for a rollout."""
     ends = rollout.terminations | rollout.truncations
     starts = np.concatenate([np.zeros_like(ends[:1]), ends[:-1]])
     state = {name: torch.tensor(leaf) for name, leaf in rollout.states.items()}
@@ -128,7 +128,7 @@ def test_the_divergence_of_a_policy_with_a_state_is_of_sequences():
             [kl[:2].mean().item(), kl[2:].mean().item()], rel=1e-3
         )
         assert envs.divergence.min() > 1e-4
-        envs.publish(Recurrent())  # as it was
+        envs.publish(Recurrent())  # as it was at first
         assert envs.divergence.max() < 1e-6
 
 
@@ -177,7 +177,7 @@ class Mixed(Policy):
 
 
 class Joint:
-    """Of the actions of `Mixed`, as far as a runtime needs it."""
+    """A distribution of the actions of `Mixed`, as far as a runtime needs it."""
 
     def __init__(self, params):
         mean, logstd = params["move"].chunk(2, -1)
@@ -191,7 +191,7 @@ class Joint:
 
 
 class Obedient(gym.Env):
-    """Observes what it was told to do."""
+    """Observes its last action."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (7,))
     action_space = spaces.Dict(
@@ -219,7 +219,7 @@ def test_actions_may_be_trees():
         after = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
         np.testing.assert_allclose(after[..., :6], told, rtol=1e-6)
         assert actions["jump"].dtype == np.int8 and actions["speak"].shape == (6, 3, 2)
-        assert np.isinf(envs.divergence).all()  # nobody asked for it, and there is none
+        assert np.isinf(envs.divergence).all()  # nobody requested one, and there is none
 
 
 def test_without_a_divergence_there_is_no_pulling_by_it():
@@ -304,7 +304,7 @@ def test_numbers_travel_with_each_request_and_other_attributes_are_of_the_struct
 
 
 class Heavy(GaussianPolicy):
-    """With a distribution whose tails are so."""
+    """A policy whose distribution has heavy tails."""
 
     def distribution(self, params):
         mean, logstd = params.chunk(2, -1)
@@ -428,7 +428,7 @@ def test_observations_keep_their_dtype_except_floats(dtype, seen):
 
 
 class Parity(gym.Env):
-    """Observes numbers that float32 cannot tell apart, if its space has such."""
+    """Observes numbers that float32 cannot tell apart, if its space has any."""
 
     action_space = spaces.Discrete(2)
 
@@ -448,7 +448,7 @@ class Parity(gym.Env):
 
 
 class Telling(CountingEnv):
-    """Says in each second step how far it is, and at the end whether it has won."""
+    """Reports in each second step how far it is, and at the end whether it has won."""
 
     def step(self, action):
         result = super().step(action)
@@ -503,7 +503,8 @@ def test_infos_of_which_a_rollout_has_none_are_zeros_as_before():
     with ClusterEnv([partial(Telling, 4)] * 2, 1, info_keys=("progress",)) as envs:
         envs.reset()
         policy = CategoricalPolicy(linear(1, 2))
-        infos = [envs.rollout(policy, 1).infos for _ in range(3)]  # only the second step tells
+        # Only the second step has an info.
+        infos = [envs.rollout(policy, 1).infos for _ in range(3)]
     assert [each["progress"].shape for each in infos] == [(1, 2), (1, 2, 2), (1, 2, 2)]
     assert [each["_progress"].any() for each in infos] == [False, True, False] and not infos[2][
         "progress"

@@ -1,4 +1,4 @@
-"""The pool of workers without processes: who interrupts it, whom it hears and refuses, what it
+"""The pool of workers without processes: its interrupts, the messages that it accepts, refuses and
 sends, and its end.
 """
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def sent(simulation, kind):
-    """To whom messages of a kind have been sent."""
+    """The workers to which messages of a kind have been sent."""
     return [out.identity for out in simulation.network.sent if isinstance(out.message, kind)]
 
 
@@ -55,7 +55,7 @@ def test_an_interrupt_is_heeded_before_the_next_message_is_handled():
     seqs = [simulation.pool.ask(worker, Call("name")) for worker in simulation.workers]
 
     class Interrupting(Received):
-        """A message that the pool is interrupted amid, when it is read for the first time."""
+        """A message that interrupts the pool when it is read for the first time."""
 
         def read(self, is_strange=False):
             read.append(self.identity)
@@ -74,7 +74,7 @@ def test_an_interrupt_is_heeded_before_the_next_message_is_handled():
 
 
 def test_an_interrupt_comes_before_the_loss_that_comes_with_it():
-    """A scheduler that ends a job may tell head and workers at once."""
+    """A scheduler that ends a job may signal head and workers at the same time."""
 
     class Ending(Processes):
         def has_ended(self, index):
@@ -128,9 +128,8 @@ def test_who_is_refused_is_told_to_close():
 def test_a_hello_of_nobody_who_is_awaited_is_dropped():
     simulation = Simulation(2)
     worker, first = simulation.workers[0], simulation.launcher.of[0]
-    strangers = [
-        Process(simulation.network, index) for index in (0, 2)
-    ]  # one is there already, one is none
+    # One index has a worker already, one does not exist.
+    strangers = [Process(simulation.network, index) for index in (0, 2)]
     for stranger in strangers:
         stranger.greet()
     simulation.network.deliver(b"another", 1, Reply(None))
@@ -226,7 +225,7 @@ def test_of_what_was_given_up_only_an_error_that_ends_something_is_raised():
 
 @pytest.mark.parametrize(("answers", "is_given_up"), [(2, True), (3, False)])
 def test_a_worker_that_dies_after_its_first_answers_each_time_is_given_up(answers, is_given_up):
-    """These are the cut-off and the reset after a loss: no step has been made."""
+    """Its answers are those to the cut-off and the reset after a loss: no step has been made."""
     simulation = Simulation(1, max_restarts=2)
 
     def answers_and_dies():
@@ -400,7 +399,7 @@ def test_the_pauses_begin_anew_with_the_next_shortage(caplog):
 
 def test_a_shortage_that_does_not_end_ends_the_run_with_its_reason():
     simulation = Simulation(2, launcher=Refusing)
-    simulation.network.now += 30  # what has been before does not count
+    simulation.network.now += 30  # earlier failures do not count
     simulation.launcher.of[1].die()
     text = r"^worker 1 \(no hello yet, environments 1 to 1\) could not be started for 6\d s: "
     text += r"\[Errno 11\] Resource temporarily unavailable$"

@@ -1,4 +1,4 @@
-"""The script for Atari, run as a user runs it, and what its environments do."""
+"""The script for Atari, run as a user runs it, and its environments."""
 
 import gymnasium as gym
 import numpy as np
@@ -61,7 +61,7 @@ def test_what_the_learner_computes_is_what_acted(always, tmp_path):
 
 
 def play():
-    """Play two games of Breakout at random; return what each step gave."""
+    """Play two games of Breakout at random; return the results of each step."""
     env = script.make_env("ALE/Breakout-v5", 0, False, "")()
     rng, steps, games = np.random.default_rng(1), [], 0
     env.reset(seed=1)
@@ -100,7 +100,7 @@ def test_evaluated_are_whole_games_of_rewards_as_they_are(env_id, backend):
         pytest.importorskip("envpool")
     rng = np.random.default_rng(1)
     returns = evaluated(env_id, backend, lambda obs: rng.integers(18, size=len(obs)))
-    assert (returns > 0).any() and (returns % 20 == 0).all()  # 20 for what is shot in the beginning
+    assert (returns > 0).any() and (returns % 20 == 0).all()  # the first targets are worth 20 each
 
 
 def test_whoever_never_fires_is_evaluated_for_all_lives(caplog):
@@ -176,13 +176,15 @@ class AtRandom:
 
     def finish(self):
         shape = len(self.actions), len(self.actions[0])
-        return {"actions": np.array(self.actions), "logprobs": np.zeros(shape, np.float32), "states": None,
-                "extras": {}, "params": np.zeros((1, 2), np.float32)}  # fmt: skip
+        return {
+            "actions": np.array(self.actions), "logprobs": np.zeros(shape, np.float32),
+            "states": None, "extras": {}, "params": np.zeros((1, 2), np.float32),
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("game", ["Breakout", "Pong", "Seaquest"])
 def test_bytes_of_a_step(game):
-    """A quarter of its stack's."""
+    """A step takes a quarter of its stack's bytes."""
     make_env = script.make_env(f"ALE/{game}-v5", 0, False, "")
     env = make_env()
     layout = EnvLayout(env.observation_space, env.action_space, frame_stack=4)

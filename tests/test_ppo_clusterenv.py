@@ -25,15 +25,16 @@ TINY = [
 ]
 TINY += ["--total-timesteps", "320", "--eval-episodes", "2"]
 SUMMARY = {
-    "global_step", "wall_seconds", "sps", "updates", "pulls_per_worker", "sync_bytes", "mean_return_100",
-    "eval_return_mean", "eval_return_std", "kl_threshold", "seed", "env_id", "args",
+    "global_step", "wall_seconds", "sps", "updates", "pulls_per_worker", "sync_bytes",
+    "mean_return_100", "eval_return_mean", "eval_return_std", "kl_threshold", "seed", "env_id",
+    "args",
 }  # fmt: skip
 METRICS = {
-    "charts/episodic_return", "charts/episodic_length", "charts/mean_return_100", "charts/learning_rate", "charts/SPS",
-    "charts/collect_sps",
-    "losses/value_loss", "losses/policy_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
-    "losses/clipfrac", "losses/explained_variance", "sync/kl", "sync/pulls_per_worker", "sync/policy_lag",
-    "sync/bytes", "time/collect", "time/learn", "eval/return_mean",
+    "charts/episodic_return", "charts/episodic_length", "charts/mean_return_100",
+    "charts/learning_rate", "charts/SPS", "charts/collect_sps", "losses/value_loss",
+    "losses/policy_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
+    "losses/clipfrac", "losses/explained_variance", "sync/kl", "sync/pulls_per_worker",
+    "sync/policy_lag", "sync/bytes", "time/collect", "time/learn", "eval/return_mean",
 }  # fmt: skip
 
 
@@ -64,10 +65,16 @@ def always(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """A run with all that a run may be told to do besides; its directory and its summary."""
+    """A run with all other options that a run may have; its directory and its summary."""
     directory = tmp_path_factory.mktemp("other")
-    flags = "--anneal_lr=False --norm-adv=false --clip_vloss=True --no-torch-deterministic --save-model --no_cuda"
-    flags += " --max_policy_lag 1000000 --sync-mode never --capture-video --total-timesteps 100000000 --max-seconds 1"
+    flags = (
+        "--anneal_lr=False --norm-adv=false --clip_vloss=True --no-torch-deterministic "
+        "--save-model --no_cuda"
+    )
+    flags += (
+        " --max_policy_lag 1000000 --sync-mode never --capture-video --total-timesteps 100000000 "
+        "--max-seconds 1"
+    )
     return directory, train(directory, *flags.split())[1]
 
 
@@ -86,16 +93,15 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert set(events.Tags()["scalars"]) >= METRICS
     assert [event.step for event in events.Scalars("charts/SPS")] == [64, 128, 192, 256, 320]
     assert "hyperparameters/text_summary" in events.Tags()["tensors"]
-    # What is not in there is checkpoints, logs and the progress line: little, unless the machine is
-    # busy just then.
+    # The rest of the time goes into checkpoints, logs and the progress line: little, unless the
+    # machine is busy just then.
     accounted = [
         sum(pair)
         for pair in zip(scalars(folder, "time/collect"), scalars(folder, "time/learn"), strict=True)
     ]
     assert sum(accounted) <= summary["wall_seconds"]
-    taken = np.diff(
-        [event.wall_time for event in events.Scalars("time/learn")]
-    )  # from one update's end to the next's
+    # From one update's end to the next's.
+    taken = np.diff([event.wall_time for event in events.Scalars("time/learn")])
     assert max(accounted[1:] / taken) > 0.8
 
 
@@ -108,10 +114,11 @@ def test_pulls_are_much_smaller_than_the_actor(trained):
         if key.startswith("actor")
     )
     assert summary["pulls_per_worker"] > 1
+    # Of each worker: a byte a weight, then little more than a bit.
     first, others = (
         size / 4,
         size / 10,
-    )  # of each worker's: a byte a weight, then little more than a bit
+    )
     assert 0 < summary["sync_bytes"] / 2 < first + (summary["pulls_per_worker"] - 1) * others
 
 
@@ -130,7 +137,7 @@ def test_same_seed_gives_the_same_run(trained, tmp_path):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants a C++ compiler")
 def test_a_compiled_run_is_the_same_to_tolerance(always, tmp_path):
-    # All weights: of a rounded difference the last bit may decide which of them move.
+    # All weights: with a rounded difference the last bit may decide which of them move.
     folder, summary = train(tmp_path, *ALWAYS, "--compile")
     for tag in (
         "value_loss",

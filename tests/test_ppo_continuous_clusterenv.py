@@ -1,4 +1,4 @@
-"""The script for continuous actions, run as a user runs it; above all, what it normalizes by."""
+"""The script for continuous actions, run as a user runs it; above all, its normalization."""
 
 import json
 import os
@@ -37,11 +37,14 @@ def train(directory, *flags):
 
 
 def keeping_what_it_saw(directory):
-    """Write a copy of the script that also writes each rollout's observations and rewards to files."""
+    """Write a copy of the script that also saves each rollout's observations and rewards."""
     text = (ROOT / SCRIPT).read_text()
     update = "            obs_moments.update("
     assert text.count(update) == 1
-    keep = "            np.savez(f'{run.directory}/seen-{run.global_step:09d}', rollout=rollout.observations)\n"
+    keep = (
+        "            np.savez(f'{run.directory}/seen-{run.global_step:09d}', "
+        "rollout=rollout.observations)\n"
+    )
     (directory / SCRIPT).write_text(text.replace(update, keep + update))
 
 
@@ -84,9 +87,10 @@ def test_run_leaves_summary_model_and_logs(always):
     folder, summary = always
     assert set(summary) >= SUMMARY
     assert (summary["global_step"], summary["pulls_per_worker"]) == (320, 5)
+    # No episode has ended yet.
     assert set(scripts.events_of(folder).Tags()["scalars"]) >= {
         tag for tag in METRICS if "episodic" not in tag
-    }  # none has ended yet
+    }
 
 
 def test_the_page_plays_an_episode_with_a_saved_model(tmp_path):
@@ -132,8 +136,8 @@ def test_it_normalizes_by_what_it_has_seen_also_after_a_kill_and_when_resumed(
     folder, batch = tmp_path / "runs" / "x", 32 * num_workers
     command = [sys.executable, SCRIPT]
     process = subprocess.Popen(
-        [*command, *flags, "--total-timesteps", str(10**6 * batch)], cwd=tmp_path, env=environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        [*command, *flags, "--total-timesteps", str(10**6 * batch)], cwd=tmp_path,
+        env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
     def rollouts():

@@ -1,4 +1,6 @@
-"""Whether a policy can act is known before anybody does, and when it has become another."""
+"""The runtime knows before any action whether a policy can act, and whether it has changed its
+structure.
+"""
 
 import threading
 from typing import NamedTuple
@@ -139,7 +141,8 @@ WRONG = [
         lambda: GaussianPolicy(
             linear(1, 1), nn.Parameter(torch.zeros(1, 1)), spaces.Box(-1, 1, (2,))
         ),
-        r"its to_env fails: RuntimeError: The expanded size of the tensor \(1\) must match the existing size \(2\)",
+        r"its to_env fails: RuntimeError: The expanded size of the tensor \(1\) must match the "
+        r"existing size \(2\)",
     ),
     (
         lambda: CategoricalPolicy(nn.Sequential(linear(1, 2), nn.Threshold(torch.inf, torch.nan))),
@@ -191,15 +194,13 @@ WRONG = [
 
 @pytest.fixture(autouse=True, scope="module")
 def validates():
-    """Set torch's own default again: scripts and libraries that other tests run may have changed
-    it.
-    """
+    """Restore torch's own default, which scripts and libraries of other tests may have changed."""
     Distribution.set_default_validate_args(__debug__)
 
 
 @pytest.fixture(scope="module")
 def store():
-    """What publishes policies for a CountingEnv."""
+    """A store that publishes policies for a CountingEnv."""
     return PolicyStore(
         [PolicyCopy()], CountingEnv.observation_space, CountingEnv.action_space, rounds=True
     )
@@ -217,7 +218,7 @@ def test_a_policy_that_cannot_act_is_one_line_and_changes_nothing(store, make, s
         structure,
         state,
     )
-    assert not store.publish(policy)  # It goes on as if there had been no other.
+    assert not store.publish(policy)  # It goes on as if there had been no other policy.
     assert (store.published.version, store.published.since) == (
         published.version + 1,
         published.since,
@@ -248,7 +249,7 @@ class Offset(CategoricalPolicy):
         self.offset = offset
 
     def to_env(self, actions):
-        return actions.add_(self.offset)  # what it is given is its own
+        return actions.add_(self.offset)  # its argument is its own
 
 
 def test_what_environments_get_is_checked_and_not_what_was_drawn():
@@ -265,7 +266,7 @@ def test_what_environments_get_is_checked_and_not_what_was_drawn():
 
 
 class RarelyWrong(CategoricalPolicy):
-    """Is right when it is tried, and not long after."""
+    """Is right when it is tried, and wrong not much later."""
 
     def to_env(self, actions):
         self.calls = getattr(self, "calls", 0) + 1
@@ -321,12 +322,13 @@ def test_whatever_a_policy_consists_of_a_change_makes_it_another(store, name):
     CHANGES[name](policy)
     since = store.published.since
     store.publish(policy)
-    assert store.published.since > since or name in ("an object",)  # pickled, that one is the same
+    # Pickled, that policy is the same.
+    assert store.published.since > since or name in ("an object",)
     assert not store.publish(policy)
 
 
 class Busy(CategoricalPolicy):
-    """Counts, and keeps what it has computed, as it acts and is measured."""
+    """Counts, and keeps its results, as it acts and is measured."""
 
     calls = measured = 0
 
@@ -363,7 +365,7 @@ def test_a_policy_that_is_another_each_time_is_warned_of_once(store, caplog):
 def test_trying_a_policy_leaves_its_class_alone(store):
     measured = []
 
-    class Mine(CategoricalPolicy):  # travels by value, and so does the list
+    class Mine(CategoricalPolicy):  # it travels by value, and so does the list
         def kl(self, behavior, params):
             measured.append(params)
             return super().kl(behavior, params)

@@ -1,4 +1,4 @@
-"""The wire: values survive it exactly, and nothing that comes over it can do harm."""
+"""The wire: values survive it exactly, and no message on it can do harm."""
 
 import contextlib
 import dataclasses
@@ -86,7 +86,7 @@ def over_the_wire(value, copy=True, dropped=None):
 
 
 def received(tree, buffers, copy=True):
-    """Encode, decode and unpack what may be a packed value, or not."""
+    """Encode, decode and unpack a value that may be packed, or not."""
     return Unpacker(buffers, copy)(decode_answer(frames(1, Reply(tree))[0])[1].value)
 
 
@@ -180,8 +180,9 @@ class Unspeakable:
 def test_of_infos_what_is_as_good_as_plain_data_arrives_as_that():
     dropped, buffers = [], []
     infos = {
-        "point": Point(1.5, np.arange(3)), "tensor": torch.ones(2, requires_grad=True), "number": torch.tensor(3),
-        "class": Point, Unspeakable(): 1, "text\ud800": 2, "value": "\ud800",
+        "point": Point(1.5, np.arange(3)), "tensor": torch.ones(2, requires_grad=True),
+        "number": torch.tensor(3), "class": Point, Unspeakable(): 1, "text\ud800": 2,
+        "value": "\ud800",
     }  # fmt: skip
     tree = pack(infos, buffers, dropped)
     found = Unpacker(buffers)(tree)
@@ -191,7 +192,7 @@ def test_of_infos_what_is_as_good_as_plain_data_arrives_as_that():
         "number": np.int64(3),
     }
     assert_same(found, plain)
-    assert found["tensor"].flags.owndata  # no view of what libzmq has, unless that is asked for
+    assert found["tensor"].flags.owndata  # no view of libzmq's memory, unless that is asked for
     assert dropped == ["class (type)", "a Unspeakable (int)", "text\\ud800 (int)", "value (str)"]
     with pytest.raises(TypeError, match="a text with lone surrogates cannot be sent to the head"):
         pack("\ud800", [])
@@ -409,7 +410,8 @@ def test_garbage_raises_protocol_error_or_nothing(tree, buffers):
         ["array", 0, 0, "<f8"],
         ["array", 0, 1, "<f8", [1]],
         ["array", 0, 2**48, "<f8", [1]],
-        ["array", 0, 2**63 - 8, "<i8", [2]],  # NumPy's own check overflows, and it would read there
+        # NumPy's own check overflows, and it would read outside of the buffer.
+        ["array", 0, 2**63 - 8, "<i8", [2]],
         ["array", 0, 0, "<f8", [1] * 65],
         ["array", 0, -8, "<f8", [1]],
         ["array", 0, 9, "<f8", [0]],
@@ -481,9 +483,8 @@ def test_who_differs_in_what_must_be_shared_is_told_in_what():
     def said(protocol=PROTOCOL_VERSION, **versions):
         return mismatch(Hello(protocol, 0, "host", 1, {**ours, **versions}))
 
-    assert (
-        said() is None and mismatch(Hello(PROTOCOL_VERSION, 0, "host", 1, {})) is None
-    )  # it has none of them
+    # It has none of them.
+    assert said() is None and mismatch(Hello(PROTOCOL_VERSION, 0, "host", 1, {})) is None
     assert said(
         protocol=7
     ) == f"speaks protocol 7, the head {PROTOCOL_VERSION}: install the same " + (
@@ -505,8 +506,8 @@ def test_a_socket_takes_no_longer_frame_and_no_longer_silence(silence, interval,
         set_limits(socket, 1000)
         assert socket.maxmsgsize == 1033  # CURVE adds 33 bytes to a frame
         keep_alive(socket, silence)
-        # A link that is silent is closed after both times together, and by the head after the time
-        # that it is told.
+        # A silent link is closed after the sum of both times, and by the head after the time that
+        # the worker told it.
         assert (socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl) == (
             interval,
             timeout,

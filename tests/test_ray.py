@@ -44,7 +44,7 @@ def nodes():
 
 
 class Pole(CartPoleEnv):
-    """CartPole that says whose process it is in."""
+    """CartPole that says which process it is in."""
 
     def pid(self):
         return os.getpid()
@@ -73,7 +73,7 @@ def test_a_worker_is_an_actor_and_equals_its_environments_here(nodes):
         assert free["simulator"] == 1
     assert_ended(pids)
     wait_until(lambda: ray.available_resources().get("simulator") == 3)
-    assert ray.is_initialized()  # it is not for the launcher to end what it has not begun
+    assert ray.is_initialized()  # the launcher must not end a cluster that it has not started
 
 
 def test_a_killed_worker_is_replaced_and_told_of(nodes, caplog):
@@ -131,7 +131,7 @@ def test_for_resources_that_are_not_there_it_waits_and_says_so(nodes, caplog, mo
 def test_a_node_that_is_lost_costs_no_rollout(nodes):
     cluster, second = nodes
     taken = ray.util.placement_group([{"CPU": 2, "node:__internal_head__": 0.01}])
-    ray.get(taken.ready())  # so that one of four workers is on the second node
+    ray.get(taken.ready())  # one of four workers is then on the second node
     endless = partial(CountingEnv, length=10**9)  # an episode that had just ended would not be lost
     with ClusterEnv(
         [endless] * 8, 4, launcher="ray", startup_timeout=PATIENCE, worker_timeout=PATIENCE
@@ -144,12 +144,15 @@ def test_a_node_that_is_lost_costs_no_rollout(nodes):
             more -= bool(envs.restarts)  # Ray takes its time to miss a node
             *_, infos = envs.step(np.zeros(8, np.int64))
             lost += infos.get("worker_lost", np.zeros(8)).sum()
-        # A process that is to replace one may be sent to the node that is gone; it has no episodes
+        # Ray may send a replacement to the node that is gone; it has no episodes
         # to lose.
         assert lost == 2 * len({restart["worker"] for restart in envs.restarts}) > 0
 
 
-FLAGS = "--env-id CartPole-v1 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --eval-episodes 2 --launcher ray"
+FLAGS = (
+    "--env-id CartPole-v1 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --eval-episodes "
+    "2 --launcher ray"
+)
 
 
 def run(directory, *flags, **extra):
@@ -178,7 +181,8 @@ def test_a_dry_run_begins_no_ray(tmp_path):
         result = run(tmp_path, "--bind-address", "127.0.0.1", "--dry-run", RAY_ADDRESS=address)
     flags = "--key-file KEYS/key --startup-timeout 60.0 --head-timeout 30.0"
     commands = [
-        f"python -m clusterenv_runtime.worker --index {index} --connect tcp://127.0.0.1:PORT {flags}"
+        f"python -m clusterenv_runtime.worker --index {index} --connect tcp://127.0.0.1:PORT "
+        f"{flags}"
         for index in (0, 1)
     ]
     assert result.stdout.splitlines() == commands, result.stderr

@@ -1,5 +1,5 @@
-"""A worker that dies is replaced: batches are whole, nothing comes twice or half, and the user is
-told.
+"""A worker that dies is replaced: batches are complete, nothing comes twice or in part, and the
+user is told.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ RANDOM = partial(RandomEnv, VECTOR, end=0.1)
 
 
 class OnceEnv(BlockingEnv):
-    """Blocks like `BlockingEnv`, also in "reset" and "pid", but only the first that is built."""
+    """Blocks like `BlockingEnv`, also in "reset" and "pid", but only in the first one built."""
 
     def __init__(self, pipe, where="step"):
         self.first = not os.path.exists(f"{pipe}.born")
@@ -161,7 +161,7 @@ def test_a_worker_lost_while_it_steps(pipe, workers, number):
 
 
 def test_workers_that_are_stopped_at_once_are_replaced_at_once():
-    """Three of four are: their replacements are started in one go, while the fourth goes on
+    """Three of four are stopped: their replacements are started together, while the fourth keeps
     answering.
     """
 
@@ -176,14 +176,13 @@ def test_workers_that_are_stopped_at_once_are_replaced_at_once():
                 os.kill(pid_of(worker), signal.SIGSTOP)
             chunks = 0
             while len(envs.restarts) < 3:
-                envs.send(4, 0)  # nobody asks the others
+                envs.send(4, 0)  # nobody asks the other workers
                 assert envs.recv()[0] == 0
                 chunks += 1
             assert sorted(restart["worker"] for restart in envs.restarts) == [1, 2, 3]
             times = [restart["time"] for restart in envs.restarts]
-            assert (
-                max(times) - min(times) < worker_timeout
-            )  # one after the other it would be a second for each
+            # One after the other it would be a second for each.
+            assert max(times) - min(times) < worker_timeout
             assert chunks > 10
             envs.send(4)
             assert sorted(envs.recv()[0] for _ in range(4)) == [0, 1, 2, 3]
@@ -248,9 +247,9 @@ class GatedEnv(CountingEnv):
 
 @contextlib.contextmanager
 def losing_the_first_before_the_second_answers(envs, gate, seconds):
-    """Kill worker 0 while the body waits for worker 1, which answers once the other is replaced.
+    """Kill worker 0 while the body waits for worker 1, which answers once worker 0 is replaced.
 
-    In so many seconds worker 0 has most probably answered, which nobody but the head can see.
+    In this time worker 0 has most probably answered, which only the head can see.
     """
 
     def lose():
@@ -296,7 +295,7 @@ def test_a_worker_lost_in_a_reset(pipe):
     ) as envs:
         with killing(pipe), at_most():
             assert envs.reset()[0].tolist() == [[0], [0]]
-        assert envs.step([0, 0])[0].tolist() == [[1], [1]]  # nothing was begun that could be lost
+        assert envs.step([0, 0])[0].tolist() == [[1], [1]]  # no step was begun that could be lost
 
 
 def test_a_worker_lost_in_a_call_and_what_was_set_before(pipe):
@@ -390,8 +389,8 @@ def test_seeds_are_fresh_and_those_of_the_next_loss_fresh_again():
 
 
 class LifeEnv(CountingEnv):
-    """Is rewarded with its number of steps in its whole life, and observes that and a number that
-    no other has.
+    """Its reward is its number of steps in its whole life. It observes that and a number that no
+    other environment has.
     """
 
     observation_space = spaces.Box(0, np.inf, (2,), np.float64)
@@ -418,7 +417,7 @@ class LifeEnv(CountingEnv):
 
 def lives(chunks):
     """Check one environment's transitions, in their order: each life is lived step by step; return
-    how many.
+    the number of lives.
     """
     observations = np.concatenate([observations for observations, _ in chunks])
     rewards = np.concatenate([rewards for _, rewards in chunks])
@@ -447,9 +446,8 @@ def test_rollouts_are_whole_whoever_dies(overlap, workers):
         assert sum(map(lives, chunks)) == 5 + sum(
             len(restart["seeds"]) for restart in envs.restarts
         )
-        assert (
-            2 <= len(envs.restarts) <= 3
-        )  # one may die when it has answered, and for the last time
+        # A worker may die when it has answered, and for the last time.
+        assert 2 <= len(envs.restarts) <= 3
         assert len(workers()) == 2
 
 
@@ -471,7 +469,7 @@ def test_streaming_goes_on_whoever_dies():
             if number < 144:
                 asked[worker] += 1
                 envs.send(8, worker)
-        assert received == asked  # each request was answered, once
+        assert received == asked  # each request was answered once
         assert envs.restarts
         assert sum(map(lives, chunks.values())) <= 5 + sum(
             len(restart["seeds"]) for restart in envs.restarts
@@ -500,7 +498,7 @@ def test_a_stopped_worker_is_replaced_while_others_keep_the_head_busy():
 def test_a_replacement_goes_on_with_its_predecessors_noise():
     network = linear(1, 2)
     for parameter in network.parameters():
-        parameter.data.zero_()  # to whom all observations are the same
+        parameter.data.zero_()  # all observations are then the same to it
     policy = CategoricalPolicy(network)
 
     def actions(losses, overlap=False):
@@ -577,7 +575,7 @@ def test_a_replacement_and_the_others_come_to_act_on_the_same_version_again():
         assert envs.pulls.tolist() == [2, 3]
 
 
-# Who is stopped for a while, and then goes on.
+# Workers that are stopped for a while, and then go on.
 
 HEAD = """
 import json, sys
@@ -585,11 +583,11 @@ from tests.test_recovery import rollouts
 for rollout in rollouts(sys.stdin):
     print(json.dumps(rollout), flush=True)
 """
-STOPPED_S = 3.0  # many times as long as the link is ever silent by itself
+STOPPED_S = 3.0  # many times as long as the longest silence of a healthy link
 
 
 def rollouts(requests):
-    """Collect a rollout for each request; yield what it holds, and how many workers were lost."""
+    """Collect a rollout for each request; yield its content, and the number of lost workers."""
     with ClusterEnv([RANDOM] * 3, 2, worker_timeout=HOUR) as envs:
         policy = CategoricalPolicy(linear())
         envs.reset(seed=1)
@@ -663,11 +661,11 @@ def test_a_shortage_of_open_files_ends_neither_the_run_nor_ctrl_c(caplog, worker
         assert [restart["worker"] for restart in envs.restarts] == [1] and len(workers()) == 2
 
 
-# Enough is enough.
+# Too many losses.
 
 
 class DyingEnv(CountingEnv):
-    """Takes its process along in the ``last``-th step."""
+    """Ends its process in the ``last``-th step."""
 
     def __init__(self, last=1):
         super().__init__()
@@ -743,7 +741,7 @@ def test_close_does_not_wait_for_a_replacement(workers, tmp_path):
     assert not workers()
 
 
-# More workers as they come.
+# More workers while the run goes on.
 
 
 class LateLauncher(LocalLauncher):

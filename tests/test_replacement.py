@@ -1,4 +1,4 @@
-"""What a worker's process is told to become that worker, without processes."""
+"""The messages that make a worker's process that worker, without processes."""
 
 import pickle
 import sys
@@ -55,7 +55,7 @@ class Told:
         ]
 
     def orders(self, *messages):
-        """What a process is told that becomes worker 1, which is to answer these."""
+        """The messages to a process that becomes worker 1 and must answer these requests."""
         return self.recovery.orders(self.worker, self.unanswered(*messages))
 
     def lose(self, *messages):
@@ -165,7 +165,7 @@ def test_a_users_reset_seeds_the_noise_anew_unless_its_seed_was_just_loaded(told
     assert told.recovery.state_dict(told.workers) == {"seed": 5, "rollouts": 0, "restarts": []}
     state = {"seed": 8, "rollouts": 7, "restarts": [{"worker": 1}]}
     told.recovery.load_state_dict(told.workers, state)
-    for _ in range(2):  # the first may have failed
+    for _ in range(2):  # the first one may have failed
         told.reset()
         assert told.recovery.state_dict(told.workers) == state
     assert [worker.rollouts for worker in told.workers] == [7, 7]
@@ -199,7 +199,7 @@ def test_of_lost_episodes_those_that_the_user_resets_are_over_and_of_others_noth
     episodes = Episodes.begun(rows(1, 2), 2)
     episodes.lost()
     assert episodes.cut.tolist() == [True, True]
-    # The process in the lost one's place has begun both.
+    # The lost process's replacement has begun both.
     assert episodes.saw_reset(SPACE, rows(5, 6), np.array([True, False])).tolist() == [[5], [2]]
     assert episodes.cut.tolist() == [False, True] and episodes.seen.tolist() == [[5], [2]]
     assert episodes.saw_reset(SPACE, rows(7, 8), np.array([False, True])).tolist() == [[7], [8]]

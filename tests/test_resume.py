@@ -1,6 +1,6 @@
-"""Interruption, and runs that go on from a checkpoint.
+"""Interruptions, and runs that resume from a checkpoint.
 
-How often something is killed at a random moment, RESUME_TIMES says: ``RESUME_TIMES=20 pytest
+RESUME_TIMES sets how often a process is killed at a random moment: ``RESUME_TIMES=20 pytest
 tests/test_resume.py``, with ``TEST_SECONDS=9000``, as that may take longer than a test may.
 """
 
@@ -49,21 +49,22 @@ def actions(envs):
 def test_a_wait_for_a_long_step_is_interrupted_at_once(tmp_path, monkeypatch, method):
     os.mkfifo(tmp_path / "pipe")
     policy = CategoricalPolicy(linear(1, 2))
+    # The milliseconds of each poll, and how many had begun when it was interrupted.
     poll, polls, later = (
         zmq.Poller.poll,
         [],
         [],
-    )  # milliseconds of each; how many had begun when it was interrupted
+    )
 
     def noting(self, timeout=None, *args):
-        if timeout != 0:  # else it only looks whether there is more
+        if timeout != 0:  # otherwise it only looks whether there are more messages
             polls.append(timeout)
         return poll(self, timeout, *args)
 
     def interrupt():
         with open(
             tmp_path / "pipe"
-        ) as pipe:  # which the environment writes to as it begins its step of an hour
+        ) as pipe:  # the environment writes to it as it begins its step of an hour
             pipe.readline()
         envs.interrupt()
         later.append(len(polls))
@@ -84,7 +85,7 @@ def test_a_wait_for_a_long_step_is_interrupted_at_once(tmp_path, monkeypatch, me
                 envs.send(3)
                 envs.recv(0)
         thread.join()
-        # The wait that was under way, of 0.3 s at most, was the last, or one that began at the same
+        # The current wait, of 0.3 s at most, was the last, or one that began at the same
         # time.
         assert polls and max(polls) <= 300 and len(polls) <= later[0] + 1
         envs.close(terminate=True)
@@ -96,7 +97,7 @@ def test_an_interruption_while_nothing_is_awaited_is_of_the_next_wait_and_of_no_
         envs.interrupt()
         with pytest.raises(Interrupted):
             envs.step(actions(envs))
-        # What was given up has been done all the same.
+        # The workers have carried out the given-up requests all the same.
         assert envs.step(actions(envs))[0].tolist() == [[2], [2]]
 
 
@@ -133,7 +134,7 @@ def test_workers_go_on_with_the_random_numbers_of_the_state_and_the_counters_cou
     )
     assert state["waiting_seconds"] > 0
     with ClusterEnv([CountingEnv] * 4, 2, sync_mode="always", weights="float32") as envs:
-        envs.publish(policy)  # of no account
+        envs.publish(policy)  # of no consequence
         envs.load_state_dict(state)
         assert_same(envs.state_dict(), state)
         envs.reset(seed=2)
@@ -141,9 +142,8 @@ def test_workers_go_on_with_the_random_numbers_of_the_state_and_the_counters_cou
         assert envs.policy_version == 3 and envs.pulls.tolist() == [3, 3]
         assert envs.sync_bytes == after["sync_bytes"] == state["sync_bytes"] * 3 // 2
         assert envs.state_dict()["rollouts"] == after["rollouts"] == 3
-        assert (
-            envs.rollout(policy, 5).actions.tolist() != expected.tolist()
-        )  # restored once, not each time
+        # Restored once, not each time.
+        assert envs.rollout(policy, 5).actions.tolist() != expected.tolist()
 
 
 def test_a_state_is_for_any_number_of_workers():
@@ -238,7 +238,7 @@ def test_where_files_cannot_be_locked_a_run_warns_and_goes_on(tmp_path, monkeypa
 # Whole runs.
 
 LONG = ["--checkpoint-interval", "0.1"]
-LASTING = ["--env-id", scripts.LASTING_ID]  # what names code is given again
+LASTING = ["--env-id", scripts.LASTING_ID]  # flags that name code are given again
 RUNS = {
     "ppo_clusterenv.py": ([*ppo.TINY, *LONG], 64, ppo.SUMMARY),
     "dqn_clusterenv.py": ([*dqn.TINY, *LONG], 8, dqn.SUMMARY),
@@ -256,7 +256,7 @@ def steps(folder):
 
 
 def check_the_whole_run(script, folder, total):
-    """It has every step once, counters that never went back, and a complete summary."""
+    """It has every step once, counters that never decreased, and a complete summary."""
     series = steps(folder)
     for tag, logged in series.items():
         assert logged == sorted(set(logged)), f"{tag}: {logged}"
@@ -306,10 +306,10 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     before = load_checkpoint(folder)
     assert 0 < before["global_step"] < total and before["seconds"] > 0
     (tmp_path / "go").touch()
-    # With nothing left to do, what is loaded is saved again, and evaluated.
+    # With nothing left to do, the loaded state is saved again, and evaluated.
     resume(script, tmp_path, folder, *LASTING, "--total-timesteps", str(before["global_step"]))
     after = load_checkpoint(folder)
-    # Not the time in between counts, nor that to start: none before the workers' reset.
+    # The time in between does not count, nor that of the start: nothing before the workers' reset.
     saved = max(path.stat().st_mtime for path in saved_in(folder))
     assert (
         0
@@ -337,7 +337,7 @@ def test_a_terminal_that_is_lost_has_a_run_save_and_end_but_not_under_nohup(tmp_
     before = {"none": [], "bash": ["bash", "--norc", "-i"], "nohup": ["nohup"]}[shell]
     terminal, theirs = os.openpty()
 
-    def take():  # as ssh gives a shell its terminal
+    def take():  # ssh gives a shell its terminal in this way
         os.login_tty(theirs)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -366,10 +366,11 @@ def test_a_terminal_that_is_lost_has_a_run_save_and_end_but_not_under_nohup(tmp_
     assert process.wait() == {"none": 75, "bash": -signal.SIGHUP, "nohup": 0}[shell]
     step = load_checkpoint(folder)["global_step"]
     assert step == 1280 if shell == "nohup" else 0 < step < 1280
+    # The head has told them to end.
     assert [path.read_text() for path in (folder / "workers").iterdir()] == [
         "",
         "",
-    ]  # told by the head to end
+    ]
 
 
 @pytest.mark.parametrize("script", RUNS)
@@ -393,7 +394,7 @@ def test_kill_at_random_moments_and_resume_to_the_end(tmp_path, script):
         assert (process.communicate()[1], process.returncode) == ("", -signal.SIGKILL)
         (folder,) = tmp_path.glob("runs/*")
         saved = load_checkpoint(folder)
-        assert saved["global_step"] < total  # none of these has come after the training
+        assert saved["global_step"] < total  # none of these came after the training
         envs = saved["parts"]["envs"]
         counters.append(
             [saved["global_step"], envs["policy_version"], envs["pulls"], envs["sync_bytes"]]

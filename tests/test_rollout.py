@@ -1,4 +1,4 @@
-"""Rollouts: what workers bring home must equal the same actions taken in this process."""
+"""Rollouts: the workers' data must equal the same actions taken in this process."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ ARRAYS = [
 
 
 class Reference:
-    """The environments in this process, told which actions to take."""
+    """The environments in this process. They take given actions."""
 
     def __init__(self, env_fns, mode=AutoresetMode.SAME_STEP):
         self.envs, self.mode = SyncVectorEnv(env_fns, autoreset_mode=mode), AutoresetMode(mode)
@@ -51,7 +51,7 @@ class Reference:
         return self.observations
 
     def step(self, actions):
-        """Step in the mode given; count episodes as one counts by hand."""
+        """Step in the given mode; count episodes by hand."""
         dead = self.ended & (self.mode == AutoresetMode.NEXT_STEP)
         self.observations, rewards, terminations, truncations, infos = self.envs.step(actions)
         self.returns += rewards
@@ -67,12 +67,12 @@ class Reference:
         self.returns[mask] = self.lengths[mask] = self.ended[mask] = 0
 
     def reset_ended(self):
-        """What DISABLED leaves to the user, and a rollout does before it begins."""
+        """Do the resets that DISABLED leaves to the user, as a rollout does before it begins."""
         if self.ended.any():
             self.abandon(self.ended.copy())
 
     def check(self, rollout):
-        """Replay the rollout's actions, and compare all that the environments have brought forth."""
+        """Replay the rollout's actions, and compare all results of the environments."""
         mode = self.mode
         if mode != AutoresetMode.SAME_STEP:
             self.reset_ended()
@@ -91,7 +91,7 @@ class Reference:
         self.mode = self.envs.autoreset_mode = mode
         if (
             mode != AutoresetMode.SAME_STEP
-        ):  # they have been reset: the next step is not to do it again
+        ):  # they have been reset: the next step must not do it again
             self.envs._autoreset_envs[:] = self.ended[:] = False
         assert_same(rollout.next_observations, self.observations, "next_observations")
         expected = create_empty_array(self.space, len(finals))
@@ -105,7 +105,7 @@ class Reference:
 
 
 def logprobs_by_hand(policy, space, rollout):
-    """What torch's distributions say about the rollout's actions."""
+    """The log-probabilities of the rollout's actions by torch's distributions."""
     observations = map_space(
         lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), space, rollout.observations
     )
@@ -182,7 +182,7 @@ def test_equals_a_replay_in_this_process(observation_space, action_space, make_p
 
 @pytest.fixture(scope="module")
 def twins():
-    """Two of the same, but that in one the first worker is slow and in the other the last."""
+    """Two equal clusters, but in one the first worker is slow and in the other the last."""
     clusters = []
     for slow in (range(3), range(3, 5)):
         env_fns = [partial(RandomEnv, VECTOR, delay=0.01 if i in slow else 0) for i in range(5)]
@@ -193,8 +193,8 @@ def twins():
 
 
 def a_few_rollouts(envs, seed):
-    """Return the rollouts of a policy that changes as a learner's does, sometimes too little to be
-    pulled.
+    """Return the rollouts of a policy that changes as a learner's does, sometimes too little for a
+    pull.
     """
     envs.reset(seed=seed)
     policy, rollouts = CategoricalPolicy(linear()), []
@@ -207,7 +207,7 @@ def a_few_rollouts(envs, seed):
 
 
 def fields(rollouts):
-    """All they hold but the numbers of the versions, which go on from one run to the next."""
+    """All fields but the numbers of the versions, which go on from one run to the next."""
     names = [name for name in Rollout.__dataclass_fields__ if name != "policy_versions"]
     return [{name: getattr(rollout, name) for name in names} for rollout in rollouts]
 
@@ -216,9 +216,8 @@ def test_same_seed_same_rollouts_whoever_answers_first(twins):
     first, second = (a_few_rollouts(envs, seed=1) for envs in twins)
     assert_same(first[-1].policy_versions, second[-1].policy_versions)
     assert_same(fields(first), fields(second))
-    assert (
-        1 < twins[0].pulls.min() <= twins[0].pulls.max() < 4
-    )  # some versions were pulled, not all
+    # Some versions were pulled, not all.
+    assert 1 < twins[0].pulls.min() <= twins[0].pulls.max() < 4
     again = a_few_rollouts(twins[0], seed=1)
     assert_same(fields(again), fields(first))
     other = a_few_rollouts(twins[0], seed=2)
@@ -276,12 +275,11 @@ def test_a_rollout_by_hand():
         assert rollout.final_observations.shape == (0, 1)  # no episode has ended
         assert (rollout.episodic_returns.shape, rollout.episodic_lengths.shape) == ((0,), (0,))
         for parameter in policy.parameters():
-            nn.init.zeros_(parameter)  # any observation, all actions equally likely
+            nn.init.zeros_(parameter)  # for any observation, all actions are equally likely
         envs.reset(seed=[3, 3])
         rollout = envs.rollout(policy, 64)
-        assert (
-            rollout.actions[:, 0] != rollout.actions[:, 1]
-        ).any()  # workers do not share their random numbers
+        # Workers do not share their random numbers.
+        assert (rollout.actions[:, 0] != rollout.actions[:, 1]).any()
 
 
 @pytest.mark.parametrize("frame_stack", [None, 4])
@@ -370,7 +368,7 @@ class Rewarding(CountingEnv):
         return observation, self.reward, *rest
 
 
-@pytest.mark.parametrize("reward", [np.nan, -np.inf, 1e39])  # the last is none of float32
+@pytest.mark.parametrize("reward", [np.nan, -np.inf, 1e39])  # the last is no finite float32
 def test_a_reward_that_is_no_number_stops_the_run_and_names_the_worker(reward):
     with ClusterEnv([partial(Rewarding, 1.0), partial(Rewarding, reward)], 2) as envs:
         envs.reset()
@@ -432,9 +430,8 @@ def test_environments_get_what_to_env_makes_of_an_action():
     with ClusterEnv([partial(EchoEnv, seen, space)], 1, weights="float32") as envs:
         envs.reset()
         rollout = envs.rollout(policy, 20)
-        assert (rollout.actions > 0.25).any() and (
-            rollout.actions < -0.5
-        ).any()  # of the Gaussian itself
+        # Of the Gaussian itself.
+        assert (rollout.actions > 0.25).any() and (rollout.actions < -0.5).any()
         after = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
         assert_same(after, rollout.actions.clip(-0.5, 0.25))
         logprobs = policy.distribution(policy.params_at(rollout.observations[:, 0])).log_prob(

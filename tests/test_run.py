@@ -23,7 +23,7 @@ class Args(ScriptArgs):
 
 
 def train(args, eval_returns=(), **more):
-    """Train for two iterations; return what is in the summary, which must be JSON."""
+    """Train for two iterations; return the summary, which must be JSON."""
     run = Run(args, {})
     policy = CategoricalPolicy(linear(1, 2))
     envs = run.keep("envs", ClusterEnv([CountingEnv] * 4, **run.options()))

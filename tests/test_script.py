@@ -1,4 +1,4 @@
-"""What the scripts share: a run keeps what it is told to, environments of a backend are the
+"""The scripts' common parts: a run keeps the given objects, environments of a backend are the
 script's, and the flags.
 """
 
@@ -43,12 +43,12 @@ def edited(directory, *edits):
 
 
 def after(line, *lines):
-    """An edit that adds lines after one, indented as that is."""
+    """An edit that adds lines after one, with its indentation."""
     indent = " " * (len(line) - len(line.lstrip()))
     return line, "\n".join([line, *(indent + new for new in lines)])
 
 
-# What a run keeps.
+# Objects that a run keeps.
 
 SHUFFLE = "                np.random.shuffle(b_inds)"
 EDITS = [
@@ -84,7 +84,7 @@ def test_a_module_a_counter_and_a_metric_are_a_line_each_and_resumed(tmp_path):
 
 @pytest.fixture
 def new_run(tmp_path, monkeypatch):
-    """A function that begins a run, or goes on with a state of one."""
+    """A function that begins a run, or resumes one from a state."""
     monkeypatch.chdir(tmp_path)
     before = {number: signal.getsignal(number) for number in (*TOLD, signal.SIGINT)}
     runs = []
@@ -208,9 +208,8 @@ def test_what_make_env_does_to_an_id_that_only_the_backend_has_is_seen_on_anothe
 def test_a_job_for_what_is_no_run_says_so_before_it_makes_or_removes_anything(
     tmp_path, flags, says
 ):
-    keys = (
-        tmp_path / "x" / "workers" / "clusterenv-old"
-    )  # as they are removed in the run that a job trains
+    # They are removed in the run that a job trains.
+    keys = tmp_path / "x" / "workers" / "clusterenv-old"
     keys.mkdir(parents=True)
     here = tmp_path / "here"
     here.mkdir()
@@ -244,7 +243,9 @@ def test_help_says_each_flag_in_one_piece(monkeypatch, capsys, name):
 
 
 def test_the_core_needs_nothing_of_the_scripts_and_the_extras():
-    """All of its modules can be imported without these, and without what they alone need."""
+    """All modules of the core can be imported without these, and without the packages that only
+    they need.
+    """
     package = Path(ROOT, "clusterenv_runtime")
     paths = [path.relative_to(ROOT).with_suffix("") for path in package.rglob("*.py")]
     modules = [".".join(path.parts) for path in paths if not {"script", "extras"} & {*path.parts}]
@@ -281,7 +282,8 @@ def test_arguments_of_environments_are_read_from_one_string(text, kwargs):
     [
         (
             "gravity",
-            "--env-kwargs must be name=value pairs, as in 'gravity=-5 enable_wind=true', got 'gravity'",
+            "--env-kwargs must be name=value pairs, as in 'gravity=-5 enable_wind=true', got "
+            "'gravity'",
         ),
         ("a=1 a=2", "got 'a=1 a=2'"),
         ("a='", """got "a='\""""),
@@ -301,5 +303,8 @@ def test_arguments_that_cannot_be_are_one_line(tmp_path, monkeypatch, text, says
 )
 def test_a_minibatch_of_one_is_refused_in_one_line(tmp_path, monkeypatch, script):
     flags = "--num-workers 1 --envs-per-worker 1 --num-steps 4 --num-minibatches 4"
-    says = "--num-minibatches 4 leaves one sample in each, whose advantage cannot be normalized; use fewer, or "
+    says = (
+        "--num-minibatches 4 leaves one sample in each, whose advantage cannot be normalized; "
+        "use fewer, or "
+    )
     scripts.check_refusal_here(monkeypatch, script, tmp_path, flags.split(), says)

@@ -1,5 +1,5 @@
-"""Over tcp nobody gets in without the run's keys; and a silent link is noticed while a slow
-environment is not.
+"""Over tcp nobody gets in without the run's keys. A silent link is noticed, and a slow environment
+is no silent link.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ def test_an_intruder_is_not_heard(cluster, workers, caplog, who):
         )
         monitor = intruder.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | refusals)
         intruder.connect(flag_of(workers, "--connect"))
-        with contextlib.suppress(zmq.Again):  # once refused
+        with contextlib.suppress(zmq.Again):  # once it is refused
             for _ in range(5):
                 intruder.send_multipart(
                     frames(None, Hello(PROTOCOL_VERSION, 0, name, 1, {})), zmq.NOBLOCK
@@ -268,7 +268,7 @@ def test_a_port_of_ones_own_and_no_security_if_that_is_allowed(security):
     port = None
     while (
         port is None
-    ):  # below those that the kernel gives to whoever asks for any: nobody else takes it meanwhile
+    ):  # below the ports that the kernel hands out: nobody else takes it in between
         with contextlib.suppress(OSError), socket.socket() as free:
             free.bind(("127.0.0.1", number := random.SystemRandom().randrange(10_000, 32_000)))
             port = number
@@ -341,11 +341,10 @@ time.sleep(3600)
         head.communicate()
 
 
-# What strangers take before they have shown who they are.
+# The resources that strangers take before they have authenticated.
 
-GREETING = (
-    b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
-)  # ZMTP 3.1's, as a client
+# ZMTP 3.1's, as a client.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 HUGE_COMMAND = b"\x06" + (500 * 10**6).to_bytes(8, "big")
 
 
@@ -355,7 +354,7 @@ def test_a_handshake_is_not_huge(cluster, workers):
     for _ in range(6):
         with socket.create_connection((host, int(port)), PATIENCE) as stranger:
             stranger.sendall(GREETING + HUGE_COMMAND)
-            with pytest.raises(ConnectionError):  # cut off, long before it has sent all
+            with pytest.raises(ConnectionError):  # cut off long before it has sent all
                 for _ in range(500):
                     stranger.sendall(bytes(10**6))
                 pytest.fail("all was taken")

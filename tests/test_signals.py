@@ -1,4 +1,4 @@
-"""What signals do to a run, without one: it saves and ends."""
+"""Signals to a run, without a process of its own: it saves and ends."""
 
 import signal
 
@@ -13,7 +13,7 @@ from .nets import linear
 
 
 class Envs:
-    """What a run asks of a `ClusterEnv` that has nothing to do."""
+    """The interface of a `ClusterEnv` that a run uses, with nothing to do."""
 
     closed, interruptions = False, 0
 
@@ -111,7 +111,7 @@ def test_a_signal_is_heeded_at_once_when_there_are_no_workers_to_wait_for(signal
     envs, saves = Envs(), []
     envs.close()
 
-    def save():  # a scheduler may say it twice
+    def save():  # a scheduler may send the signal twice
         signal.raise_signal(signal.SIGTERM)
         saves.append(1)
 

@@ -1,4 +1,4 @@
-"""Strangers at the head's socket: what they send is dropped, counted, and changes nothing."""
+"""Strangers at the head's socket: their messages are dropped, counted, and change nothing."""
 
 import os
 import socket
@@ -23,7 +23,7 @@ def cluster():
 
 
 def drops(monkeypatch):
-    """Return a list in which stands from now on whatever the heads of this process drop, in words."""
+    """Return a list that collects from now on the drops of this process's heads, in words."""
     texts, drop = [], Transport.drop
 
     def noted(transport, identity, text):
@@ -96,8 +96,8 @@ def test_what_a_stranger_sends_changes_nothing(cluster, workers, monkeypatch, ca
             steps += 1
             assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
         assert tuple(sorted(cluster.call("pid"))) == tuple(sorted(workers()))
-        assert not stranger.poll(0)  # nothing was said to it
-    assert caplog.text.count("dropped ") == 1  # but of it
+        assert not stranger.poll(0)  # it got no message
+    assert caplog.text.count("dropped ") == 1  # but the head has logged it
     assert "\x1b" not in caplog.text
 
 

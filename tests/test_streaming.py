@@ -1,4 +1,6 @@
-"""Streaming: chunks come from whoever is ready, none is lost, and weights move as in a rollout."""
+"""Streaming: chunks come from any worker that is ready, none is lost, and weights move as in a
+rollout.
+"""
 
 import math
 import os
@@ -30,7 +32,7 @@ RANDOM = partial(RandomEnv, VECTOR, end=0.1)
 
 
 class LifeEnv(CountingEnv):
-    """Observes and is rewarded with the number of steps in its whole life; ``length`` is an
+    """Observes the number of steps in its whole life, and gets it as reward; ``length`` is an
     episode's.
     """
 
@@ -80,7 +82,7 @@ def test_no_transition_is_lost_or_doubled_and_the_slow_hold_up_nobody(tmp_path):
         received, seen = Counter(), {0: [], 1: []}
         for number in range(90):
             if number == 60:
-                assert received == {0: 60}  # while the slow are at their first step
+                assert received == {0: 60}  # while the slow ones are at their first step
                 gate.touch()
             worker, chunk = envs.recv()
             received[worker] += 1
@@ -88,7 +90,7 @@ def test_no_transition_is_lost_or_doubled_and_the_slow_hold_up_nobody(tmp_path):
             if received[worker] % 10 == 0:
                 envs.publish(policy)
             envs.send(4, worker)
-        for _ in range(4):  # what is still outstanding
+        for _ in range(4):  # the outstanding chunks
             worker, chunk = envs.recv()
             seen[worker].append(chunk.rewards)
         lives = []
@@ -154,7 +156,7 @@ def test_a_divergence_is_of_the_version_it_was_measured_for_and_no_other():
         envs.publish(policy)  # 2, which the worker pulls
         envs.send(3)
         change(policy, 1.0)
-        envs.publish(policy)  # 3: measured while what is known of the worker is version 1
+        envs.publish(policy)  # 3: measured while version 1 is the worker's last known one
         assert envs.recv()[1].policy_versions.tolist() == [2, 2]
         envs.send(3)
         assert envs.recv()[1].policy_versions.tolist() == [2, 2]
@@ -191,7 +193,7 @@ def test_the_policy_lag_is_bounded(max_policy_lag):
             lags.append(envs.policy_version - chunk.policy_versions.item())
             envs.publish(policy)
             envs.send(2, number % 2)
-        # After it was asked, and may have pulled, came the publish of the other worker's turn.
+        # The publish of the other worker's turn came after its request, and perhaps after its pull.
         assert max(lags) == max_policy_lag + 1
 
 
@@ -304,14 +306,14 @@ def test_overlapped_rollouts_act_on_the_weights_of_their_version_and_are_the_sam
                 held = linear()
                 held.load_state_dict(policy.actor.state_dict())
                 time.sleep(0.02)
-                change(policy, 1.0)  # after the workers have been asked: they must not see it
+                change(policy, 1.0)  # after the requests: the workers must not see it
                 result.append(vars(rollout))
             return result
 
     assert_same(run([0, 0.01]), run([0.01, 0]))
 
 
-# Misuse, and what breaks.
+# Misuse, and errors.
 
 
 def test_no_number_of_answers_is_too_much_for_a_head_that_is_busy():
@@ -323,7 +325,7 @@ def test_no_number_of_answers_is_too_much_for_a_head_that_is_busy():
             envs.publish(CategoricalPolicy(linear(1, 2)))
             for _ in range(100):
                 envs.send(1)
-            time.sleep(4 * seconds)  # in which the head receives nothing
+            time.sleep(4 * seconds)  # the head receives nothing during this
             answered = [envs.recv() for _ in range(200)]
             assert sorted(index for index, _ in answered) == [0] * 100 + [1] * 100
             assert not envs.restarts
@@ -434,7 +436,7 @@ def test_a_worker_that_dies_while_others_keep_streaming(seconds):
                 envs.send(4, worker)
                 time.sleep(seconds)
         for _ in range(2):
-            assert envs.recv(0)[0] == 0  # what the other has done is not lost
+            assert envs.recv(0)[0] == 0  # the other worker's answer is not lost
         with pytest.raises(WorkerDiedError, match="^worker 1 .* is gone$"):
             envs.recv()
 

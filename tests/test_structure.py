@@ -1,4 +1,4 @@
-"""The house: which rooms may know of which, and how large they are."""
+"""The structure of the package: which rooms may import which, and how large they are."""
 
 import ast
 from pathlib import Path
@@ -11,7 +11,7 @@ from .scripts import ROOT
 
 PACKAGE = Path(clusterenv_runtime.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-# From the bottom up: whoever is below knows nothing of who is above. `name/` is all of a folder.
+# From the bottom up: a lower room imports no higher one. `name/` is all of a folder.
 LAYERS = [
     ["errors"],
     ["arrays/"],
@@ -25,12 +25,12 @@ LAYERS = [
     ["script/learners/exchange", "script/learners/watch"],
     ["script/"],
 ]
-APART = {"head": "worker", "worker": "head"}  # side by side: neither knows of the other
+APART = {"head": "worker", "worker": "head"}  # side by side: neither imports the other
 FEW = 8  # files at the package's root, at most
 
 
 def name_of(path):
-    """The file's name below the package, without its ending; of a package that of its folder."""
+    """The file's name below the package, without its ending; for a package that of its folder."""
     return str(path.relative_to(PACKAGE)).removesuffix(".py").removesuffix("/__init__")
 
 
@@ -101,9 +101,8 @@ CODE = [
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_classes_are_small(path):
     text = path.read_text()
-    is_script = path.name.endswith(
-        "_clusterenv.py"
-    )  # one file by rule, with all of an algorithm in it
+    # One file by rule, with a whole algorithm in it.
+    is_script = path.name.endswith("_clusterenv.py")
     assert text.count("\n") <= 350 or is_script
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef):

@@ -1,5 +1,5 @@
-"""The offline sweep: what W&B would run, once each, whatever is killed; and a table and a plot of
-it.
+"""The offline sweep: W&B's configurations, once each, whatever is killed; and a table and a plot of
+the results.
 """
 
 import csv
@@ -111,12 +111,13 @@ CONTINUOUS = {
 
 def draw(write, keys, number=1000):
     values = [flat["x"] for flat in load(write({"x": keys}, method="random", run_cap=number))]
+    # Not NumPy's, whose names would reach the flags.
     assert {type(value) for value in values} <= {
         int,
         float,
         str,
         bool,
-    }  # not NumPy's, whose names would reach the flags
+    }
     return values
 
 
@@ -142,9 +143,9 @@ def test_quantized_distributions_are_rounded_to_multiples_of_q(distribution, q, 
 
 # Those of github.com/wandb/sweeps, src/sweeps/config/schema.json; the package wandb itself has no
 # list.
-WANDB_HAS = """beta categorical categorical_w_probabilities constant int_uniform inv_log_uniform inv_log_uniform_values
-log_normal log_uniform log_uniform_values normal q_beta q_log_normal q_log_uniform q_log_uniform_values q_normal
-q_uniform uniform"""
+WANDB_HAS = """beta categorical categorical_w_probabilities constant int_uniform inv_log_uniform
+inv_log_uniform_values log_normal log_uniform log_uniform_values normal q_beta q_log_normal
+q_log_uniform q_log_uniform_values q_normal q_uniform uniform"""
 
 
 def test_there_is_every_distribution_that_wandb_has():
@@ -165,9 +166,8 @@ def test_discrete_distributions(write):
     ]
     assert st.chisquare(counts, [100, 600, 300]).pvalue > 0.01
     assert set(draw(write, {"value": "same"}, 5)) == {"same"}
-    assert {type(value) for value in draw(write, {"min": 0, "max": 1.5}, 5)} == {
-        float
-    }  # not both integers: uniform
+    # They are not both integers: uniform.
+    assert {type(value) for value in draw(write, {"min": 0, "max": 1.5}, 5)} == {float}
 
 
 def test_a_random_configuration_depends_on_seed_and_index_alone(write):
@@ -321,9 +321,8 @@ def test_all_run_once_and_their_results_are_collected(write):
     )
     result = command(path)
     assert result.returncode == 0, result.stderr
-    assert (
-        "6 of 6 have finished; best eval_return_mean 10: x=1 seed=1" in result.stdout
-    )  # W&B's default is to minimize
+    # W&B's default is to minimize.
+    assert "6 of 6 have finished; best eval_return_mean 10: x=1 seed=1" in result.stdout
     rows = results()
     assert [(row["index"], row["x"], row["seed"]) for row in rows[:3]] == [
         ("0", "3", "1"),
@@ -389,7 +388,7 @@ def test_a_metric_that_runs_do_not_have_is_named(write):
 
 
 def start_and_await_99(path):
-    """Start a sweep; return its process and its run's pid once that waits."""
+    """Start a sweep; return its process and its run's pid once the run waits."""
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "experiments" / "sweeps" / "run.py"), path],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -503,8 +502,8 @@ def test_job_files_are_bash():
         subprocess.run(["bash", "-n", path], check=True)
 
 
-# A program that saves and waits for a file `go`; told to stop, it exits with 75. The first that is
-# resumed finishes.
+# A program that saves and waits for a file `go`; when told to stop, it exits with 75. The first
+# one that is resumed finishes.
 STOPS = """
 import json, os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
@@ -520,7 +519,7 @@ json.dump({"eval_return_mean": 1.0}, open(sys.argv[-1] + "/summary.json", "w"))
 
 
 def start(path):
-    """Start a sweep of STOPS; return its process and its attempt once that has saved."""
+    """Start a sweep of STOPS; return its process and its attempt once the attempt has saved."""
     before = set(Path("runs").glob("sweep/*/attempt-*"))
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "experiments" / "sweeps" / "run.py"), path, "--index", "0"],
@@ -542,9 +541,8 @@ def test_a_configuration_goes_on_with_the_last_attempt_that_has_saved_and_runs_n
     path = write({"x": {"value": 1}})
     Path("train.py").write_text(STOPS)
     first, saved = start(path)
-    second, later = start(
-        path
-    )  # of the same configuration, at the same time: an attempt of its own
+    # Of the same configuration, at the same time: an attempt of its own.
+    second, later = start(path)
     assert later != saved
     first.send_signal(signal.SIGUSR1)
     assert "error: interrupted" in first.communicate(timeout=PATIENCE)[1] and first.returncode == 75

@@ -1,4 +1,4 @@
-"""APS: who pulls when, what that costs, and the divergences it is decided by."""
+"""APS: when workers pull, the cost of a pull, and the divergences that decide it."""
 
 import math
 from functools import partial
@@ -67,7 +67,7 @@ EVERY_THIRD, AT_MOST_TWO_BEHIND = SyncRule("interval", interval=3), SyncRule("ne
             6,
             0.5,
             False,
-        ),  # rounded, it may be as far from what was published; another pull brings no more
+        ),  # rounded, it may be as far from the published version; another pull brings no more
         (SyncRule("kl", math.inf), 5, 6, math.inf, False),
         (ALWAYS, 5, 6, 0.0, True),
         (ALWAYS, 5, 5, math.inf, False),
@@ -100,7 +100,7 @@ def num_bytes(policy):
 
 
 def make_agent():
-    """What a CleanRL agent is: the actor is in the policy, the critic is not."""
+    """CleanRL's agent: the actor is in the policy, the critic is not."""
     agent = nn.ModuleDict({"actor": linear(3, 3), "critic": linear(3, 1)})
     return agent, CategoricalPolicy(agent["actor"])
 
@@ -113,7 +113,7 @@ def test_kl_mode_pulls_exactly_when_the_divergence_exceeds_the_threshold():
     with ClusterEnv(VECTOR_ENVS, 2, sync_mode="kl", kl_threshold=0.02, weights="float32") as envs:
         envs.reset(seed=1)
         versions, pulled_so_far, apart = {}, [], 0
-        held, seen = 0, [[], []]  # by each worker, under the version that they hold
+        held, seen = 0, [[], []]  # of each worker, under the version that they hold
         for iteration in range(12):
             change(policy, 0.08 * (iteration % 3))
             pulls = envs.pulls
@@ -137,7 +137,7 @@ def test_kl_mode_pulls_exactly_when_the_divergence_exceeds_the_threshold():
             for worker, rows in enumerate((slice(0, 2), slice(2, 3))):
                 seen[worker].append(rollout.observations[:, rows].reshape(-1, 3))
             pulled_so_far.append(pulled)
-        assert apart  # by itself, one would have pulled and the other not
+        assert apart  # alone, one would have pulled and the other not
         assert 2 < np.sum(pulled_so_far, 0).min() < 10  # some were pulled and some were not
         assert envs.sync_bytes == envs.pulls.sum() * num_bytes(policy)
 
@@ -169,10 +169,11 @@ def test_versions_pulls_and_bytes(arguments, versions):
         assert (envs.policy_version, envs.pulls.tolist(), envs.sync_bytes) == (0, [0], 0)
         for number, expected in enumerate(versions):
             if number == 3:
+                # A publish makes a version, with a rollout or without.
                 assert [envs.publish(policy) for _ in range(2)] == [
                     4,
                     5,
-                ]  # a publish is a version, rolled out or not
+                ]
             change(policy, 0.1)
             rollout = envs.rollout(policy, 2)
             assert_same(rollout.policy_versions, np.full(3, expected))
@@ -201,10 +202,9 @@ def test_never_acts_on_the_first_weights_until_the_policy_is_another():
         assert share_of_first_choices() == 1
         change(greedy, 3)
         assert share_of_first_choices() == 1
-        greedy.epsilon = 1  # belongs to the head, and needs no pull
-        assert share_of_first_choices() == pytest.approx(
-            1 / 3, abs=0.12
-        )  # four standard deviations of 300 draws
+        greedy.epsilon = 1  # it belongs to the head, and needs no pull
+        # Four standard deviations of 300 draws.
+        assert share_of_first_choices() == pytest.approx(1 / 3, abs=0.12)
         assert envs.pulls.tolist() == [1, 1]
         sizes = num_bytes(greedy)
         for policy in (uniform, CategoricalPolicy(nn.Linear(3, 3)), uniform):
@@ -212,9 +212,8 @@ def test_never_acts_on_the_first_weights_until_the_policy_is_another():
             assert_same(rollout.policy_versions, np.full(3, envs.policy_version))
             envs.rollout(policy, 3)
             sizes += num_bytes(policy)
-        envs.rollout(
-            CategoricalPolicy(uniform.actor), 3
-        )  # a new wrapper around the same module is nothing new
+        # A new wrapper around the same module changes nothing.
+        envs.rollout(CategoricalPolicy(uniform.actor), 3)
         assert envs.pulls.tolist() == [4, 4]
         assert envs.sync_bytes == 2 * sizes
 
@@ -295,7 +294,7 @@ def test_the_divergence_of_values_that_are_all_the_same_is_finite(observations):
     assert 1 < divergence(old, new, observations) < math.inf
 
 
-def test_the_divergence_of_values_is_finite_where_a_probability_underflows_and_nan_where_a_value_is():
+def test_the_divergence_of_values_is_finite_at_underflow_and_nan_where_a_value_is_nan():
     policy, old = EpsilonGreedyPolicy(linear(3, 2)), torch.full((512, 2), 0.01)
     old[:, 0] = 0
     new = old.clone()
@@ -334,9 +333,8 @@ def test_divergence_is_zero_of_itself_and_a_mean_over_states(policy, observation
     with torch.no_grad():
         parts = [observations, observations[:7], observations[7:]]
         params = [policy(torch.as_tensor(part)).numpy() for part in parts]
-    whole, *split = new.divergence(
-        parts, params
-    )  # several workers at once, each with its own number of states
+    # Several workers at once, each with its own number of states.
+    whole, *split = new.divergence(parts, params)
     assert whole == pytest.approx(one, rel=1e-4)
     assert np.average(split, weights=[7, 43]) == pytest.approx(one, rel=1e-4)
 
@@ -498,7 +496,7 @@ def test_weights_travel_to_the_last_bit():
     states = torch.randn(5, 4)
     assert torch.equal(policy.eval()(states), other.eval()(states))
     change(policy, 1)
-    assert torch.equal(flat, kept)  # a copy, not a view of what is being learned
+    assert torch.equal(flat, kept)  # a copy, not a view of the learner's weights
     for wrong in (flat[:-1], torch.cat([flat, flat[:1]])):
         with pytest.raises((ValueError, RuntimeError)):
             other.load_flat_weights(wrong.numpy())

@@ -1,4 +1,4 @@
-"""The head's socket, without workers: peers in this process send what they like."""
+"""The head's socket, without workers: peers in this process send anything that they like."""
 
 import os
 import resource
@@ -73,7 +73,7 @@ def dial():
 
 
 def hear(transport, number=1):
-    """Return so many messages, beside pings."""
+    """Return so many messages, besides pings."""
     received = []
     while len(received) < number:
         some, closed = transport.exchange([], PATIENCE)
@@ -114,9 +114,8 @@ def test_with_no_time_it_only_sends(make, dial, monkeypatch):
     peer = dial(transport)
     for number in range(100):
         peer.send_multipart(frames(None, Pull(number)))
-    monkeypatch.setattr(
-        module, "MOST_AT_ONCE", 1
-    )  # Of what has come at once, it takes the first alone.
+    # Of messages that come at once, it takes only the first.
+    monkeypatch.setattr(module, "MOST_AT_ONCE", 1)
     for number in range(100):
         (received,) = hear(transport)
         assert received.read() == (None, Pull(number))
@@ -134,7 +133,7 @@ def test_with_a_closed_connection_it_receives_what_is_there_and_does_not_wait(ma
         received, closed = transport.exchange(sent, PATIENCE)
         assert closed == [b"nobody"]
     assert [each.read() for each in received] == [(None, Pull(2))]
-    assert transport.exchange(sent[1:], 10**6) == ([], [b"nobody"])  # else for days
+    assert transport.exchange(sent[1:], 10**6) == ([], [b"nobody"])  # otherwise it waits for days
 
 
 def test_it_waits_for_as_many_seconds_or_until_the_first_message(make, dial):
@@ -178,7 +177,7 @@ def test_of_a_flood_only_so_much_is_received_at_once(make, dial, monkeypatch, se
 
 
 def pulsing(transport, dial, number=0):
-    """Connect a worker and its pulse, which the head then counts on; return the worker's identity,
+    """Connect a worker and its pulse, on which the head then counts; return the worker's identity,
     and both.
     """
     identity = b"w%d" % number
@@ -200,7 +199,7 @@ def close(transport, pulse):
 
 
 def ping(transport, *identities):
-    """Ping these workers, and return whose connection is closed."""
+    """Ping these workers, and return those whose connection is closed."""
     received, closed = transport.exchange(
         [Outgoing(identity, None, Ping()) for identity in identities], None
     )
@@ -313,7 +312,7 @@ def test_its_directory_is_its_owners_and_goes_with_it(tmp_path):
     )
     assert directory.stat().st_mode & 0o777 == 0o700
     assert transport.address == f"ipc://{directory}/head" and transport.key_file is None
-    if (pid := os.fork()) == 0:  # a child of the learner's does not remove it
+    if (pid := os.fork()) == 0:  # a child of the learner does not remove it
         try:
             transport.close()
         finally:
@@ -383,9 +382,8 @@ def test_keys_are_for_tcp_alone(make, dial, caplog):
 
 def test_a_peer_that_does_not_read_keeps_it_neither_from_sending_nor_from_closing(make, dial):
     transport = make()
-    dial(transport).send_multipart(
-        frames(None, Pull(1))
-    )  # of what comes it takes a thousand messages
+    # It takes a thousand messages at once.
+    dial(transport).send_multipart(frames(None, Pull(1)))
     hear(transport)
     sent = threading.Thread(
         target=transport.exchange,
@@ -419,7 +417,7 @@ with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=1) as envs:
 
 
 def test_a_connection_that_breaks_while_much_is_unread_does_not_end_the_head():
-    """As libzmq does where it has to send a PING to it."""
+    """libzmq breaks it where it has to send a PING to it."""
     subprocess.run([sys.executable, "-c", BREAKS], check=True, cwd=ROOT, timeout=PATIENCE)
 
 

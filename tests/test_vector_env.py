@@ -70,7 +70,7 @@ def both(env_fns, num_workers=2, **kwargs):
 
 
 def assert_equal_run(envs, sync, seed=0, num_steps=20):
-    """Reset and step both alike, in whatever autoreset mode they are."""
+    """Reset and step both alike, in their autoreset mode."""
     assert_same(envs.reset(seed=seed), sync.reset(seed=seed))
     envs.action_space.seed(0)
     for step in range(num_steps):
@@ -112,9 +112,8 @@ def test_equals_sync_vector_env_in_every_autoreset_mode(mode, num_workers):
     )
     with envs:
         assert_equal_run(envs, sync, seed=5, num_steps=10)
-        assert_same(
-            envs.reset(), sync.reset()
-        )  # without a seed the environments go on with their own randomness
+        # Without a seed the environments go on with their own randomness.
+        assert_same(envs.reset(), sync.reset())
         assert_same(envs.np_random_seed, sync.np_random_seed)
 
 
@@ -137,7 +136,7 @@ def pair(request):
 def test_equals_sync_vector_env_with_any_seed(pair, seed):
     envs, sync = pair
     for env in pair:
-        env.reset(seed=1)  # what a seed of None goes on from
+        env.reset(seed=1)  # a seed of None goes on from this
     assert_equal_run(envs, sync, seed, num_steps=5)
 
 
@@ -247,7 +246,10 @@ def test_nothing_else_may_be_asked_while_a_call_is_pending(counting, pending, me
     arguments = {"reset": (), "step": ([0, 0, 0],), "call": ("pid",), "set_attr": ("x", 1)}
     counting.reset()
     getattr(counting, f"{pending}_async")(*arguments[pending])
-    text = rf"Calling `{method}(_async)?` while waiting for a pending call to `{pending}` to complete\."
+    text = (
+        rf"Calling `{method}(_async)?` while waiting for a pending call to `{pending}` to "
+        rf"complete\."
+    )
     with pytest.raises(AlreadyPendingCallError, match=text) as caught:
         getattr(counting, method)(*arguments[method])
     assert caught.value.name == pending
@@ -257,7 +259,7 @@ def test_nothing_else_may_be_asked_while_a_call_is_pending(counting, pending, me
             match=f"Calling `{other}_wait` without any prior call to `{other}_async`",
         ):
             getattr(counting, f"{other}_wait")()
-    getattr(counting, f"{pending}_wait")()  # the pending call is none the worse for it
+    getattr(counting, f"{pending}_wait")()  # the pending call is unharmed
 
 
 @pytest.mark.parametrize("method", ["reset", "step", "call"])
@@ -347,9 +349,8 @@ def test_timeouts_leave_a_usable_env(tmp_path):
             envs.step_wait(timeout=0.01)
         with pytest.raises(NoAsyncCallError):
             envs.step_wait()
-        envs.step_async(
-            [0, 0]
-        )  # the late answer to the first step must not pass for one to the second
+        # The late answer to the first step must not pass for one to the second.
+        envs.step_async([0, 0])
         with pytest.raises(multiprocessing.TimeoutError):
             envs.step_wait(timeout=0)
         gate.touch()
@@ -381,7 +382,7 @@ def test_an_environment_that_reuses_its_arrays(mode):
         for step in range(9):
             result, expected = envs.step([0, 0, 0]), sync.step([0, 0, 0])
             # SyncVectorEnv keeps the array itself, which shows the reset observation then; here it
-            # is what it was.
+            # is unchanged.
             final_observations += [
                 array.item() for array in result[-1].pop("final_obs", []) if array is not None
             ]
@@ -433,7 +434,7 @@ def test_spaces_that_do_not_match(workers, observation_mode, other, row):
     env_fns = [partial(RandomEnv, SMALL)] * 4
     env_fns[row] = partial(RandomEnv, *other)
     before = workers()
-    # When the head can see that they do not fit, Gymnasium's error is a ValueError.
+    # Where the head can see that they do not fit, Gymnasium's error is a ValueError.
     error = ValueError if observation_mode == "different" else RuntimeError
     for make in (partial(ClusterEnv, num_workers=2), SyncVectorEnv):
         with pytest.raises(error, match="space|shape"):
@@ -543,7 +544,7 @@ def tensors():
 
 
 class PlainEnv(CountingEnv):
-    """Has in its infos what is as good as plain data."""
+    """Has values in its infos that are as good as plain data."""
 
     def step(self, action):
         point = Point(0.5, Gear.FIRST, {1, 2})
@@ -575,7 +576,7 @@ def test_what_is_as_good_as_plain_data_arrives_in_infos_as_that():
 
 
 class GlobalEnv(CountingEnv):
-    """Draws from random numbers that are not its own."""
+    """Draws from global random numbers."""
 
     def step(self, action):
         return *super().step(action)[:-1], {"drawn": (random.random() + np.random.random())}
@@ -626,7 +627,7 @@ def test_an_environment_registered_over_one_of_gymnasiums_is_the_one_on_workers(
 
 
 class OnlyHere:
-    """What only this process can unpickle."""
+    """A value that only this process can unpickle."""
 
     def __reduce__(self):
         return only_in, (os.getpid(),)

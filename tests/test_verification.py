@@ -1,4 +1,4 @@
-"""The protocol's model and the simulation: that nothing breaks them, and that they would notice."""
+"""The protocol's model and the simulation: nothing breaks them, and they would notice mistakes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What the head keeps of each worker's policy and of the published one, without workers."""
+"""The head's records of each worker's policy and of the published one, without workers."""
 
 import logging
 import math
@@ -105,7 +105,7 @@ def test_it_is_said_once_that_a_policy_is_another_many_times_in_a_row(caplog):
                 policy.extra = getattr(policy, "extra", 0) + 1
             store.publish(policy)
 
-    publish(MANY_CHANGES, changes=True)  # the first is no change
+    publish(MANY_CHANGES, changes=True)  # the first publication is no change
     assert not caplog.records
     publish(1, changes=False)
     publish(MANY_CHANGES - 1, changes=True)
@@ -144,7 +144,7 @@ def test_states_of_the_same_version_add_up_and_those_of_another_take_their_place
     for _ in range(3):
         store.acted(copy, acted(1))
     assert [number for number, _ in copy.recent] == [12, 12, 12]
-    store.publish(policy)  # joins them
+    store.publish(policy)  # this joins them
     ((number, (observations, params)),) = copy.recent
     assert (number, observations.shape, params.shape) == (36, (36, 3), (36, 3))
     store.acted(copy, acted(2))
@@ -176,7 +176,7 @@ def test_all_are_told_the_mean_of_those_that_have_acted():
     assert [request.divergence for request in store.requests(copies, 5)] == [math.inf] * 3
     for copy in copies[:2]:
         store.acted(copy, acted(1))
-    copies[0].recent[0][1][1][:] = 1  # another distribution than the other's
+    copies[0].recent[0][1][1][:] = 1  # another distribution than the other worker's
     change(policy, 1)
     store.publish(policy)
     first, second, third = store.requests(copies, 5)
@@ -202,7 +202,7 @@ def test_with_several_learners_the_mean_is_of_all_their_workers():
     store.publish(policy)
     assert store.requests([copy], 5)[0].divergence == pytest.approx((2 * copy.divergence + 3) / 3)
     assert sums == [[0, 0, 2], [2 * copy.divergence, 2, 2]]  # of its two rows
-    # As one learner that has all of these rows.
+    # As for one learner that has all of these rows.
     assert store.requests([copy], 128)[0].states == states_of_each_row(128, 64, 3) == 16
 
 
@@ -262,7 +262,7 @@ def test_of_large_observations_and_of_many_rows_fewer_states_are_kept(space, num
 
 
 class Remembers(CategoricalPolicy):
-    """What it does is up to how often it was asked in this episode."""
+    """Its actions depend on the number of requests in this episode."""
 
     def initial_state(self, num_envs):
         return torch.zeros(num_envs, 1)
@@ -271,12 +271,12 @@ class Remembers(CategoricalPolicy):
         return self.actor(observations) * (1 + state), state + 1
 
 
-def test_of_a_policy_with_a_state_each_rows_first_steps_are_kept_and_an_episode_begins_after_an_end():
+def test_each_rows_first_steps_are_kept_of_a_policy_with_a_state_and_episodes_begin_after_ends():
     copy = PolicyCopy(range(3))
     store = PolicyStore([copy], *SPACES, rounds=True)
     policy = Remembers(linear())
     store.publish(policy)
-    for number in range(2):  # the second takes the place of the first, as they are no sequence
+    for number in range(2):  # the second one replaces the first, as they are no sequence
         part = acted(1, num_steps=5, num_envs=3)
         part.truncations[3, 1] = True
         part.states = np.full((3, 1), number, np.float32)

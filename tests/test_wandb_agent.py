@@ -22,7 +22,7 @@ TINY = {
 
 
 def wandb(server, directory, *arguments):
-    # W&B's interpreter is the first python there
+    # W&B's interpreter is the first python in it
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     env = environment(PATH=path, **server.environment(directory))
     env.pop("WANDB_SILENT")
@@ -57,9 +57,8 @@ def test_an_agent_runs_the_script_and_its_flags_arrive(tmp_path):
     config |= {"program": str(ROOT / "ppo_clusterenv.py")}
     config |= {"parameters": {name: {"value": value} for name, value in flags.items()}}
     with wandb_server.serve(config) as server:
-        wandb(
-            server, tmp_path, "agent", "--count", "2", wandb_server.SWEEP
-        )  # ends, too, when there is nothing left
+        # The agent also ends when no configuration is left.
+        wandb(server, tmp_path, "agent", "--count", "2", wandb_server.SWEEP)
         assert (server.given, server.agents) == (1, 1)
         assert set(server.operations) == {"Viewer", "SweepWithRuns", "CreateAgent", "Heartbeat"}
     (summary,) = tmp_path.glob("runs/*/summary.json")

@@ -1,5 +1,5 @@
-"""A stand-in for the W&B server on loopback: as much of it as `wandb sweep` and `wandb agent` talk
-to.
+"""A stand-in for the W&B server on loopback: the part of it that `wandb sweep` and `wandb agent`
+talk to.
 """
 
 import json
@@ -16,8 +16,8 @@ SWEEP = "me/clusterenv/standin1"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GraphQL, one method for each operation; whatever else is sent (metrics of the client)
-    is accepted.
+    """Answers GraphQL, one method for each operation; accepts all other requests (metrics of the
+    client).
     """
 
     protocol_version = "HTTP/1.1"
@@ -111,7 +111,7 @@ class Server(ThreadingHTTPServer):
 
     Attributes:
         config: The sweep.
-        operations: The names of the GraphQL operations that were asked for.
+        operations: The names of the requested GraphQL operations.
         given: How many configurations were given out.
         agents: How many agents there were.
     """
@@ -132,7 +132,7 @@ class Server(ThreadingHTTPServer):
         return flatten(self.config["parameters"])
 
     def environment(self, home):
-        """Say what makes W&B's client talk to this server, and to it alone."""
+        """Return the variables that make W&B's client talk to this server, and to it alone."""
         url = f"http://127.0.0.1:{self.server_port}"
         return {
             "WANDB_BASE_URL": url,

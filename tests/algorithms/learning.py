@@ -1,7 +1,7 @@
-"""A short training of each script, by which one sees whether it learns, and what it returns if a
-mistake is in it.
+"""A short training of each script, which shows whether it learns, and how much it returns with a
+mistake in it.
 
-    python -m tests.algorithms.learning --seeds 10     # prints, by script and mistake, the returns of each seed
+    python -m tests.algorithms.learning --seeds 10  # prints returns by script and mistake
 
 The environment is `toys.Corridor`, or `toys.Recall` for the script with memory. Walking to the end
 returns 3, leaving at once 1. Episodes are cut off after two steps, so a policy that is trained
@@ -18,13 +18,19 @@ from pathlib import Path
 from tests import scripts
 from tests.algorithms.recording import record
 
-MOST = 3  # what an episode can return
-REACHED = 2.4  # what a script's evaluation returns at least, and no mistaken one's does
-PPO = "--num-workers 1 --envs-per-worker 16 --num-steps 16 --num-minibatches 4 --update-epochs 4 --gamma 0.95"
+MOST = 3  # the most that an episode can return
+REACHED = 2.4  # every script's evaluation returns at least this, and no mistaken one's does
+PPO = (
+    "--num-workers 1 --envs-per-worker 16 --num-steps 16 --num-minibatches 4 --update-epochs 4 "
+    "--gamma 0.95"
+)
 PPO += " --eval-episodes 100"
 LONG = "--num-steps 32 --num-minibatches 8"
 SMALL = "--num-steps 8 --num-minibatches 2 --update-epochs 2 --eval-episodes 20"
-DQN = "--deterministic --num-workers 1 --envs-per-worker 8 --num-steps 8 --learning-starts 128 --gamma 0.95"
+DQN = (
+    "--deterministic --num-workers 1 --envs-per-worker 8 --num-steps 8 --learning-starts 128 "
+    "--gamma 0.95"
+)
 DQN += " --exploration-fraction 0.6 --end-e 0.02 --eval-episodes 100"
 TRAININGS = {  # the environment, and flags
     "ppo_clusterenv.py": (
@@ -53,7 +59,8 @@ TRAININGS = {  # the environment, and flags
     ),
     "dqn_clusterenv.py": (
         "Corridor-vector",
-        f"{DQN} --total-timesteps 10240 --learning-rate 0.002 --train-frequency 4 --target-network-frequency 64",
+        f"{DQN} --total-timesteps 10240 --learning-rate 0.002 --train-frequency 4 "
+        f"--target-network-frequency 64",
     ),
     "dqn_atari_clusterenv.py": (
         "Corridor-atari",
@@ -61,7 +68,7 @@ TRAININGS = {  # the environment, and flags
         " --target-network-frequency 64 --eval-episodes 20",
     ),
 }
-MISTAKES = {  # what of a script stands there, and what instead; or flags
+MISTAKES = {  # a piece of the script, and its replacement; or flags
     "none": {"ppo": "", "dqn": ""},
     "untrained": {"ppo": "--learning-rate 1e-30", "dqn": "--learning-starts 1000000"},
     "flipped sign": {

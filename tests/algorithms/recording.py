@@ -1,5 +1,5 @@
-"""A script's training, and all that an independent computation needs to repeat it: what `record`
-returns.
+"""A script's training, with everything that an independent computation needs to repeat it: `record`
+returns it.
 
 As a program, this is a script's run whose calls of `ClusterEnv` are written down.
 """
@@ -25,9 +25,9 @@ NETWORKS = "agent", "q_network", "target_network"
 
 @dataclass
 class Call:
-    """A call that returned a rollout or a chunk, and the script's state when it was called."""
+    """A call that returned a rollout or a chunk, and the script's state at the time of the call."""
 
-    rollout: Any  # what was returned
+    rollout: Any  # the returned value
     numpy_state: tuple  # of its random numbers
     torch_state: torch.Tensor
     networks: dict[str, dict[str, torch.Tensor]]  # by name, their `state_dict`
@@ -37,30 +37,26 @@ class Call:
 class Recording:
     args: dict[str, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
-    epsilons: list[float] = field(default_factory=list)  # with which each chunk was asked for
-    newest: list[int] = field(
-        default_factory=list
-    )  # version of the policy when each chunk was asked for
-    seeds: list[int] = field(default_factory=list)  # with which the environments were reset
-    versions: list[int] = field(default_factory=list)  # of the policy, that were published
-    published: list[dict[str, dict[str, torch.Tensor]]] = field(
-        default_factory=list
-    )  # the networks of each of these
-    parts: dict[str, Any] = field(
-        default_factory=dict
-    )  # what checkpoints hold, when training was about to begin
-    networks: dict[str, dict[str, torch.Tensor]] = field(
-        default_factory=dict
-    )  # as they are after training
-    scalars: dict[str, list[float]] = field(default_factory=dict)  # that were logged
-    steps: dict[str, list[int]] = field(default_factory=dict)  # at which they were logged
+    # The epsilon with which each chunk was requested.
+    epsilons: list[float] = field(default_factory=list)
+    # The newest version of the policy when each chunk was requested.
+    newest: list[int] = field(default_factory=list)
+    # The seeds with which the environments were reset.
+    seeds: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # the published versions of the policy
+    # The networks of each of these versions.
+    published: list[dict[str, dict[str, torch.Tensor]]] = field(default_factory=list)
+    # The content of checkpoints when training was about to begin.
+    parts: dict[str, Any] = field(default_factory=dict)
+    # As they are after training.
+    networks: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    scalars: dict[str, list[float]] = field(default_factory=dict)  # the logged scalars
+    steps: dict[str, list[int]] = field(default_factory=dict)  # the steps at which they were logged
     summary: dict[str, Any] = field(default_factory=dict)
-    acted_on: np.ndarray | None = (
-        None  # observations, (number, ...), and with memory (steps, number, ...)
-    )
-    acts: np.ndarray | None = (
-        None  # (times, number, ...): what the evaluation's function does, at the last step
-    )
+    # Observations, (number, ...), and with memory (steps, number, ...).
+    acted_on: np.ndarray | None = None
+    # (times, number, ...): the actions of the evaluation's function, at the last step.
+    acts: np.ndarray | None = None
 
 
 def record(script, directory, *flags, interrupt=None):
@@ -82,7 +78,9 @@ def record(script, directory, *flags, interrupt=None):
 
 
 def evaluated(variables, rollout):
-    """Return observations of a rollout, and what a script's `act` does on them, time after time."""
+    """Return observations of a rollout, and the actions of a script's `act` on them, time after
+    time.
+    """
     act = variables["act"]
     if "lstm_state" in variables:
         obs = rollout.observations[:2]
@@ -166,14 +164,14 @@ def main(output, script, interrupt, *flags):
     ClusterEnv.send, ClusterEnv.reset, ClusterEnv.publish = send, reset, publish
     Run.keep, Run.add_episodes = keep_noted, add_episodes
     torch.utils.tensorboard.SummaryWriter.add_scalar = add_scalar
-    torch.set_num_threads(1)  # more of them wait for each other on a busy machine
+    torch.set_num_threads(1)  # several threads wait for each other on a busy machine
     sys.argv = [script, *flags]
     sys.path.insert(0, str(Path(script).parent))
     try:
         variables = runpy.run_path(script, run_name="__main__")
         recording.args, recording.networks = vars(variables["args"]), networks(variables)
         with torch.no_grad():
-            if "target_network" in variables:  # whoever acts by this one acts otherwise
+            if "target_network" in variables:  # a script that acts by this network acts otherwise
                 for parameter in list(variables["target_network"].parameters())[-2:]:
                     parameter.neg_()
             recording.acted_on, recording.acts = evaluated(variables, recording.calls[-1].rollout)
@@ -182,8 +180,9 @@ def main(output, script, interrupt, *flags):
 
 
 if __name__ == "__main__":
+    # Pickles then have a name that others know.
     from tests.algorithms import (
         recording as this,
-    )  # so that what is pickled has a name that others know
+    )
 
     this.main(*sys.argv[1:])

@@ -1,8 +1,9 @@
-"""PPO and DQN once more, from their definitions: sums instead of recursions, networks and Adam by
-hand, in float64.
+"""PPO and DQN computed a second time, from their definitions: sums instead of recursions, networks
+and Adam by hand, in float64.
 
-Nothing here imports a script. Each function goes through a `Recording` of a script's run, and
-returns what the script must have computed from the same rollouts and the same random numbers.
+Nothing here imports a script. Each function goes through a `Recording` of a script's run. It
+returns the values that the script must have computed from the same rollouts and the same random
+numbers.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def is_of_normalizer(name):
 
 
 def parameters_of(state):
-    """Return float64 copies of what a `state_dict` holds: all, and those that are learned."""
+    """Return float64 copies of the tensors in a `state_dict`: all, and those that are learned."""
     weights = {name: value.double().clone() for name, value in state.items()}
     learned = [
         value.requires_grad_() for name, value in weights.items() if not is_of_normalizer(name)
@@ -156,7 +157,8 @@ def advantages_by_definition(
     """The sum of discounted TD errors up to the end of the episode or of the rollout,
     https://arxiv.org/abs/1506.02438.
 
-    All are ``(num_steps, num_envs)``; ``next_values`` are of what each step led to.
+    All are ``(num_steps, num_envs)``; ``next_values`` are the values of the observations after each
+    step.
     """
     num_steps, num_envs = rewards.shape
     advantages = np.zeros((num_steps, num_envs))
@@ -174,9 +176,9 @@ def advantages_by_definition(
 def ppo_objective(
     args, reached, new, entropy, value, old, advantages, returns, old_values, weights
 ):
-    """Return PPO's loss of a minibatch, https://arxiv.org/abs/1707.06347, and what is logged of it.
+    """Return PPO's loss of a minibatch, https://arxiv.org/abs/1707.06347, and its logged values.
 
-    Add to the set ``reached`` which of the objective's cases occurred.
+    Add to the set ``reached`` the objective's cases that occurred.
     """
     if args.norm_adv:
         variance = ((advantages - advantages.mean()) ** 2).sum() / (advantages.numel() - 1)
@@ -212,10 +214,9 @@ def moments(seen):
 
 
 def ppo(recording, network):
-    """Return the weights after training, and by name the lists of what is logged, as the definition
-    has them.
+    """Return the weights after training, and by name the lists of logged values, by the definition.
 
-    Under "lag" the latter has, by iteration, how far the logarithms of the actions' probabilities
+    Under "lag" the logs have, by iteration, how far the logarithms of the actions' probabilities
     were from those under the learner's policy. Also return the set of the algorithm's cases that
     occurred, such as "ratio clipped".
     """
@@ -243,7 +244,7 @@ def ppo(recording, network):
                 running = np.where(ends[step], 0, running)
             rewards = np.clip(rollout.rewards / np.sqrt(moments(discounted)[1] + 1e-8), -10, 10)
 
-        # What the policy and the critic say at the beginning of the update.
+        # The outputs of the policy and the critic at the beginning of the update.
         with torch.no_grad():
             if is_recurrent:
                 params, values, next_values = _look_recurrent(network, weights, rollout, obs)
@@ -266,8 +267,8 @@ def ppo(recording, network):
         logged["charts/episodic_length"].append(rollout.episodic_lengths.mean())
         advantages = torch.from_numpy(
             advantages_by_definition(
-                rewards, values.numpy(), next_values.numpy(), rollout.terminations, rollout.truncations,
-                args.gamma, args.gae_lambda,
+                rewards, values.numpy(), next_values.numpy(), rollout.terminations,
+                rollout.truncations, args.gamma, args.gae_lambda,
             )
         )  # fmt: skip
         returns = advantages + values
@@ -333,13 +334,13 @@ def ppo(recording, network):
 
 
 def _starts(rollout):
-    """Where a rollout's steps begin episodes, but for the first, whose state came with the rollout."""
+    """The steps that begin episodes, except the first, whose state came with the rollout."""
     ends = rollout.terminations | rollout.truncations
     return np.concatenate([np.zeros_like(ends[:1]), ends[:-1]])
 
 
 def _states(network, weights, rollout, obs, env):
-    """Yield what the network remembers after each step of an environment."""
+    """Yield the network's memory after each step of an environment."""
     state = tuple(array(part)[env] for part in rollout.states)
     for step, begins in enumerate(_starts(rollout)[:, env]):
         if begins:
@@ -358,7 +359,7 @@ def _unroll(network, weights, rollout, obs, envs):
 
 
 def _look_recurrent(network, weights, rollout, obs):
-    """Return parameters, values, and the values of what each step led to."""
+    """Return parameters, values, and the values of the observations after each step."""
     num_steps, num_envs = rollout.rewards.shape
     states = [list(_states(network, weights, rollout, obs, env)) for env in range(num_envs)]
     params = torch.zeros(num_steps, num_envs, len(weights["actor.bias"]), dtype=torch.float64)
@@ -402,10 +403,10 @@ def epsilon_greedy(q_values, epsilon):
 
 
 def dqn(recording, q_values, newest_first=False):
-    """Return both networks' weights after training, and what is logged.
+    """Return both networks' weights after training, and the logged values.
 
-    ``newest_first`` says how a number that is drawn counts transitions: from the newest one, or as
-    they lie.
+    ``newest_first`` says how drawn numbers count transitions: from the newest one, or in the order
+    of the buffer.
     """
     args = SimpleNamespace(**recording.args)
     weights, learned = parameters_of(recording.calls[0].networks["q_network"])
@@ -439,7 +440,7 @@ def dqn(recording, q_values, newest_first=False):
             draws = torch.randint(held, (args.batch_size,)).tolist()
             if newest_first:
                 batch = [kept[-1 - draw] for draw in draws]
-            else:  # the transition that lies at this place in a ring
+            else:  # the transition at this place in a ring
                 batch = [
                     kept[draw + (inserted - 1 - draw) // args.buffer_size * args.buffer_size]
                     for draw in draws

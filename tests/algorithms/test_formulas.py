@@ -1,4 +1,4 @@
-"""What the scripts compute, function by function, against definitions and closed forms."""
+"""The scripts' computations, function by function, against definitions and closed forms."""
 
 import importlib
 import itertools
@@ -22,7 +22,7 @@ DQN = "dqn_clusterenv", "dqn_atari_clusterenv"
 
 
 def kind_of(name):
-    """Return of which kind of `toys` a script's environments are."""
+    """Return the kind of `toys` that a script's environments are."""
     return {"continuous": "box", "minatar": "minatar", "atari": "atari"}.get(
         name.split("_")[1], "vector"
     )
@@ -199,8 +199,8 @@ def test_the_loss_falls_as_good_actions_become_likelier_and_stops_at_the_clip(pp
         ppo, [inside, above, below] * 2, [0.0] * 6, [1, 1, 1, -1, -1, -1]
     )
     loss.backward()
-    # What has gone too far in its good direction gets no gradient; what has gone the wrong way
-    # does.
+    # A ratio that has gone too far in its good direction gets no gradient. One that has gone the
+    # wrong way does.
     expected = np.array([-1, 0, -0.5, 1, 1.5, 0]) / 6
     np.testing.assert_allclose(new.grad, expected, atol=1e-6)
 
@@ -227,15 +227,14 @@ def test_an_evaluation_returns_what_the_policy_earns_in_one_episode_each(name):
     script = importlib.import_module(name)
     kind = kind_of(name)
     args = SimpleNamespace(
-        env_id=f"tests.algorithms.toys:Corridor-{kind}-v0", env_backend="gymnasium", eval_episodes=5, seed=1,
-        make_kwargs={},
+        env_id=f"tests.algorithms.toys:Corridor-{kind}-v0", env_backend="gymnasium",
+        eval_episodes=5, seed=1, make_kwargs={},
     )  # fmt: skip
     walks, places = np.array([True, False, True, True, False]), itertools.count()
 
     def act(_):
-        is_other = walks == (
-            next(places) % 2 == 0 or kind == "atari"
-        )  # whoever leaves does so in the first place
+        # A policy that leaves does so in the first place.
+        is_other = walks == (next(places) % 2 == 0 or kind == "atari")
         return (
             np.stack([2.0 * is_other - 1] * 2, 1).astype(np.float32)
             if kind == "box"
@@ -246,7 +245,7 @@ def test_an_evaluation_returns_what_the_policy_earns_in_one_episode_each(name):
     assert returns.tolist() == np.where(walks, 3, 1).tolist()
 
 
-# What continuous PPO normalizes by.
+# Continuous PPO's normalization.
 
 continuous = importlib.import_module("ppo_continuous_clusterenv")
 
@@ -272,9 +271,8 @@ def test_discounted_returns_begin_anew_where_a_lost_workers_environments_did():
 def test_rewards_are_scaled_by_the_deviation_of_returns_and_clipped():
     scaled = continuous.scale_rewards(np.array([1.0, -4.0, 23.0, -23.0]), 4.0)
     np.testing.assert_allclose(scaled, [0.5, -2, 10, -10])
-    assert (
-        continuous.scale_rewards(np.array([1.0]), 0.0) == 10
-    )  # before there are any returns that differ
+    # Before there are any returns that differ.
+    assert continuous.scale_rewards(np.array([1.0]), 0.0) == 10
 
 
 def test_moments_are_those_of_all_that_came():
@@ -301,9 +299,8 @@ def test_observations_are_normalized_and_clipped():
     assert normalize(x).tolist() == [[3, -10]] and normalize(-x).tolist() == [[-3, 10]]
     normalize.load(SimpleNamespace(mean=np.array([1.0, 2.0]), var=np.array([4.0, 100.0])))
     torch.testing.assert_close(normalize(x), torch.tensor([[1.0, -5.2]]))
-    normalize.load(
-        SimpleNamespace(mean=np.array([3.0, 0.0]), var=np.zeros(2))
-    )  # of what has never changed
+    # The statistics of observations that have never changed.
+    normalize.load(SimpleNamespace(mean=np.array([3.0, 0.0]), var=np.zeros(2)))
     assert normalize(x).tolist() == [[0, -10]]
 
 
@@ -317,8 +314,8 @@ def test_an_observation_is_the_last_four_frames_the_newest_last(name):
     observation, _ = env.reset(seed=100_000)  # at the beginning of the corridor
 
     def places(stack):
-        """In which of the five columns each frame is bright, and that each is nothing but black and
-        white.
+        """Return which of the five columns of each frame are bright, and check that each is only
+        black and white.
         """
         columns = np.stack([stack[:, 42, 8 + 17 * place] for place in range(5)], 1)
         assert set(np.unique(columns)) <= {0, 255}
@@ -326,12 +323,10 @@ def test_an_observation_is_the_last_four_frames_the_newest_last(name):
 
     assert observation.shape == (4, 84, 84) and observation.dtype == np.uint8
     assert places(observation) == [[0]] * 4
-    after, reward, *_ = env.step(
-        1
-    )  # a walk to the next place, on the last of the game's four frames
-    assert (
-        places(after) == [[0], [0], [0], [0, 1]] and reward == 0
-    )  # a frame is the brightest of the last two
+    # A walk to the next place, on the last of the game's four frames.
+    after, reward, *_ = env.step(1)
+    # A frame is the brightest of the last two.
+    assert places(after) == [[0], [0], [0], [0, 1]] and reward == 0
     for place in (2, 3, 4, 5):
         after, reward, terminated, _, _ = env.step(1)
         assert (reward, terminated) == (place >= 3, place == 5)
@@ -351,9 +346,8 @@ def test_an_episode_is_a_life_begins_by_firing_and_counts_in_the_return_of_the_g
         assert [terminated for _, _, terminated, _, _ in steps] == [False, False, True]
         episodes = [info["episode"] for *_, info in steps if "episode" in info]
         if life == 1:
-            assert [episode["r"] for episode in episodes] == [
-                2 * (-0.5 - 0.5 + 5 - 0.5)
-            ]  # rewards are not clipped
+            # Rewards are not clipped.
+            assert [episode["r"] for episode in episodes] == [2 * (-0.5 - 0.5 + 5 - 0.5)]
         else:
             assert not episodes
             env.reset()
@@ -362,7 +356,7 @@ def test_an_episode_is_a_life_begins_by_firing_and_counts_in_the_return_of_the_g
     env.close()
 
 
-# How networks begin.
+# Networks at the start.
 
 
 @pytest.mark.parametrize("name", PPO)
@@ -419,8 +413,8 @@ def test_epsilon_falls_in_a_line_and_stays(dqn):
 def chunk_of(first, num_steps, num_envs, shape=()):
     """A chunk whose step number n, from ``first`` on, saw n and led to n + 0.5, for a reward of n.
 
-    Each third step terminates an episode, each third one truncates it. Of stacks, the newest frame
-    says so.
+    Each third step terminates an episode, each third one truncates it. With stacks, the newest
+    frame holds these numbers.
     """
     numbers = np.arange(first, first + num_steps * num_envs).reshape(num_steps, num_envs)
     kind = numbers % 3
@@ -433,14 +427,16 @@ def chunk_of(first, num_steps, num_envs, shape=()):
         )
 
     observations = observed(numbers).astype(np.float32).copy()
-    # Where no episode ends, the next row is what a step led to.
+    # Where no episode ends, the next row is the observation after the step.
     observations[1:][~ends[:-1]] = observed(led_to[:-1][~ends[:-1]])
     return Rollout(
-        rows=np.arange(num_envs), starts=np.zeros(num_envs, bool), observations=observations, actions=numbers % 5,
-        logprobs=np.zeros(numbers.shape), states=None, extras={}, infos={}, rewards=numbers.astype(np.float64),
-        terminations=kind == 1, truncations=kind == 2, final_observations=observed(led_to[ends]).astype(np.float32),
-        next_observations=observed(led_to[-1]).astype(np.float32), policy_versions=np.ones(num_envs, np.int64),
-        episodic_returns=np.empty(0), episodic_lengths=np.empty(0, np.int64),
+        rows=np.arange(num_envs), starts=np.zeros(num_envs, bool), observations=observations,
+        actions=numbers % 5, logprobs=np.zeros(numbers.shape), states=None, extras={}, infos={},
+        rewards=numbers.astype(np.float64), terminations=kind == 1, truncations=kind == 2,
+        final_observations=observed(led_to[ends]).astype(np.float32),
+        next_observations=observed(led_to[-1]).astype(np.float32),
+        policy_versions=np.ones(num_envs, np.int64), episodic_returns=np.empty(0),
+        episodic_lengths=np.empty(0, np.int64),
     )  # fmt: skip
 
 
@@ -455,7 +451,7 @@ def in_frames(chunk):
 
 
 def check_drawn(drawn, inserted, held):
-    """All of the last transitions are drawn, and no others; each is of one piece."""
+    """All of the last transitions are drawn, and no others; each is consistent."""
     obs, actions, next_obs, rewards, dones = (column.double().numpy() for column in drawn)
     numbers = rewards.astype(int)
     assert set(numbers) == set(range(inserted - held, inserted))
@@ -487,7 +483,7 @@ def test_the_buffer_holds_the_newest_transitions_whole_and_each_once(size):
         np.testing.assert_array_equal(obs, saw)
         np.testing.assert_array_equal(next_obs, numbers + 0.5)
         counts = np.bincount(numbers - (inserted - held))
-        assert counts.min() > 0.5 * 100 and counts.max() < 1.6 * 100  # each is as likely
+        assert counts.min() > 0.5 * 100 and counts.max() < 1.6 * 100  # each is equally likely
     shapes = [tuple(column.shape) for column in buffer.sample(3, 7, torch.device("cpu"))]
     assert shapes == [(3, 7, 1), (3, 7, 1), (3, 7, 1), (3, 7), (3, 7)]
 
@@ -500,8 +496,8 @@ def test_the_buffer_of_frames_holds_the_newest_transitions_whole(size):
     buffer = script.ReplayBuffer(size, num_frames, space)
     torch.manual_seed(1)
     for number in range(12):
-        # Numbers are whole, and small enough for a pixel: what a step of number n led to is told by
-        # its half.
+        # Numbers are whole, and small enough for a pixel. The half identifies the observation after
+        # the step of that number.
         buffer.add(in_frames(chunk_of(8 * number, 4, 2, (4, 1, 1))))
         inserted = 8 * (number + 1)
         held = min(inserted, size)
@@ -520,7 +516,7 @@ def test_the_buffer_of_frames_holds_the_newest_transitions_whole(size):
 def test_a_chunk_whose_frames_have_been_written_over_is_drawn_no_more():
     script = importlib.import_module("dqn_atari_clusterenv")
     space = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
-    buffer = script.ReplayBuffer(1000, 150, space)  # of three chunks' frames, and not of four's
+    buffer = script.ReplayBuffer(1000, 150, space)  # the frames of three chunks, and not of four
     torch.manual_seed(1)
     for number in range(12):
         buffer.add(in_frames(chunk_of(8 * number, 4, 2, (4, 1, 1))))

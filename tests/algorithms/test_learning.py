@@ -1,6 +1,4 @@
-"""Each script learns what neither an untrained policy nor a mistaken script returns; see
-`learning`.
-"""
+"""Each script learns more than an untrained policy or a mistaken script; see `learning`."""
 
 import pytest
 

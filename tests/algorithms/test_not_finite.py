@@ -1,5 +1,5 @@
-"""Observations that are no numbers: where one ends an episode nobody learns from it, elsewhere the
-run says so.
+"""Observations that are no numbers. If one ends an episode, no script learns from it. Elsewhere the
+run reports it.
 """
 
 import pytest
@@ -41,7 +41,10 @@ gym.register("Ends-v0", Ends)
 )
 def test_nobody_learns_from_the_observation_that_ends_an_episode(tmp_path, script, space):
     (tmp_path / "ends.py").write_text(ENDS.replace("ACTIONS", space))
-    flags = "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --eval-episodes 1"
+    flags = (
+        "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 "
+        "--eval-episodes 1"
+    )
     _, summary = scripts.train(script, tmp_path, *flags.split(), "--total-timesteps", "320")
     assert summary["mean_return_100"] == 5
 
@@ -51,7 +54,10 @@ def test_nothing_is_normalized_by_what_is_not_finite(tmp_path):
         "self.steps if", "np.inf if"
     )
     (tmp_path / "ends.py").write_text(text)
-    flags = "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --total-timesteps 320"
+    flags = (
+        "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 "
+        "--total-timesteps 320"
+    )
     result = scripts.run("ppo_continuous_clusterenv.py", tmp_path, *flags.split())
     assert result.returncode == 1 and "Traceback" not in result.stderr
     says = "error: environments [0, 1, 2, 3] gave observations that are not finite"

@@ -1,8 +1,8 @@
-"""A resumed run is the run: checkpoints hold all that it takes, and what is loaded is what was
-saved.
+"""A resumed run equals the run without an interruption: checkpoints hold all that it needs, and the
+loaded state is the saved state.
 
-Checkpoints hold no environments. So the run that is not interrupted and the one that is resumed are
-the same on `toys.Clockwork`, whose episodes end where the checkpoint is.
+Checkpoints hold no environments. So the uninterrupted run and the resumed one are the same on
+`toys.Clockwork`, whose episodes end where the checkpoint is.
 """
 
 import shutil
@@ -18,7 +18,7 @@ from .recording import record
 
 OF_ALL = {"curve", "envs", "optimizer"}
 OF_DQN = OF_ALL | {"q_network", "target_network", "rb", "count"}
-SCRIPTS = {  # the kind of environment, and what a checkpoint holds
+SCRIPTS = {  # the kind of environment, and the content of a checkpoint
     "ppo_clusterenv.py": ("vector", OF_ALL | {"agent"}),
     "ppo_multilearner_clusterenv.py": ("vector", OF_ALL | {"agent"}),
     "ppo_continuous_clusterenv.py": ("box", OF_ALL | {"agent", "obs_moments", "return_moments"}),
@@ -28,12 +28,18 @@ SCRIPTS = {  # the kind of environment, and what a checkpoint holds
     "dqn_clusterenv.py": ("vector", OF_DQN),
     "dqn_atari_clusterenv.py": ("atari", OF_DQN),
 }
-FLAGS = "--num-workers 1 --envs-per-worker 2 --num-steps 8 --total-timesteps 64 --eval-episodes 0 --seed 5"
+FLAGS = (
+    "--num-workers 1 --envs-per-worker 2 --num-steps 8 --total-timesteps 64 --eval-episodes 0 "
+    "--seed 5"
+)
 FLAGS += " --sync-mode always --weights float32"
 PPO = "--num-minibatches 2 --update-epochs 2 --learning-rate 0.001"
-# Chunks are asked for before the last one is learned from. So only random actions are the same
-# again.
-DQN = "--deterministic --learning-starts 16 --train-frequency 2 --target-network-frequency 20 --batch-size 4"
+# Chunks are requested before the previous one is learned from. So only random actions are the
+# same again.
+DQN = (
+    "--deterministic --learning-starts 16 --train-frequency 2 --target-network-frequency 20 "
+    "--batch-size 4"
+)
 DQN += " --buffer-size 40 --save-replay --tau 0.5"
 RANDOM = "--start-e 1 --end-e 1"
 INTERRUPT = 2  # of four iterations, which are 16 steps each
@@ -49,9 +55,8 @@ BY_THE_CLOCK = (
 
 def flags_of(script, *more):
     kind, _ = SCRIPTS[script]
-    own = (
-        (PPO,) if script.startswith("ppo") else (DQN, *(more or [RANDOM]))
-    )  # of two spellings the last one counts
+    # Of two spellings the last one counts.
+    own = (PPO,) if script.startswith("ppo") else (DQN, *(more or [RANDOM]))
     return [*" ".join([f"--env-id tests.algorithms.toys:Clockwork-{kind}-v0", FLAGS, *own]).split()]
 
 
@@ -79,8 +84,8 @@ def assert_same(found, expected, where=""):
 
 
 def without_times(parts):
-    """What checkpoints hold, but for the seconds that were waited, and how often the policy was
-    published.
+    """The content of checkpoints, except the seconds of waiting and the number of publications of
+    the policy.
     """
     parts = {name: dict(part) for name, part in parts.items()}
     for name, times in {
@@ -110,12 +115,12 @@ def test_the_resumed_run_is_the_run(tmp_path, script):
     shutil.copytree(tmp_path / "parted", tmp_path / "again")
     resumed, again = (resume(script, tmp_path / name) for name in ("parted", "again"))
 
-    # What is loaded is what was saved.
+    # The loaded state is the saved state.
     assert_same(resumed.parts, saved["parts"])
-    # Environments begin anew, with other seeds than the first time.
+    # Environments start again, with other seeds than the first time.
     assert (whole.seeds, resumed.seeds) == ([5], [5 + STEP])
 
-    # It goes on as the run that was not interrupted, and twice in the same way.
+    # The run goes on as the uninterrupted run did, and twice in the same way.
     ends = {
         name: load_checkpoint(tmp_path / name / "runs" / "x")
         for name in ("whole", "parted", "again")
@@ -126,7 +131,7 @@ def test_the_resumed_run_is_the_run(tmp_path, script):
             np.testing.assert_array_equal(ours.rollout.rewards, theirs.rollout.rewards)
         assert_same(recording.networks, whole.networks)
         parts = [without_times(each["parts"]) for each in (end, ends["whole"])]
-        for part in parts:  # what the policy's publication on resuming has cost
+        for part in parts:  # the cost of the policy's publication on resuming
             del part["envs"], part["curve"]
         assert_same(*parts)
         assert_same(end["rng"], ends["whole"]["rng"])
@@ -142,12 +147,15 @@ def test_the_resumed_run_is_the_run(tmp_path, script):
 @pytest.mark.parametrize("outstanding", [1, 3])
 @pytest.mark.parametrize("script", ["dqn_clusterenv.py", "dqn_atari_clusterenv.py"])
 def test_exploration_and_counts_go_on_where_they_were(tmp_path, script, outstanding):
-    flags = f"--start-e 0.9 --end-e 0.1 --exploration-fraction 0.9 --no-deterministic --outstanding {outstanding}"
+    flags = (
+        f"--start-e 0.9 --end-e 0.1 --exploration-fraction 0.9 --no-deterministic --outstanding "
+        f"{outstanding}"
+    )
     record(script, tmp_path, *flags_of(script, flags), interrupt=INTERRUPT)
     resumed = resume(script, tmp_path)
     args = reference.SimpleNamespace(**resumed.args)
-    # Two chunks are left, and no more are asked for: both at once, or the other after the first has
-    # come and counted.
+    # Two chunks are left, and no more are requested: both at once, or the second after the first
+    # has come and counted.
     steps = (STEP, STEP) if outstanding == 3 else (STEP, STEP + 16)
     assert resumed.epsilons == pytest.approx(
         [reference.linear_epsilon(args, step) for step in steps]
@@ -164,8 +172,8 @@ def test_without_its_replay_buffer_a_run_collects_before_it_learns_and_learns_at
     record(script, tmp_path, *flags_of(script, f"{RANDOM} --no-save-replay"), interrupt=INTERRUPT)
     resumed = resume(script, tmp_path, "--learning-rate", "0.25")
     end = load_checkpoint(tmp_path / "runs" / "x")["parts"]
-    # Another `learning_starts` steps are collected. Then gradient steps go on from the eight that
-    # there were.
+    # Another `learning_starts` steps are collected. Then gradient steps go on from the eight before
+    # the interruption.
     assert end["count"]["gradient_steps"] == (STEP - 16) // 2 + (64 - STEP - 16) // 2
     assert resumed.summary["transitions_inserted"] == 64 - STEP and end["rb"] == {}
     assert resumed.steps["losses/td_loss"] == [64]
@@ -173,7 +181,10 @@ def test_without_its_replay_buffer_a_run_collects_before_it_learns_and_learns_at
 
 
 def test_a_run_goes_on_with_another_number_of_workers(tmp_path):
-    flags = "--num-workers 2 --num-envs 5 --num-steps 8 --total-timesteps 160 --num-minibatches 2 --update-epochs 2"
+    flags = (
+        "--num-workers 2 --num-envs 5 --num-steps 8 --total-timesteps 160 --num-minibatches 2 "
+        "--update-epochs 2"
+    )
     flags += " --env-id tests.algorithms.toys:Clockwork-vector-v0 --eval-episodes 0 --seed 5"
     flags += " --sync-mode always --weights float32"
     for name in ("whole", "parted"):
@@ -183,8 +194,9 @@ def test_a_run_goes_on_with_another_number_of_workers(tmp_path):
     rollouts = [whole.calls[0].rollout]
     for workers, interrupt in (("3", 1), ("2", None)):
         resumed = record(
-            "ppo_clusterenv.py", tmp_path / "parted", "--env-id", "tests.algorithms.toys:Clockwork-vector-v0",
-            "--resume", "runs/x", "--num-workers", workers, interrupt=interrupt,
+            "ppo_clusterenv.py", tmp_path / "parted", "--env-id",
+            "tests.algorithms.toys:Clockwork-vector-v0", "--resume", "runs/x", "--num-workers",
+            workers, interrupt=interrupt,
         )  # fmt: skip
         rollouts += [call.rollout for call in resumed.calls]
         assert resumed.args.get("num_envs", 5) == 5

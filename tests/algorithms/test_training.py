@@ -1,9 +1,9 @@
 """A script's training equals the algorithm's definition, from the rollouts to the weights and the
 logs.
 
-Each script trains for a few iterations on an environment whose episodes end in both ways, amid
-rollouts and across them, with workers whose policy is out of date. `reference` computes the same
-from the recorded rollouts.
+Each script trains for a few iterations on an environment whose episodes end in both ways, in the
+middle of rollouts and across them, with workers whose policy is out of date. `reference` computes
+the same from the recorded rollouts.
 """
 
 import importlib
@@ -30,12 +30,12 @@ DQN = {
     "dqn_clusterenv.py": ("vector", reference.q_vector),
     "dqn_atari_clusterenv.py": ("atari", reference.q_atari),
 }
-# Every number is one that matters: a weight is truncated, a ratio clipped, a gradient's norm
+# Every number matters: a weight is truncated, a ratio clipped, a gradient's norm
 # limited.
 PPO_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 7 --eval-episodes 0 --weights float32"
 PPO_FLAGS += " --num-minibatches 2 --update-epochs 3 --gamma 0.9 --gae-lambda 0.8 --clip-coef 0.05"
 PPO_FLAGS += " --ent-coef 0.1 --vf-coef 0.7 --max-policy-lag None"
-WAYS = {  # flags, and which cases of the algorithm occur
+WAYS = {  # flags, and the cases of the algorithm that occur
     "decoupled": (
         "--sync-mode never --clip-rho 1.02 --clip-vloss --max-grad-norm 0.2",
         {"ratio clipped", "weight truncated", "value clipped", "gradient clipped"},
@@ -49,7 +49,8 @@ WAYS = {  # flags, and which cases of the algorithm occur
         {"ratio clipped", "weight truncated"},
     ),
     "plain": (
-        "--sync-mode always --no-decoupled --no-clip-vloss --no-norm-adv --no-anneal-lr --target-kl 0.002"
+        "--sync-mode always --no-decoupled --no-clip-vloss --no-norm-adv --no-anneal-lr "
+        "--target-kl 0.002"
         " --max-grad-norm 9",
         {"gradient not clipped", "stopped", "not stopped"},
     ),
@@ -58,12 +59,11 @@ DQN_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 5 --eval-episodes 0
 DQN_FLAGS += " --learning-starts 37 --target-network-frequency 12 --batch-size 8 --gamma 0.9"
 DQN_FLAGS += " --learning-rate 0.003 --tau 0.6 --start-e 0.9 --end-e 0.3 --exploration-fraction 0.4"
 DQN_FLAGS += " --sync-check-frequency 5 --sync-mode always --weights float32"
-TOLERANCE = (
-    0.01  # of what training has changed: float32 and float64 differ by less, and mistakes by more
-)
-# Of large networks an activation may lie at a kink, on one side of it in float32 and on the other
-# in float64. Then they differ by some hundredths, and else by less than a ten-thousandth, as with
-# this seed in all of Atari's cases here.
+# Of the change by training: float32 and float64 differ by less, and mistakes by more.
+TOLERANCE = 0.01
+# In large networks an activation may lie at a kink, on one side of it in float32 and on the other
+# in float64. Then they differ by some hundredths. Otherwise they differ by less than a
+# ten-thousandth, as with this seed in all of Atari's cases here.
 SEED = {"atari": 3}
 
 
@@ -88,7 +88,7 @@ def assert_same_weights(found, expected, before):
 
 
 def assert_same_logs(recording, expected):
-    """What is logged is what is expected, at the step at which it is known."""
+    """The logged values are the expected ones, at the step at which they are known."""
     for tag, values in expected.items():
         assert recording.scalars[tag] == pytest.approx(values, rel=1e-3, abs=1e-4), tag
         steps = np.cumsum([call.rollout.rewards.size for call in recording.calls])
@@ -109,8 +109,8 @@ def test_ppo_is_as_defined(tmp_path, script, way):
     weights, logged, reached = reference.ppo(recording, network)
     assert cases <= reached
     assert_same_weights(recording.networks["agent"], weights, recording.calls[0].networks["agent"])
-    # The first version acts as the learner would. With --sync-mode always each does, or the one
-    # before if it overlaps.
+    # The first version acts as the learner would. With --sync-mode always each version does, or the
+    # previous one if the rollouts overlap.
     lag = logged.pop("lag")
     assert max(lag if way == "plain" else lag[:1]) < 1e-4 and (
         way == "plain" or min(lag[1:]) > 1e-3
@@ -122,15 +122,14 @@ def test_ppo_is_as_defined(tmp_path, script, way):
     assert (
         recording.summary["global_step"] == 28 * number and recording.summary["updates"] == number
     )
-    assert (
-        len({pickle.dumps(call.numpy_state) for call in recording.calls}) == number
-    )  # each shuffles otherwise
+    # Each shuffles differently.
+    assert len({pickle.dumps(call.numpy_state) for call in recording.calls}) == number
     check_episodes(recording)
     check_acts(recording, network, weights)
 
 
 def assert_first_networks(recording, script, name):
-    """A script's network begins as one that is made from the run's seed."""
+    """A script's network begins like one that is made from the run's seed."""
     module = importlib.import_module(script.removesuffix(".py"))
     args = SimpleNamespace(**recording.args)
     envs = spaces_of(module.make_env(args.env_id, 0, False, "")())
@@ -161,7 +160,7 @@ def check_acts(recording, network, weights):
             params, _ = network.heads(weights, state[0])
         else:
             params, _ = network(weights, obs)
-    if recording.acts.ndim == 3:  # continuous, and clipped
+    if recording.acts.ndim == 3:  # continuous actions, which are clipped
         mean = params.numpy()
         deviation = np.broadcast_to(np.exp(weights["actor_logstd"].detach().numpy()), mean.shape)
         noise = np.random.default_rng(1).normal(size=(20_000, *mean.shape))
@@ -180,9 +179,8 @@ def check_acts(recording, network, weights):
 def test_dqn_is_as_defined(tmp_path, script, every):
     kind, q_values = DQN[script]
     is_atari = script == "dqn_atari_clusterenv.py"
-    total = (
-        100 if is_atari else 200
-    )  # environment steps, and ``every`` so many of them a gradient step
+    # Environment steps, and one gradient step for each ``every`` of them.
+    total = 100 if is_atari else 200
     size = "--buffer-size 1000" if is_atari else "--buffer-size 60"
     recording = record(
         script,
@@ -200,8 +198,8 @@ def test_dqn_is_as_defined(tmp_path, script, every):
         assert_same_weights(recording.networks[name], expected, first[name])
     assert_same_logs(recording, logged)
     args = SimpleNamespace(**recording.args)
-    # Workers act by the newest version of the network that is trained, and explore as they were
-    # told.
+    # Workers act by the newest version of the trained network, and explore with the requested
+    # epsilon.
     assert recording.versions == list(range(1, 2 + (total - 37) // every // 5))
     assert recording.newest[-1] > 1
     for call, epsilon, newest in zip(
@@ -220,7 +218,7 @@ def test_dqn_is_as_defined(tmp_path, script, every):
         probs = reference.epsilon_greedy(q_values(acting, obs.flatten(0, 1)), epsilon)
         chosen = probs[torch.arange(len(probs)), actions.flatten().long()]
         torch.testing.assert_close(found.flatten(), chosen.log(), atol=1e-4, rtol=0)
-    # The evaluation acts by the trained network, and explores as little as the workers do in the
+    # The evaluation acts by the trained network, and explores as little as the workers do at the
     # end.
     with torch.no_grad():
         probs = reference.epsilon_greedy(
@@ -236,7 +234,7 @@ def test_dqn_is_as_defined(tmp_path, script, every):
         and waited == sorted(waited)
         and waited[-1] < recording.summary["wall_seconds"]
     )
-    # The first chunks are asked for before anything is learned; each further one after another has
+    # The first chunks are requested before anything is learned; each further one after another has
     # come.
     steps = [0] * args.num_workers + list(range(10, total - 10, 10))
     assert recording.epsilons == pytest.approx(

@@ -1,5 +1,5 @@
-"""Environments for tests of the algorithms, each with the kinds of observations and actions that
-the scripts take.
+"""Environments for tests of the algorithms, with all kinds of observations and actions that the
+scripts take.
 
 Ids are ``tests.algorithms.toys:NAME-KIND-v0``; KIND is `vector`, `box` (continuous actions),
 `minatar` or `atari`.
@@ -11,30 +11,27 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-EVALUATION = 100_000  # from here on seeds are those of a script's evaluation
+EVALUATION = 100_000  # seeds from here on are those of a script's evaluation
 ATARI_SCREEN = 210, 160
-PIXELS = (
-    np.random.default_rng(1).random((4, 4, 8)) < 0.6
-)  # by which each number is shown in MinAtar, if it is large
+# The pixels by which MinAtar shows each number, if it is large.
+PIXELS = np.random.default_rng(1).random((4, 4, 8)) < 0.6
 
 
 def spaces_of(env):
-    """Return what the scripts' networks want to know of environments like this one."""
+    """Return the attributes that the scripts' networks read of environments like this one."""
     return SimpleNamespace(
         single_observation_space=env.observation_space, single_action_space=env.action_space
     )
 
 
 class Toy(gym.Env):
-    """An environment that shows a list of numbers in [0, 1], and is told a number: 0, or another
-    one.
-    """
+    """An environment that shows numbers in [0, 1], and takes a number: 0, or another one."""
 
     num_features = 0  # how many numbers it shows
     kind = "vector"
 
     def __init__(self, render_mode=None, frameskip=1):
-        self._frameskip, self.ale = frameskip, self  # as of Atari's games: it has one life
+        self._frameskip, self.ale = frameskip, self  # as Atari's games have it: it has one life
         self.action_space = (
             spaces.Box(-1, 1, (2,), np.float32) if self.kind == "box" else spaces.Discrete(2)
         )
@@ -51,7 +48,7 @@ class Toy(gym.Env):
     def reset(self, *, seed=None, options=None):
         if seed is not None:
             self.rng = np.random.default_rng(seed)
-        # Atari's wrappers begin with as many no-ops as this says, and step four frames at once.
+        # Atari's wrappers begin with this many no-ops, and step four frames at once.
         self.np_random = np.random.default_rng(1)
         self.frames = -int(np.random.default_rng(1).integers(1, 31))
         self.begin(seed)
@@ -70,12 +67,11 @@ class Toy(gym.Env):
         if self.kind == "minatar":
             return PIXELS[..., : self.num_features] & (features > 0.5)
         if self.kind == "atari":
-            return np.broadcast_to(
-                np.uint8(0), self.observation_space.shape
-            )  # nobody looks: see getScreenGrayscale
+            # Nobody looks: see getScreenGrayscale.
+            return np.broadcast_to(np.uint8(0), self.observation_space.shape)
         return features
 
-    # What Atari's wrappers ask of a game.
+    # The methods of a game that Atari's wrappers call.
 
     def get_action_meanings(self):
         return ["NOOP", "UP"]
@@ -92,10 +88,10 @@ class Toy(gym.Env):
 
 
 class Clockwork(Toy):
-    """What it shows and rewards follows from the actions since it was reset, and from nothing else.
+    """An environment whose observations and rewards follow from the actions since its reset, and
+    from nothing else.
 
-    Episodes last four steps, and then are cut off or end by themselves, in turn from one to the
-    next.
+    Episodes last four steps. Then they are cut off or end by themselves, in turn.
     """
 
     num_features = 3
@@ -120,11 +116,12 @@ class Corridor(Toy):
     """Walk through a corridor whose last three steps are worth 1 each, or leave before them, which
     is worth 1, too.
 
-    To leave among them is worth nothing, so whoever learns with the wrong sign leaves there at the
-    latest. Which action walks is another from each place to the next, so no policy gets through by
-    one action alone. (Of pixels, which take long to learn from, one action does.) Episodes are cut
-    off after two steps, so whoever takes that for their end leaves at once. In an evaluation each
-    walk begins where the way is longest, and none is cut off: it returns up to 3.
+    Leaving within the last three steps is worth nothing, so a learner with the wrong sign leaves
+    there at the latest. The action that walks changes from place to place, so no policy gets
+    through by one action alone. (With pixels, which take long to learn from, one action does.)
+    Episodes are cut off after two steps, so a learner that takes that for their end leaves at once.
+    In an evaluation each walk begins where the way is longest, and none is cut off: it returns up
+    to 3.
     """
 
     length, limit = 5, 2
@@ -152,9 +149,7 @@ class Corridor(Toy):
 
 
 class Recall(Corridor):
-    """A corridor in which only each second observation says which of the actions is to walk in this
-    episode.
-    """
+    """A corridor in which only each second observation says which action walks in this episode."""
 
     num_features = Corridor.length + 2
 
@@ -171,7 +166,7 @@ class Recall(Corridor):
 
 
 class Lives(Toy):
-    """A game of two lives, each of which begins when one fires. Its third step is worth 5, and the
+    """A game of two lives, each of which begins with a shot. Its third step is worth 5, and the
     next one ends it.
     """
 

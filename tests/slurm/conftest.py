@@ -1,4 +1,4 @@
-"""A real Slurm cluster for the tests of this folder; without one they are skipped, or fail if
+"""A real Slurm cluster for the tests of this folder. Without Slurm they are skipped, or fail if
 REQUIRE_ALL=1.
 """
 

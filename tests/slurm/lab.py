@@ -5,9 +5,9 @@ each.
     python3 -m tests.slurm.lab srun -N3 hostname      # a cluster for as long as this command runs
     python3 -m tests.slurm.lab --networked bash       # each node in its own network; as root
 
-Nothing here needs more than the standard library, systemd, or cgroups. Everything is in a temporary
-directory, on ports that were free, and is gone when the command ends. There is no accounting
-(`sacct`) and no limit on memory or cores.
+It needs nothing but the standard library: no systemd, and no cgroups. Everything is in a temporary
+directory, on free ports, and is gone when the command ends. There is no accounting (`sacct`) and no
+limit on memory or cores.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from pathlib import Path
 from ..patience import PATIENCE
 from .machine import PATH, LabError, free_ports, install, namespaces, obstacle, run, wait_for
 
-# cred_expire is how long a requeued job must wait, GraceTime what a preemption takes. KillWait and
-# SlurmdTimeout are so long that on a busy machine nothing is taken for stuck or lost. Cores are
+# cred_expire is how long a requeued job must wait, GraceTime how long a preemption takes. KillWait
+# and SlurmdTimeout are so long that a busy machine makes nothing look stuck or lost. Cores are
 # declared, not there. Partition urgent preempts partition lab.
 CONF = """\
 ClusterName=lab
@@ -108,12 +108,10 @@ class Slurm:
             cpus=cpus,
         )
         (directory / "slurm.conf").write_text(text)
-        (directory / "cgroup.conf").write_text(
-            "CgroupPlugin=cgroup/v1\n"
-        )  # left to find out for itself, slurmd fails
-        (directory / "gres.conf").write_text(
-            "Name=gpu File=/dev/null\n"
-        )  # declared like the cores, not there
+        # Without this line, slurmd would look for cgroups itself, and fail.
+        (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        # Declared like the cores, not there.
+        (directory / "gres.conf").write_text("Name=gpu File=/dev/null\n")
         (directory / "state").mkdir(mode=0o700)
         (directory / "munge").mkdir(mode=0o755)
         hosts = [f"127.0.0.1 localhost\n{self.head} {socket.gethostname()}\n"]
@@ -127,16 +125,17 @@ class Slurm:
         return f"lab{self.network}{node}"
 
     def processes(self, node: str | None = None) -> set[int]:
-        """Find every process of this cluster, or of one node: daemons, steps, tasks, and what these
-        started.
+        """Find every process of this cluster, or of one node: daemons, steps, tasks, and the
+        processes that these started.
         """
         conf, parents, found = self.env["SLURM_CONF"].encode(), {}, set()
+        # A shell that only talks to the cluster does not have these.
         names = (
             b"LAB_NODE",
             b"SLURMD_NODENAME",
-        )  # which a shell that only talks to the cluster does not have
+        )
         for directory in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it ended meanwhile, or is someone else's
+            with suppress(OSError):  # it has ended in between, or is someone else's
                 state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
                 environ = dict(
                     word.partition(b"=")[::2]
@@ -161,7 +160,7 @@ class Slurm:
         return found
 
     def kill(self, node: str | None = None) -> None:
-        """Kill every process of this cluster, or of one node, and see that they are gone."""
+        """Kill every process of this cluster, or of one node, and check that they are gone."""
 
         def all_gone():
             pids = self.processes(node)
@@ -178,9 +177,9 @@ class Slurm:
         with open(self.directory / "daemons.log", "ab") as log:
             self.daemons[name] = subprocess.Popen(
                 # a killed pytest leaves no daemon behind
-                ["setpriv", "--pdeathsig", "KILL", *command],
-                cwd="/", env={**self.env, "LAB_NODE": "", **env}, start_new_session=True, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log,
+                ["setpriv", "--pdeathsig", "KILL", *command], cwd="/",
+                env={**self.env, "LAB_NODE": "", **env}, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
 
     def spawn_node(self, node: str) -> None:
@@ -231,7 +230,7 @@ class Slurm:
         return run(*command, **{"env": self.env, **options})
 
     def states(self) -> dict[str, str]:
-        """Tell the state of each node: idle, mix, alloc, down, ..."""
+        """Return the state of each node: idle, mix, alloc, down, ..."""
         return dict(
             line.split()
             for line in self.run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines()
@@ -242,7 +241,7 @@ class Slurm:
         return self.run("sbatch", "--parsable", *arguments, **options).stdout.split(";")[0].strip()
 
     def jobs(self, job: str) -> list[dict[str, str]]:
-        """Tell what Slurm knows of a job: one dictionary for each task of an array or part of a
+        """Return Slurm's knowledge of a job: one dictionary for each task of an array or part of a
         heterogeneous job.
         """
         lines = self.run("scontrol", "-o", "show", "job", job).stdout.splitlines()
@@ -252,7 +251,7 @@ class Slurm:
         """Wait until all parts of a job are in one of these states, by default COMPLETED.
 
         Raises:
-            LabError: The time is up, or the job came to an end that was not asked for.
+            LabError: The time is up, or the job came to another end.
         """
         wanted, ends = (
             set(states or ["COMPLETED"]),
@@ -264,7 +263,8 @@ class Slurm:
             now = {part["JobState"] for part in parts}
             if now & ends - wanted:
                 raise LabError(
-                    f"job {job} is {', '.join(sorted(now))}, not {', '.join(sorted(wanted))}: {parts}"
+                    f"job {job} is {', '.join(sorted(now))}, not {', '.join(sorted(wanted))}: "
+                    f"{parts}"
                 )
             return now <= wanted and parts
 
@@ -331,7 +331,7 @@ def main() -> None:
         "command", nargs=argparse.REMAINDER, help="what to run, or `install` to install Slurm"
     )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so through every `finally`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs every `finally`
     try:
         if args.command == ["install"]:
             return install()

@@ -1,5 +1,5 @@
-"""What a cluster needs of this machine: Slurm's programs, free ports, and a network namespace for
-each node.
+"""Things that a cluster needs of this machine: Slurm's programs, free ports, and a network
+namespace for each node.
 """
 
 import os
@@ -19,13 +19,16 @@ PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 class LabError(RuntimeError):
-    """The cluster, or a job in it, did not come to where it should be."""
+    """The cluster, or a job in it, did not reach the expected state."""
 
 
 def obstacle(networked: bool = False) -> str | None:
-    """Say why no cluster can be started here, and what to do about it; None if it can."""
+    """Say why no cluster can be started here, and how to mend that; None if it can."""
     if missing := [program for program in PROGRAMS if not shutil.which(program, path=PATH)]:
-        return f"no {', '.join(missing)} here; on Debian or Ubuntu, as root: python3 -m tests.slurm.lab install"
+        return (
+            f"no {', '.join(missing)} here; on Debian or Ubuntu, as root: python3 -m "
+            f"tests.slurm.lab install"
+        )
     if networked and os.geteuid() != 0:
         return "network namespaces need root"
     if (
@@ -37,10 +40,10 @@ def obstacle(networked: bool = False) -> str | None:
 
 
 def install() -> None:
-    """Install what is needed with apt, if it is missing.
+    """Install the missing packages with apt.
 
     Raises:
-        LabError: It is missing, and we are not root or there is no apt.
+        LabError: Packages are missing, and we are not root or there is no apt.
     """
     if obstacle() is None and shutil.which("mpirun"):
         return
@@ -61,7 +64,7 @@ def install() -> None:
 
 
 def run(*command: str, check: bool = True, **options) -> subprocess.CompletedProcess:
-    """Run a command, capturing its text; raise a LabError with its words if it fails."""
+    """Run a command, capturing its text; raise a LabError with its text if it fails."""
     options = {"env": {**os.environ, "PATH": PATH}, "timeout": PATIENCE, **options}
     result = subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options

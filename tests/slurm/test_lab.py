@@ -1,5 +1,5 @@
-"""The cluster that the other tests of this folder run on does what a cluster does, and leaves
-nothing behind.
+"""The cluster of the other tests of this folder behaves as a cluster does, and leaves nothing
+behind.
 """
 
 import os
@@ -85,7 +85,7 @@ def test_a_crashed_node_loses_its_tasks_and_comes_back(slurm, tmp_path):
 def sleeping(slurm, node=None):
     found = []
     for pid in slurm.processes(node):
-        with suppress(OSError):  # it ended meanwhile
+        with suppress(OSError):  # it has ended in between
             found += [pid] * (Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
     return found
 
@@ -138,13 +138,12 @@ def test_a_networked_node_is_reached_under_its_own_address_until_its_link_is_cut
 
 @pytest.mark.parametrize("networked", [False, True])
 def test_nothing_is_left_behind(networked, request):
-    request.getfixturevalue(
-        "slurm_networked" if networked else "slurm"
-    )  # skips where there can be no cluster
+    # Skips where there can be no cluster.
+    request.getfixturevalue("slurm_networked" if networked else "slurm")
     before = traces()
     with lab.start(networked=networked) as slurm:
         # One task has left its session and its parent, one has forgotten its environment. Only in a
-        # namespace is one found that has done both.
+        # namespace the lab finds a task that has done both.
         for escape in ["setsid --fork", "env -i", *["env -i setsid --fork"] * networked]:
             slurm.submit("--output=/dev/null", f"--wrap=srun {escape} sleep 3600")
         sleeps = 3 if networked else 2
@@ -157,7 +156,7 @@ def test_nothing_is_left_behind(networked, request):
 
 
 def traces():
-    """Network interfaces, network namespaces, and what the cluster may have put into the temporary
+    """Network interfaces, network namespaces, and the cluster's possible entries in the temporary
     directory.
     """
     names = {path.name for path in Path("/run/netns").glob("lab*")}
@@ -177,7 +176,10 @@ def test_a_failing_start_says_why_and_leaves_nothing(slurm, monkeypatch):
 
 def test_without_slurm_tests_are_skipped_or_fail_as_asked(monkeypatch):
     monkeypatch.setattr(machine, "PROGRAMS", ("no-such-slurmctld",))
-    reason = "no no-such-slurmctld here; on Debian or Ubuntu, as root: python3 -m tests.slurm.lab install"
+    reason = (
+        "no no-such-slurmctld here; on Debian or Ubuntu, as root: python3 -m tests.slurm.lab "
+        "install"
+    )
     monkeypatch.delenv("REQUIRE_ALL", raising=False)
     with pytest.raises(pytest.skip.Exception, match=reason):
         next(conftest.cluster(networked=False))

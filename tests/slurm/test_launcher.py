@@ -30,7 +30,10 @@ class Slow(CartPoleEnv):
 
 gym.register("Slow-v0", Slow, max_episode_steps=500)
 """
-TINY = "--env-id slow_env:Slow-v0 --envs-per-worker 2 --num-steps 16 --eval-episodes 2 --checkpoint-interval 0.5"
+TINY = (
+    "--env-id slow_env:Slow-v0 --envs-per-worker 2 --num-steps 16 --eval-episodes 2 "
+    "--checkpoint-interval 0.5"
+)
 TINY += " --no-save-model --total-timesteps 1000000000 --no-cuda"
 MORE = {
     "ppo_torchrun": " --num-minibatches 2",
@@ -40,11 +43,14 @@ MORE = {
 }
 
 
-# Stands in for Python with a training script. Told to stop it saves, but not if there is a file
-# `early`, as if its handlers were not there yet. It ends when there is a file `go`.
+# Stands in for Python with a training script. When told to stop it saves, but not if there is a
+# file `early`, as if its handlers were not there yet. It ends when there is a file `go`.
 STUB = """#!/usr/bin/env bash
 for word in "$@"; do
-    case $previous in --run-name | --resume) run=runs/${word#runs/} ;; --resume=*) run=${word#*=} ;; esac
+    case $previous in
+    --run-name | --resume) run=runs/${word#runs/} ;;
+    --resume=*) run=${word#*=} ;;
+    esac
     previous=$word
 done
 mkdir -p "$run/workers/clusterenv-$SLURM_JOB_ID"
@@ -128,9 +134,8 @@ class Job:
             "squeue", "--steps", "--noheader", "--format=%i %j %N"
         ).stdout.splitlines()
         steps = [line.split() for line in lines]
-        mine = {
-            part["JobId"] for part in self.slurm.jobs(self.id)
-        }  # each part of a heterogeneous job has its own
+        # Each part of a heterogeneous job has its own.
+        mine = {part["JobId"] for part in self.slurm.jobs(self.id)}
         return {
             name: node
             for step, name, node in steps
@@ -206,8 +211,8 @@ def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
     requeued = train("ppo", flags="--total-timesteps 40000")
     timed_out = train("dqn", "--time=60")
     timed_out.await_training()
-    # --signal says it 60 s before the limit, at which Slurm looks every 30 seconds: there are to be
-    # 45 left at least.
+    # --signal sends it 60 s before the limit, and Slurm looks every 30 seconds: at least 45 must be
+    # left.
     hours, minutes, seconds = map(int, timed_out.slurm.jobs(timed_out.id)[0]["RunTime"].split(":"))
     limit = hours * 60 + minutes + (seconds + 45) // 60 + 1
     timed_out.slurm.run("scontrol", "update", f"JobId={timed_out.id}", f"TimeLimit={limit}")
@@ -230,7 +235,7 @@ def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
     submit = "sbatch --ntasks=3 slurm/ppo.sbatch --env-id=slow_env:Slow-v0"
     assert f"interrupted; to go on: {submit} --resume runs/{requeued.run.name}\n" in requeued.log()
     assert f"requeued; it will go on from runs/{timed_out.run.name}" in timed_out.log()
-    assert "requeued" not in requeued.log()  # Slurm has done that
+    assert "requeued" not in requeued.log()  # Slurm has requeued it
     timed_out.slurm.run("scancel", timed_out.id)
     (requeued.directory / "go").touch()
     requeued.wait()
@@ -251,9 +256,8 @@ def test_a_run_is_of_one_job_at_a_time_and_goes_on_where_resume_says(stub):
     (first.directory / "hold").touch()  # should it come back at once
     first.warn()
     first.await_requeue()
-    assert (run / "job").read_text() == f"{first.id}\n" and not left_in(
-        run
-    )  # it comes back, and so keeps the run
+    # It comes back, and so keeps the run.
+    assert (run / "job").read_text() == f"{first.id}\n" and not left_in(run)
     first.slurm.run("scancel", first.id)
     first.wait("CANCELLED")
     (first.directory / "hold").unlink()
@@ -293,9 +297,8 @@ def test_of_an_array_only_the_task_that_was_warned_is_requeued(stub):
 
 def test_warned_before_it_can_save_a_job_is_requeued_only_if_it_has_time(stub, tmp_path):
     (tmp_path / "early").touch()
-    early, late = (
-        stub(f"--time={minutes}") for minutes in (10, 2)
-    )  # the second warning is the time limit's
+    # The second warning is the time limit's.
+    early, late = (stub(f"--time={minutes}") for minutes in (10, 2))
     for job in (early, late):
         job.await_words("began with")
         job.warn()
@@ -316,8 +319,8 @@ def test_preempted_a_job_saves_and_comes_back(stub):
     job.slurm.wait(urgent)
     job.await_words("began with", 2)
     assert (
-        f"began with ppo_clusterenv.py --launcher slurm --num-workers 2 --resume runs/{job.run.name} "
-        in job.log()
+        f"began with ppo_clusterenv.py --launcher slurm --num-workers 2 --resume "
+        f"runs/{job.run.name} " in job.log()
     )
     (job.directory / "go").touch()
     assert job.wait()[0]["Restarts"] == "1"
@@ -342,9 +345,8 @@ def test_scancel_leaves_nothing_and_the_job_does_not_come_back(slurm, train):
     assert key.name.startswith("clusterenv-") and key.stat().st_mode & 0o77 == 0
     assert (key / "key").stat().st_mode & 0o777 == 0o600
     job.slurm.run("scancel", job.id)
-    lab.wait_for(
-        "all processes to end", PATIENCE, lambda: slurm.processes() <= before
-    )  # it would train for hours
+    # It would train for hours.
+    lab.wait_for("all processes to end", PATIENCE, lambda: slurm.processes() <= before)
     assert not left_in(job.run)
     job.wait("CANCELLED")
     assert "requeued" not in job.log()
@@ -364,7 +366,10 @@ def test_learners_on_two_nodes_are_requeued_and_go_on_to_the_end(train):
     steps = job.await_training()
     job.warn()
     job.await_requeue()
-    submit = r"interrupted; to go on: sbatch --nodes=2 --cpus-per-task=\d slurm/ppo_torchrun.sbatch --env-id"
+    submit = (
+        r"interrupted; to go on: sbatch --nodes=2 --cpus-per-task=\d slurm/ppo_torchrun.sbatch "
+        r"--env-id"
+    )
     assert re.search(submit, job.log())
     saved = max(checkpoints(job.run))
     assert saved >= steps

@@ -18,14 +18,15 @@ from .test_launcher import Job, checkpoints
 
 # The documentation's environment, whose observation is made by all ranks.
 (ENV,) = (code for page, kind, code in BLOCKS if page.stem == "mpi" and kind == "python")
-# What mpi4py would do, on Open MPI alone: rank 0 passes what it reads on, and prints the sum over
-# all ranks.
+# The same as mpi4py would do, with Open MPI alone: rank 0 passes its input on, and prints the sum
+# over all ranks.
 SOLVER = """
 import ctypes, os, sys, time
 from ctypes import byref, c_char, c_int
 
 lib = ctypes.CDLL("libmpi.so.40", ctypes.RTLD_GLOBAL)
-world, kind, plus = (byref(c_char.in_dll(lib, f"ompi_mpi_{name}")) for name in ("comm_world", "int", "op_sum"))
+names = "comm_world", "int", "op_sum"
+world, kind, plus = (byref(c_char.in_dll(lib, f"ompi_mpi_{name}")) for name in names)
 lib.MPI_Init(None, None)
 rank, size, waits = c_int(), c_int(), c_int()
 lib.MPI_Comm_rank(world, byref(rank))
@@ -68,8 +69,11 @@ def job(slurm, tmp_path, monkeypatch):
     (tmp_path / "solver.py").write_text(SOLVER)
     (tmp_path / "solver").write_text(f"#!/bin/sh\nexec {sys.executable} solver.py\n")
     (tmp_path / "solver").chmod(0o755)
-    flags = "--env-id my_env:Simulation-v0 --worker-resources CPU=4 --envs-per-worker 1 --eval-episodes 0"
-    # Memory and a GPU of the job's, for which no step is to wait.
+    flags = (
+        "--env-id my_env:Simulation-v0 --worker-resources CPU=4 --envs-per-worker 1 "
+        "--eval-episodes 0"
+    )
+    # The job's memory and GPU. No step may wait for them.
     options = "--cpus-per-task=4", "--mem=1000", "--gpus-per-node=1"
     job = Job(slurm, tmp_path, "ppo", *options, flags=f"{flags} --total-timesteps 2048")
     yield job

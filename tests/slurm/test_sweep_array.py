@@ -50,7 +50,7 @@ def test_submitted_alone_it_submits_the_array_and_the_collection_once(slurm, sub
         "--mem=100",
         "--output=logs/mine-%j",
     ]
-    first = submit(PROGRAM, *options, file="mine.sbatch")  # which does not export the environment
+    first = submit(PROGRAM, *options, file="mine.sbatch")  # it does not export the environment
     slurm.wait(first)
     array, count, results = re.findall(r"\d+", (tmp_path / "logs" / f"mine-{first}").read_text())
     assert count == "2"
@@ -72,15 +72,16 @@ def test_submitted_alone_it_submits_the_array_and_the_collection_once(slurm, sub
         ("1", "5", "50.0"),
     ]
     assert (tmp_path / "out" / "results.png").exists()
+    # Of all jobs that there were.
     logs = [
         f"mine-{first}",
         f"mine-{array}_0",
         f"mine-{array}_1",
         f"mine-{results}",
-    ]  # of all jobs that there were
+    ]
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == sorted(logs)
     assert slurm.run("scontrol", "-o", "show", "job").stdout.count(f" WorkDir={tmp_path} ") == 4
-    again = submit(PROGRAM, "--array=0-1", "--output=again-%a")  # there is nothing left to run
+    again = submit(PROGRAM, "--array=0-1", "--output=again-%a")  # no task is left to run
     slurm.wait(again)
     assert all("has finished" in (tmp_path / f"again-{index}").read_text() for index in (0, 1))
     assert len(list((tmp_path / "out").glob("*/attempt-*"))) == 2
@@ -93,9 +94,8 @@ def test_a_task_that_is_warned_is_requeued_alone_and_goes_on(slurm, submit, tmp_
         return [log for log in (tmp_path / "out").glob("*/*/log.txt") if "saved" in log.read_text()]
 
     lab.wait_for("both to save", PATIENCE, lambda: len(saved()) == 2)
-    (warned,) = (
-        task["ArrayTaskId"] for task in slurm.jobs(array) if task["JobId"] == array
-    )  # shares the array's id
+    # It shares the array's id.
+    (warned,) = (task["ArrayTaskId"] for task in slurm.jobs(array) if task["JobId"] == array)
     slurm.run("scancel", "--batch", "--signal=TERM", f"{array}_{warned}")
     lab.wait_for(
         "it to end", PATIENCE, lambda: slurm.jobs(f"{array}_{warned}")[0]["JobState"] == "COMPLETED"
