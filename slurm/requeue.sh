@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Sourced by train.sh and sweep_offline.sbatch: runs a command that can be stopped and go on, and requeues this job.
+# Sourced by train.sh and sweep_offline.sbatch: runs a command that can be stopped and resumed, and requeues this job.
 
-# Slurm tells this shell that it must end. That passes it on to the command, which saves and exits with 75, or where it
-# has hardly begun, dies of it.
+# Slurm tells this shell to end by a signal. The shell passes the signal on to the command, which saves and exits with
+# 75. A command that has hardly begun dies of the signal.
 command='' told=''
 trap 'told=yes; if [[ -n $command ]]; then kill -TERM "$command" 2>/dev/null || true; fi' TERM USR1
 
-# In a job array only this task: the last task's SLURM_JOB_ID is the array's, too. Slurm is asked, because the variables
-# of an array are also there in a job that one of its tasks has submitted.
+# In a job array it requeues only this task: the last task's SLURM_JOB_ID is the array's, too. It asks Slurm, because
+# a job that a task of an array has submitted inherits the array's variables.
 job=$SLURM_JOB_ID
 task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 if [[ $(squeue --noheader --jobs="$task" --format=%A 2>/dev/null) == "$SLURM_JOB_ID" ]]; then
@@ -23,8 +23,8 @@ run() {
     wait "$command" && status=0 || status=$?
 }
 
-# requeue SAVED: where the command was stopped to go on later, requeues the job, else exits with $status. SAVED says from
-# what it will go on. If that is empty for want of time, the job is not requeued, lest that goes on for ever.
+# requeue SAVED: requeues the job if the command was stopped and can be resumed, otherwise exits with $status. SAVED
+# names the checkpoint. If it is empty because the time was too short, the job is not requeued: that would never end.
 requeue() {
     local state left restarts
     case $status/$told in 75/* | 143/yes | 138/yes) ;; *) exit "$status" ;; esac  # finished, or failed

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Sourced by the .sbatch files of scripts: trains in this job, and where the job is requeued, goes on.
+# Sourced by the .sbatch files of scripts: trains in this job, and goes on when the job is requeued.
 #     source slurm/train.sh SCRIPT [ARGUMENTS OF THE SCRIPT]
 # The run is runs/JOBNAME-JOBID, or that of --run-name NAME or --resume runs/NAME. If it holds a checkpoint, it goes on.
-# Wants the array `launch`: what to put before python, here and on the workers' nodes; and for several learners
-# `learners_per_node`: how many torchrun starts on each node, with all other cores of the task there for their workers.
+# Needs the array `launch`: the words before python, here and on the workers' nodes. For several learners it also needs
+# `learners_per_node`: how many torchrun starts on each node. All other cores of the task there are for their workers.
 source slurm/requeue.sh
 
 script=$1
@@ -20,7 +20,7 @@ for word in "$@"; do
     esac
     previous=$word
 done
-# The script checks these, too, but only when directories have been made and keys removed.
+# The script checks these, too, but only after directories have been made and keys removed.
 for flag in "--run-name $name" "--exp-name $experiment"; do
     value=${flag#* }
     if [[ ! $value =~ ^[[:alnum:]_+=-][[:alnum:]_.+=-]*$ ]]; then
@@ -60,11 +60,11 @@ if [[ -z ${SLURM_NTASKS_HET_GROUP_1:-}${learners_per_node:-} ]] && ((${cpus:-0} 
     echo "warning: $workers workers, though the job's $cpus CPUs are enough for more: --ntasks sets how many" >&2
 fi
 
-# How to go on by hand, which the script says when it is interrupted.
+# The command that resumes by hand. The script prints it when it is interrupted.
 file=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
 export CLUSTERENV_RESUME="${SCRIPT:+SCRIPT=$SCRIPT }sbatch $size${file#"$PWD/"}"
 
-# One job at a time: another's workers need the keys that are removed here.
+# One job at a time trains the run: another job's workers need the keys that are removed here.
 lock=runs/$name/job
 mkdir -p "runs/$name"
 if ! (set -C && echo "$job" >"$lock") 2>/dev/null; then
@@ -76,7 +76,7 @@ if ! (set -C && echo "$job" >"$lock") 2>/dev/null; then
     fi
     echo "$job" >"$lock"  # that of a job that was killed, or ours, requeued
 fi
-remove_keys() { rm -rf "runs/$name/workers/"clusterenv-*; }  # where the head was killed, they open nothing any more
+remove_keys() { rm -rf "runs/$name/workers/"clusterenv-*; }  # keys of a killed head open nothing any more
 remove_keys
 trap 'remove_keys; rm -f "$lock"; rmdir "runs/$name" 2>/dev/null || true' EXIT
 
@@ -104,7 +104,7 @@ if [[ -n ${learners_per_node:-} ]]; then
         others=$!
     fi
     run "${torchrun[@]}" 0 "$script" "${options[@]}" "$@"
-    # Torchrun's own. It may also stand for what could not be saved, on a full disk; the job's next start says that.
+    # torchrun's own status. It may also hide a failed save on a full disk; the job's next start reports that.
     if [[ -n $told && $status == 1 ]]; then status=75; fi
     if ((nodes > 1)); then
         kill "$others" 2>/dev/null || true

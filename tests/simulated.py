@@ -54,9 +54,8 @@ class Network:
         ]
         if seconds is None:
             return [], closed
-        self.now += (
-            1e-3 if self.inbox or closed else max(seconds, 1e-3)
-        )  # also a busy head grows older
+        # A busy head grows older, too.
+        self.now += 1e-3 if self.inbox or closed else max(seconds, 1e-3)
         received, self.inbox = self.inbox, []
         return received, closed
 

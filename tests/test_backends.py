@@ -86,9 +86,9 @@ def test_every_step_is_one_of_cartpole(backend):
         np.testing.assert_allclose(led_to, moved(observations, actions), atol=1e-5)
         assert (rollout.rewards == 1).all()
         fallen = (np.abs(led_to[..., 0]) > 2.4) | (np.abs(led_to[..., 2]) > np.deg2rad(12))
-        if (
-            backend == "envpool"
-        ):  # in the step in which the time is up it does not say whether there was another end, too
+        # In the step in which the time is up, EnvPool does not say whether there was another end,
+        # too.
+        if backend == "envpool":
             fallen &= ~rollout.truncations
         np.testing.assert_array_equal(fallen, rollout.terminations)
         begun = (rollout.terminations | rollout.truncations)[:-1]

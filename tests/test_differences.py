@@ -98,9 +98,8 @@ def test_errors_do_not_add_up_and_a_policy_at_rest_is_reached():
     for number in range(250):
         if number < 200:
             change(policy, 0.01)
-        if (
-            number == 199
-        ):  # one weight is far off: the mean of a quarter would take hundreds of pulls
+        # One weight is far off: the mean of a quarter would take hundreds of pulls.
+        if number == 199:
             with torch.no_grad():
                 next(policy.parameters())[0, 0] += 0.5
         store.publish(policy)

@@ -240,10 +240,11 @@ def test_workers_that_say_nothing(instead_of_python, monkeypatch):
         r"worker 0 \(.*environments 0 to 1\), worker 1 \(.*environments 2 to 2\) did not come up "
         r".* within 0\.5 s"
     )
+    # Sooner than with the default, a minute.
     with (
         at_most(45),
         pytest.raises(StartupError, match=text),
-    ):  # sooner than with the default, a minute
+    ):
         ClusterEnv([CountingEnv] * 3, 2, startup_timeout=0.5)
     assert len(started) == 2 and all(process.returncode is not None for process in started)
 

@@ -15,9 +15,8 @@ from clusterenv_runtime.wire.protocol import Built, Call, Collect, Error, Part, 
 
 from .simulated import SIGKILL, STARTUP_S, Processes, Simulation
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*ERROR"
-)  # as Gymnasium logs what environments raise
+# Gymnasium logs the exceptions of environments.
+pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR")
 
 
 def test_all_are_up_and_answer():

@@ -522,10 +522,11 @@ def test_the_jobset_is_of_the_same_jobs():
         kubernetes_validate.validate(
             {**plain, "spec": job["template"]["spec"]}, "1.34", strict=True
         )
+        # A JobSet has these as a whole.
         for setting in (
             "activeDeadlineSeconds",
             "ttlSecondsAfterFinished",
-        ):  # of a JobSet as a whole
+        ):
             del plain["spec"][setting]
         text = yaml.dump(plain["spec"]).replace(
             "tcp://clusterenv-head:", f"tcp://{name}-head-0-0.{name}:"

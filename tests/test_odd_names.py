@@ -41,9 +41,8 @@ class BesideEnv(CountingEnv):
 
 @pytest.fixture
 def odd():
-    with (
-        tempfile.TemporaryDirectory() as parent
-    ):  # a short name, as that of a socket may have 107 bytes
+    # A short name, because a socket's may have 107 bytes.
+    with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent, ODD)
         directory.mkdir()
         yield directory

@@ -29,9 +29,8 @@ from clusterenv_runtime.wire.protocol import (
 
 from .simulated import STARTUP_S, Process, Processes, Simulation
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*ERROR"
-)  # as Gymnasium logs what environments raise
+# Gymnasium logs the exceptions of environments.
+pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR")
 
 
 def sent(simulation, kind):

@@ -297,9 +297,8 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     process, workers = scripts.start_and_await_training(
         script, tmp_path, *flags, "--total-timesteps", str(total)
     )
-    while not has_begun(
-        tmp_path
-    ):  # DQN learns from the first chunk of any worker; the other's may come late
+    # DQN learns from the first chunk of any worker; the other's may come late.
+    while not has_begun(tmp_path):
         assert process.poll() is None
         time.sleep(0.01)
     folder = tmp_path / scripts.check_interruption(process, workers, signal.SIGTERM, 75)

@@ -89,9 +89,8 @@ class Reference:
             finals += [infos["final_obs"][i] for i in np.flatnonzero(terminations | truncations)]
             episodes += ended
         self.mode = self.envs.autoreset_mode = mode
-        if (
-            mode != AutoresetMode.SAME_STEP
-        ):  # they have been reset: the next step must not do it again
+        # They have been reset: the next step must not do it again.
+        if mode != AutoresetMode.SAME_STEP:
             self.envs._autoreset_envs[:] = self.ended[:] = False
         assert_same(rollout.next_observations, self.observations, "next_observations")
         expected = create_empty_array(self.space, len(finals))

@@ -266,9 +266,8 @@ def test_where_it_cannot_listen_it_says_so():
 @pytest.mark.parametrize("security", ["curve", "none"])
 def test_a_port_of_ones_own_and_no_security_if_that_is_allowed(security):
     port = None
-    while (
-        port is None
-    ):  # below the ports that the kernel hands out: nobody else takes it in between
+    # Below the ports that the kernel hands out: nobody else takes it in between.
+    while port is None:
         with contextlib.suppress(OSError), socket.socket() as free:
             free.bind(("127.0.0.1", number := random.SystemRandom().randrange(10_000, 32_000)))
             port = number
@@ -296,10 +295,11 @@ def test_a_stopped_worker_is_noticed_and_ended(workers, address):
             *_, pid = envs.call("pid")
             os.kill(pid, signal.SIGSTOP)
             text = rf"worker 1 \(.*pid {pid}.*\) died: cut off, or silent for {seconds} s"
+            # Sooner than with the default, 30 s.
             with (
                 at_most(25),
                 pytest.raises(WorkerDiedError, match=text),
-            ):  # sooner than with the default, 30 s
+            ):
                 envs.step([0] * 4)
             with at_most():
                 envs.close()

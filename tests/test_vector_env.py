@@ -569,9 +569,8 @@ def test_what_is_as_good_as_plain_data_arrives_in_infos_as_that():
         ]
         assert infos["tensor"].tolist() == [2.5, 2.5] and infos["tensor"].dtype == np.float32
         assert infos["tensors"].tolist() == [[0, 1, 2]] * 2
-        with pytest.raises(
-            TypeError, match="Gear cannot be sent to the head"
-        ):  # which it would not be at the head
+        # At the head it would be no Gear any more.
+        with pytest.raises(TypeError, match="Gear cannot be sent to the head"):
             envs.call("echo", Gear.FIRST)
 
 

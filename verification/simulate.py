@@ -117,9 +117,8 @@ class User:
         draw = self.world.random
         self.call("reset")
         for _ in range(draw.randint(1, 4)):
-            while (
-                self.envs._pool.failures.need_reset
-            ):  # if an interrupt came before the user was told, the requests are still open
+            # If an interrupt came before the user was told, the requests are still open.
+            while self.envs._pool.failures.need_reset:
                 self.call("recv" if self.sent else "reset")
             self.call(draw.choice([name for name in CALLS if self.may(name)]))
             # The user learns, and nobody serves messages.

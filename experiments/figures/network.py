@@ -90,10 +90,11 @@ class Delay:
         self._thread.start()
 
     async def _relay(self, reader, writer):
+        # The ends may be killed.
         with (
             contextlib.suppress(OSError, asyncio.CancelledError),
             contextlib.closing(writer),
-        ):  # the ends may be killed
+        ):
             other_reader, other_writer = await asyncio.open_connection(*self._to)
             with contextlib.closing(other_writer):
                 await asyncio.gather(
