@@ -152,7 +152,7 @@ def test_workers_pull_by_the_mean_divergence_of_all_learners_workers(others, pul
             envs.send(3)
 
 
-# What they have in a checkpoint.
+# Their part of a checkpoint.
 class FakeEnvs:
     num_workers = 2
 
@@ -424,7 +424,8 @@ def test_flags_that_differ_are_named(tmp_path):
     variables |= {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(ROOT / SCRIPT), "--env-id", "CartPole-v1", "--seed", str(rank + 1)],
+            [sys.executable, str(ROOT / SCRIPT), "--env-id", "CartPole-v1", "--seed",
+                str(rank + 1)],
             cwd=tmp_path, env=environment(RANK=str(rank), **variables), stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE, text=True,
         )
@@ -436,7 +437,7 @@ def test_flags_that_differ_are_named(tmp_path):
     assert errors == "error: learner 1 has --seed 2, learner 0 has 1: all must have the same\n"
 
 
-# Ends.
+# The end of learners.
 FLAGS = *TINY[2:], *FEW.split()[2:], "--total-timesteps", "1000000"
 KILLS = int(os.environ.get("LEARNER_KILLS", 2))
 

@@ -113,10 +113,12 @@ def test_the_arrays_that_advantages_are_computed_from_stay_as_they_are(ppo):
 ARGS = {"clip_coef": 0.2, "norm_adv": False, "clip_vloss": False, "ent_coef": 0.0, "vf_coef": 0.0}
 
 
-def loss_of(script, logprob, old, advantages, *, value=0.0, returns=0.0, old_values=0.0, entropy=0.0, weights=1.0,
-            **args):  # fmt: skip
-    """Call a script's loss, with a stand-in for its networks; return the loss, what is logged, and
-    the inputs.
+def loss_of(
+    script, logprob, old, advantages, *, value=0.0, returns=0.0, old_values=0.0, entropy=0.0,
+    weights=1.0, **args,
+):  # fmt: skip
+    """Call a script's loss, with a stand-in for its networks; return the loss, its logged values,
+    and the inputs.
     """
     number = len(logprob)
     new, entropy, value = (
