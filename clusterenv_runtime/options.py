@@ -4,47 +4,44 @@ scripts' flags.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import ipaddress
 import math
 import os
 import re
-import shlex
 import shutil
 import socket
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from .launchers import Launcher, is_ours, launcher_names, make_launcher
+from .launchers import Launcher, is_ours, make_launcher
 from .policy.sync import SyncRule
 from .wire.security import HeadKeys, read_key_file
 
 
 @dataclass(frozen=True)
 class Range:
-    """What a value must be, in words and as a function that says whether it is."""
+    """The values that an option may have, in words and as a function."""
 
     text: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class RunsCode:
-    """Which values run someone's code: they start a program, name what is imported, or say who may
-    send code.
+    """The values of an option that run someone's code.
 
-    The training scripts never take such a value from a checkpoint alone: the command line must have
-    it, too.
+    They start a program, name what is imported, or say who may send code. The training scripts
+    never take them from a checkpoint alone: the command line must have them, too.
     """
 
     holds: Callable[[Any], bool]
 
 
-# Of the types of options and flags. A NaN is in none of these.
+# The types of options and flags. None of these ranges has a NaN in it.
 Positive = Annotated[int, Range("at least 1", lambda value: value >= 1)]
 NotNegative = Annotated[int, Range("at least 0", lambda value: value >= 0)]
 PositiveNumber = Annotated[float, Range("a number > 0", lambda value: value > 0)]
@@ -54,12 +51,15 @@ Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
 Seconds = Annotated[float, Range("a number of seconds > 0", lambda value: value > 0)]
 Nats = Annotated[float, Range("a number of nats >= 0", lambda value: value >= 0)]
 Port = Annotated[int, Range("from 0 to 65535", lambda value: 0 <= value < 2**16)]
-_NAME = "of letters, digits and -_.+=, not begin with a dot"  # slurm/train.sh has the same rule
+# slurm/train.sh has the same rule for names.
+_NAME = Range(
+    "of letters, digits and -_.+=, not begin with a dot",
+    re.compile(r"[\w+=-][\w.+=-]*").fullmatch,
+)
+Name = Annotated[str, _NAME]
 LauncherName = Annotated[str, RunsCode(lambda value: not is_ours(value))]
-EnvId = Annotated[
-    str, RunsCode(lambda value: ":" in str(value))
-]  # Gymnasium imports the module before the colon
-Name = Annotated[str, Range(_NAME, lambda value: re.fullmatch(r"[\w+=-][\w.+=-]*", value))]
+# Gymnasium imports the module before the colon.
+EnvId = Annotated[str, RunsCode(lambda value: ":" in str(value))]
 
 
 @dataclass
@@ -135,12 +135,12 @@ class ClusterOptions:
 
     @property
     def rule(self) -> SyncRule:
-        """When a worker pulls."""
+        """The rule by which a worker pulls."""
         return SyncRule(self.sync_mode, self.kl_threshold, self.sync_interval, self.max_policy_lag)
 
     @property
     def rounds(self) -> bool:
-        """Whether what workers pull is rounded."""
+        """Whether the weights that workers pull are rounded."""
         return self.weights == "difference"
 
     @property
@@ -150,40 +150,29 @@ class ClusterOptions:
 
     @property
     def resources(self) -> dict[str, float]:
-        """What each worker takes, by name.
+        """The resources that each worker takes, by name.
 
         Raises:
-            ValueError: `worker_resources` is not of its form; the text goes on after its name.
+            ValueError: `worker_resources` is not of its form.
         """
-        pairs = [
-            re.fullmatch(r"([^=]+)=(\d+(?:\.\d+)?)", word) for word in self.worker_resources.split()
-        ]
-        if None in pairs:
-            raise ValueError(
-                f"must be of the form NAME=NUMBER, as in CPU=2, got {self.worker_resources!r}"
-            )
-        resources = {pair[1]: float(pair[2]) for pair in pairs}
-        if len(resources) < len(pairs):
-            raise ValueError(f"must name each resource once, got {self.worker_resources!r}")
+        resources: dict[str, float] = {}
+        for word in self.worker_resources.split():
+            pair = re.fullmatch(r"([^=]+)=(\d+(?:\.\d+)?)", word)
+            if pair is None or pair[1] in resources:
+                raise ValueError(
+                    "worker_resources must be of the form NAME=NUMBER, as in CPU=2, "
+                    f"each name once, got {self.worker_resources!r}"
+                )
+            resources[pair[1]] = float(pair[2])
         return resources
 
-    def make_launcher(
-        self, log_dir: str | os.PathLike[str] | None, spell: Callable[[str], str] = str
-    ) -> Launcher:
-        """Return the launcher of this name, whose workers may log to files in ``log_dir``.
+    def make_launcher(self, log_dir: str | os.PathLike[str] | None) -> Launcher:
+        """Return the launcher, whose workers may log to files in ``log_dir``.
 
         Raises:
             ValueError: there is none of this name, or the prefix is not a command line.
             StartupError: it cannot start workers here; the text says what to do.
         """
-        if self.launcher not in (names := launcher_names()):
-            raise ValueError(
-                f"{spell('launcher')} must be one of {', '.join(map(repr, names))}, got {self.launcher!r}"
-            )
-        try:
-            shlex.split(self.worker_prefix)
-        except ValueError as error:
-            raise ValueError(f"{spell('worker_prefix')} {self.worker_prefix}: {error}") from None
         return make_launcher(self.launcher, log_dir, self.worker_prefix)
 
     def keys(self) -> HeadKeys | None:
@@ -194,85 +183,91 @@ class ClusterOptions:
         """
         return None if self.key_file is None else read_key_file(self.key_file, HeadKeys)
 
-    def workers_key_file(self, launcher: Launcher, made: Any) -> Any:
-        """Return the file of the workers' keys that their commands name: the one that a head has
-        ``made``, if any.
+    def worker_flags(self, launcher: Launcher, address: str, key_file: Any) -> list[str]:
+        """Return the flags that all workers have in common.
 
-        But you have your own copies of keys that you have made and of workers that you start; see
-        `keys`.
+        ``key_file`` is the file that the head makes for its workers, or None. Workers that the user
+        starts have their own copy of the keys that the user has made.
         """
-        return f"{self.key_file}.worker" if launcher.by_hand and self.key_file else made
+        if self.key_file and launcher.by_hand:
+            key_file = f"{self.key_file}.worker"
+        flags = ["--connect", address]
+        flags += ["--key-file", str(key_file)] if key_file else []
+        flags += ["--startup-timeout", str(self.startup_timeout)]
+        return [*flags, "--head-timeout", str(self.worker_timeout)]
 
-    def check(self, launcher: Launcher, spell: Callable[[str], str] = str) -> str | None:
-        """Check all options, and return where to listen: an address or interface for tcp, None for
-        a socket file.
+    def check(self, launcher: Launcher) -> str | None:
+        """Check all options. Return the address or interface to listen on over tcp, or None for a
+        socket file.
 
-        A launcher may have to ask a scheduler for the address, so keep it. ``spell`` writes an
-        option's name as the user knows it.
+        A launcher may have to ask a scheduler for the address, so keep it.
 
         Raises:
-            ValueError: an option is out of range, or does not go with the others; the text is for
-                the user.
+            ValueError: an option is out of range, or does not go with the others.
             StartupError: the launcher cannot start workers here, or the key file is not one.
         """
-        check_ranges(self, spell)
+        check_ranges(self)
+        launcher.check_resources(self.resources, self.num_workers)
+        _require(
+            self.min_workers is None or self.min_workers <= self.num_workers,
+            f"min_workers must be from 1 to num_workers, {self.num_workers}, got {self.min_workers}",
+        )
+        _require(
+            self.sync_mode != "interval" or self.sync_interval is not None,
+            "sync_mode 'interval' needs sync_interval: pull every how many policy versions?",
+        )
         program = "".join(launcher.prefix[:1])
+        _require(
+            not program or launcher.remote or shutil.which(program),
+            f"worker_prefix begins with {program}, and there is no such program here",
+        )
+        return self._check_network(launcher)
+
+    def _check_network(self, launcher: Launcher) -> str | None:
         interfaces = [name for _, name in socket.if_nameindex()]
-        either = f"{spell('bind_address')} or {spell('interface')}"
-        try:
-            launcher.check_resources(self.resources, self.num_workers)
-        except ValueError as error:
-            raise ValueError(f"{spell('worker_resources')} {error}") from None
         address = self.bind_address or self.interface or launcher.address(self.num_workers)
-        if self.min_workers is not None and self.min_workers > self.num_workers:
-            most = f"{spell('num_workers')}, {self.num_workers}"
-            raise ValueError(
-                f"{spell('min_workers')} must be from 1 to {most}, got {self.min_workers}"
-            )
-        if self.sync_mode == "interval" and self.sync_interval is None:
-            needs = f"{spell('sync_mode')} 'interval' needs {spell('sync_interval')}"
-            raise ValueError(f"{needs}: pull every how many policy versions?")
-        if program and not launcher.remote and shutil.which(program) is None:
-            raise ValueError(
-                f"{spell('worker_prefix')} begins with {program}, and there is no such program here"
-            )
-        if self.bind_address and self.interface:
-            raise ValueError(f"give either {either}, not both")
-        if self.interface is not None and self.interface not in interfaces:
-            raise ValueError(
-                f"{spell('interface')} must be one of {', '.join(interfaces)}, got {self.interface}"
-            )
-        if self.bind_address:
-            _check_address(self.bind_address, spell)
-        if launcher.remote and not address:
-            needs = f"{spell('launcher')} {launcher.name} needs {either}"
-            raise ValueError(f"{needs}: an address that its workers can connect to")
-        if self.port != 0 and not address:
-            raise ValueError(f"{spell('port')} needs {either}")
         encrypted = self.security == "curve"
-        if self.key_file is not None and not (address and encrypted):
-            raise ValueError(f"{spell('key_file')} is for tcp with {spell('security')} curve")
-        if address and not (encrypted or self.allow_insecure):
-            who = "whoever can reach the port, on this machine or another, execute code as you"
-            only = f"use curve, or set {spell('allow_insecure')} where nobody else can"
-            raise ValueError(f"{spell('security')} none on {address} would let {who}: {only}")
+        either = "bind_address or interface"
+        _require(not (self.bind_address and self.interface), f"give either {either}, not both")
+        _require(
+            self.interface in (None, *interfaces),
+            f"interface must be one of {', '.join(interfaces)}, got {self.interface}",
+        )
+        if self.bind_address:
+            _check_address(self.bind_address)
+        _require(
+            address or not launcher.remote,
+            f"launcher {launcher.name} needs {either}: an address that its workers can connect to",
+        )
+        _require(address or self.port == 0, f"port needs {either}")
+        _require(
+            self.key_file is None or address and encrypted,
+            "key_file is for tcp with security curve",
+        )
+        _require(
+            not address or encrypted or self.allow_insecure,
+            f"security none on {address} would let whoever can reach the port, on this machine or "
+            "another, execute code as you: use curve, or set allow_insecure where nobody else can",
+        )
         self.keys()
         return address
 
 
-def _check_address(text: str, spell: Callable[[str], str]) -> None:
-    """Raise ValueError if this is not the address of one interface; ZeroMQ would read "0" as all of
-    them.
-    """
+def _require(fine: Any, text: str) -> None:
+    if not fine:
+        raise ValueError(text)
+
+
+def _check_address(text: str) -> None:
+    """Raise ValueError unless this is the address of one interface. ZeroMQ reads "0" as all."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
-        name = f"an interface's name goes to {spell('interface')}"
         raise ValueError(
-            f"{spell('bind_address')} must be an IP address ({name}), got {text}"
+            f"bind_address must be an IP address (an interface's name goes to interface), got {text}"
         ) from None
-    if (getattr(address, "ipv4_mapped", None) or address).is_unspecified:
-        raise ValueError(f"{spell('bind_address')} must be one address, not all of them ({text})")
+    is_of_all = (getattr(address, "ipv4_mapped", None) or address).is_unspecified
+    _require(not is_of_all, f"bind_address must be one address, not all of them ({text})")
 
 
 @functools.cache
@@ -280,66 +275,65 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
-def check_ranges(options: Any, spell: Callable[[str], str] = str) -> None:
-    """Raise ValueError if a field of this dataclass is not in the `Range` or `Literal` of its type;
-    None may be.
-    """
+def _parts(options: Any) -> Iterator[tuple[str, Any, Any, tuple[Any, ...]]]:
+    """Return each field's name and value with its type and its marks, also those of a union."""
     for name, hint in _hints(type(options)).items():
-        value = getattr(options, name)
+        for part in (hint, *typing.get_args(hint)):
+            yield name, getattr(options, name), part, getattr(part, "__metadata__", ())
+
+
+def check_ranges(options: Any) -> None:
+    """Raise ValueError if a field of this dataclass is neither None nor in its `Range` or `Literal`."""
+    for name, value, kind, marks in _parts(options):
         if value is None:
             continue
-        for part in (hint, *typing.get_args(hint)):  # of a union as well
-            if typing.get_origin(part) is Literal and value not in typing.get_args(part):
-                words = " or ".join(map(repr, typing.get_args(part)))
-                raise ValueError(f"{spell(name)} must be {words}, got {value!r}")
-            for mark in getattr(part, "__metadata__", ()):
-                if isinstance(mark, Range) and not mark.holds(value):
-                    raise ValueError(f"{spell(name)} must be {mark.text}, got {value!r}")
+        if typing.get_origin(kind) is Literal:
+            words = " or ".join(map(repr, typing.get_args(kind)))
+            _require(value in typing.get_args(kind), f"{name} must be {words}, got {value!r}")
+        for mark in marks:
+            if isinstance(mark, Range):
+                _require(mark.holds(value), f"{name} must be {mark.text}, got {value!r}")
 
 
 def that_run_code(options: Any) -> dict[str, Any]:
-    """Return the fields of this dataclass whose values run someone's code, as their types'
-    `RunsCode` say.
-    """
-    marks = [
-        (name, mark)
-        for name, hint in _hints(type(options)).items()
-        for mark in getattr(hint, "__metadata__", ())
-    ]
-    found = [
-        name
-        for name, mark in marks
-        if isinstance(mark, RunsCode) and mark.holds(getattr(options, name))
-    ]
-    return {name: getattr(options, name) for name in found}
+    """Return the fields of this dataclass whose values run someone's code, see `RunsCode`."""
+    return {
+        name: value
+        for name, value, _, marks in _parts(options)
+        for mark in marks
+        if isinstance(mark, RunsCode) and mark.holds(value)
+    }
 
 
 def parse_options(
     options: dict[str, Any], log_dir: str | os.PathLike[str] | None
 ) -> tuple[ClusterOptions, Launcher, str | None]:
-    """Return a `ClusterEnv`'s keyword arguments as options, their launcher, and where to listen, as
-    `check` says it.
+    """Return a `ClusterEnv`'s keyword arguments as options, with their launcher, and the address to
+    listen on, see `ClusterOptions.check`.
 
     Raises:
         TypeError: there is no option of a name.
         ValueError: an option is out of range, or does not go with the others.
         StartupError: the launcher cannot start workers here.
     """
-    names = [field.name for field in dataclasses.fields(ClusterOptions)]
-    if unknown := [name for name in options if name not in names]:
-        raise TypeError(
-            f"ClusterEnv has no option {unknown[0]!r}; its options are {', '.join(names)}"
-        )
+    names = [field.name for field in fields(ClusterOptions)]
+    for name in options:
+        if name not in names:
+            raise TypeError(
+                f"ClusterEnv has no option {name!r}; its options are {', '.join(names)}"
+            )
     parsed = ClusterOptions(**options)
     launcher = parsed.launcher
     if isinstance(launcher, Launcher):
         kind = type(launcher).__name__
-        if log_dir is not None or parsed.worker_prefix:
-            raise ValueError(
-                f"log_dir and worker_prefix belong to the launcher: {kind}(log_dir, prefix)"
-            )
-        if launcher.started:
-            raise ValueError(f"a {kind} starts the workers of one ClusterEnv: make another")
+        _require(
+            log_dir is None and not parsed.worker_prefix,
+            f"log_dir and worker_prefix belong to the launcher: {kind}(log_dir, prefix)",
+        )
+        _require(
+            not launcher.num_workers,
+            f"a {kind} starts the workers of one ClusterEnv: make another",
+        )
         parsed.launcher = launcher.name
     else:
         launcher = parsed.make_launcher(log_dir)
@@ -348,16 +342,13 @@ def parse_options(
 
 def with_options(cls: type) -> type:
     """Show the options in the signature of a class that takes them as ``**options``."""
-    parameters = inspect.signature(cls).parameters
-    own = [
-        parameter
-        for parameter in parameters.values()
-        if parameter.kind is not parameter.VAR_KEYWORD
-    ]
-    options = [
+    own = dict(inspect.signature(cls).parameters)
+    del own["options"]
+    options = inspect.signature(ClusterOptions).parameters
+    more = [
         parameter.replace(kind=parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(ClusterOptions).parameters.items()
-        if name not in parameters
+        for name, parameter in options.items()
+        if name not in own
     ]
-    cls.__signature__ = inspect.Signature([*own, *options])
+    cls.__signature__ = inspect.Signature([*own.values(), *more])
     return cls

@@ -5,6 +5,7 @@ import itertools
 from gymnasium import spaces
 
 from clusterenv_runtime import Exit, Launcher
+from clusterenv_runtime.head.messenger import Messenger
 from clusterenv_runtime.head.pool import WorkerPool
 from clusterenv_runtime.head.recovery import Recovery
 from clusterenv_runtime.head.supervisor import Supervisor
@@ -158,7 +159,8 @@ class Simulation:
         )
         clock = self.network.clock
         self.supervisor = Supervisor(self.workers, self.launcher, options, clock)
-        self.pool = WorkerPool(self.network, self.supervisor, self.recovery, self.store, opener)
+        messenger = Messenger(self.network, self.supervisor, self.recovery, self.store, opener)
+        self.pool = WorkerPool(messenger)
         self.launcher.prepare(number, [], "nowhere")
         if start:
             self.pool.start(number)

@@ -104,7 +104,7 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
         ),
         (
             "--resume runs/x --kl-threshold -1",
-            "--kl-threshold must be a number of nats >= 0, got -1.0",
+            "kl_threshold must be a number of nats >= 0, got -1.0",
         ),
     ],
 )
@@ -279,25 +279,25 @@ def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypat
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--min-workers 3", "--min-workers must be from 1 to --num-workers, 2, got 3"),
-        ("--min-workers 0", "--min-workers must be at least 1, got 0"),
-        ("--max-worker-restarts -1", "--max-worker-restarts must be at least 0, got -1"),
-        ("--worker-timeout 0", "--worker-timeout must be a number of seconds > 0, got 0.0"),
-        ("--startup-timeout nan", "--startup-timeout must be a number of seconds > 0, got nan"),
+        ("--min-workers 3", "min_workers must be from 1 to num_workers, 2, got 3"),
+        ("--min-workers 0", "min_workers must be at least 1, got 0"),
+        ("--max-worker-restarts -1", "max_worker_restarts must be at least 0, got -1"),
+        ("--worker-timeout 0", "worker_timeout must be a number of seconds > 0, got 0.0"),
+        ("--startup-timeout nan", "startup_timeout must be a number of seconds > 0, got nan"),
         (
             "--checkpoint-interval -1",
-            "--checkpoint-interval must be a number of seconds >= 0, got -1.0",
+            "checkpoint_interval must be a number of seconds >= 0, got -1.0",
         ),
-        ("--port 65536 --interface lo", "--port must be from 0 to 65535, got 65536"),
-        ("--port 5000", "--port needs --bind-address or --interface"),
+        ("--port 65536 --interface lo", "port must be from 0 to 65535, got 65536"),
+        ("--port 5000", "port needs bind_address or interface"),
         (
             "--interface lo --bind-address 127.0.0.1",
-            "give either --bind-address or --interface, not both",
+            "give either bind_address or interface, not both",
         ),
         ("--interface none0", "got none0"),
-        ("--bind-address 0.0.0.0", "--bind-address must be one address, not all of them (0.0.0.0)"),
+        ("--bind-address 0.0.0.0", "bind_address must be one address, not all of them (0.0.0.0)"),
         ("--bind-address 192.0.2.1", "cannot listen on --bind-address 192.0.2.1, port 0: "),
-        ("--bind-address 10.0.0.1 --security none", "use curve, or set --allow-insecure"),
+        ("--bind-address 10.0.0.1 --security none", "use curve, or set allow_insecure"),
     ],
 )
 def test_a_flag_of_the_runtime_out_of_range_is_one_line(monkeypatch, flags, says):

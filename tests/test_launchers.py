@@ -183,7 +183,7 @@ def test_a_step_that_the_system_refuses_changes_nothing(monkeypatch, start_steps
 
 
 def test_a_resource_is_named_once():
-    with pytest.raises(ValueError, match="must name each resource once, got 'CPU=1 CPU=2'"):
+    with pytest.raises(ValueError, match="each name once, got 'CPU=1 CPU=2'"):
         _ = ClusterOptions(worker_resources="CPU=1 CPU=2").resources
 
 
@@ -223,16 +223,16 @@ def test_a_percent_sign_in_a_log_is_none_to_srun():
             {**PLAIN, "SLURM_JOB_NODELIST": "x"},
             "scontrol show hostnames x: slurm_load_node error",
         ),
-        ("--launcher external", {}, "--launcher external needs --bind-address or --interface"),
+        ("--launcher external", {}, "launcher external needs bind_address or interface"),
         (
             "--worker-resources CPU=1",
             {},
-            "--worker-resources goes with a launcher that gives workers",
+            "worker_resources goes with a launcher that gives workers",
         ),
         (
             "--launcher slurm --worker-resources GPU=1",
             PLAIN,
-            "--worker-resources must be CPU=NUMBER with the",
+            "worker_resources must be CPU=NUMBER with the",
         ),
         (
             "--launcher slurm --worker-resources CPU=0.5",
@@ -257,30 +257,30 @@ def test_a_percent_sign_in_a_log_is_none_to_srun():
         (
             "--worker-resources CPU",
             {},
-            "--worker-resources must be of the form NAME=NUMBER, as in CPU=2, got 'CPU'",
+            "worker_resources must be of the form NAME=NUMBER, as in CPU=2",
         ),
-        ("--worker-prefix 'nice", {}, "--worker-prefix 'nice: No closing quotation"),
+        ("--worker-prefix 'nice", {}, "worker_prefix 'nice: No closing quotation"),
         (
             "--worker-prefix nonesuch",
             {},
-            "--worker-prefix begins with nonesuch, and there is no such program here",
+            "worker_prefix begins with nonesuch, and there is no such program here",
         ),
-        ("--key-file key", {}, "--key-file is for tcp with --security curve"),
+        ("--key-file key", {}, "key_file is for tcp with security curve"),
         ("--key-file no --bind-address 127.0.0.1", {}, "cannot read the key file no: No such file"),
         (
             "--run-name ../there",
             {},
-            "--run-name must be of letters, digits and -_.+=, not begin with a dot, got",
+            "run_name must be of letters, digits and -_.+=, not begin with a dot, got",
         ),
         (
             "--dry-run --exp-name ../there",
             {},
-            "--exp-name must be of letters, digits and -_.+=, not begin with",
+            "exp_name must be of letters, digits and -_.+=, not begin with",
         ),
         (
             "--dry-run --exp-name=",
             {},
-            "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got ''",
+            "exp_name must be of letters, digits and -_.+=, not begin with a dot, got ''",
         ),
     ],
 )
@@ -586,7 +586,7 @@ def test_another_package_may_add_a_launcher(tmp_path, monkeypatch, workers):
     result = run("ppo_clusterenv.py", tmp_path, *flags, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
     assert result.returncode == 0 and "env ADDED=yes" in result.stdout, result.stderr
     (tmp_path / "empty").mkdir()
-    says = "--launcher must be one of 'local', 'external', 'added', 'ray', 'slurm', got 'nonesuch'"
+    says = "launcher must be one of 'added', 'external', 'local', 'ray', 'slurm', got 'nonesuch'"
     check_refusal_here(
         monkeypatch,
         "ppo_clusterenv.py",

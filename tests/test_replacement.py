@@ -9,7 +9,8 @@ import pytest
 
 from clusterenv_runtime.head.episodes import Episodes
 from clusterenv_runtime.head.recovery import Recovery
-from clusterenv_runtime.head.worker import Request, Worker
+from clusterenv_runtime.head.requests import Request
+from clusterenv_runtime.head.worker import Worker
 from clusterenv_runtime.policy.sync import SyncRule
 from clusterenv_runtime.policy.versions import PolicyStore
 from clusterenv_runtime.wire.protocol import (
@@ -102,7 +103,6 @@ def test_a_process_is_reset_with_fresh_seeds_unless_all_are_being_reset(told, as
     seeds, _, _ = cloudpickle.loads(resets[0][0]) if own else (told.worker.seeds, None, None)
     assert seeds == told.worker.seeds == told.recovery.restarts[0]["seeds"]
     assert (seeds == [7, None]) == (not own) and seeds[1] is None
-    assert told.worker.user_seeds == [7, None]
 
 
 def test_seeds_are_others_after_each_loss_and_for_each_worker(told):

@@ -188,19 +188,19 @@ def test_what_make_env_does_to_an_id_that_only_the_backend_has_is_seen_on_anothe
     [
         (
             ["--run-name", "../x"],
-            "--run-name must be of letters, digits and -_.+=, not begin with a dot, got '../x'",
+            "run_name must be of letters, digits and -_.+=, not begin with a dot, got '../x'",
         ),
         (
             ["--run_name="],
-            "--run-name must be of letters, digits and -_.+=, not begin with a dot, got ''",
+            "run_name must be of letters, digits and -_.+=, not begin with a dot, got ''",
         ),
         (
             ["--exp-name", "x/y"],
-            "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got 'x/y'",
+            "exp_name must be of letters, digits and -_.+=, not begin with a dot, got 'x/y'",
         ),
         (
             ["--exp_name=.x"],
-            "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got '.x'",
+            "exp_name must be of letters, digits and -_.+=, not begin with a dot, got '.x'",
         ),
         (["--resume", "../x"], "--resume must be runs/NAME, of the working directory, got ../x"),
     ],
@@ -282,7 +282,7 @@ def test_arguments_of_environments_are_read_from_one_string(text, kwargs):
     [
         (
             "gravity",
-            "--env-kwargs must be name=value pairs, as in 'gravity=-5 enable_wind=true', got "
+            "env_kwargs must be name=value pairs, as in 'gravity=-5 enable_wind=true', got "
             "'gravity'",
         ),
         ("a=1 a=2", "got 'a=1 a=2'"),

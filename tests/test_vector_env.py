@@ -458,7 +458,7 @@ def test_unknown_observation_modes(observation_mode):
             [CountingEnv],
             {"launcher": "slurp"},
             ValueError,
-            "launcher must be one of 'local', 'external', 'ray', 'slurm', got 'slurp'",
+            "launcher must be one of 'external', 'local', 'ray', 'slurm', got 'slurp'",
         ),
         (
             [CountingEnv],

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MUTATIONS = {
     "until d016c55: what a wait has posted is left unsent": (
         "head/pool.py",
-        "if self._outbox:  # weights, for example, that a worker waits for",
+        "if self._messenger.outbox:  # weights, for example, that a worker waits for",
         "if False:",
     ),
     "until b661e7f: Ctrl-C raises where something is half done": (
@@ -36,9 +36,9 @@ MUTATIONS = {
         "pass",
     ),
     "a replacement is not asked what is outstanding": (
-        "head/pool.py",
-        "self._recovery.orders(worker, self._requests.of(worker))",
-        "self._recovery.orders(worker, [])",
+        "head/messenger.py",
+        "self.recovery.orders(worker, self.requests.of(worker))",
+        "self.recovery.orders(worker, [])",
     ),
     "a replacement is not told the policy's structure": (
         "head/recovery.py",
@@ -71,7 +71,7 @@ MUTATIONS = {
         "pass",
     ),
     "a worker answers for another": (
-        "head/pool.py",
+        "head/messenger.py",
         "case _ if seq not in worker.process.asked:",
         "case _ if False:",
     ),
@@ -81,14 +81,14 @@ MUTATIONS = {
         "            raise",
     ),
     "late and duplicate answers are kept": (
-        "head/pool.py",
+        "head/requests.py",
         "request = self.outstanding.pop(seq)\n",
         "request = self.outstanding[seq]\n",
     ),
     "who pulls for a request that was given up gets no weights": (
-        "head/pool.py",
+        "head/messenger.py",
         "if process.state in CONNECTED:\n            weights",
-        "if process.state in CONNECTED and seq in self._requests.outstanding:\n            weights",
+        "if process.state in CONNECTED and seq in self.requests.outstanding:\n            weights",
     ),
     "a worker that pulls takes another structure only later": (
         "worker/worker.py",
@@ -122,7 +122,7 @@ MUTATIONS = {
         "if False:",
     ),
     "what is no message is dropped, and its sender kept": (
-        "head/pool.py",
+        "head/messenger.py",
         'self._refuse(worker, f"it sent {message}")',
         "pass",
     ),

@@ -253,7 +253,7 @@ class User:
         """Check that the head keeps nothing that nobody will ask for, and has always known what
         workers hold.
         """
-        requests, store = self.envs._pool._requests, self.envs._store
+        requests, store = self.envs._pool._requests, self.envs._head.store
         if self.ahead is None and (requests.outstanding or requests.answered):
             raise Wrong(
                 f"nobody takes {requests.outstanding} and the answers {list(requests.answered)}"

@@ -174,7 +174,7 @@ class SlurmLauncher(LocalLauncher):
         if set(resources) - {"CPU"} or cores < 1 or cores % 1:
             got = " ".join(f"{name}={number:g}" for name, number in resources.items())
             raise ValueError(
-                f"must be CPU=NUMBER with the launcher slurm, whole cores for each worker, got {got}"
+                f"worker_resources must be CPU=NUMBER with the launcher slurm, whole cores for each worker, got {got}"
             )
         self._allocation.places(num_workers, _own_cores_of(resources))
 

@@ -17,8 +17,9 @@ from ..rollout import Rollout
 from ..wire.part import RolloutPart
 from ..wire.protocol import Collect, Structure
 from .episodes import Episodes
+from .requests import Request
 from .start import Head
-from .worker import Request, State, Worker
+from .worker import State, Worker
 
 if TYPE_CHECKING:
     from ..policy.base import Policy

@@ -17,7 +17,8 @@ import numpy as np
 from ..policy.sync import SyncRule
 from ..policy.versions import PolicyStore
 from ..wire.protocol import Collect, CutOff, Message, Reset, SetAttr, Setup, Step, Structure
-from .worker import Request, Worker
+from .requests import Request
+from .worker import Worker
 
 logger = logging.getLogger(__name__)
 Order = tuple[int | None, Message, tuple[Any, ...]]  # seq, if it is known, message and buffers
@@ -95,7 +96,7 @@ class Recovery:
         rows = range(workers[0].offset, workers[0].offset + len(seeds))
         given = [seed - row for row, seed in zip(rows, seeds, strict=True) if seed is not None]
         for worker in workers:
-            worker.seeds = worker.user_seeds = seeds[worker.rows]
+            worker.seeds = seeds[worker.rows]
             worker.episodes.reset()
         if given and not self._is_loaded:
             self.seed = given[0] % 2**62
@@ -115,9 +116,9 @@ class Recovery:
 
 
 def _fresh_seeds(worker: Worker, number: int) -> list[int | None]:
-    """Return seeds for replacement ``number`` of a worker; they follow from the user's."""
-    given = [seed for seed in worker.user_seeds if seed is not None]
+    """Return seeds for replacement ``number`` of a worker; they follow from those before."""
+    given = [seed for seed in worker.seeds if seed is not None]
     sequence = np.random.SeedSequence([*given, worker.first_row, number])
     # Some environments take only 31 bits.
     fresh = (sequence.generate_state(worker.num_envs) >> 1).tolist()
-    return [None if old is None else new for old, new in zip(worker.user_seeds, fresh, strict=True)]
+    return [None if old is None else new for old, new in zip(worker.seeds, fresh, strict=True)]

@@ -16,12 +16,12 @@ import numpy as np
 
 from ..envs.blueprint import Blueprint
 from ..launchers import Launcher
-from ..launchers.base import worker_flags
 from ..options import ClusterOptions
 from ..policy.sync import SyncRule
 from ..policy.versions import PolicyStore
 from ..wire.protocol import shared_versions
 from .answers import Opener
+from .messenger import Messenger
 from .pool import WorkerPool
 from .recovery import Recovery
 from .supervisor import Supervisor
@@ -111,8 +111,8 @@ def start_head(
     Raises:
         StartupError, WorkerDiedError: the head cannot listen, or a worker does not come up.
     """
-    # read now, as files: strangers may have used up what a process may open when a worker says
-    # hello
+    # These are read now, as files: strangers may have used up what a process may open when a
+    # worker says hello.
     shared_versions()
     num_workers = min(options.num_workers, blueprint.num_envs)
     min_workers = min(options.min_workers or num_workers, num_workers)
@@ -122,19 +122,17 @@ def start_head(
     ]
     layout = blueprint.layout
     spaces = layout.single_observation_space, layout.single_action_space
-    copies, needs_kl = [worker.copy for worker in workers], options.rule.mode == "kl"
-    store = PolicyStore(copies, *spaces, options.rounds, needs_kl, sum_over_learners)
-    recovery = Recovery(options.rule, store)
+    rule = options.rule
+    copies = [worker.copy for worker in workers]
+    store = PolicyStore(copies, *spaces, options.rounds, rule.mode == "kl", sum_over_learners)
+    recovery = Recovery(rule, store)
     supervisor = Supervisor(workers, launcher, options, clock)
+    opener = Opener(*spaces, layout.info_keys, layout.frame_stack)
     transport = make_transport(
         address, options.port, options.security, options.keys(), launcher.directory
     )
-    opener = Opener(*spaces, layout.info_keys, layout.frame_stack)
-    pool = WorkerPool(transport, supervisor, recovery, store, opener)
-    key_file = options.workers_key_file(launcher, transport.key_file)
-    flags = worker_flags(
-        transport.address, key_file, options.startup_timeout, options.worker_timeout
-    )
+    pool = WorkerPool(Messenger(transport, supervisor, recovery, store, opener))
+    flags = options.worker_flags(launcher, transport.address, transport.key_file)
     launcher.resources = options.resources
     try:
         launcher.prepare(num_workers, flags, transport.directory)
@@ -142,4 +140,4 @@ def start_head(
     except BaseException:
         pool.close(timeout=0)
         raise
-    return Head(pool, recovery, store, options.rule, min_workers < num_workers)
+    return Head(pool, recovery, store, rule, min_workers < num_workers)

@@ -45,13 +45,18 @@ class Stepper:
         self._copy = copy
         # A full reset does not wait for workers that have yet to come. They are reset when they do.
         self._skips_absent = head.is_partial
-        self.state = AsyncState.DEFAULT
+        self._state = AsyncState.DEFAULT
         self.was_reset = False
         self._pending: list[int] = []  # the requests of the call under way, by seq
         self._mask: np.ndarray | None = None  # of the reset under way
         self._observations: Any = None  # of all environments, the last ones
         self._lost: list[Worker] = []  # workers replaced after they had answered the last call
         self._warned: set[str] = set()  # what the user was told of infos
+
+    @property
+    def pending(self) -> str:
+        """The name of the call that is under way; empty for none."""
+        return "" if self._state == AsyncState.DEFAULT else self._state.value
 
     def reset(self, seed: int | list[int | None] | None, options: dict[str, Any] | None) -> None:
         """Ask for a reset of all environments, or of those of ``options["reset_mask"]``."""
@@ -203,12 +208,12 @@ class Stepper:
             else:
                 self._pending.append(seq)
         self._pool.exchange()
-        self.state = state
+        self._state = state
 
     def _replies(self, state: AsyncState, timeout: float | None) -> list[Reply]:
         """Return the replies, one for each worker, with their values unpacked."""
         name = state.value
-        if self.state != state:
+        if self._state != state:
             raise NoAsyncCallError(
                 f"Calling `{name}_wait` without any prior call to `{name}_async`.", name
             )
@@ -219,7 +224,7 @@ class Stepper:
                 f"The call to `{name}_wait` has timed out after {timeout} second(s). {error}"
             ) from None
         finally:
-            self.state = AsyncState.DEFAULT
+            self._state = AsyncState.DEFAULT
         self._lost = [request.worker for request in requests if request.process_is_gone]
         replies = {request.worker.index: request.response for request in requests}
         for key in [key for reply in replies.values() for key in reply.dropped]:

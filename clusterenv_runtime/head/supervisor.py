@@ -82,11 +82,9 @@ class Supervisor:
         process.deadline = process.heard + self._options.startup_timeout
 
     def has_built_one(self, worker: Worker) -> None:
-        """Note that a worker has built one of its environments. More than it has are not believed."""
-        process = worker.process
-        process.built += 1
-        if process.state == State.BUILDING and process.built <= worker.num_envs:
-            process.deadline = self.clock() + self._options.startup_timeout
+        """Note that a worker has built one of its environments, and has others to build."""
+        if worker.process.state == State.BUILDING:
+            worker.process.deadline = self.clock() + self._options.startup_timeout
 
     def is_ready(self, worker: Worker) -> None:
         """Note that a worker has built all of its environments."""

@@ -1,6 +1,4 @@
-"""The head's one listening socket. It knows connections, and no workers; nothing above it is called
-from here.
-"""
+"""The head's one listening socket. It knows connections, and no workers."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from ..errors import StartupError, printable
 from ..wire import protocol
 from ..wire.codec import MAX_FRAME
 from ..wire.protocol import Answer, Message, Ping
-from ..wire.security import Gate, HeadKeys
+from ..wire.security import Gate, HeadKeys, write_key_file
 
 logger = logging.getLogger(__name__)
 MOST_FILES = 65_536
@@ -36,15 +34,12 @@ def listening_address(bind_address: str | None, port: int | str, directory: str)
     """Return where to listen for workers, as ZeroMQ writes it."""
     if not bind_address:
         return f"ipc://{directory}/head"
-    return (
-        f"tcp://[{bind_address}]:{port}" if ":" in bind_address else f"tcp://{bind_address}:{port}"
-    )
+    host = f"[{bind_address}]" if ":" in bind_address else bind_address
+    return f"tcp://{host}:{port}"
 
 
 def raise_file_limit() -> None:
-    """Let this process have as many open files as it may: each connection is one, and a stranger
-    may open many.
-    """
+    """Let this process have as many open files as it may: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -52,14 +47,14 @@ def raise_file_limit() -> None:
 
 
 def remove_own(directory: str, pid: int) -> None:
-    """Remove a directory of this process's, and not one of the process that it was forked from."""
+    """Remove a directory of process ``pid``, unless this is a fork of it."""
     if os.getpid() == pid:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @dataclass
 class Outgoing:
-    """A message to one connection, of a request or (None) of none, with raw buffers after it."""
+    """A message to one connection, with raw buffers after it; ``seq`` is None if none is its."""
 
     identity: bytes
     seq: int | None
@@ -67,14 +62,8 @@ class Outgoing:
     buffers: tuple[Any, ...] = ()
 
 
-@dataclass
-class Malformed:
+class Malformed(str):
     """What came instead of a message, in words."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass
@@ -85,16 +74,15 @@ class Received:
     frames: list[Any]
 
     def read(self, is_strange: bool = False) -> tuple[int | None, Answer | Malformed]:
-        """Return ``seq`` and message. What it says may take much more room than its frames, so do
-        not keep many.
+        """Return ``seq`` and message. A stranger's message must be short.
+
+        A message may take much more room than its frames, so do not keep many.
         """
         if is_strange and sum(map(len, self.frames)) > MAX_HELLO:
             return None, Malformed("a long message")
         try:
             return protocol.decode_answer(self.frames[0])
-        except (
-            Exception
-        ) as error:  # msgspec's, UnicodeDecodeError, RecursionError: anything may be sent
+        except Exception as error:  # anything may be sent
             return None, Malformed(f"a malformed message: {printable(str(error))}")
 
 
@@ -111,7 +99,7 @@ class Transport:
         security: over tcp "curve" or "none".
         keys: made ahead, or None for fresh ones.
         parent: where the private directory with socket and keys is made; None for the system's
-            place.
+            directory of temporary files.
 
     Raises:
         StartupError: it cannot listen there.
@@ -128,48 +116,49 @@ class Transport:
         raise_file_limit()
         self.dropped = 0  # messages so far that were malformed or of strangers
         self._complained_of: set[bytes] = set()
-        self._pulses: dict[
-            bytes, bool
-        ] = {}  # by identity, whether it was missing at the last `Ping`
+        self._pulses: dict[bytes, bool] = {}  # by identity: whether it missed the last `Ping`
         if parent is not None:
             parent.mkdir(parents=True, exist_ok=True)
-        # 0700: nobody else can dial in
-        self.directory, self.key_file = tempfile.mkdtemp(prefix="clusterenv-", dir=parent), None
+        # Its mode is 0700, so nobody else can connect to a socket file there.
+        self.directory = tempfile.mkdtemp(prefix="clusterenv-", dir=parent)
+        self.key_file: Path | None = None
         self._remove = weakref.finalize(self, remove_own, self.directory, os.getpid())
-        self._context, self._gate = zmq.Context(), None
+        self._context = zmq.Context()
+        self._gate: Gate | None = None
         self._socket = self._context.socket(zmq.ROUTER)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._socket.linger = 0
-        self._socket.router_mandatory = (
-            True  # a message to a worker that has gone raises instead of vanishing
-        )
-        # All is read at once. Where libzmq has stopped to read from a connection that then breaks,
-        # its next PONG would end the process, by an assertion, and so would a PING, of which the
-        # head sends none.
-        self._socket.rcvhwm = 0
-        self._socket.backlog = 4096  # many workers may come at once
-        # One that does not read must not block the head. What it is sent is bounded: it cannot
-        # answer what it has not read, see `Requests.number`, and only then is it asked for more.
-        self._socket.sndhwm = 0
-        self._socket.router_handover = (
-            True  # else libzmq keeps what comes under an identity that is taken for ever
-        )
-        protocol.set_limits(self._socket, MAX_FRAME)
-        # Connections to machines that are gone close in the end; that of a worker is noticed
-        # sooner, see `_has_pulse`.
-        self._socket.tcp_keepalive, self._socket.tcp_keepalive_idle = 1, 60
-        self._socket.handshake_ivl = HANDSHAKE_MS
+        self._set_options()
         try:
             self._socket.ipv6 = ":" in (bind_address or "")
             if bind_address and security == "curve":
+                keys = keys or HeadKeys.make()
                 self.key_file = Path(self.directory) / "key"
-                self._gate = Gate(self._context, self._socket, self.key_file, keys)
+                write_key_file(self.key_file, keys.workers())
+                self._gate = Gate(self._context, self._socket, keys)
             self._bind(listening_address(bind_address, port or "*", self.directory))
         except BaseException:
             self.close()
             raise
         self.address = os.fsdecode(self._socket.last_endpoint).rstrip("\0")
+
+    def _set_options(self) -> None:
+        socket = self._socket
+        socket.linger = 0
+        socket.router_mandatory = True  # a message to a closed connection raises, and is not lost
+        # All messages are read at once. If libzmq stopped reading from a connection that then
+        # breaks, its next PONG would end the process by an assertion.
+        socket.rcvhwm = 0
+        socket.backlog = 4096  # many workers may come at once
+        # A worker that does not read must not block the head. What it is sent is bounded, as it is
+        # asked for more only when it has answered.
+        socket.sndhwm = 0
+        # Without this, libzmq would keep for ever what comes under an identity that is taken.
+        socket.router_handover = True
+        protocol.set_limits(socket, MAX_FRAME)
+        # Connections to machines that are gone close in the end. The loss of a worker is noticed
+        # sooner, see `_has_pulse`.
+        socket.tcp_keepalive = 1
+        socket.tcp_keepalive_idle = 60
+        socket.handshake_ivl = HANDSHAKE_MS
 
     def _bind(self, address: str) -> None:
         data = os.fsencode(address)  # the path of a socket file need not be UTF-8
@@ -182,54 +171,49 @@ class Transport:
         except zmq.ZMQError as error:
             raise StartupError(f"cannot listen on {address}: {zmq.strerror(error.errno)}") from None
 
-    @property
-    def refused(self) -> int:
-        """Connections with a foreign key so far."""
-        return 0 if self._gate is None else self._gate.refused
-
     def exchange(
         self, outbox: Iterable[Outgoing], seconds: float | None
     ) -> tuple[list[Received], list[bytes]]:
-        """Send these, and wait for up to ``seconds`` until there is something to receive; with None
-        only send.
+        """Send these, and wait for up to ``seconds`` until there is something to receive.
 
-        Return what has come, and the identities of those whose connection is closed.
+        With None only send. Return what has come, and the identities of closed connections.
         """
         closed = [out.identity for out in outbox if not self._send(out)]
-        received, number = list[Received](), 0
-        milliseconds = -1 if seconds is None else 0 if closed else seconds * 1000
-        while milliseconds >= 0 and number < MOST_AT_ONCE and self._poller.poll(milliseconds):
-            message = self._receive()
-            number += 1
-            if message.identity.startswith(b"p") and message.frames == [PING]:
-                if len(self._pulses) < MOST_FILES:  # more cannot be open
+        received: list[Received] = []
+        if seconds is None:
+            return received, closed
+        self._socket.poll(0 if closed else seconds * 1000)
+        with contextlib.suppress(zmq.Again):  # raised where nothing is left
+            for _ in range(MOST_AT_ONCE):
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                message = Received(identity.bytes, [frame.buffer for frame in frames])
+                if message.identity.startswith(b"p") and message.frames == [PING]:
                     self._pulses[message.identity] = False
-            else:
-                received.append(message)
-            milliseconds = 0
+                else:
+                    received.append(message)
         return received, closed
 
     def _send(self, out: Outgoing) -> bool:
-        """Send a message, and say whether the connection is open still."""
-        is_open = self._reaches(
-            [out.identity, protocol.encode((out.seq, out.message)), *out.buffers]
-        )
+        """Send a message, and return whether the connection is open still."""
+        header = protocol.encode((out.seq, out.message))
+        is_open = self._reaches([out.identity, header, *out.buffers])
         return is_open and (not isinstance(out.message, Ping) or self._has_pulse(out.identity))
 
     def _has_pulse(self, identity: bytes) -> bool:
-        """Say whether a worker's second connection is open, or was at the last `Ping`, or has never
-        been.
+        """Send a `Ping` to a worker's second connection. Return False if it has missed two in a row.
 
-        A process that ends closes both, but what it has sent before may not have been received yet.
+        A process that ends closes both connections, but what it has sent before may not have been
+        received yet. A worker need not have a second connection.
         """
         pulse = protocol.pulse_of(identity)
         if pulse not in self._pulses:
             return True
-        was_missing, self._pulses[pulse] = self._pulses[pulse], not self._reaches([pulse, PING])
-        return not (was_missing and self._pulses[pulse])
+        missed_before = self._pulses[pulse]
+        self._pulses[pulse] = not self._reaches([pulse, PING])
+        return not (missed_before and self._pulses[pulse])
 
     def _reaches(self, frames: list[Any]) -> bool:
-        """Send these to the identity that is the first, and say whether there is one."""
+        """Send these to the identity that is the first. Return whether there is one."""
         try:
             self._socket.send_multipart(frames, copy=False)
         except zmq.ZMQError as error:
@@ -238,21 +222,14 @@ class Transport:
             return False
         return True
 
-    def _receive(self) -> Received:
-        """Return the next message, which is there."""
-        frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
-        while frames[-1].more:
-            frames.append(self._socket.recv(zmq.NOBLOCK, copy=False))
-        return Received(frames[0].bytes, [frame.buffer for frame in frames[1:]])
-
     def forget(self, identity: bytes) -> None:
         """Keep nothing of a worker that is lost."""
         self._pulses.pop(protocol.pulse_of(identity), None)
 
     def drop(self, identity: bytes, text: str) -> None:
-        """Count a message that is not for us; say so once per peer, and of a hundred peers at most."""
+        """Count a message that is not for us, and log it once for each peer."""
         self.dropped += 1
-        if identity not in self._complained_of and len(self._complained_of) < 100:
+        if identity not in self._complained_of:
             self._complained_of.add(identity)
             logger.warning("dropped %s", text)
 

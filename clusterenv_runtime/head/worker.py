@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..launchers import Exit
-from ..policy.versions import PolicyCopy, Published
-from ..wire.part import RolloutPart
-from ..wire.protocol import Call, Collect, Error, Message, Reply, SetAttr
+from ..policy.versions import PolicyCopy
+from ..wire.protocol import Collect, Message
 from .episodes import Episodes
 
 
@@ -48,7 +46,6 @@ class Process:
         self.host = ""
         self.pid = 0
         self.building: int | None = None  # the seq of the request to build its environments
-        self.built = 0  # environments, as far as it has said
 
         self.asked: dict[int, Message] = {}  # by seq: requests sent to it that it has not answered
         self.answers = 0
@@ -86,7 +83,6 @@ class Worker:
     process: Process = field(default_factory=Process)
     copy: PolicyCopy = field(default_factory=PolicyCopy)
     seeds: list[int | None] | None = None  # of its last reset; None before the first
-    user_seeds: list[int | None] | None = None  # of the user's last reset of all environments
     asked_rollouts: int = 0  # rollouts asked for since the noise was seeded
     rollouts: int = 0  # how many of them have come
     waited: float = 0.0  # seconds so far without a request to work on, or without weights
@@ -110,29 +106,3 @@ class Worker:
             "" if log is None else f"log {log}",
         ]
         return f"worker {self.index} ({', '.join(filter(None, parts))})"
-
-    def fault_of(self, seq: int, error: Error) -> str:
-        """Return why this cannot be the error of request ``seq``; empty if it can."""
-        if error.env is not None and error.env not in self.numbers:
-            return f"it said that environment {error.env} raised, which is none of its own"
-        if not (error.ends or isinstance(self.process.asked[seq], Call | SetAttr)):
-            return "it said that an error of its environments ends nothing"
-        return ""
-
-
-@dataclass
-class Request:
-    """A message to one worker that wants a response."""
-
-    seq: int
-    worker: Worker
-    message: Message
-    buffers: tuple[Any, ...]
-    published: Published  # when it was asked
-    response: Reply | RolloutPart | None = None
-    process: Process | None = None  # that responded
-
-    @property
-    def process_is_gone(self) -> bool:
-        """Whether the process that responded has been replaced since."""
-        return self.process is not self.worker.process

@@ -1,5 +1,6 @@
-"""Launchers start worker processes, say whether they live, and end them: here, or wherever you
-start them yourself.
+"""Launchers start worker processes, say whether they live, and end them.
+
+The launchers of extras and other packages are not imported until one is made.
 """
 
 import os
@@ -15,38 +16,33 @@ __all__ = [
     "Launcher",
     "LocalLauncher",
     "is_ours",
-    "launcher_names",
     "make_launcher",
     "register",
 ]
-OWN = {launcher.name: launcher for launcher in (LocalLauncher, ExternalLauncher)}
-OURS = f"{__package__.partition('.')[0]}."  # what the modules of this package begin with
 GROUP = "clusterenv.launchers"  # of entry points
 _registered: dict[str, EntryPoint] = {}
 
 
 def register(name: str, value: str) -> None:
-    """Add a launcher, ``value`` being its "module:class", where no installed package names it as an
-    entry point.
+    """Add a launcher, ``value`` being its "module:class". A package can name it as an entry point
+    instead.
     """
     _registered[name] = EntryPoint(name, value, GROUP)
 
 
-def _added() -> dict[str, EntryPoint]:
-    """Return those that extras and other packages add, which are not imported until one is made."""
-    installed = {point.name: point for point in entry_points(group=GROUP) if point.name not in OWN}
+register("local", f"{__name__}.local:LocalLauncher")
+register("external", f"{__name__}.external:ExternalLauncher")
+
+
+def _launchers() -> dict[str, EntryPoint]:
+    installed = {point.name: point for point in entry_points(group=GROUP)}
     return {**installed, **_registered}
 
 
 def is_ours(name: str) -> bool:
     """Say whether the launcher of this name comes with this package."""
-    added = _added()
-    return name in OWN or (name in added and added[name].value.startswith(OURS))
-
-
-def launcher_names() -> list[str]:
-    """Return the names that `make_launcher` knows."""
-    return [*OWN, *sorted(_added())]
+    point = _launchers().get(name)
+    return point is not None and point.value.startswith(f"{__package__.partition('.')[0]}.")
 
 
 def make_launcher(
@@ -55,8 +51,11 @@ def make_launcher(
     """Return the launcher of this name.
 
     Raises:
-        KeyError: there is none of this name.
+        ValueError: there is none of this name, or the prefix is not a command line.
         StartupError: it cannot start workers here; the text says what to do.
     """
-    launcher = OWN[name] if name in OWN else _added()[name].load()
-    return launcher(log_dir, prefix)
+    launchers = _launchers()
+    if name not in launchers:
+        names = ", ".join(map(repr, sorted(launchers)))
+        raise ValueError(f"launcher must be one of {names}, got {name!r}")
+    return launchers[name].load()(log_dir, prefix)

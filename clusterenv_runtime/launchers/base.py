@@ -1,4 +1,4 @@
-"""What the head needs to know of how its workers come to be."""
+"""What the head needs to know of how its workers are started, and end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Exit:
-    """How a worker's process ended: in words, and whether a signal did it, so that another may fare
-    better.
+    """How a worker's process ended: the reason, and whether it was a signal.
+
+    After a signal another process may fare better.
     """
 
     reason: str
@@ -21,50 +22,51 @@ class Exit:
 
 
 class Launcher:
-    """Starts the workers of one head. What is called while they run must not wait; only `stop` may.
+    """Starts the workers of one head. Only `stop` may wait: the head serves its workers meanwhile.
 
-    A launcher of your own defines `remote`, `command`, `start_worker`, and if it can `exit`,
-    `kill`, `has_ended` and `stop`. A package that names it as an entry point of the group
-    ``clusterenv.launchers`` makes it known by that name.
+    A launcher of your own defines `remote`, `command` and `start_worker`, and `exit`, `kill`,
+    `has_ended` and `stop` as far as it can. A package can make it known by name, as an entry point
+    of the group ``clusterenv.launchers``.
 
     Args:
-        log_dir: where it may leave files, such as the workers' logs. For a launcher on several
-            machines this must be on a file system they share: their keys are there, too.
+        log_dir: where it may leave files, such as the workers' logs. The keys are there, too, so
+            a launcher on several machines needs a file system that they share.
         prefix: goes before each worker's command.
+
+    Raises:
+        ValueError: the prefix is not a command line.
     """
 
     name = "of your own"
-    remote = (
-        True  # whether workers may run on other machines, so that the head must listen over tcp
-    )
-    by_hand = (
-        False  # whether you start its workers, with your own copy of the keys that you have made
-    )
-    resources: Mapping[str, float] = MappingProxyType(
-        {}
-    )  # of each worker, as in {"CPU": 2}; the rest is up to it
+    # Whether workers may run on other machines, so that the head must listen over tcp.
+    remote = True
+    # Whether you start the workers, with your own copy of keys that you have made.
+    by_hand = False
+    # The resources of each worker, as in {"CPU": 2}; each launcher knows what to do with them.
+    resources: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
-        self.log_dir, self.prefix = None if log_dir is None else Path(log_dir), shlex.split(prefix)
-        self.num_workers, self.flags = 0, list[str]()
-
-    @property
-    def started(self) -> bool:
-        """Whether this launcher has workers already."""
-        return self.num_workers > 0
+        self.log_dir = None if log_dir is None else Path(log_dir)
+        try:
+            self.prefix = shlex.split(prefix)
+        except ValueError as error:
+            raise ValueError(f"worker_prefix {prefix}: {error}") from None
+        self.num_workers = 0  # until it has workers to start
+        self.flags: list[str] = []
 
     @property
     def directory(self) -> Path | None:
-        """Where the head makes its private directory, so that workers can read their keys; None if
-        anywhere will do.
+        """Where the head makes its private directory, so that workers can read their keys.
+
+        None stands for the system's directory of temporary files.
         """
         return None if self.log_dir is None else self.log_dir.absolute()
 
     def address(self, num_workers: int) -> str | None:
-        """Return the address to listen on over tcp if the user gives none; None if there is none.
+        """Return the address to listen on over tcp, if the user gives none.
 
         Raises:
-            StartupError: the text says why there is none.
+            StartupError: there is none; the text says why.
         """
         return None
 
@@ -72,15 +74,19 @@ class Launcher:
         """Check that each worker can have these, before they become `resources`.
 
         Raises:
-            ValueError: this launcher does not know them; the text goes on after the option's name.
+            ValueError: this launcher does not know them.
             StartupError: there are too few of them.
         """
         if resources:
-            raise ValueError(f"goes with a launcher that gives workers resources, not {self.name}")
+            raise ValueError(
+                "worker_resources goes with a launcher that gives workers resources, "
+                f"not {self.name}"
+            )
 
     def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
-        """Note how many workers there will be, their flags, and the head's private directory."""
-        self.num_workers, self.flags = num_workers, flags
+        """Note the number of workers, their flags, and the head's private directory."""
+        self.num_workers = num_workers
+        self.flags = flags
 
     def arguments(self, index: int) -> list[str]:
         """Return the arguments of a worker's Python."""
@@ -91,7 +97,7 @@ class Launcher:
         raise NotImplementedError
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that this adds to those of `command`."""
+        """Return the environment variables that `command` needs besides this process's."""
         return {}
 
     def start(self) -> None:
@@ -102,55 +108,31 @@ class Launcher:
             self.start_worker(index)
 
     def start_worker(self, index: int) -> None:
-        """Start a worker's process: the first one, or one in place of another, which was killed.
+        """Start a worker's process: the first one, or one in place of another that was killed.
 
         Raises:
-            OSError: it cannot be started now. In place of another, it is tried again in seconds.
+            OSError: it cannot be started now. The head tries again to start a replacement.
         """
         raise NotImplementedError
 
     def pending(self, index: int) -> str | None:
-        """Return what a worker's start is waiting for, or None if it has been started. From then it
-        has a deadline.
-        """
+        """Return what a worker's start waits for, or None once it is started and has a deadline."""
         return None
 
     def log(self, index: int) -> str | None:
-        """Return the path of a worker's log, or None if there is none or its output goes to this
-        process's.
-        """
+        """Return the path of a worker's log. None: it has none, or writes to this process's output."""
         return None
 
     def exit(self, index: int) -> Exit | None:
-        """Return how a worker's process ended, or None while it runs or if nobody knows."""
+        """Return how a worker's process ended. None: it runs, or nobody knows."""
         return None
 
     def kill(self, index: int) -> None:
         """Begin to end a worker's process by force, if it can be reached."""
 
     def has_ended(self, index: int) -> bool:
-        """Return whether, as far as this launcher can tell, nothing is left of a worker that was
-        killed.
-        """
+        """Say whether nothing is left of a killed worker, as far as this launcher can tell."""
         return True
 
     def stop(self, timeout: float) -> None:
-        """Give the workers ``timeout`` seconds to exit by themselves, then terminate them, then
-        kill them.
-        """
-
-
-def worker_flags(
-    address: str,
-    key_file: str | os.PathLike[str] | None,
-    startup_timeout: float,
-    worker_timeout: float,
-) -> list[str]:
-    """Return the flags of `clusterenv_runtime.worker` that all workers of a head have in common."""
-    timeouts = ["--startup-timeout", str(startup_timeout), "--head-timeout", str(worker_timeout)]
-    return [
-        "--connect",
-        address,
-        *([] if key_file is None else ["--key-file", str(key_file)]),
-        *timeouts,
-    ]
+        """Give the workers ``timeout`` seconds to exit, then terminate them, then kill them."""

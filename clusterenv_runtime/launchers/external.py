@@ -10,13 +10,14 @@ from .base import Launcher
 
 
 class ExternalLauncher(Launcher):
-    """Prints the workers' commands and lets the head wait for as long as you need to run them.
+    """Prints the workers' commands. The head waits for as long as you need to run them.
 
-    The commands name the file of the keys, if there are any: one below ``log_dir``, or of keys that
-    you have made, the workers' one, wherever you have taken that.
+    The commands name the file of the workers' keys, if there is one: a file below ``log_dir``, or
+    your own copy of the keys that you have made.
     """
 
-    name, by_hand = "external", True
+    name = "external"
+    by_hand = True
 
     def command(self, index: int) -> list[str]:
         return [*self.prefix, "env", "OMP_NUM_THREADS=1", "python", *self.arguments(index)]
@@ -26,9 +27,8 @@ class ExternalLauncher(Launcher):
         super().start()
 
     def start_worker(self, index: int) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # nobody reads it any more; the command is the one that was printed first
+        # A replacement's command is the first one's, so it matters little if nobody reads it.
+        with contextlib.suppress(OSError):
             print_line(shlex.join(self.command(index)))
 
     def pending(self, index: int) -> str | None:

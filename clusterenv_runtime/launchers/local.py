@@ -19,29 +19,25 @@ from .base import Exit, Launcher
 from .processes import VARIABLE, kill_marked
 
 logger = logging.getLogger(__name__)
-LOG_FLAGS = (
-    os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-)  # somebody may have put a link there
+# Somebody may have put a link in the place of a log.
+LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 
 
 class LocalLauncher(Launcher):
-    """Starts workers on this machine. With ``log_dir`` their output goes to
-    ``log_dir/worker-I.log``.
-    """
+    """Starts workers on this machine. With ``log_dir`` they log to ``log_dir/worker-I.log``."""
 
-    name, remote = "local", False
-    directory = None  # the system's place for temporary files
+    name = "local"
+    remote = False
+    directory = None  # the system's directory of temporary files
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         super().__init__(log_dir, prefix)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._replaced: list[subprocess.Popen[bytes]] = []  # killed, and perhaps not yet reaped
-        # What the marks of all processes begin with, in a worker its own; and the marks by pid. See
-        # `processes`.
-        self._mark, self._marks = (
-            f"{os.environ.get(VARIABLE, '')}{secrets.token_hex(8)}.",
-            dict[int, str](),
-        )
+        # All processes of this launcher have a mark that begins so; see `processes`. A worker that
+        # has workers itself passes its own mark on.
+        self._mark = f"{os.environ.get(VARIABLE, '')}{secrets.token_hex(8)}."
+        self._marks: dict[int, str] = {}  # by pid
 
     def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
         flags = [*flags, "--head-directory", directory, "--head-pid", str(os.getpid())]
@@ -51,14 +47,11 @@ class LocalLauncher(Launcher):
         return [*self.prefix, sys.executable, *self.arguments(index)]
 
     def variables(self) -> dict[str, str]:
-        paths = [
-            str(Path(__file__).resolve().parents[2]),
-            *filter(None, [os.environ.get("PYTHONPATH")]),
-        ]
-        # One BLAS thread each: a worker's cores are its environments'.
+        paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
         return {
+            # One thread of BLAS each: a worker's cores are for its environments.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
 
     def environment(self, mark: str) -> dict[str, str]:
@@ -66,19 +59,11 @@ class LocalLauncher(Launcher):
         return {**os.environ, **self.variables(), VARIABLE: mark}
 
     def start_worker(self, index: int) -> None:
-        if index not in self._processes:
-            self._processes[index] = self._start_process(index)
-            return
-        self._replaced = [process for process in self._replaced if process.poll() is None]
-        self._replaced.append(self._processes[index])
-        self._processes[index] = self._start_process(index)
-
-    def _start_process(self, index: int) -> subprocess.Popen[bytes]:
         mark = f"{self._mark}{secrets.token_hex(4)}."
         with self.output(index) as output:
             # A process group of its own, so that Ctrl-C reaches the head alone, which then stops
-            # its workers in order. No session: Linux may share the cores out between sessions,
-            # whatever the niceness of who is in them.
+            # its workers in order. It is no session, as Linux may share the cores out between
+            # sessions, whatever the niceness of their processes.
             process = subprocess.Popen(
                 self.command(index),
                 env=self.environment(mark),
@@ -88,20 +73,23 @@ class LocalLauncher(Launcher):
                 process_group=0,
             )
         self._marks[process.pid] = mark
-        return process
+        self._replaced = [before for before in self._replaced if before.poll() is None]
+        if index in self._processes:
+            self._replaced.append(self._processes[index])
+        self._processes[index] = process
 
     def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes] | None]:
-        """Open the file to which a command's output goes; None is this process's."""
+        """Open the file to which a command's output goes; None is this process's output."""
         if (log := self.log(index)) is None:
             return contextlib.nullcontext()
         try:
             return open(os.open(log, LOG_FLAGS, 0o666), "ab")
         except OSError as error:
+            # Without open files no process can be started, either.
             if index not in self._processes or error.errno in (errno.EMFILE, errno.ENFILE):
-                raise  # for lack of open files, the process could not be started either
-            logger.warning(
-                "from now on worker %d has no log: %s", index, error
-            )  # what it does is worth more
+                raise
+            # A replacement is worth more than its log.
+            logger.warning("from now on worker %d has no log: %s", index, error)
             return open(os.devnull, "ab")
 
     def log(self, index: int) -> str | None:
@@ -111,9 +99,7 @@ class LocalLauncher(Launcher):
         code = self._processes[index].poll()
         if code is None:
             return None
-        if (
-            code >= 0
-        ):  # above 128 it stands for a signal, as a shell tells it, which may be the prefix
+        if code >= 0:  # above 128 it stands for a signal, if the prefix is a shell
             return Exit(f"exit code {code}", by_signal=128 < code <= 192)
         names = {number.value: number.name for number in signal.Signals}
         return Exit(f"killed by {names.get(-code, f'signal {-code}')}", by_signal=True)
@@ -126,28 +112,24 @@ class LocalLauncher(Launcher):
         return process.poll() is not None and not kill_marked(self._marks[process.pid])
 
     def stop(self, timeout: float) -> None:
-        replaced = [process for process in self._replaced if process.poll() is None]
         deadline = time.monotonic() + timeout
+        # A pid of the others may be somebody else's by now.
+        replaced = [process for process in self._replaced if process.poll() is None]
         processes = [*self._processes.values(), *replaced]
         if not _await(processes, deadline):
             for process in processes:
                 process.terminate()
-            if not _await(processes, deadline + 1):
-                for process in processes:
-                    process.kill()
-                _await(
-                    processes, deadline + 6
-                )  # one that is in the kernel, on a file system that is gone, stays
+            _await(processes, deadline + 1)
         for process in processes:
             kill_group(process)
+        # A process in the kernel, for example on a file system that is gone, stays.
+        _await(processes, deadline + 6)
         while kill_marked(self._mark) and time.monotonic() < deadline + 7:
             time.sleep(0.01)
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process, with what is left of its group: what its environments have started may have
-    outlived it.
-    """
+    """Kill a process with its group: what its environments have started may have outlived it."""
     process.kill()  # it may have left the group
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

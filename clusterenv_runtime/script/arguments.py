@@ -292,7 +292,7 @@ def _check(args: ScriptArgs) -> None:
     others.
     """
     try:
-        args.check(args.make_launcher(None, spell), spell)
+        args.check(args.make_launcher(None))
         if args.bind_address:
             family = socket.AF_INET6 if ":" in args.bind_address else socket.AF_INET
             socket.create_server((args.bind_address, args.port), family=family).close()

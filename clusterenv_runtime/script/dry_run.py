@@ -8,7 +8,6 @@ import shlex
 import zmq
 
 from ..head.transport import listening_address
-from ..launchers.base import worker_flags
 from .arguments import ScriptArgs
 
 
@@ -26,13 +25,8 @@ def worker_commands(args: ScriptArgs, log_dir: str) -> list[str]:
             address = probe.last_endpoint.decode().removeprefix("tcp://").rpartition(":")[0]
     key_file = f"{keys}/key" if address and args.security == "curve" else None
     address = listening_address(address, args.port or "PORT", keys)
-    key_file = args.workers_key_file(launcher, key_file)
     launcher.resources = args.resources
-    launcher.prepare(
-        args.num_workers,
-        worker_flags(address, key_file, args.startup_timeout, args.worker_timeout),
-        keys,
-    )
+    launcher.prepare(args.num_workers, args.worker_flags(launcher, address, key_file), keys)
     variables = [f"{name}={value}" for name, value in launcher.variables().items()]
     before = ["env", *variables] if variables else []
     return [shlex.join([*before, *launcher.command(index)]) for index in range(args.num_workers)]

@@ -3,9 +3,8 @@ admitted.
 
 CURVE (https://rfc.zeromq.org/spec/26) encrypts, and proves to the worker that the head has the
 run's server key. Whose key the head admits is for ZAP (https://rfc.zeromq.org/spec/27) to say:
-without it, anyone who knows the server's public key is let in. The keys are made for each run and
-lie in a file that only its owner can read; or they were made before it, by
-`clusterenv_runtime.keys`.
+without it, anyone who knows the server's public key is let in. The keys are made for each run, or
+ahead of it by `clusterenv_runtime.keys`. They lie in a file that only its owner can read.
 """
 
 from __future__ import annotations
@@ -27,18 +26,14 @@ Z85Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
 
 
 class WorkerKeys(msgspec.Struct):
-    """What a worker needs: the server's public key and the key pair of the run's workers, each 40
-    characters of Z85.
-    """
+    """The keys that a worker needs, each 40 characters of Z85."""
 
     server_public: Z85Key
     worker_public: Z85Key
     worker_secret: Z85Key
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Make ``socket`` talk to the holder of the server's secret key alone, and show it the
-        workers'.
-        """
+        """Let a worker's socket talk only to the head that has the server's secret key."""
         socket.curve_serverkey = self.server_public.encode()
         socket.curve_publickey = self.worker_public.encode()
         socket.curve_secretkey = self.worker_secret.encode()
@@ -48,18 +43,19 @@ Keys = TypeVar("Keys", bound=WorkerKeys)
 
 
 class HeadKeys(WorkerKeys):
-    """What the head needs: the workers' keys, and the server's secret one."""
+    """The keys that the head needs: the workers' keys, and the server's secret key."""
 
     server_secret: Z85Key
 
     @classmethod
     def make(cls) -> HeadKeys:
         """Return fresh keys."""
-        server, worker = zmq.curve_keypair(), zmq.curve_keypair()
-        return cls(*(key.decode() for key in (server[0], *worker, server[1])))
+        server_public, server_secret = zmq.curve_keypair()
+        keys = server_public, *zmq.curve_keypair(), server_secret
+        return cls(*(key.decode() for key in keys))
 
     def workers(self) -> WorkerKeys:
-        """Return what the workers may know of these."""
+        """Return the keys that a worker may know."""
         return WorkerKeys(self.server_public, self.worker_public, self.worker_secret)
 
 
@@ -73,24 +69,34 @@ def write_key_file(path: str | os.PathLike[str], keys: WorkerKeys) -> None:
         file.write(msgspec.json.encode(keys))
 
 
-class Gate:
-    """The head's side: writes the workers' keys, fresh ones if none are given, to ``key_file``, and
-    admits nobody else.
+def read_key_file(path: str | os.PathLike[str], kind: type[Keys] = WorkerKeys) -> Keys:
+    """Return the keys in a file of `write_key_file`.
 
     Raises:
-        OSError: ``key_file`` exists or cannot be written.
+        StartupError: the file is not there, others can read it, or it holds no such keys; the text
+            says what to do.
     """
+    try:
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+        if mode & 0o077:
+            raise StartupError(
+                f"others can read the key file {path} (mode {mode:04o}): chmod 600 it"
+            )
+        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
+    except OSError as error:
+        raise StartupError(f"cannot read the key file {path}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        whose = "worker" if kind is WorkerKeys else "head"
+        raise StartupError(f"{path} is not a {whose}'s key file: {error}") from None
+
+
+class Gate:
+    """The head's side: makes its socket a CURVE server that admits only the workers' key."""
 
     def __init__(
-        self,
-        context: zmq.Context[Any],
-        socket: zmq.Socket[bytes],
-        key_file: Path,
-        keys: HeadKeys | None,
+        self, context: zmq.Context[Any], socket: zmq.Socket[bytes], keys: HeadKeys
     ) -> None:
-        keys = HeadKeys.make() if keys is None else keys
         self._worker_public = keys.worker_public.encode()
-        write_key_file(key_file, keys.workers())
         self.refused = 0  # connections so far
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
@@ -99,9 +105,7 @@ class Gate:
         socket.curve_secretkey = keys.server_secret.encode()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Say whether the owner of this public key (Z85) is let in; what zmq.auth asks for each
-        connection.
-        """
+        """Say whether the owner of this public key is let in. zmq.auth asks for each connection."""
         if key == self._worker_public:
             return True
         self.refused += 1
@@ -113,24 +117,3 @@ class Gate:
 
     def close(self) -> None:
         self._authenticator.stop()
-
-
-def read_key_file(path: str | os.PathLike[str], kind: type[Keys] = WorkerKeys) -> Keys:
-    """Return the keys in a file of `write_key_file`.
-
-    Raises:
-        StartupError: the file is not there, others can read it, or it holds no such keys; the text
-            says what to do.
-    """
-    try:
-        mode = os.stat(path).st_mode
-        if stat.S_IMODE(mode) & 0o077:
-            raise StartupError(
-                f"others can read the key file {path} (mode {stat.S_IMODE(mode):04o}): chmod 600 it"
-            )
-        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
-    except OSError as error:
-        raise StartupError(f"cannot read the key file {path}: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
-        whose = "worker" if kind is WorkerKeys else "head"
-        raise StartupError(f"{path} is not a {whose}'s key file: {error}") from None

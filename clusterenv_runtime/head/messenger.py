@@ -1,0 +1,173 @@
+"""Messages between the head and its workers: each one that comes is checked and handled here."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from ..errors import StartupError, printable
+from ..policy.versions import PolicyStore
+from ..wire import protocol
+from ..wire.protocol import Built, Close, Error, Hello, Message, Part, Pull, Reply, Weights
+from .answers import Opener
+from .failures import Failures
+from .recovery import Recovery
+from .requests import Requests
+from .supervisor import Supervisor
+from .transport import Malformed, Outgoing, Received, Transport
+from .worker import CONNECTED, State, Worker
+
+
+class Messenger:
+    """Sends messages to workers, and handles theirs.
+
+    A worker says `Hello`, and is told what it is to be. It answers each request once, after it has
+    pulled weights if it wants to. A worker that says anything else is lost, by name.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        supervisor: Supervisor,
+        recovery: Recovery,
+        store: PolicyStore,
+        opener: Opener,
+    ) -> None:
+        self.transport = transport
+        self.supervisor = supervisor
+        self.recovery = recovery
+        self.store = store
+        self.requests = Requests()
+        self.failures = Failures()
+        self._open = opener
+        self._by_identity: dict[bytes, Worker] = {}  # of all processes so far
+        self.outbox: list[Outgoing] = []
+        self.inbox = deque[Received]()  # messages that are not handled to the end
+
+    def post(self, worker: Worker, seq: int | None, message: Message, *buffers: Any) -> None:
+        """Put a message in the outbox, if the worker is connected.
+
+        Requests to a worker that is not are posted when it says hello.
+        """
+        process = worker.process
+        if process.state in CONNECTED:
+            self.outbox.append(Outgoing(process.identity, seq, message, buffers))
+            if seq is not None and not isinstance(message, Weights):
+                process.asked[seq] = message
+
+    def exchange(self, seconds: float | None = None) -> None:
+        """Send the outbox, and with ``seconds`` wait up to that for messages."""
+        outbox, self.outbox = self.outbox, []
+        received, closed = self.transport.exchange(outbox, seconds)
+        self.inbox.extend(received)
+        for identity in closed:
+            worker = self._by_identity[identity]
+            if worker.process.identity == identity:  # else it has been replaced
+                self.supervisor.lose(worker)
+
+    def handle_next(self) -> None:
+        """Handle the first message that came. If this raises, the message is handled once more."""
+        received = self.inbox[0]
+        answered = self._handle(received)
+        self.inbox.popleft()
+        if answered is not None:
+            self._by_identity[received.identity].process.asked.pop(answered, None)
+
+    def _handle(self, received: Received) -> int | None:
+        """Handle a message. Return the number of the request that it answers, if it answers one."""
+        worker = self._by_identity.get(received.identity)
+        if worker is None:
+            self._meet(received)
+            return None
+        if not worker.process.is_heard(received.identity):
+            return None
+        seq, message = received.read()
+        worker.process.heard = self.supervisor.clock()
+        match message:
+            case Hello():  # said again, while the head was busy
+                return None
+            case Malformed():
+                self._refuse(worker, f"it sent {message}")
+            case Built():
+                self.supervisor.has_built_one(worker)
+            case Pull():
+                self._send_weights(worker, seq, message)
+                return None
+            case _ if seq not in worker.process.asked:
+                self._refuse(worker, "it answered what it was not asked, or had answered already")
+            case Error():
+                self._take_error(worker, seq, message)
+            case Reply() | Part():
+                self._take_response(worker, seq, message, received.frames)
+        return seq
+
+    def _meet(self, received: Received) -> None:
+        """Tell a new process what it is to be, if it says hello; drop the message of a stranger."""
+        identity, workers = received.identity, self.supervisor.workers
+        _, hello = received.read(is_strange=True)
+        if not isinstance(hello, Hello):
+            return self.transport.drop(identity, f"{hello} of a stranger")
+        worker = workers[hello.index] if 0 <= hello.index < len(workers) else None
+        if worker is None or worker.process.state != State.STARTING:
+            text = f"a hello from {hello.host}, pid {hello.pid}: no worker {hello.index}"
+            return self.transport.drop(identity, text)
+        self._by_identity[identity] = worker
+        self.supervisor.said_hello(worker, identity, hello.host, hello.pid)
+        if (mismatch := protocol.mismatch(hello)) is not None:
+            if self.supervisor.all_must_start:
+                raise StartupError(f"{self.supervisor.describe(worker)} {mismatch}")
+            return self._refuse(worker, f"it {mismatch}")
+        process = worker.process
+        for seq, message, buffers in self.recovery.orders(worker, self.requests.of(worker)):
+            seq = next(self.requests.numbers) if seq is None else seq
+            if process.building is None:
+                process.building = seq
+            self.post(worker, seq, message, *buffers)
+
+    def _send_weights(self, worker: Worker, seq: int | None, pull: Pull) -> None:
+        """Answer a pull, even for a request that was given up: that worker waits all the same."""
+        process = worker.process
+        if not process.may_pull(seq, pull.version, self.store.version):
+            return self._refuse(worker, "it pulled for what it was not asked")
+        if process.state in CONNECTED:
+            weights, buffers = self.store.pull(worker.copy, pull.version)
+            self.post(worker, seq, weights, *buffers)
+        process.pulled = seq, pull.version
+
+    def _take_error(self, worker: Worker, seq: int, error: Error) -> None:
+        if seq in self.requests.outstanding or error.ends:
+            self.failures.add(worker.index, self.supervisor.describe(worker), error)
+            self.requests.forget([seq])
+        else:
+            text = f"an error of worker {worker.index}, not waited for: {error}"
+            self.transport.drop(worker.process.identity, text)
+        if error.ends:  # none of its other requests will be answered
+            self.requests.forget_worker(worker)
+        if error.fatal:
+            self.supervisor.end(worker, "shut down after its error")
+
+    def _take_response(
+        self, worker: Worker, seq: int, message: Reply | Part, frames: list[Any]
+    ) -> None:
+        process = worker.process
+        request = self.requests.outstanding.get(seq)
+        if request is None:  # it was given up, or answers an order of `Recovery`
+            if seq == process.building:
+                self.supervisor.is_ready(worker)
+            return
+        policies = request.published, self.store.published
+        try:
+            response = self._open(request.message, message, frames, worker.num_envs, *policies)
+        except Exception as error:  # no message of a worker may end the run
+            return self._refuse(worker, f"its answer was wrong: {printable(str(error))}")
+        self.requests.answer(seq, response)
+        process.answers += 1
+        if isinstance(message, Part):
+            worker.waited += message.waited
+        # A replacement may answer two requests without a step: one to cut off, and one to reset.
+        if isinstance(message, Part) or process.answers > 2:
+            worker.losses = 0
+
+    def _refuse(self, worker: Worker, text: str) -> None:
+        self.post(worker, None, Close())
+        self.supervisor.refuse(worker, text)

@@ -1,0 +1,76 @@
+"""Requests to workers: numbered, kept until the response comes, and asked again after a loss."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..policy.versions import Published
+from ..wire.part import RolloutPart
+from ..wire.protocol import Message, Reply
+from .worker import Process, Worker
+
+
+@dataclass
+class Request:
+    """A message to one worker that wants a response."""
+
+    seq: int
+    worker: Worker
+    message: Message
+    buffers: tuple[Any, ...]
+    published: Published  # when it was asked
+    response: Reply | RolloutPart | None = None
+    process: Process | None = None  # that responded
+
+    @property
+    def process_is_gone(self) -> bool:
+        """Whether the process that responded has been replaced since."""
+        return self.process is not self.worker.process
+
+
+class Requests:
+    """Numbers requests. Keeps each until its response comes, and the response until it is taken."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count(1)
+        self.outstanding: dict[int, Request] = {}  # by seq, oldest first
+        self.answered: dict[int, Request] = {}  # by seq, in the order of the responses
+
+    def add(self, worker: Worker, message: Message, buffers: Any, published: Published) -> int:
+        """Keep a request, and return its number."""
+        seq = next(self.numbers)
+        self.outstanding[seq] = Request(seq, worker, message, buffers, published)
+        return seq
+
+    def answer(self, seq: int, response: Reply | RolloutPart) -> None:
+        """Keep the response to an outstanding request."""
+        request = self.outstanding.pop(seq)
+        request.response = response
+        request.process = request.worker.process
+        self.answered[seq] = request
+
+    def forget(self, seqs: Iterable[int]) -> None:
+        """Stop waiting for these, and drop their responses."""
+        for seq in seqs:
+            self.outstanding.pop(seq, None)
+            self.answered.pop(seq, None)
+
+    def forget_worker(self, worker: Worker) -> None:
+        """Stop waiting for this worker."""
+        for request in self.of(worker):
+            del self.outstanding[request.seq]
+
+    def of(self, worker: Worker) -> list[Request]:
+        """Return the outstanding requests of this worker, oldest first."""
+        return [request for request in self.outstanding.values() if request.worker is worker]
+
+    def are_settled(self, seqs: Collection[int]) -> bool:
+        """Say whether none of these is outstanding."""
+        return self.outstanding.keys().isdisjoint(seqs)
+
+    def first_answered(self, seqs: Collection[int]) -> int | None:
+        """Return the first of these that was answered, or None if none was."""
+        return next((seq for seq in self.answered if seq in seqs), None)

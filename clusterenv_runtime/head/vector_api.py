@@ -1,0 +1,152 @@
+"""Gymnasium's vector API: the methods of a `ClusterEnv` that every vector environment has."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any, Self
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
+from gymnasium.vector import VectorEnv
+
+from .collect import Collector
+from .interrupts import interruptible
+from .start import Head
+from .stepping import Stepper
+
+
+class VectorApi(VectorEnv):
+    """Equals ``SyncVectorEnv`` step for step; like ``AsyncVectorEnv`` it also calls in two halves."""
+
+    _head: Head
+    _stepper: Stepper
+    _collector: Collector
+    _finalizer: weakref.finalize
+
+    @interruptible
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
+        """Reset all environments, or those where ``options["reset_mask"]`` is True; return
+        observations and infos.
+        """
+        self.reset_async(seed, options)
+        return self.reset_wait()
+
+    @interruptible
+    def reset_async(
+        self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        self._assert_idle("reset_async")
+        self._stepper.reset(seed, options)
+
+    @interruptible
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        self._assert_is_running()
+        observations, infos = self._stepper.finish_reset(timeout)
+        return observations, self._stepper.join_infos(infos, self._add_info)
+
+    @interruptible
+    def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Step every environment; return observations, rewards, terminations, truncations and
+        infos.
+        """
+        self.step_async(actions)
+        return self.step_wait()
+
+    @interruptible
+    def step_async(self, actions: Any) -> None:
+        self._assert_idle("step_async")
+        self._stepper.step(actions)
+
+    @interruptible
+    def step_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        self._assert_is_running()
+        *arrays, infos = self._stepper.finish_step(timeout)
+        return *arrays, self._stepper.join_infos(infos, self._add_info)
+
+    @interruptible
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call each environment's method ``name``, or read its attribute. `pack` says which results
+        it can return.
+        """
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
+
+    @interruptible
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        self._assert_idle("call_async")
+        self._stepper.call(name, args, kwargs)
+
+    @interruptible
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        self._assert_is_running()
+        return self._stepper.finish_call(timeout)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return attribute ``name`` of each environment."""
+        return self.call(name)
+
+    @interruptible
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set attribute ``name`` of each environment, to one value or to a list or tuple of one for
+        each.
+        """
+        self._assert_idle("set_attr")
+        self._stepper.set_attr(name, values)
+
+    def render(self) -> tuple[Any, ...]:
+        return self.call("render")
+
+    @property
+    def np_random(self) -> tuple[np.random.Generator, ...]:
+        return self.call("np_random")
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:
+        return self.call("np_random_seed")
+
+    @interruptible
+    def close(self, **kwargs: Any) -> None:
+        """End the workers, see `close_extras`. Safe to call twice."""
+        super().close(**kwargs)
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """End the workers: ask them, after ``timeout`` (3) seconds terminate, then kill them."""
+        if pending := self._stepper.pending:
+            gym.logger.warn(
+                f"Calling `close` while waiting for a pending call to `{pending}` to complete."
+            )
+        self._finalizer.detach()
+        seconds = 3 if timeout is None else timeout
+        self._head.close(0 if terminate else seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _assert_is_running(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError(
+                f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
+            )
+        if os.getpid() != self._head.pid:
+            raise ClosedEnvironmentError(
+                f"This is process {self._head.pid}'s, of which this one is a fork: make one here."
+            )
+
+    def _assert_idle(self, method: str) -> None:
+        self._assert_is_running()
+        pending = self._stepper.pending
+        if self._collector.granted and method != "send":  # one `send` after another is fine
+            pending = pending or "send"
+        if pending:
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.",
+                pending,
+            )
+        self._pool.failures.raise_untold()  # of a call that was interrupted
