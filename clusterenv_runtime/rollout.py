@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from .arrays.spaces import join
+from .arrays.frames import join
 from .arrays.trees import map_tree
-from .wire.part import RolloutPart
-
-MAX_INFO_ZEROS = (
-    2**26
-)  # bytes of these that a rollout may have, or as many times what came as the next
-MAX_INFO_RATIO = 16
+from .wire.part import AXES, ENDS, EPISODES, RolloutPart
 
 
 @dataclass
@@ -91,103 +84,81 @@ class Rollout:
     ) -> Rollout:
         """Join the workers' parts, given in row order.
 
-        ``infos`` has for each of ``info_keys`` one that has come before; those that come now take
-        its place.
+        ``infos`` has for each of ``info_keys`` zeros like the last value that has come; those that
+        come now take their place.
         """
         sizes = [part.rewards.shape[1] for part in parts]
-        # Not every environment counts every episode.
-        ended = _in_order(
-            (np.flatnonzero(part.terminations | part.truncations) for part in parts), sizes
-        )
-        counted = _in_order((part.episodes for part in parts), sizes)
-
-        each = {
-            name: [getattr(part, name) for part in parts] for name in RolloutPart.__struct_fields__
-        }
+        fields = {}
+        for name, axis in _JOINED.items():
+            trees = [getattr(part, name) for part in parts]
+            is_kept = name == "next_observations"  # the head keeps the views of these
+            fields[name] = _joined(trees, axis, is_kept)
+        if len(parts) > 1:
+            ended = [np.flatnonzero(part.terminations | part.truncations) for part in parts]
+            counted = [part.episodes for part in parts]  # some ends may not count
+            orders = {ENDS: _in_order(ended, sizes), EPISODES: _in_order(counted, sizes)}
+            for name in _JOINED:
+                if AXES[name] in orders:
+                    fields[name] = map_tree(itemgetter(orders[AXES[name]]), fields[name])
         return cls(
             rows=rows,
-            infos=_join_infos(each["infos"], parts[0].rewards.shape[0], sizes, infos),
-            starts=join(each["starts"]),
-            states=None if parts[0].states is None else join(each["states"]),
-            policy_versions=np.repeat(each["version"], sizes),
-            episodic_returns=join(each["episodic_returns"])[counted],
-            episodic_lengths=join(each["episodic_lengths"])[counted],
-            next_observations=join(
-                each["next_observations"], copy=True
-            ),  # the head keeps the views
-            final_observations=map_tree(lambda leaf: leaf[ended], join(each["final_observations"])),
-            **{
-                name: join(each[name], axis=1)
-                for name in (
-                    "observations",
-                    "actions",
-                    "extras",
-                    "logprobs",
-                    "rewards",
-                    "terminations",
-                    "truncations",
-                )
-            },  # fmt: skip
+            infos=_join_infos(parts, sizes, infos),
+            policy_versions=np.repeat([part.version for part in parts], sizes),
+            **fields,
         )
+
+
+# The fields that a rollout has of its parts, and the axis along which they are joined.
+_JOINED = {
+    name: axes.index("envs") if "envs" in axes else 0
+    for name, axes in AXES.items()
+    if name in Rollout.__dataclass_fields__
+}
+
+
+def _joined(trees: list[Any], axis: int, copy: bool) -> Any:
+    if isinstance(trees[0], np.ndarray):  # as most are
+        return join(trees, axis, copy)
+    if trees[0] is None:
+        return None
+    return map_tree(lambda *leaves: join(leaves, axis, copy), *trees)
 
 
 def _join_infos(
-    infos: list[dict[str, Any]], num_steps: int, sizes: list[int], known: dict[str, np.ndarray]
+    parts: list[RolloutPart], sizes: list[int], known: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return what workers have sent of their infos as arrays, zeros where there was none, and where
-    there was some.
-    """
-    joined: dict[str, np.ndarray] = {}
+    """Return the infos of parts as arrays, zeros where a step had none, and where it had some."""
+    joined = {}
+    shape = len(parts[0].rewards), sum(sizes)
     for key in known:
-        found = {
-            number: each[key][1]
-            for number, each in enumerate(infos)
-            if key in each and len(each[key][1])
-        }
-        shapes = Counter(values.shape[1:] for values in found.values())
-        if shapes:  # that of most, and among these the one there was before
-            shape = max(
-                shapes, key=lambda shape, key=key: (shapes[shape], shape == known[key].shape)
-            )
-            if others := {
-                number: values.shape[1:]
-                for number, values in found.items()
-                if values.shape[1:] != shape
-            }:
-                which = ", ".join(f"{other} on worker {number}" for number, other in others.items())
-                warnings.warn(
-                    f"Info {key} is left out where it is not {shape}, but {which}.", stacklevel=2
-                )
-            found = {number: values for number, values in found.items() if number not in others}
-            known[key] = np.zeros(shape, np.result_type(*found.values()))
-        size, came = (
-            num_steps * sum(sizes) * known[key].nbytes,
-            sum(values.nbytes for values in found.values()),
-        )
-        if size > max(MAX_INFO_ZEROS, MAX_INFO_RATIO * came):
-            text = f"a rollout of it would be {size} bytes, and most steps have none"
-            warnings.warn(f"Info {key} is left out: {text}.", stacklevel=2)
-            continue
-        values = np.zeros((num_steps, sum(sizes), *known[key].shape), known[key].dtype)
-        mask, first = np.zeros(values.shape[:2], bool), 0
-        for number, size in enumerate(sizes):
-            if number in found:
-                steps, rows = np.divmod(infos[number][key][0], size)
-                values[steps, first + rows], mask[steps, first + rows] = found[number], True
-            first += size
-        joined[key], joined[f"_{key}"] = values, mask
+        came = [part.infos[key][1] for part in parts if key in part.infos]
+        if came:
+            shapes = {values.shape[1:] for values in came}
+            if len(shapes) > 1:
+                text = ", ".join(map(str, sorted(shapes)))
+                raise ValueError(f"info {key!r} has not the same shape on all workers: {text}")
+            known[key] = np.zeros(shapes.pop(), np.result_type(*came))
+        values = np.zeros((*shape, *known[key].shape), known[key].dtype)
+        has_some = np.zeros(shape, bool)
+        first_rows = np.cumsum([0, *sizes[:-1]])
+        for part, first, size in zip(parts, first_rows, sizes, strict=True):
+            if key in part.infos:
+                numbers, found = part.infos[key]
+                steps, rows = np.divmod(numbers, size)
+                values[steps, first + rows] = found
+                has_some[steps, first + rows] = True
+        joined[key] = values
+        joined[f"_{key}"] = has_some
     return joined
 
 
-def _in_order(flat: Iterable[np.ndarray], sizes: list[int]) -> Any:
-    """Return the order by step, then environment, of what workers number by ``step * num_envs +
-    environment``.
+def _in_order(numbers: list[np.ndarray], sizes: list[int]) -> np.ndarray:
+    """Return the order by step, then environment, of what each worker numbers by
+    step * num_envs + environment.
     """
-    if len(sizes) == 1:
-        return ...
-    first_rows, num_envs = np.cumsum([0, *sizes[:-1]]), sum(sizes)
-    numbers = [
-        k // n * num_envs + first + k % n
-        for k, n, first in zip(flat, sizes, first_rows, strict=True)
-    ]
-    return np.argsort(np.concatenate(numbers))
+    first_rows = np.cumsum([0, *sizes[:-1]])
+    keys = []
+    for own, first, size in zip(numbers, first_rows, sizes, strict=True):
+        steps, rows = np.divmod(own, size)
+        keys.append(steps * sum(sizes) + first + rows)
+    return np.argsort(np.concatenate(keys))

@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 from gymnasium import spaces
 
 from clusterenv_runtime import Exit, Launcher
@@ -19,6 +20,7 @@ from clusterenv_runtime.wire.protocol import (
     Call,
     Close,
     Hello,
+    Part,
     Reply,
     Setup,
     decode_request,
@@ -138,7 +140,14 @@ class Processes(Launcher):
 
 def opens(asked, answer, *_):
     """Take any answer for what was asked for."""
+    if isinstance(answer, Reply):
+        answer.value = msgspec.msgpack.decode(answer.value)
     return answer
+
+
+def a_part(waited=0.0):
+    """The header of a part of a rollout, which `opens` takes."""
+    return Part(1, {}, 0, 0, [], {}, waited)
 
 
 class Simulation:

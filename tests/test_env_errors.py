@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError
-from clusterenv_runtime.wire.codec import MAX_FRAME
+from clusterenv_runtime.wire.buffers import MAX_FRAME
 
 from .envs import CountingEnv, CustomError, FailingEnv, MuteError, RandomEnv, assert_same
 from .nets import linear

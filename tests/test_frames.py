@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames, ProtocolError
-from clusterenv_runtime.arrays.frames import fold
-from clusterenv_runtime.arrays.spaces import join
+from clusterenv_runtime.arrays.frames import fold, join
 from clusterenv_runtime.head.answers import Opener
 
 from .envs import assert_same
@@ -269,10 +268,15 @@ SPACE = spaces.Box(0, 255, (4, 3), np.uint8)
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"frames": ()}, "frames are of 1 observations, got 0"),
-        ({"frames": (np.zeros((5, 3), np.int8),)}, "frames must be |u1 (5, 3), got |i1 (5, 3)"),
-        ({"frames": (np.zeros((5, 2), np.uint8),)}, "frames must be |u1 (5, 3), got |u1 (5, 2)"),
-        ({"frames": (np.zeros((), np.uint8),)}, "frames must be |u1 (0, 3), got |u1 ()"),
+        ({"frames": []}, "frames must be ('|u1 (3,)',), got ()"),
+        (
+            {"frames": (np.zeros((5, 3), np.int8),)},
+            "frames must be ('|u1 (3,)',), got ('|i1 (3,)',)",
+        ),
+        (
+            {"frames": (np.zeros((5, 2), np.uint8),)},
+            "frames must be ('|u1 (3,)',), got ('|u1 (2,)',)",
+        ),
         (
             {"frames": (np.zeros((4, 3), np.uint8),)},
             "are of 4 frames, and say that they are of others",
@@ -281,24 +285,22 @@ SPACE = spaces.Box(0, 255, (4, 3), np.uint8)
             {"frames": (np.zeros((0, 3), np.uint8),)},
             "are of 0 frames, and say that they are of others",
         ),
-        ({"frames": (np.zeros((10**4, 3), np.uint8),)}, "10000 frames are too many for "),
         (
             {"observations": np.full((6, 2, 4), -1, np.int32)},
             "are of 5 frames, and say that they are of others",
         ),
         (
             {"observations": np.zeros((6, 2, 4), np.int64)},
-            "observations must be <i4 (6, 2, 4), got <i8 (6, 2, 4)",
+            "observations must be <i4 (4,), got <i8 (4,)",
         ),
         (
             {"observations": np.zeros((6, 2, 4, 3), np.uint8)},
-            "observations must be <i4 (6, 2, 4), got ",
+            "observations must be <i4 (4,), got |u1 (4, 3)",
         ),
         (
             {"next_observations": np.zeros((2, 5), np.int32)},
-            "next_observations must be <i4 (2, 4), got <i4 (2, 5)",
+            "next_observations must be <i4 (4,), got <i4 (5,)",
         ),
-        ({"frames": "many"}, "frames must be in a tuple, got a str"),
     ],
 )
 def test_frames_that_cannot_be_are_refused(fields, says):
@@ -317,12 +319,3 @@ def test_frames_that_cannot_be_are_refused(fields, says):
     with pytest.raises(ProtocolError) as caught:
         opened(**fields)
     assert says in str(caught.value)
-
-
-def test_no_frames_at_all_where_each_is_a_number():
-    space = spaces.Box(0, 255, (4,), np.uint8)
-    answer, buffers = packed(a_part(space), frames=(np.zeros((), np.uint8),))
-    with pytest.raises(ProtocolError):
-        Opener(space, spaces.Discrete(2), (), 4)(
-            COLLECT, answer, [b"header", *buffers], 2, NOW, NOW
-        )

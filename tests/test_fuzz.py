@@ -22,6 +22,7 @@ import zmq
 from clusterenv_runtime import ClusterEnv
 from clusterenv_runtime.envs.blueprint import Blueprint
 from clusterenv_runtime.policy.sync import SyncRule
+from clusterenv_runtime.wire.buffers import to_buffers
 from clusterenv_runtime.wire.codec import pack
 from clusterenv_runtime.wire.protocol import (  # fmt: skip
     Call,
@@ -48,10 +49,10 @@ FRAMES = int(os.environ.get("FUZZ_FRAMES", 50_000))
 
 
 def valid_messages(*, to_head):
-    buffers = []
-    value = pack({"a": np.arange(3), "b": [1.5, None, ("x", np.float32(2))]}, buffers)
+    arrays = []
+    value = pack({"a": np.arange(3), "b": [1.5, None, ("x", np.float32(2))]}, arrays)
     if to_head:
-        yield [*frames(7, Reply(value, value, ["x"])), *buffers]
+        yield [*frames(7, Reply(value, value, ["x"])), *to_buffers(arrays)]
         yield frames(7, Error(0, "builtins.ValueError", "no", "no", True))
         yield frames(7, Pull(3))
         yield frames(None, Hello(1, 0, "host", 1, {"numpy": "2"}))

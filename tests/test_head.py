@@ -11,9 +11,9 @@ from clusterenv_runtime import DeadlineError, EnvError, Exit, StartupError, Work
 from clusterenv_runtime.head.failures import to_exception
 from clusterenv_runtime.head.supervisor import KILL_S, LOOK_S, NOTICE_S, REASON_S, SOON_S
 from clusterenv_runtime.head.worker import Process, State, Worker
-from clusterenv_runtime.wire.protocol import Built, Call, Collect, Error, Part, Pull, Reply
+from clusterenv_runtime.wire.protocol import Built, Call, Collect, Error, Pull, Reply
 
-from .simulated import SIGKILL, STARTUP_S, Processes, Simulation
+from .simulated import SIGKILL, STARTUP_S, Processes, Simulation, a_part, opens
 
 # Gymnasium logs the exceptions of environments.
 pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR")
@@ -394,7 +394,7 @@ def test_what_was_under_way_when_an_exception_came_is_handled_by_the_next_wait()
     def interrupted(asked, answer, *_):
         if next(times) == 1:
             raise KeyboardInterrupt
-        return answer
+        return opens(asked, answer)
 
     simulation = Simulation(3, opener=interrupted)
     seqs = [simulation.pool.ask(worker, Call("name")) for worker in simulation.workers]
@@ -502,7 +502,7 @@ def test_after_the_error_that_ends_it_a_worker_is_not_heard():
 
 
 @pytest.mark.parametrize(
-    "answer", [Reply(None), Part({}, 0.0), Error(0, "builtins.ValueError", "", "", False)]
+    "answer", [Reply(None), a_part(), Error(0, "builtins.ValueError", "", "", False)]
 )
 def test_who_answers_what_it_was_not_asked_is_lost_before_that_is_opened(answer):
     simulation = Simulation(1)
@@ -571,7 +571,7 @@ def test_an_answer_that_its_opener_fails_at_costs_its_worker_alone():
     def fails_once(asked, answer, *_):
         if error := next(opened):
             raise error
-        return answer
+        return opens(asked, answer)
 
     simulation = Simulation(1, opener=fails_once)
     assert simulation.call() == [0]

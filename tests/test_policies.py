@@ -32,13 +32,11 @@ from clusterenv_runtime.extras import Together
 from clusterenv_runtime.policy import base as policy_module
 from clusterenv_runtime.policy import versions
 from clusterenv_runtime.policy.probe import probe
-from clusterenv_runtime.rollout import Rollout
 
 from .envs import CountingEnv, EchoEnv, assert_same
 from .nets import change, linear
 from .patience import PATIENCE
 from .scripts import ROOT, environment
-from .test_parts import a_part
 
 EXACT = {"weights": "float32", "sync_mode": "always"}
 
@@ -518,56 +516,14 @@ class Odd(CountingEnv):
         return *super().step(action)[:-1], {"odd": np.zeros(self.length), "even": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("lengths", "right"), [((3, 2, 3), [0, 2]), ((2, 3, 3), [1, 2]), ((2, 3), [0])]
-)
-def test_infos_of_another_shape_than_most_are_left_out_with_a_warning(lengths, right):
-    env_fns = [partial(Odd, length) for length in lengths]
-    others = rf"but \({lengths[0] ^ lengths[1] ^ lengths[right[0]]},\) on worker"
-    with ClusterEnv(env_fns, len(lengths), info_keys=("odd", "even")) as envs:
-        envs.reset()
-        for _ in range(2):
-            with pytest.warns(
-                UserWarning, match=rf"Info odd is left out where it is not .*, {others}"
-            ):
-                infos = envs.rollout(CategoricalPolicy(linear(1, 2)), 4).infos
-            assert (
-                infos["odd"].shape == (4, len(lengths), lengths[right[0]]) and infos["even"].all()
-            )
-            assert (
-                infos["_odd"].any(0).nonzero()[0].tolist()
-                == infos["_odd"].all(0).nonzero()[0].tolist()
-                == right
-            )
-
-
-def test_infos_of_no_steps_have_no_shape():
-    parts = [a_part(spaces.Box(-1, 1, (3,)), num_steps=4, num_envs=1) for _ in range(2)]
-    parts[0].infos = {"odd": (np.zeros(0, np.int64), np.zeros((0, 7)))}
-    parts[1].infos = {"odd": (np.arange(4), np.ones((4, 2)))}
-    infos = Rollout.join(parts, np.arange(2), {"odd": np.zeros(())}).infos
-    assert infos["odd"].shape == (4, 2, 2) and infos["_odd"].all(0).tolist() == [False, True]
-
-
-class Rare(CountingEnv):
-    """Has a large info in its third step."""
-
-    def step(self, action):
-        observation, *rest, _ = super().step(action)
-        return observation, *rest, {"large": np.ones(2**14)} if observation[0] == 3 else {}
-
-
-def test_a_rare_info_that_would_be_mostly_zeros_is_left_out_with_a_warning():
-    with ClusterEnv([partial(Rare, 10**6)] * 2, 2, info_keys=("large",)) as envs:
-        envs.reset()
-        policy = CategoricalPolicy(linear(1, 2))
-        assert envs.rollout(policy, 16).infos["large"].shape == (16, 2, 2**14)
-        envs.reset()
-        with pytest.warns(
-            UserWarning,
-            match="Info large is left out: .* 134217728 bytes, and most steps have none",
-        ):
-            assert envs.rollout(policy, 512).infos == {}
+def test_infos_of_several_shapes_are_an_error():
+    policy = CategoricalPolicy(linear(1, 2))
+    for num_workers, says in ((1, "in all steps"), (2, r"on all workers: \(2,\), \(3,\)")):
+        env_fns = [partial(Odd, length) for length in (3, 2)]
+        with ClusterEnv(env_fns, num_workers, info_keys=("odd", "even")) as envs:
+            envs.reset()
+            with pytest.raises(ValueError, match=f"info 'odd' has not the same shape {says}"):
+                envs.rollout(policy, 4)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from clusterenv_runtime.wire.protocol import (
     Close,
     Collect,
     Error,
-    Part,
     Ping,
     Pull,
     Reply,
@@ -27,7 +26,7 @@ from clusterenv_runtime.wire.protocol import (
     encode,
 )
 
-from .simulated import STARTUP_S, Process, Processes, Simulation
+from .simulated import STARTUP_S, Process, Processes, Simulation, a_part
 
 # Gymnasium logs the exceptions of environments.
 pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR")
@@ -267,7 +266,7 @@ def test_a_part_shows_that_a_worker_can_step():
             lambda seq=seq: worker.process.state == State.READY and seq in worker.process.asked,
             [seq],
         )
-        simulation.network.deliver(worker.process.identity, seq, Part({}, 2.0))
+        simulation.network.deliver(worker.process.identity, seq, a_part(2.0))
         simulation.pool.gather([seq])
     assert worker.waited == 10
 

@@ -21,7 +21,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, StartupError, WorkerDiedError
-from clusterenv_runtime.wire.codec import MAX_FRAME
+from clusterenv_runtime.wire.buffers import MAX_FRAME
 from clusterenv_runtime.wire.protocol import PROTOCOL_VERSION, Hello, Reply, frames
 from clusterenv_runtime.wire.security import HeadKeys, WorkerKeys, read_key_file, write_key_file
 

@@ -43,5 +43,5 @@ def lie_instead_of(
             return kind, [[*frames[:-1], frames[-1][: len(frames[-1]) // 2]]]
         case "fewer":
             return kind, [frames[:-1]]
-    message.part["version"] = 10**6 if kind == "future" else 0
+    message.version = 10**6 if kind == "future" else 0
     return kind, [[protocol.encode((seq, message)), *frames[1:]]]

@@ -4,6 +4,8 @@ memory.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -135,3 +137,22 @@ def fold(
             add(finals[end], before[env], index[step, env], final_index[end])
             end += 1
     return np.concatenate(frames), index, final_index
+
+
+def join(arrays: Sequence[Any], axis: int = 0, copy: bool = False) -> Any:
+    """Return arrays, or `Frames` in both of their arrays, along an axis as one, writable.
+
+    A single array is copied, unless without ``copy`` it is large. Then it remains a view, such as
+    of a received message, whose memory is nobody else's. A small view would keep all of that. Where
+    a frame of a message begins, not every dtype may.
+    """
+    if isinstance(arrays[0], Frames):
+        frames = [each.frames for each in arrays]
+        firsts = itertools.accumulate(map(len, frames[:-1]), initial=0)
+        index = [each.index + first for each, first in zip(arrays, firsts, strict=True)]
+        return Frames(join(frames, copy=copy), np.concatenate(index, axis))
+    if len(arrays) > 1:
+        return np.concatenate(arrays, axis)
+    (array,) = arrays
+    is_view = not copy and array.nbytes >= 2**16 and array.flags.aligned and array.flags.writeable
+    return array if is_view else array.copy()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +17,9 @@ from gymnasium.vector.utils import (
     batch_space,
     concatenate,
     create_empty_array,
-    iterate,
 )
 
-from ..errors import ProtocolError
-from .frames import Frames
-from .trees import leaves, map_tree
+from .trees import map_tree
 
 
 def observation_spaces(
@@ -78,27 +74,18 @@ def check_reset_mask(mask: Any, num_envs: int) -> None:
 
 def is_batched(space: Space) -> bool:
     """Return whether batches of ``space`` are (nested) arrays."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        return all(
-            map(
-                is_batched,
-                space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces,
-            )
-        )
-    return isinstance(
-        space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary
-    )
+    found: list[Any] = []
+    map_space(found.append, space, create_empty_array(space, 1))
+    return all(isinstance(leaf, np.ndarray) for leaf in found)
 
 
 def are_stacks(space: Space, size: int | None) -> Any:
-    """Return of each leaf of ``space`` whether it is a stack of ``size`` frames: a Box of so many
-    arrays.
-    """
-    if isinstance(space, spaces.Dict):
-        return {key: are_stacks(sub, size) for key, sub in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(are_stacks(sub, size) for sub in space.spaces)
-    return isinstance(space, spaces.Box) and len(space.shape) > 1 and space.shape[0] == size
+    """Return of each leaf of ``space`` whether it is a stack of ``size`` frames: so many arrays."""
+
+    def is_stack(leaf: Any) -> bool:
+        return isinstance(leaf, np.ndarray) and leaf.ndim > 2 and leaf.shape[1] == size
+
+    return map_space(is_stack, space, create_empty_array(space, 1))
 
 
 def one_of(space: Space) -> Any:
@@ -116,30 +103,35 @@ def one_of(space: Space) -> Any:
     return batch
 
 
-def check_actions(space: Space, actions: Any) -> None:
-    """Raise ValueError if some actions are not of a space; those of a Box may lie beyond its
-    bounds.
+def are_actions(space: Space, actions: Any, axes: int) -> bool:
+    """Say whether a batch of actions with so many leading axes is of a space; those of a Box may
+    lie beyond its bounds.
     """
-
-    def fits(space: Space, action: Any) -> bool:
-        if isinstance(space, spaces.Dict):
-            return all(fits(sub, action[key]) for key, sub in space.items())
-        if isinstance(space, spaces.Tuple):
-            return all(map(fits, space.spaces, action))
-        if isinstance(space, spaces.Box):
-            return np.shape(action) == space.shape and np.asarray(action).dtype.kind in "fiu"
-        return space.contains(action)
-
-    if isinstance(actions, np.ndarray):
-        actions = np.unique(actions, axis=0)  # of a Discrete one of each, not hundreds
-    try:
-        wrong = not all(
-            fits(space, action)
-            for action in iterate(batch_space(space, len(leaves(actions)[0])), actions)
+    if isinstance(space, spaces.Dict):
+        is_like = isinstance(actions, dict) and actions.keys() >= space.keys()
+        return is_like and all(are_actions(sub, actions[key], axes) for key, sub in space.items())
+    if isinstance(space, spaces.Tuple):
+        is_like = isinstance(actions, tuple) and len(actions) == len(space)
+        return is_like and all(
+            are_actions(*pair, axes) for pair in zip(space, actions, strict=True)
         )
-    except (LookupError, TypeError, ValueError):
-        wrong = True
-    if wrong:
+    if not isinstance(actions, np.ndarray) or actions.shape[axes:] != space.shape:
+        return False
+    kind = actions.dtype.kind
+    if isinstance(space, spaces.Box):
+        return kind in "fiu"
+    if isinstance(space, spaces.MultiBinary):
+        return bool(((actions == 0) | (actions == 1)).all())
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        number = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        is_within = (actions >= space.start) & (actions < space.start + number)
+        return kind in "iu" and bool(is_within.all())
+    return False
+
+
+def check_actions(space: Space, actions: Any) -> None:
+    """Raise ValueError if some of a batch of actions are not of a space, see `are_actions`."""
+    if not are_actions(space, actions, 1):
         given = map_tree(lambda leaf: f"{leaf.dtype} {leaf.shape[1:]}, such as {leaf[0]}", actions)
         raise ValueError(f"the policy's actions are not of {space}, but {given}")
 
@@ -159,51 +151,9 @@ def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:
     return function(*trees)
 
 
-def leaves_of(space: Space, *batches: Any) -> list[list[Any]]:
-    """Return for each of some batches of ``space`` its leaves, in order.
-
-    Raises:
-        ProtocolError: one is not of the structure of ``space``.
-    """
-    leaves: list[list[Any]] = [[] for _ in batches]
-    try:
-        for found, batch in zip(leaves, batches, strict=True):
-            map_space(found.append, space, batch)
-    except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise ProtocolError(f"observations are not of {space}: {error!r}") from None
-    return leaves
-
-
 def take(space: Space, batch: Any, indices: Any) -> Any:
     """Return a copy of these rows of a batch of ``space``, whose leaves are arrays."""
     return map_space(lambda leaf: leaf[indices], space, batch)
-
-
-def join(trees: Sequence[Any], axis: int = 0, copy: bool = False) -> Any:
-    """Return trees of arrays along an axis, as one; see `join_arrays`."""
-    if isinstance(trees[0], np.ndarray):  # as most are
-        return join_arrays(trees, axis, copy)
-    return map_tree(lambda *leaves: join_arrays(leaves, axis, copy), *trees)
-
-
-def join_arrays(arrays: Sequence[Any], axis: int = 0, copy: bool = False) -> Any:
-    """Return arrays along an axis as one, writable. A single one is copied, unless without ``copy``
-    it is large.
-
-    Then it remains a view, such as of a received message, whose memory is nobody else's. A small
-    view would keep all of that. Where a frame of a message begins, not every dtype may. `Frames`
-    are joined in both.
-    """
-    if isinstance(arrays[0], Frames):
-        frames = [each.frames for each in arrays]
-        firsts = itertools.accumulate(map(len, frames[:-1]), initial=0)
-        index = [each.index + first for each, first in zip(arrays, firsts, strict=True)]
-        return Frames(join_arrays(frames, copy=copy), np.concatenate(index, axis))
-    if len(arrays) > 1:
-        return np.concatenate(arrays, axis)
-    (array,) = arrays
-    is_view = not copy and array.nbytes >= 2**16 and array.flags.aligned and array.flags.writeable
-    return array if is_view else array.copy()
 
 
 def merge_rows(space: Space, mask: np.ndarray, there: Any, elsewhere: Any) -> Any:

@@ -32,3 +32,9 @@ def leaves(tree: Any) -> list[Any]:
     found: list[Any] = []
     map_tree(found.append, tree)
     return found
+
+
+def filled(tree: Any, values: list[Any]) -> Any:
+    """Return a tree like another, with these values for its leaves, in order."""
+    rest = iter(values)
+    return map_tree(lambda _: next(rest), tree)

@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, create_empty_array
 
-from ..arrays.spaces import leaves_of, map_space
+from ..arrays.spaces import map_space
 
 
 class EnvPoolVectorEnv(VectorEnv):
@@ -76,11 +76,13 @@ class EnvPoolVectorEnv(VectorEnv):
             some, _, _, _, infos = self._pool.step(
                 create_empty_array(self.single_action_space, len(rows)), rows
             )
-            self._observations = map_space(
-                np.copy, space, self._observations
-            )  # the user has the one from before
-            for leaf, new in zip(*leaves_of(space, self._observations, some), strict=True):
+
+            def merged(leaf: np.ndarray, new: np.ndarray) -> np.ndarray:
+                leaf = leaf.copy()  # the user has the one from before
                 leaf[mask] = new
+                return leaf
+
+            self._observations = map_space(merged, space, self._observations, some)
         return self._observations, infos
 
     def step(self, actions: Any) -> Any:

@@ -117,7 +117,7 @@ class EnvsTogether:
         """Act and step ``num_steps`` times; reset each episode in the step that ends it."""
         space = self._space
         starts = self._lengths == 0
-        transitions = Transitions(space, self._observations, num_steps, starts)
+        transitions = Transitions(self._observations, num_steps, starts)
         finals = [take(space, self._observations, slice(0))]  # the last observations of episodes
         episodes = [np.empty((0, 3))]  # (transition, return, length)
         actor.start(num_steps, starts)

@@ -7,7 +7,7 @@ import builtins
 import gymnasium as gym
 
 from ..errors import EnvError, printable
-from ..wire.codec import MAX_FRAME
+from ..wire.buffers import MAX_FRAME
 from ..wire.protocol import Error
 
 # Raised again, these would end a loop or a generator of the user.

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..policy.versions import Published
 from ..wire.part import RolloutPart
-from ..wire.protocol import Message, Reply
+from ..wire.protocol import Message
+from .answers import OpenedReply
 from .worker import Process, Worker
 
 
@@ -22,7 +23,7 @@ class Request:
     message: Message
     buffers: tuple[Any, ...]
     published: Published  # when it was asked
-    response: Reply | RolloutPart | None = None
+    response: OpenedReply | RolloutPart | None = None
     process: Process | None = None  # that responded
 
     @property
@@ -45,7 +46,7 @@ class Requests:
         self.outstanding[seq] = Request(seq, worker, message, buffers, published)
         return seq
 
-    def answer(self, seq: int, response: Reply | RolloutPart) -> None:
+    def answer(self, seq: int, response: OpenedReply | RolloutPart) -> None:
         """Keep the response to an outstanding request."""
         request = self.outstanding.pop(seq)
         request.response = response

@@ -20,7 +20,8 @@ from gymnasium.vector.utils import create_empty_array, iterate
 from ..arrays.spaces import check_reset_mask, map_space
 from ..envs.blueprint import Blueprint
 from ..errors import DeadlineError, printable
-from ..wire.protocol import Call, Message, Reply, Reset, SetAttr
+from ..wire.protocol import Call, Message, Reset, SetAttr
+from .answers import OpenedReply
 from .episodes import Episodes
 from .start import Head
 from .worker import Worker
@@ -210,7 +211,7 @@ class Stepper:
         self._pool.exchange()
         self._state = state
 
-    def _replies(self, state: AsyncState, timeout: float | None) -> list[Reply]:
+    def _replies(self, state: AsyncState, timeout: float | None) -> list[OpenedReply]:
         """Return the replies, one for each worker, with their values unpacked."""
         name = state.value
         if self._state != state:
@@ -232,15 +233,15 @@ class Stepper:
             self._warn(f"Info {printable(key)} is left out: {kinds}.")
         return [replies.get(worker.index) or self._nothing(worker) for worker in self._pool.workers]
 
-    def _nothing(self, worker: Worker) -> Reply:
-        return Reply(create_empty_array(self._space, worker.num_envs), [])
+    def _nothing(self, worker: Worker) -> OpenedReply:
+        return OpenedReply(create_empty_array(self._space, worker.num_envs), [])
 
     def _note_losses(self) -> None:
         """Have the next step tell of episodes that were lost after the response to this call."""
         for worker in self._lost:
             worker.episodes.lost()
 
-    def _infos(self, replies: list[Reply]) -> Infos:
+    def _infos(self, replies: list[OpenedReply]) -> Infos:
         return [
             (worker.rows.start + env, info)
             for worker, reply in zip(self._pool.workers, replies, strict=True)

@@ -18,7 +18,7 @@ import zmq
 
 from ..errors import StartupError, printable
 from ..wire import protocol
-from ..wire.codec import MAX_FRAME
+from ..wire.buffers import MAX_FRAME
 from ..wire.protocol import Answer, Message, Ping
 from ..wire.security import Gate, HeadKeys, write_key_file
 

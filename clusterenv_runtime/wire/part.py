@@ -1,126 +1,196 @@
-"""What one worker sends of a rollout, and what of its values no learner can use."""
+"""What one worker sends of a rollout: its layout, how it travels, and which of its values no
+learner can use.
+"""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 import numpy as np
-from gymnasium import Space, spaces
+from gymnasium import Space
 
-from ..arrays.trees import leaves
-from .codec import pack
-from .packed import Packed
+from ..arrays.spaces import are_actions
+from ..arrays.trees import leaves, map_tree
+from ..errors import ProtocolError
+from .buffers import Arrays, to_buffers
+from .protocol import Part
 
-OBSERVATIONS = "observations", "final_observations", "next_observations"
-MAX_INFO_BYTES, MAX_INFO_AXES = (
-    2**18,
-    32,
-)  # of one step's: where it is missing, a rollout has zeros in its place
+_INT64 = np.dtype(np.int64)
 MOST = np.finfo(np.float32).max
+Tree = Any  # an array, or dicts and tuples of arrays
+STEPS = "steps", "envs"
+ENVS = ("envs",)
+ENDS = ("ends",)  # the steps that ended an episode
+EPISODES = ("episodes",)  # those of these episodes that count
+STATES = ("states",)  # those on which the divergence is measured
 
 
-class RolloutPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """What one worker sends of a rollout: ``num_steps`` steps of its ``num_envs`` environments.
+class RolloutPart(msgspec.Struct, gc=False):
+    """What one worker sends of a rollout: ``steps`` steps of its ``envs`` environments.
 
-    Observations are arrays, or for Dict and Tuple spaces dicts and tuples of arrays. Dtypes are the
-    spaces' own. Actions, states and params are as the policy has them: arrays, or dicts and tuples
-    of arrays.
+    The annotation of an array names its leading axes, and its dtype. Observations are as their
+    space has them. What has no dtype here and comes of the policy is as the policy has it.
     """
 
     version: int  # of the policy that acted
-    starts: np.ndarray  # (num_envs,) bool, whether the first observation is the first of an episode
-    observations: Any  # (num_steps, num_envs, ...) what the policy acted on
-    actions: Any  # (num_steps, num_envs, ...)
-    logprobs: (
-        np.ndarray
-    )  # (num_steps, num_envs) floats, of the actions under the policy that took them
-    states: Any  # (num_envs, ...) of the policy before the first step, None if it has none
-    extras: dict[str, np.ndarray]  # (num_steps, num_envs, ...) what `Policy.extras` gives
-    infos: dict[
-        str, Any
-    ]  # for each of ``info_keys`` that has come: which steps had it, (n,) as below, and (n, ...)
-    rewards: np.ndarray  # (num_steps, num_envs) float64
-    terminations: np.ndarray  # (num_steps, num_envs) bool
-    truncations: np.ndarray  # (num_steps, num_envs) bool
-    final_observations: (
-        Any  # (ends, ...) what the steps that ended an episode led to, ordered as their nonzero()
-    )
-    next_observations: Any  # (num_envs, ...) after the last step
-    episodes: (
-        np.ndarray
-    )  # (num_episodes,) int64, which step ended each that counts: step * num_envs + environment
-    episodic_returns: np.ndarray  # (num_episodes,) float64
-    episodic_lengths: np.ndarray  # (num_episodes,) int64
-    params: Any  # (states, ...) the policy's distribution parameters at `measured_states`
-    frames: tuple[
-        np.ndarray, ...
-    ] = ()  # of observations that are stacks each frame once: they are indices, see `fold`
-
-    def pack(self, buffers: list[Any]) -> dict[str, Packed]:
-        """Return what `protocol.Part` holds, and append the data of the arrays to ``buffers``."""
-        return {name: pack(getattr(self, name), buffers) for name in self.__struct_fields__}
+    # whether the first observation is the first of an episode
+    starts: Annotated[np.ndarray, ENVS, np.bool_]
+    observations: Annotated[Tree, STEPS]  # what the policy acted on
+    actions: Annotated[Tree, STEPS]
+    logprobs: Annotated[np.ndarray, STEPS]  # of the actions under the policy that took them
+    states: Annotated[Tree, ENVS]  # of the policy before the first step; None if it has none
+    extras: Annotated[dict[str, np.ndarray], STEPS]  # what `Policy.extras` gives
+    rewards: Annotated[np.ndarray, STEPS, np.float64]
+    terminations: Annotated[np.ndarray, STEPS, np.bool_]
+    truncations: Annotated[np.ndarray, STEPS, np.bool_]
+    # what the steps that ended an episode led to, in the order of their nonzero()
+    final_observations: Annotated[Tree, ENDS]
+    next_observations: Annotated[Tree, ENVS]  # after the last step
+    episodes: Annotated[np.ndarray, EPISODES, np.int64]  # the step that ended each, as in infos
+    episodic_returns: Annotated[np.ndarray, EPISODES, np.float64]
+    episodic_lengths: Annotated[np.ndarray, EPISODES, np.int64]
+    params: Annotated[Tree, STATES]  # the distribution parameters at `measured_states`
+    # for each of ``info_keys`` that has come: the steps that had it, (n,) int64, as numbers
+    # step * envs + environment; and the values, (n, ...)
+    infos: dict[str, tuple[np.ndarray, np.ndarray]]
+    # of observations that are stacks each frame once; they are indices of these, see `fold`
+    frames: list[np.ndarray] = []
 
 
-def fault_of(part: RolloutPart, action_space: Space | None, given: Any = None) -> str | None:
-    """Say what of a part's values no learner can use, if anything. Observations may be whatever
+_FORMS = {
+    name: hint.__metadata__
+    for name, hint in get_type_hints(RolloutPart, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+AXES: dict[str, tuple[str, ...]] = {name: form[0] for name, form in _FORMS.items()}
+DTYPES = {name: np.dtype(form[1]) for name, form in _FORMS.items() if len(form) > 1}
+OBSERVATIONS = "observations", "final_observations", "next_observations"
+OF_POLICY = "actions", "logprobs", "states", "extras", "params"
+
+
+def pack_part(part: RolloutPart, waited: float) -> tuple[Part, list[Any]]:
+    """Return the message of a part, and its buffers.
+
+    Raises:
+        ValueError: an array has not the axes of its field.
+    """
+    sizes = dict(zip(STEPS, part.rewards.shape, strict=True))
+    sizes["ends"] = int(np.count_nonzero(part.terminations | part.truncations))
+    sizes["episodes"] = len(part.episodes)
+    sizes["states"] = len(leaves(part.params)[0])
+    arrays: list[np.ndarray] = []
+    layout = {}
+    for name, axes in AXES.items():
+        tree = getattr(part, name)
+        found = [leaf for leaf in leaves(tree) if leaf is not None]
+        leading = tuple(sizes[axis] for axis in axes)
+        for leaf in found:
+            if leaf.shape[: len(axes)] != leading:
+                raise ValueError(f"{name} must begin with the axes {leading}, got {leaf.shape}")
+        arrays += found
+        layout[name] = _described(tree, len(axes))
+    infos = {}
+    for key, (steps, values) in part.infos.items():
+        arrays += steps, values
+        infos[key] = len(steps), values.dtype.str, values.shape[1:]
+    arrays += part.frames
+    frames = [len(each) for each in part.frames]
+    ends, episodes = sizes["ends"], sizes["episodes"]
+    layout["frames"] = _described(tuple(part.frames), 1)
+    message = Part(part.version, layout, ends, episodes, frames, infos, waited)
+    return message, to_buffers(arrays)
+
+
+def _described(tree: Tree, axes: int) -> str:
+    """Return as a text what a tree consists of, beside the first axes of its arrays."""
+
+    def text(leaf: np.ndarray | None) -> str | None:
+        return None if leaf is None else f"{leaf.dtype.str} {leaf.shape[axes:]}"
+
+    return str(map_tree(text, tree))
+
+
+class Layout:
+    """What the head knows of the arrays of a part before it comes.
+
+    Args:
+        examples: trees of arrays ``(1, ...)``, for the fields that have no dtype of their own.
+        frames: of each observation that is a stack one frame, ``(1, ...)``.
+    """
+
+    def __init__(self, examples: dict[str, Tree], frames: list[np.ndarray]) -> None:
+        self._examples = {
+            name: np.empty(1, DTYPES[name]) if name in DTYPES else examples[name] for name in AXES
+        }
+        self._frames = frames
+        self._described = {name: _described(tree, 1) for name, tree in self._examples.items()}
+        self._described["frames"] = _described(tuple(frames), 1)
+
+    def unpack(self, answer: Part, sizes: dict[str, int], arrays: Arrays) -> RolloutPart:
+        """Return a part. Observations that are stacks are indices of its frames.
+
+        Raises:
+            ProtocolError: the part is of another layout.
+        """
+        if answer.layout != self._described:
+            for name, expected in self._described.items():
+                if (found := answer.layout.get(name)) != expected:
+                    raise ProtocolError(f"{name} must be {expected}, got {found}")
+            unknown = answer.layout.keys() - self._described.keys()
+            raise ProtocolError(f"unknown fields {unknown!r:.200}")
+        if len(answer.frames) != len(self._frames):
+            raise ProtocolError(f"frames are of {len(answer.frames)} observations")
+
+        def take(one: np.ndarray | None) -> Any:
+            return None if one is None else arrays.take(name, one.dtype, leading + one.shape[1:])
+
+        fields = {}
+        for name, example in self._examples.items():
+            leading = tuple([sizes[axis] for axis in AXES[name]])
+            is_array = isinstance(example, np.ndarray)  # as most are
+            fields[name] = take(example) if is_array else map_tree(take, example)
+        infos = {}
+        for key, (number, dtype, shape) in answer.infos.items():
+            steps = arrays.take(f"steps of info {key!r}", _INT64, (number,))
+            values = arrays.take(f"info {key!r}", np.dtype(dtype), (number, *shape))
+            if not number or steps.min() < 0 or steps.max() >= sizes["steps"] * sizes["envs"]:
+                raise ProtocolError(f"info {key!r} is of steps that there are not")
+            infos[key] = steps, values
+        frames = [
+            arrays.take("frames", one.dtype, (number, *one.shape[1:]))
+            for number, one in zip(answer.frames, self._frames, strict=True)
+        ]
+        return RolloutPart(version=answer.version, infos=infos, frames=frames, **fields)
+
+
+def fault_of(part: RolloutPart, action_space: Space, given: Tree = None) -> str | None:
+    """Say which values of a part no learner can use, if some are such. Observations may be whatever
     there is.
 
-    ``given`` is what environments got instead of the actions, if they did. Without a space, neither
-    is looked at.
+    ``given`` are the actions as the environments got them, None if these cannot be wrong.
     """
-    for name in ("rewards", "episodic_returns"):  # which a learner takes as float32
-        if not np.all(np.abs(getattr(part, name)) <= MOST):  # nor is NaN
+    for name in ("rewards", "episodic_returns"):
+        values = getattr(part, name)
+        # a learner takes them as float32; NaN is not smaller, either
+        if not _is_tame(values) and not np.abs(values).max() <= MOST:
             return f"{name} are not all finite numbers of float32"
-    for name in ("logprobs", "params", "states", "extras", "actions"):
+    for name in OF_POLICY:
         for leaf in leaves(getattr(part, name)):
-            if leaf is None or leaf.dtype.kind != "f" or np.isfinite(leaf).all():
+            if leaf is None or leaf.dtype.kind != "f" or _is_tame(leaf):
                 continue
-            if name == "actions":
-                return f"{name} are not all finite"
+            if name == "actions" and not np.isfinite(leaf).all():
+                return "actions are not all finite"
             if np.isnan(leaf).any():
                 return f"{name} hold NaN: has the policy diverged?"
             if name == "logprobs" and np.isneginf(leaf).any():
-                return (
-                    "logprobs are of actions that cannot have been drawn: has the policy diverged?"
-                )
-    if action_space is not None and _are_beyond(
-        action_space, part.actions if given is None else given
-    ):
+                cause = "has the policy diverged?"
+                return f"logprobs are of actions that cannot have been drawn: {cause}"
+    if given is not None and not are_actions(action_space, given, len(STEPS)):
         return f"actions are not of {action_space}"
     return None
 
 
-def _are_beyond(space: Space, actions: Any) -> bool:
-    """Say whether actions are of the shape of a space of integers, and not in it."""
-    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        number = space.n if isinstance(space, spaces.Discrete) else space.nvec
-        if not isinstance(actions, np.ndarray) or actions.shape[2:] != space.shape:
-            return False
-        return bool(((actions < space.start) | (actions >= space.start + number)).any())
-    if (
-        isinstance(space, spaces.Dict)
-        and isinstance(actions, dict)
-        and actions.keys() == space.spaces.keys()
-    ):
-        return any(_are_beyond(space[key], actions[key]) for key in actions)
-    if (
-        isinstance(space, spaces.Tuple)
-        and isinstance(actions, tuple)
-        and len(actions) == len(space.spaces)
-    ):
-        return any(map(_are_beyond, space.spaces, actions))
-    return False
-
-
-def fault_of_info(values: np.ndarray) -> str | None:
-    """Say why infos ``(steps, ...)`` have no place in a rollout, where others that have none are
-    zeros as large.
-    """
-    if values.dtype.kind not in "biuf":
-        return "has no place in a rollout: it is neither a number nor an array of them"
-    one = values.dtype.itemsize * math.prod(values.shape[1:])
-    if values.ndim > MAX_INFO_AXES + 1 or one > MAX_INFO_BYTES:
-        return f"has no place in a rollout: it has more than {MAX_INFO_BYTES} bytes, or than {MAX_INFO_AXES} axes"
-    return None
+def _is_tame(numbers: np.ndarray) -> bool:
+    """Say by one quick look whether all are finite and none is huge: then their squares' sum is."""
+    return bool(np.vdot(numbers, numbers) < MOST)

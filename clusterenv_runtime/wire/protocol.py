@@ -19,14 +19,16 @@ import msgspec
 import zmq
 
 from ..errors import printable
-from .codec import MAX_FRAME
-from .packed import Packed
+from .buffers import MAX_FRAME
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_DROPPED = 100
-MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `codec.MAX_FRAME`
+MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `buffers.MAX_FRAME`
 CURVE_BYTES = 33  # that CURVE adds to a frame
 PULSE_S = 0.2  # how often a worker shows that it is there
+
+Size = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]  # of an axis
+NumberType = Annotated[str, msgspec.Meta(pattern=r"^[<>|][biuf]\d{1,2}$")]  # the dtype of numbers
 
 
 class Message(msgspec.Struct, tag=True):
@@ -119,19 +121,25 @@ class Built(Message):
     """Another environment is built, and others are to come: slow is not stuck."""
 
 
-class Reply(Message):  # the buffers of ``value`` and ``infos``
-    value: Packed
-    infos: Packed = None
-    dropped: Annotated[
-        list[str], msgspec.Meta(max_length=MAX_DROPPED)
-    ] = []  # what of ``infos`` could not be sent
+class Reply(Message):  # the arrays of ``value``, then those of ``infos``
+    value: msgspec.Raw  # as `codec.pack` makes it
+    infos: msgspec.Raw = msgspec.Raw(b"\xc0")  # of None
+    # the infos that could not be sent
+    dropped: Annotated[list[str], msgspec.Meta(max_length=MAX_DROPPED)] = []
 
 
-class Part(Message):  # the buffers of ``part``
-    """Answers a `Collect`."""
+class Part(Message):  # the arrays of the part in the order of its fields, of its infos, its frames
+    """Answers a `Collect` with a `part.RolloutPart`: what the head cannot know of it."""
 
-    part: dict[str, Packed]  # the packed fields of a `part.RolloutPart`
-    waited: float  # seconds without a request to work on, or without weights, since the part before
+    version: int
+    layout: dict[str, str]  # of each field dtypes and shapes beside its axes, for the head to check
+    ends: Size
+    episodes: Size
+    frames: list[Size]  # how many each stack of frames has
+    # of each info how many steps had it, and the dtype and shape of a value
+    infos: dict[str, tuple[Size, NumberType, list[Size]]]
+    # seconds without a request to work on, or without weights, since the part before
+    waited: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class Pull(Message):

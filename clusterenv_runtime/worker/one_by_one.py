@@ -207,7 +207,7 @@ class EnvsOneByOne:
         self.infos.clear()
         space = self._space
         starts = self._lengths == 0
-        transitions = Transitions(space, self._observations(), num_steps, starts)
+        transitions = Transitions(self._observations(), num_steps, starts)
         finals: list[Any] = []  # the last observations of episodes
         episodes: list[tuple[int, float, int]] = []  # (transition, return, length)
         actor.start(num_steps, starts)

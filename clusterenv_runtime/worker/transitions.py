@@ -9,52 +9,51 @@ import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from ..arrays.frames import fold
-from ..arrays.spaces import map_space
-from ..arrays.trees import map_tree
-from ..wire.part import RolloutPart, fault_of_info
+from ..arrays.trees import filled, leaves, map_tree
+from ..wire.part import RolloutPart
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor
 
 
 class Transitions:
-    """Room for ``num_steps`` steps of the environments that ``observations``, a batch of ``space``,
-    is of.
+    """Room for ``num_steps`` steps of some environments.
 
-    ``starts`` ``(num_envs,)`` says which of these have begun an episode.
+    Args:
+        observations: a batch of arrays, the observations before the first step.
+        num_steps: how many steps there are to be.
+        starts: ``(num_envs,)`` bool, which of these observations have begun an episode.
     """
 
-    def __init__(
-        self, space: gym.Space, observations: Any, num_steps: int, starts: np.ndarray
-    ) -> None:
-        self._starts, shape = starts, (num_steps, len(starts))
-        self._found: dict[str, list[tuple[Any, Any]]] = {}  # of infos: (which steps, values)
+    def __init__(self, observations: Any, num_steps: int, starts: np.ndarray) -> None:
+        shape = num_steps, len(starts)
+        self._starts = starts
+        self._infos: dict[str, list[tuple[Any, Any]]] = {}  # (steps, values) by key
         # One step further than the rest: what the last step led to.
-        self.observations = map_space(
-            lambda leaf: np.empty((num_steps + 1, *leaf.shape), leaf.dtype), space, observations
+        self.observations = map_tree(
+            lambda leaf: np.empty((num_steps + 1, *leaf.shape), leaf.dtype), observations
         )
         self.rewards = np.empty(shape)
-        self.terminations, self.truncations = np.zeros(shape, bool), np.zeros(shape, bool)
+        self.terminations = np.zeros(shape, bool)
+        self.truncations = np.zeros(shape, bool)
 
     def add_info(self, key: str, steps: Any, values: Any) -> None:
-        """Keep what infos have under a key at some steps, numbered by step * num_envs +
-        environment.
-        """
-        self._found.setdefault(key, []).append((steps, values))
+        """Keep the values of an info at some steps, numbered by step * num_envs + environment."""
+        self._infos.setdefault(key, []).append((steps, values))
 
-    def _infos(self) -> dict[str, Any]:
-        infos = {}
-        for key, found in self._found.items():
-            steps = np.concatenate([steps for steps, _ in found])
+    def _joined_infos(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        joined = {}
+        for key, found in self._infos.items():
+            steps, values = zip(*found, strict=True)
             try:
-                values = np.concatenate([np.asarray(values) for _, values in found])
+                array = np.concatenate([np.asarray(each) for each in values])
             except ValueError:
                 raise ValueError(f"info {key!r} has not the same shape in all steps") from None
-            if (fault := fault_of_info(values)) is not None:
-                raise ValueError(f"info {key!r} {fault}")
-            order = steps.argsort()
-            infos[key] = steps[order], values[order]
-        return infos
+            if array.dtype.kind not in "biuf":
+                what = "it is neither a number nor an array of numbers"
+                raise ValueError(f"info {key!r} has no place in a rollout: {what}")
+            joined[key] = np.concatenate(steps, dtype=np.int64), array
+        return joined
 
     def part(
         self,
@@ -65,37 +64,36 @@ class Transitions:
     ) -> RolloutPart:
         """Return what is sent of these steps.
 
-        ``stacks`` says which observations are stacks of frames, see `are_stacks`. ``episodes``
-        are (step * num_envs + environment, return, length).
+        Args:
+            actor: what acted in them.
+            final_observations: a batch of what the steps that ended an episode led to, in order.
+            stacks: which observations are stacks of frames, see `are_stacks`.
+            episodes: of each that counts step * num_envs + environment, return, and length.
         """
         numbers, returns, lengths = np.array(episodes, np.float64).reshape(-1, 3).T
-        frames, found = (
-            list[np.ndarray](),
-            list[tuple[Any, Any]](),
-        )  # of each leaf: observations, and final ones
-
-        def folded(is_stack: bool, leaf: Any, final: Any) -> int:
+        ended = self.terminations | self.truncations
+        observations = leaves(self.observations)
+        finals = leaves(final_observations)
+        frames = []
+        for place, is_stack in enumerate(leaves(stacks)):
             if is_stack:
-                each, leaf, final = fold(leaf, final, self.terminations | self.truncations)
+                folded = fold(observations[place], finals[place], ended)
+                each, observations[place], finals[place] = folded
                 frames.append(each)
-            found.append((leaf, final))
-            return len(found) - 1
-
-        places = map_tree(folded, stacks, self.observations, final_observations)
         return RolloutPart(
             version=actor.version,
             starts=self._starts,
-            observations=map_tree(lambda place: found[place][0][:-1], places),
-            infos=self._infos(),
+            observations=filled(stacks, [leaf[:-1] for leaf in observations]),
             rewards=self.rewards,
             terminations=self.terminations,
             truncations=self.truncations,
-            final_observations=map_tree(lambda place: found[place][1], places),
-            next_observations=map_tree(lambda place: found[place][0][-1], places),
+            final_observations=filled(stacks, finals),
+            next_observations=filled(stacks, [leaf[-1] for leaf in observations]),
             episodes=numbers.astype(np.int64),
             episodic_returns=returns.copy(),
             episodic_lengths=lengths.astype(np.int64),
-            frames=tuple(frames),
+            infos=self._joined_infos(),
+            frames=frames,
             **actor.finish(),
         )
 

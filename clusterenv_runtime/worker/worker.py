@@ -20,8 +20,9 @@ from ..envs.layout import EnvLayout
 from ..envs.registry import load_registry
 from ..policy.sync import SyncRule
 from ..wire import protocol
+from ..wire.buffers import to_buffers
 from ..wire.codec import pack
-from ..wire.part import fault_of
+from ..wire.part import fault_of, pack_part
 from ..wire.protocol import Collect, CutOff, Reset, SetAttr, Setup, Step, Structure, Weights
 from .connection import Connection, End
 from .one_by_one import EnvRaised, EnvsOneByOne
@@ -81,12 +82,11 @@ class Worker:
             self._has_failed = False
         if self._has_failed and isinstance(request, IN_EPISODES):
             return  # the head has given it up since
-        out: list[Any] = []
         try:
             if isinstance(request, Collect):
-                answer = self._collect(seq, request, out)
+                answer, out = self._collect(seq, request)
             else:
-                answer = self._reply(request, buffers, out)
+                answer, out = self._reply(request, buffers)
             self._connection.send(seq, answer, *out)
         except End:
             raise
@@ -112,13 +112,17 @@ class Worker:
             ends_episodes=ends_episodes,
         )
 
-    def _reply(self, request: protocol.Request, buffers: list[Any], out: list[Any]) -> Any:
-        """Do what a request asks for; return the reply, whose buffers are appended to ``out``."""
-        value = pack(self._handle(request, buffers), out)
+    def _reply(
+        self, request: protocol.Request, buffers: list[Any]
+    ) -> tuple[protocol.Reply, list[Any]]:
+        """Do what a request asks for; return the reply and its buffers."""
+        arrays: list[np.ndarray] = []
+        value = pack(self._handle(request, buffers), arrays)
         infos, self._envs.infos = self._envs.infos, []
         dropped: list[str] = []  # keys of infos that cannot be sent
-        packed = pack(infos, out, dropped)
-        return protocol.Reply(value, packed, list(dict.fromkeys(dropped))[: protocol.MAX_DROPPED])
+        packed = pack(infos, arrays, dropped)
+        names = list(dict.fromkeys(dropped))[: protocol.MAX_DROPPED]
+        return protocol.Reply(value, packed, names), to_buffers(arrays)
 
     def _handle(self, request: protocol.Request, buffers: list[Any]) -> Any:
         match request:
@@ -167,16 +171,17 @@ class Worker:
             self._actor = Actor()
         self._actor.load_structure(pickle.loads(structure))
 
-    def _collect(self, seq: int | None, request: Collect, out: list[Any]) -> protocol.Part:
+    def _collect(self, seq: int | None, request: Collect) -> tuple[protocol.Part, list[Any]]:
         if self._rule.wants_pull(self._actor.version, request):
             self._pull(seq)
         self._actor.prepare(request, range(self._first_row, self._first_row + self._envs.num_envs))
         waited, self._connection.waited = self._connection.waited, 0.0
         part = self._envs.collect(self._actor, request.num_steps)
         action_space = self._envs.layout.single_action_space
-        if (fault := fault_of(part, action_space, self._actor.given)) is not None:
+        given = part.actions if self._actor.policy.is_identity else self._actor.given
+        if (fault := fault_of(part, action_space, given)) is not None:
             raise ValueError(fault)
-        return protocol.Part(part.pack(out), waited)
+        return pack_part(part, waited)
 
     def _pull(self, seq: int | None) -> None:
         """Ask for weights, and again for all of them if a difference did not fit."""

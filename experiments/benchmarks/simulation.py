@@ -17,11 +17,13 @@ import zmq
 from clusterenv_runtime import Exit, Launcher
 from clusterenv_runtime.policy.actor import Actor
 from clusterenv_runtime.wire import protocol
+from clusterenv_runtime.wire.buffers import to_buffers
 from clusterenv_runtime.wire.codec import pack
-from clusterenv_runtime.wire.packed import List
+from clusterenv_runtime.wire.part import pack_part
 from clusterenv_runtime.wire.security import read_key_file
 from clusterenv_runtime.worker.worker import build_environments
 
+NO_INFOS = pack([], [])
 spawn = multiprocessing.get_context("spawn")
 
 
@@ -65,9 +67,8 @@ class Simulation:
                 if (request.num_steps, worker.version) not in self.canned:
                     self.actor.version = worker.version
                     self.actor.prepare(request, range(self.envs.num_envs))
-                    part, part_buffers = self.envs.collect(self.actor, request.num_steps), []
-                    message = protocol.Part(part.pack(part_buffers), 0.0)
-                    self.canned[request.num_steps, worker.version] = message, part_buffers
+                    part = self.envs.collect(self.actor, request.num_steps)
+                    self.canned[request.num_steps, worker.version] = pack_part(part, 0.0)
                 self.send(worker, seq, *self.canned[request.num_steps, worker.version])
             case protocol.Reset():
                 self.send(worker, seq, *self.observations)
@@ -75,12 +76,10 @@ class Simulation:
                 if self.envs is None:
                     self.rule = pickle.loads(buffers[1])
                     self.envs = build_environments(*pickle.loads(buffers[0]))
-                    observation_buffers = []
-                    value = pack(
-                        self.envs.reset([1] * self.envs.num_envs, None), observation_buffers
-                    )
-                    self.observations = protocol.Reply(value, List([])), observation_buffers
-                self.send(worker, seq, protocol.Reply(None, List([])))
+                    arrays = []
+                    value = pack(self.envs.reset([1] * self.envs.num_envs, None), arrays)
+                    self.observations = protocol.Reply(value, NO_INFOS), to_buffers(arrays)
+                self.send(worker, seq, protocol.Reply(NO_INFOS, NO_INFOS))
             case protocol.Structure():
                 worker.version = 0
                 if self.actor is None:
@@ -90,7 +89,7 @@ class Simulation:
                     self.actor.policy.load_flat_weights(
                         bytes(self.actor.policy.flat_weights().numel())
                     )
-                self.send(worker, seq, protocol.Reply(None, List([])))
+                self.send(worker, seq, protocol.Reply(NO_INFOS, NO_INFOS))
 
     def send(self, worker, seq, message, buffers=()):
         frames = protocol.frames(seq, message, *buffers)
