@@ -1,4 +1,4 @@
-"""One family of exceptions, and how texts reach the user.
+"""One family of exceptions, and functions that write texts for the user.
 
 Misuse of the vector API raises Gymnasium's own errors instead.
 """
@@ -12,7 +12,7 @@ class ClusterEnvError(RuntimeError):
 
 
 class StartupError(ClusterEnvError):
-    """The head cannot listen, its launcher or keys cannot be used, or a worker does not come up or
+    """The head cannot listen or use its launcher or keys, or a worker does not come up or does not
     match the head.
     """
 
@@ -30,13 +30,13 @@ class ProtocolError(ClusterEnvError):
 
 
 class Interrupted(ClusterEnvError):
-    """`ClusterEnv.interrupt` was called: raised where the head waits for workers. Scripts raise it
-    on signals, too.
+    """`ClusterEnv.interrupt` was called, and the head was waiting for workers. Scripts raise it on
+    signals, too.
     """
 
 
 class CheckpointError(ClusterEnvError):
-    """There is no run, no checkpoint, or none that is whole; the text says which."""
+    """There is no run, or no checkpoint, or only damaged ones; the text says which."""
 
 
 class RunLockedError(ClusterEnvError):
@@ -44,9 +44,7 @@ class RunLockedError(ClusterEnvError):
 
 
 class LearnerLostError(ClusterEnvError):
-    """Another learner of the run has died, does not come, or is not like this one; the text says
-    which.
-    """
+    """Another learner of the run has died, does not come, or is not like this one."""
 
 
 class EnvError(ClusterEnvError):
@@ -59,8 +57,8 @@ class EnvError(ClusterEnvError):
 
 
 def printable(text: str, most: int = 1000, keeps: str = "\t") -> str:
-    """Escape in the first of a peer's words what a terminal would obey, but for what is in
-    ``keeps``; no line ends.
+    """Return the first characters of a peer's text in one line, with those escaped that a terminal
+    would obey, except those in ``keeps``.
     """
     text = text if len(text) <= most else f"{text[:most]} [...]"
     return "".join(
@@ -69,12 +67,12 @@ def printable(text: str, most: int = 1000, keeps: str = "\t") -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return what an error is and the first line of what it says, as `printable` escapes it."""
+    """Return the name of an error and the first line of its text, escaped by `printable`."""
     return f"{type(error).__name__}: {printable(str(error).strip().partition(chr(10))[0])}"
 
 
 def print_line(text: str) -> None:
-    """Print a line, also to an output whose encoding lacks some of it, such as a name in a path.
+    """Print a line, also to an output whose encoding lacks some of its characters.
 
     Raises:
         OSError: it cannot be written.

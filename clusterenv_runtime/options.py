@@ -1,5 +1,6 @@
-"""Every option of a `ClusterEnv`, once: name, type, range, default and text. Its arguments and the
-scripts' flags.
+"""Every option of a `ClusterEnv`, once: name, type, range, default and text.
+
+They are the keyword arguments of `ClusterEnv`, and flags of the scripts.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ EnvId = Annotated[str, RunsCode(lambda value: ":" in str(value))]
 
 @dataclass
 class ClusterOptions:
-    """Where workers run, how they are supervised, when they pull, and what."""
+    """Where workers run, how the head supervises them, and when they pull which weights."""
 
     num_workers: Positive = 2
     """the number of environment worker processes, each with a contiguous share of the environments

@@ -1,9 +1,12 @@
-"""The head's side of the wire: the workers behind its one listening socket, what they are asked,
-and who replaces them.
+"""The head's side of the wire.
 
-`worker` is one worker, as the head knows it, and its process. `transport` carries messages and knows no worker.
-`supervisor` finds out who is lost. `recovery` says what a replacement must be told, and `episodes`
-what the user has seen of its environments. `failures` keeps the errors of workers, `interrupts` what ends a wait.
-`answers` opens and checks what workers send. `pool` numbers what is asked and puts all together,
-`start` begins it. `collect` and `stepping` are the two ways to use it.
+- `worker`: one worker as the head knows it, and each of its processes
+- `transport`: the one listening socket, which knows connections and no workers
+- `supervisor`: finds out which processes are lost, and starts others
+- `recovery`: what a replacement must be told; `episodes`: what the user has seen of its environments
+- `requests`, `messenger`: what workers are asked, and what becomes of their messages; `answers` opens
+  and checks the responses
+- `failures`: errors that workers report; `interrupts`: what ends a wait
+- `pool`: all workers, to be asked and waited for; `start` begins it
+- `collect`, `stepping`: the two ways to use them; `vector_api`: Gymnasium's methods
 """

@@ -1,5 +1,5 @@
-"""What the user has seen of a worker's environments, and how the episodes that a lost process took
-along are ended.
+"""The episodes of one worker as the user has seen them, and the end of those that a process took
+along when it died.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from ..wire.protocol import CutOff, Message, Step
 
 @dataclass
 class Episodes:
-    """The episodes in one worker's environments, as far as the user knows them. Masks are
-    ``(num_envs,)`` bool.
-    """
+    """The episodes in one worker's environments. Masks are ``(num_envs,)`` bool."""
 
-    seen: Any  # the observations the user has; None before the first reset
+    seen: Any  # the user's last observations; None before the first reset
     ended: np.ndarray  # environments whose end the user has seen, but not what follows
-    cut: np.ndarray | None = (
-        None  # environments whose episode is lost, which the user does not know; None for none
-    )
+    # Environments whose episode is lost, which the user does not know; None if there are none.
+    cut: np.ndarray | None = None
 
     @classmethod
     def begun(cls, seen: Any, num_envs: int) -> Episodes:
@@ -34,7 +31,8 @@ class Episodes:
 
     def reset(self) -> None:
         """Note that the user resets all environments."""
-        self.ended, self.cut = np.zeros_like(self.ended), None
+        self.ended = np.zeros_like(self.ended)
+        self.cut = None
 
     def lost(self) -> None:
         """Note that the worker's process has died with its episodes."""
@@ -48,13 +46,11 @@ class Episodes:
         return Step(), cloudpickle.dumps(actions)
 
     def saw_reset(self, space: Space, observations: Any, mask: np.ndarray) -> Any:
-        """Note a reset of the environments of ``mask``; return the observations that the user is to
-        get.
-        """
+        """Note a reset of the environments of ``mask``; return the user's observations after it."""
         self.ended = self.ended & ~mask
         if self.cut is not None:
             self.cut = self.cut & ~mask
-            # What has begun without the user's knowledge is for the next step to tell.
+            # Other lost episodes go on for the user until the next step ends them.
             observations = merge_rows(space, ~self.cut, observations, self.seen)
             self.cut = self.cut if self.cut.any() else None
         self.seen = observations

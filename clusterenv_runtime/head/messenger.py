@@ -14,7 +14,7 @@ from .failures import Failures
 from .recovery import Recovery
 from .requests import Requests
 from .supervisor import Supervisor
-from .transport import Malformed, Outgoing, Received, Transport
+from .transport import Outgoing, Received, Transport
 from .worker import CONNECTED, State, Worker
 
 
@@ -86,7 +86,7 @@ class Messenger:
         match message:
             case Hello():  # said again, while the head was busy
                 return None
-            case Malformed():
+            case str():  # no message
                 self._refuse(worker, f"it sent {message}")
             case Built():
                 self.supervisor.has_built_one(worker)

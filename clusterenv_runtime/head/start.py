@@ -1,6 +1,4 @@
-"""A head: its workers, what is remembered of them, and the policy's versions; and how it is
-started.
-"""
+"""A head: its workers, its memory of them, and the policy's versions; and how it is started."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,36 +26,23 @@ from .supervisor import Supervisor
 from .transport import Transport
 from .worker import Worker
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-
-
-class Restart(msgspec.Struct):
-    """One of `ClusterEnv.restarts`."""
-
-    worker: int
-    time: float
-    reason: str
-    seeds: list[int | None] | None
-
 
 class HeadState(msgspec.Struct, forbid_unknown_fields=True):
-    """What `Head.state_dict` returns: nothing of a worker alone. It comes from a file, which may be
-    anybody's.
-    """
+    """The form of `Head.state_dict`, which may come from anybody's file."""
 
-    policy_version: Count
-    sync_bytes: Count
-    workers: Annotated[int, msgspec.Meta(ge=1, lt=2**53)]  # of which the next two are sums
-    pulls: Count
-    waiting_seconds: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
-    rollouts: Count
-    restarts: list[Restart]
+    policy_version: int
+    sync_bytes: int
+    workers: int  # pulls and seconds are sums over so many
+    pulls: int
+    waiting_seconds: float
+    seed: int
+    rollouts: int
+    restarts: list[dict[str, Any]]
 
 
 @dataclass
 class Head:
-    """What a `ClusterEnv` has on this side of the wire."""
+    """The parts of a `ClusterEnv` on this side of the wire."""
 
     pool: WorkerPool
     recovery: Recovery
@@ -67,9 +52,7 @@ class Head:
     pid: int = field(default_factory=os.getpid)
 
     def close(self, timeout: float) -> None:
-        """End the workers, see `WorkerPool.close`; in a forked child nothing is done, as they are
-        its parent's.
-        """
+        """End the workers, see `WorkerPool.close`. A forked child leaves its parent's alone."""
         if os.getpid() == self.pid:
             self.pool.close(timeout)
 
@@ -80,7 +63,7 @@ class Head:
         return {**self.store.state_dict(), **self.recovery.state_dict(workers), **waiting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`, also that of a head with another number of workers.
+        """Go on from a `state_dict`, also of a head with another number of workers.
 
         Raises:
             ValueError: it is not of a head.

@@ -62,10 +62,6 @@ class Outgoing:
     buffers: tuple[Any, ...] = ()
 
 
-class Malformed(str):
-    """What came instead of a message, in words."""
-
-
 @dataclass
 class Received:
     """A message of one connection; ``frames`` are its raw buffers, the header's first."""
@@ -73,17 +69,17 @@ class Received:
     identity: bytes
     frames: list[Any]
 
-    def read(self, is_strange: bool = False) -> tuple[int | None, Answer | Malformed]:
-        """Return ``seq`` and message. A stranger's message must be short.
+    def read(self, is_strange: bool = False) -> tuple[int | None, Answer | str]:
+        """Return ``seq`` and message, or text about something else. A stranger's must be short.
 
         A message may take much more room than its frames, so do not keep many.
         """
         if is_strange and sum(map(len, self.frames)) > MAX_HELLO:
-            return None, Malformed("a long message")
+            return None, "a long message"
         try:
             return protocol.decode_answer(self.frames[0])
         except Exception as error:  # anything may be sent
-            return None, Malformed(f"a malformed message: {printable(str(error))}")
+            return None, f"a malformed message: {printable(str(error))}"
 
 
 class Transport:

@@ -1,8 +1,8 @@
-"""All that a worker's environments have started, wherever it has gone.
+"""The processes that a worker's environments have started, wherever they have gone.
 
-A process group does not hold what leaves it, and parents are forgotten when they die. But a process
-inherits the environment variables that its parent began with, so there a worker carries a mark.
-Only Linux shows them: elsewhere, nothing is found.
+A process can leave its group, and the system forgets a parent that has died. But each process
+inherits the environment variables of its parent, and a worker's variables hold a mark. Only Linux
+shows the variables of a process. Elsewhere nothing is found.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ VARIABLE = "CLUSTERENV_WORKER"
 
 
 def kill_marked(mark: str) -> bool:
-    """Kill the processes, but not this one, whose mark begins so; return whether there were any
-    that had not ended.
+    """Kill the processes whose mark begins so, except this one. Return whether there were any.
 
-    If that cannot be seen, as too many files are open, there may have been.
+    True if that cannot be seen because too many files are open.
     """
-    found, start = False, f"\0{VARIABLE}={mark}".encode()
+    found = False
+    start = f"\0{VARIABLE}={mark}".encode()
     try:
         names = os.listdir("/proc")
     except OSError as error:
