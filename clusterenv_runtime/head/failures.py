@@ -56,19 +56,16 @@ def to_exception(errors: list[tuple[str, Error]]) -> Exception:
     All are logged in the words of Gymnasium's AsyncVectorEnv. There a worker is one environment,
     and ends. Here a worker ends only if its error is fatal; else it goes on after a reset.
     """
-    for _, error in errors:
-        if error.ends and error.env is not None:
-            gym.logger.error(
-                f"Received the following error from Worker-{error.env} - Shutting it down"
-            )
-            gym.logger.error("%s", _lines(error.traceback))
-    worker, error = errors[-1]
-    if error.ends and error.env is not None:
-        gym.logger.error("Raising the last exception back to the main process.")
-    which = "the policy or an environment" if error.env is None else f"environment {error.env}"
-    text = f"{printable(error.kind)}: {_lines(error.message)}\n\n{_lines(error.traceback)}"
+    worker, last = errors[-1]
+    for error in [error for _, error in errors if error.ends and error.env is not None]:
+        gym.logger.error(f"Received the following error from Worker-{error.env} - Shutting it down")
+        gym.logger.error("%s", _lines(error.traceback))
+        if error is last:
+            gym.logger.error("Raising the last exception back to the main process.")
+    which = "the policy or an environment" if last.env is None else f"environment {last.env}"
+    text = f"{printable(last.kind)}: {_lines(last.message)}\n\n{_lines(last.traceback)}"
     env_error = EnvError(f"{which} on {worker} raised {text}")
-    exception = _local_exception(error)
+    exception = _local_exception(last)
     if exception is None:
         return env_error
     exception.__cause__ = env_error

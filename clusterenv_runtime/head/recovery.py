@@ -49,7 +49,7 @@ class Recovery:
 
     def orders(self, worker: Worker, unanswered: list[Request]) -> list[Order]:
         """Return what makes a process this worker, and then what it is to answer."""
-        setup = Setup(self._sys_path, worker.first_row)
+        setup = Setup(self._sys_path, worker.numbers.start)
         orders: list[Order] = [(None, setup, (worker.setup, self._rule))]
         if self._store.structure:
             orders.append((None, Structure(), (self._store.structure,)))
@@ -118,7 +118,7 @@ class Recovery:
 def _fresh_seeds(worker: Worker, number: int) -> list[int | None]:
     """Return seeds for replacement ``number`` of a worker; they follow from those before."""
     given = [seed for seed in worker.seeds if seed is not None]
-    sequence = np.random.SeedSequence([*given, worker.first_row, number])
+    sequence = np.random.SeedSequence([*given, worker.numbers.start, number])
     # Some environments take only 31 bits.
     fresh = (sequence.generate_state(worker.num_envs) >> 1).tolist()
     return [None if old is None else new for old, new in zip(worker.seeds, fresh, strict=True)]

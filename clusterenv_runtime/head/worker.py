@@ -90,9 +90,9 @@ class Worker:
     losses: int = 0  # processes lost in a row
 
     def __post_init__(self) -> None:
-        self.num_envs = self.rows.stop - self.rows.start
-        self.first_row = self.offset + self.rows.start  # for seeds, and for the user
-        self.numbers = range(self.first_row, self.first_row + self.num_envs)
+        # Its environments' numbers, for seeds and for the user.
+        self.numbers = range(self.offset + self.rows.start, self.offset + self.rows.stop)
+        self.num_envs = len(self.numbers)
         self.copy.numbers = self.numbers
         self.episodes = Episodes.begun(None, self.num_envs)  # as far as the user knows them
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
@@ -33,7 +32,6 @@ class LocalLauncher(Launcher):
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         super().__init__(log_dir, prefix)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._replaced: list[subprocess.Popen[bytes]] = []  # killed, and perhaps not yet reaped
         # All processes of this launcher have a mark that begins so; see `processes`. A worker that
         # has workers itself passes its own mark on.
         self._mark = f"{os.environ.get(VARIABLE, '')}{secrets.token_hex(8)}."
@@ -73,9 +71,6 @@ class LocalLauncher(Launcher):
                 process_group=0,
             )
         self._marks[process.pid] = mark
-        self._replaced = [before for before in self._replaced if before.poll() is None]
-        if index in self._processes:
-            self._replaced.append(self._processes[index])
         self._processes[index] = process
 
     def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes] | None]:
@@ -113,9 +108,7 @@ class LocalLauncher(Launcher):
 
     def stop(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        # A pid of the others may be somebody else's by now.
-        replaced = [process for process in self._replaced if process.poll() is None]
-        processes = [*self._processes.values(), *replaced]
+        processes = list(self._processes.values())
         if not _await(processes, deadline):
             for process in processes:
                 process.terminate()
@@ -135,7 +128,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _await(processes: Iterable[subprocess.Popen[bytes]], deadline: float) -> bool:
+def _await(processes: list[subprocess.Popen[bytes]], deadline: float) -> bool:
     """Wait until these have ended, or until a time of `time.monotonic`; return whether they have."""
     for process in processes:
         try:
