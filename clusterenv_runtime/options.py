@@ -15,7 +15,7 @@ import shutil
 import socket
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from .launchers import Launcher, is_ours, make_launcher
@@ -267,8 +267,9 @@ def _check_address(text: str) -> None:
         raise ValueError(
             f"bind_address must be an IP address (an interface's name goes to interface), got {text}"
         ) from None
-    is_of_all = (getattr(address, "ipv4_mapped", None) or address).is_unspecified
-    _require(not is_of_all, f"bind_address must be one address, not all of them ({text})")
+    _require(
+        not address.is_unspecified, f"bind_address must be one address, not all of them ({text})"
+    )
 
 
 @functools.cache
@@ -317,12 +318,6 @@ def parse_options(
         ValueError: an option is out of range, or does not go with the others.
         StartupError: the launcher cannot start workers here.
     """
-    names = [field.name for field in fields(ClusterOptions)]
-    for name in options:
-        if name not in names:
-            raise TypeError(
-                f"ClusterEnv has no option {name!r}; its options are {', '.join(names)}"
-            )
     parsed = ClusterOptions(**options)
     launcher = parsed.launcher
     if isinstance(launcher, Launcher):

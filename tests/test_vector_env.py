@@ -464,7 +464,7 @@ def test_unknown_observation_modes(observation_mode):
             [CountingEnv],
             {"worker_timeuot": 3},
             TypeError,
-            "ClusterEnv has no option 'worker_timeuot'; its options are",
+            "unexpected keyword argument 'worker_timeuot'",
         ),
         (
             [CountingEnv],

@@ -171,18 +171,6 @@ class Stepper:
             self._recovery.attributes = before
             raise
 
-    def join_infos(self, infos: Infos, add_info: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """Return the infos of single environments as infos of all, by Gymnasium's own method."""
-        joined: dict[str, Any] = {}
-        for env, info in infos:
-            try:
-                joined = add_info(joined, info, env)
-            except Exception:  # Gymnasium raises all kinds where infos do not go together
-                self._warn(
-                    f"Infos of environment {env} are left out: they do not go with those of others."
-                )
-        return joined
-
     def _assert_none_has_raised(self, method: str) -> None:
         if self._pool.failures.need_reset:
             raise ResetNeeded(

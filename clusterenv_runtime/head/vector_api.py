@@ -14,7 +14,7 @@ from gymnasium.vector import VectorEnv
 from .collect import Collector
 from .interrupts import interruptible
 from .start import Head
-from .stepping import Stepper
+from .stepping import Infos, Stepper
 
 
 class VectorApi(VectorEnv):
@@ -46,7 +46,7 @@ class VectorApi(VectorEnv):
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         self._assert_is_running()
         observations, infos = self._stepper.finish_reset(timeout)
-        return observations, self._stepper.join_infos(infos, self._add_info)
+        return observations, self._join_infos(infos)
 
     @interruptible
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -65,7 +65,7 @@ class VectorApi(VectorEnv):
     def step_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         self._assert_is_running()
         *arrays, infos = self._stepper.finish_step(timeout)
-        return *arrays, self._stepper.join_infos(infos, self._add_info)
+        return *arrays, self._join_infos(infos)
 
     @interruptible
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -128,6 +128,12 @@ class VectorApi(VectorEnv):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _join_infos(self, infos: Infos) -> dict[str, Any]:
+        joined: dict[str, Any] = {}
+        for env, info in infos:
+            joined = self._add_info(joined, info, env)
+        return joined
 
     def _assert_is_running(self) -> None:
         if self.closed:
