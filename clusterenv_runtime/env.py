@@ -110,7 +110,7 @@ class ClusterEnv(VectorApi):
         self._assert_is_running()
         if self._collector.overlapped is None:
             self._assert_idle("rollout")
-        self._collector.assert_can_act("rollout", num_steps, self._stepper.was_reset)
+        self._collector.assert_can_act("rollout", num_steps)
         return self._collector.rollout(policy, num_steps, overlap)
 
     @interruptible
@@ -139,7 +139,7 @@ class ClusterEnv(VectorApi):
                 there is no such worker.
         """
         self._assert_idle("send")
-        self._collector.assert_can_act("send", num_steps, self._stepper.was_reset)
+        self._collector.assert_can_act("send", num_steps)
         self._collector.send(num_steps, worker)
 
     @interruptible

@@ -44,11 +44,11 @@ class Collector:
         self.granted: dict[int, int] = {}  # seq -> worker, of outstanding requests, oldest first
         self.overlapped: int | None = None  # the steps of the rollout that was requested ahead
 
-    def assert_can_act(self, method: str, num_steps: int, was_reset: bool) -> None:
+    def assert_can_act(self, method: str, num_steps: int) -> None:
         """Raise ValueError or ResetNeeded if no policy can act for so many steps now."""
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
-        if not was_reset or self._pool.failures.need_reset:
+        if self._pool.workers[0].seeds is None or self._pool.failures.need_reset:
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`.")
         self._assert_arrays()
 

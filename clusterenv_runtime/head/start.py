@@ -48,7 +48,6 @@ class Head:
     recovery: Recovery
     store: PolicyStore
     rule: SyncRule
-    is_partial: bool  # whether it began with fewer workers than there may be
     pid: int = field(default_factory=os.getpid)
 
     def close(self, timeout: float) -> None:
@@ -123,4 +122,4 @@ def start_head(
     except BaseException:
         pool.close(timeout=0)
         raise
-    return Head(pool, recovery, store, rule, min_workers < num_workers)
+    return Head(pool, recovery, store, rule)

@@ -44,10 +44,7 @@ class Stepper:
         self._blueprint = blueprint
         self._space = blueprint.layout.single_observation_space
         self._copy = copy
-        # A full reset does not wait for workers that have yet to come. They are reset when they do.
-        self._skips_absent = head.is_partial
         self._state = AsyncState.DEFAULT
-        self.was_reset = False
         self._pending: list[int] = []  # the requests of the call under way, by seq
         self._mask: np.ndarray | None = None  # of the reset under way
         self._observations: Any = None  # of all environments, the last ones
@@ -79,7 +76,6 @@ class Stepper:
                 f"If seeds are passed as a list the length must match num_envs={num_envs} "
                 f"but got length={len(seeds)}."
             )
-        self.was_reset = True
         self._mask = mask
         if mask is None:
             self._recovery.reset(self._pool.workers, seeds, options)
@@ -191,9 +187,8 @@ class Stepper:
         self._pending = []
         for worker, (message, buffer) in zip(workers, requests, strict=True):
             seq = self._pool.ask(worker, message, buffer)
-            is_full_reset = isinstance(message, Reset) and not message.partial
-            if self._skips_absent and is_full_reset and not worker.has_been_ready:
-                self._pool.forget([seq])
+            if message == Reset(partial=False) and not worker.has_been_ready:
+                self._pool.forget([seq])  # nobody waits for workers that have yet to come
             else:
                 self._pending.append(seq)
         self._pool.exchange()

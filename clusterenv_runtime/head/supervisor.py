@@ -45,6 +45,7 @@ class Supervisor:
         self.workers = workers
         self.clock = clock
         self._launcher = launcher
+        self._startup_timeout = options.startup_timeout
         self._options = options
         # Until all have started, a process that ends by itself or is late ends the run.
         self.all_must_start = False
@@ -69,7 +70,7 @@ class Supervisor:
         self._launcher.stop(timeout)
 
     def _new_process(self) -> Process:
-        return Process(self.clock(), self._options.startup_timeout)
+        return Process(self.clock(), self._startup_timeout)
 
     def said_hello(self, worker: Worker, identity: bytes, host: str, pid: int) -> None:
         """Note that a process is there. It is told next what to build."""
@@ -79,12 +80,12 @@ class Supervisor:
         process.host = host
         process.pid = pid
         process.heard = self.clock()
-        process.deadline = process.heard + self._options.startup_timeout
+        process.deadline = process.heard + self._startup_timeout
 
     def has_built_one(self, worker: Worker) -> None:
         """Note that a worker has built one of its environments, and has others to build."""
         if worker.process.state == State.BUILDING:
-            worker.process.deadline = self.clock() + self._options.startup_timeout
+            worker.process.deadline = self.clock() + self._startup_timeout
 
     def is_ready(self, worker: Worker) -> None:
         """Note that a worker has built all of its environments."""
@@ -148,7 +149,7 @@ class Supervisor:
         elif process.state == State.REFUSED and now >= process.deadline:
             self._start(worker)
             silence = now - process.heard
-            if process is worker.process and silence >= self._options.startup_timeout:
+            if process is worker.process and silence >= self._startup_timeout:
                 text = f"could not be started for {silence:.0f} s: {process.refusal}"
                 return f"{self.describe(worker)} {text}"
         return ""
@@ -163,14 +164,14 @@ class Supervisor:
             if (exit := self._launcher.exit(worker.index)) is not None:
                 self.lose(worker, exit)
             elif process.state == State.STARTING and (why := self._launcher.pending(worker.index)):
-                process.deadline = now + self._options.startup_timeout
+                process.deadline = now + self._startup_timeout
                 if now > process.noticed + NOTICE_S:
                     process.noticed = now
                     text = "still waiting for worker %d to be started: %s"
                     logger.warning(text, worker.index, why)
             elif process.state != State.READY and now > process.deadline:
                 late.append(worker)
-        timeout = f"{self._options.startup_timeout:g} s"
+        timeout = f"{self._startup_timeout:g} s"
         text = f"did not come up and build the next of its environments within {timeout}"
         if late and self.all_must_start:
             raise StartupError(f"{', '.join(map(self.describe, late))} {text}")
@@ -222,7 +223,7 @@ class Supervisor:
             process.refusal = str(error)
             if process.refusals == 2:  # the first time, the loss itself has yet to be logged
                 text = "worker %d cannot be started, which is tried again for up to %g s: %s"
-                logger.warning(text, worker.index, self._options.startup_timeout, error)
+                logger.warning(text, worker.index, self._startup_timeout, error)
         else:
             worker.process = self._new_process()
 
