@@ -63,6 +63,9 @@ TESTS = {
         "test_streaming.py",
         "test_failures.py", "test_env_errors.py", "test_ends.py",
     ],
+    "head/messenger.py": ["test_head.py", "test_pool.py", SCHEDULES, "test_strangers.py",
+        "test_failures.py", "test_env_errors.py"],
+    "head/requests.py": ["test_pool.py", SCHEDULES, "test_streaming.py"],
     "head/recovery.py": ["test_replacement.py", "test_head.py", SCHEDULES, "test_recovery.py",
         "test_resume.py"],
     "head/supervisor.py": [
