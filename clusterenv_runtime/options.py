@@ -105,7 +105,7 @@ class ClusterOptions:
     with an error
     """
     max_worker_restarts: NotNegative = 3
-    """how many replacements of one worker in a row may die without an answer, before the run ends
+    """how many replacements of one worker in a row may die before they step, before the run ends
     """
     min_workers: Positive | None = None
     """how many workers must be up to begin, by default all; the others join when they come"""
@@ -146,7 +146,7 @@ class ClusterOptions:
 
     @property
     def restarts_in_a_row(self) -> int:
-        """How many replacements of one worker in a row may die without an answer."""
+        """How many replacements of one worker in a row may die before they step."""
         return self.max_worker_restarts if self.on_worker_loss == "restart" else 0
 
     @property

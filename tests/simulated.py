@@ -19,10 +19,12 @@ from clusterenv_runtime.wire.protocol import (
     PROTOCOL_VERSION,
     Call,
     Close,
+    CutOff,
     Hello,
     Part,
     Reply,
     Setup,
+    Step,
     decode_request,
     encode,
     shared_versions,
@@ -30,6 +32,7 @@ from clusterenv_runtime.wire.protocol import (
 
 SPACE, ACTIONS = spaces.Box(-1, 1, (1,)), spaces.Discrete(2)
 STARTUP_S, SILENCE_S = 60.0, 30.0
+CALL = Call("name")
 SIGKILL = Exit("killed by SIGKILL", by_signal=True)
 
 
@@ -102,7 +105,7 @@ class Process:
             return False
         seq, request = decode_request(encode((seq, request)))
         self.heard.append(request)
-        if not self.stopped and isinstance(request, Setup | Call):
+        if not self.stopped and isinstance(request, Setup | Call | CutOff | Step):
             self.network.deliver(self.identity, seq, self.answer)
         if self.leaves and isinstance(request, Close):
             self.die(Exit("exit code 0"))
@@ -174,10 +177,10 @@ class Simulation:
         if start:
             self.pool.start(number)
 
-    def call(self, *indices, timeout=None):
+    def call(self, *indices, timeout=None, message=CALL):
         """Ask these workers, or all, and return what they answer."""
         asked = [self.workers[index] for index in indices] if indices else self.workers
-        seqs = [self.pool.ask(worker, Call("name")) for worker in asked]
+        seqs = [self.pool.ask(worker, message) for worker in asked]
         return [request.response.value for request in self.pool.gather(seqs, timeout)]
 
     def wait(self, seconds):

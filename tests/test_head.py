@@ -11,7 +11,7 @@ from clusterenv_runtime import DeadlineError, EnvError, Exit, StartupError, Work
 from clusterenv_runtime.head.failures import to_exception
 from clusterenv_runtime.head.supervisor import KILL_S, LOOK_S, NOTICE_S, REASON_S, SOON_S
 from clusterenv_runtime.head.worker import Process, State, Worker
-from clusterenv_runtime.wire.protocol import Built, Call, Collect, Error, Pull, Reply
+from clusterenv_runtime.wire.protocol import Built, Call, Collect, Error, Pull, Reply, Step
 
 from .simulated import SIGKILL, STARTUP_S, Processes, Simulation, a_part, opens
 
@@ -187,16 +187,16 @@ def test_what_a_lost_worker_had_not_answered_is_asked_again_and_what_it_had_is_n
     assert simulation.call() == [0] and simulation.network.dropped == 0
 
 
-def test_kills_at_random_do_not_hit_the_limit_as_long_as_there_are_answers():
+def test_kills_at_random_do_not_hit_the_limit_as_long_as_there_are_steps():
     """Every 2 seconds one of four workers is killed, whatever it does. Starting takes a look or
-    two, and so do answers.
+    two, and so do steps.
     """
     simulation, rng = Simulation(4, max_restarts=2), np.random.default_rng(1)
     for _ in range(200):
         simulation.launcher.of[int(rng.integers(4))].die()
         end = simulation.network.now + 2
         while simulation.network.now < end:
-            assert simulation.call() == [0, 1, 2, 3]
+            assert simulation.call(message=Step()) == [0, 1, 2, 3]
             simulation.network.now += 0.1
     assert len(simulation.recovery.restarts) == 200
 

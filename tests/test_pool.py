@@ -17,16 +17,18 @@ from clusterenv_runtime.wire.protocol import (
     Call,
     Close,
     Collect,
+    CutOff,
     Error,
     Ping,
     Pull,
     Reply,
     SetAttr,
+    Step,
     Weights,
     encode,
 )
 
-from .simulated import STARTUP_S, Process, Processes, Simulation, a_part
+from .simulated import CALL, STARTUP_S, Process, Processes, Simulation, a_part
 
 # Gymnasium logs the exceptions of environments.
 pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR")
@@ -221,20 +223,15 @@ def test_of_what_was_given_up_only_an_error_that_ends_something_is_raised():
     assert simulation.pool.failures.need_reset and worker.process.state == State.READY
 
 
-@pytest.mark.parametrize(("answers", "is_given_up"), [(2, True), (3, False)])
-def test_a_worker_that_dies_after_its_first_answers_each_time_is_given_up(answers, is_given_up):
-    """Its answers are those to the cut-off and the reset after a loss: no step has been made."""
+@pytest.mark.parametrize(
+    ("message", "is_given_up"), [(CALL, True), (CutOff(), True), (Step(), False)]
+)
+def test_a_worker_that_dies_each_time_before_it_has_stepped_is_given_up(message, is_given_up):
     simulation = Simulation(1, max_restarts=2)
-
-    def answers_and_dies():
-        for _ in range(answers):
-            simulation.call()
-        simulation.launcher.of[0].die()
-
-    for _ in range(2):
-        answers_and_dies()
-    simulation.call()
     simulation.launcher.of[0].die()
+    for _ in range(2):
+        simulation.call(message=message)
+        simulation.launcher.of[0].die()
     if is_given_up:
         with pytest.raises(WorkerDiedError, match="and so did 2 before it"):
             simulation.call()
@@ -242,7 +239,7 @@ def test_a_worker_that_dies_after_its_first_answers_each_time_is_given_up(answer
         assert simulation.call() == [0]
 
 
-def test_answers_give_a_worker_all_its_restarts_again():
+def test_a_step_gives_a_worker_all_its_restarts_again():
     simulation = Simulation(1, max_restarts=2)
     (worker,) = simulation.workers
     for _ in range(2):
@@ -251,9 +248,8 @@ def test_answers_give_a_worker_all_its_restarts_again():
             simulation.pool.wait_until(
                 lambda: worker.process.state == State.READY, simulation.never()
             )
-        for _ in range(3):
-            simulation.launcher.of[0].stopped = False
-            assert simulation.call() == [0]
+        simulation.launcher.of[0].stopped = False
+        assert simulation.call(message=Step()) == [0]
 
 
 def test_a_part_shows_that_a_worker_can_step():

@@ -8,7 +8,19 @@ from typing import Any
 from ..errors import StartupError, printable
 from ..policy.versions import PolicyStore
 from ..wire import protocol
-from ..wire.protocol import Built, Close, Error, Hello, Message, Part, Pull, Reply, Weights
+from ..wire.protocol import (
+    Built,
+    Close,
+    Collect,
+    Error,
+    Hello,
+    Message,
+    Part,
+    Pull,
+    Reply,
+    Step,
+    Weights,
+)
 from .answers import Opener
 from .failures import Failures
 from .recovery import Recovery
@@ -161,11 +173,9 @@ class Messenger:
         except Exception as error:  # no message of a worker may end the run
             return self._refuse(worker, f"its answer was wrong: {printable(str(error))}")
         self.requests.answer(seq, response)
-        process.answers += 1
         if isinstance(message, Part):
             worker.waited += message.waited
-        # A replacement may answer two requests without a step: one to cut off, and one to reset.
-        if isinstance(message, Part) or process.answers > 2:
+        if isinstance(process.asked[seq], Collect | Step):  # its environments can step
             worker.losses = 0
 
     def _refuse(self, worker: Worker, text: str) -> None:

@@ -48,7 +48,6 @@ class Process:
         self.building: int | None = None  # the seq of the request to build its environments
 
         self.asked: dict[int, Message] = {}  # by seq: requests sent to it that it has not answered
-        self.answers = 0
         self.pulled = 0, 0  # the seq of its last pull, and the version it said it held
 
         self.is_refused = False  # it broke the protocol, and nothing more of it counts
