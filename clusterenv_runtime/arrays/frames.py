@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+LARGE = 2**16  # bytes; a received array that is as large remains where it is
+
 
 class Frames:
     """Stacks ``(..., stack, *frame)``, such as of the last four frames of a game, as an array that
@@ -146,13 +148,14 @@ def join(arrays: Sequence[Any], axis: int = 0, copy: bool = False) -> Any:
     of a received message, whose memory is nobody else's. A small view would keep all of that. Where
     a frame of a message begins, not every dtype may.
     """
-    if isinstance(arrays[0], Frames):
+    first = arrays[0]
+    if isinstance(first, Frames):
         frames = [each.frames for each in arrays]
         firsts = itertools.accumulate(map(len, frames[:-1]), initial=0)
         index = [each.index + first for each, first in zip(arrays, firsts, strict=True)]
         return Frames(join(frames, copy=copy), np.concatenate(index, axis))
     if len(arrays) > 1:
         return np.concatenate(arrays, axis)
-    (array,) = arrays
-    is_view = not copy and array.nbytes >= 2**16 and array.flags.aligned and array.flags.writeable
-    return array if is_view else array.copy()
+    if copy or first.nbytes < LARGE or not (first.flags.aligned and first.flags.writeable):
+        return first.copy()
+    return first

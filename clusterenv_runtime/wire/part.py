@@ -65,6 +65,7 @@ _FORMS = {
 }
 AXES: dict[str, tuple[str, ...]] = {name: form[0] for name, form in _FORMS.items()}
 DTYPES = {name: np.dtype(form[1]) for name, form in _FORMS.items() if len(form) > 1}
+_ALL_AXES = set(AXES.values())
 OBSERVATIONS = "observations", "final_observations", "next_observations"
 OF_POLICY = "actions", "logprobs", "states", "extras", "params"
 
@@ -145,11 +146,14 @@ class Layout:
         def take(one: np.ndarray | None) -> Any:
             return None if one is None else arrays.take(name, one.dtype, leading + one.shape[1:])
 
+        shapes = {axes: tuple([sizes[axis] for axis in axes]) for axes in _ALL_AXES}
         fields = {}
         for name, example in self._examples.items():
-            leading = tuple([sizes[axis] for axis in AXES[name]])
-            is_array = isinstance(example, np.ndarray)  # as most are
-            fields[name] = take(example) if is_array else map_tree(take, example)
+            leading = shapes[AXES[name]]
+            if isinstance(example, np.ndarray):  # as most are
+                fields[name] = arrays.take(name, example.dtype, leading + example.shape[1:])
+            else:
+                fields[name] = map_tree(take, example)
         infos = {}
         for key, (number, dtype, shape) in answer.infos.items():
             steps = arrays.take(f"steps of info {key!r}", _INT64, (number,))
