@@ -118,7 +118,7 @@ MUTATIONS = {
     ),
     "a worker says what it likes about its version": (
         "head/answers.py",
-        "if not policy.since <= version <= published.version:",
+        "if not policy.since <= answer.version <= newest:",
         "if False:",
     ),
     "what is no message is dropped, and its sender kept": (

@@ -42,6 +42,7 @@ SCHEDULES = "test_verification.py::test_no_schedule_breaks_the_runtime"
 # The tests of each file, those that fail soonest first.
 TESTS = {
     "head/answers.py": ["test_parts.py", SCHEDULES],
+    "wire/buffers.py": ["test_protocol.py", "test_parts.py"],
     "wire/codec.py": ["test_protocol.py", "test_parts.py",
         "test_vector_env.py"],
     "wire/protocol.py": [
