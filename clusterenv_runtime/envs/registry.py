@@ -1,4 +1,4 @@
-"""What the user has registered with Gymnasium at the head, which workers do not know by themselves."""
+"""The environments that the user has registered with Gymnasium, sent from the head to its workers."""
 
 from __future__ import annotations
 
@@ -13,47 +13,45 @@ from gymnasium.envs.registration import EnvSpec
 
 from ..errors import one_line
 
-# says Gymnasium of each that is registered once more
+# Gymnasium's warning about an environment that is registered a second time.
 OVERRIDING = r".*Overriding environment .* already in registry"
 
 
 def packed_registry() -> dict[str, bytes | str]:
-    """Return a cloudpickle of each environment that is not Gymnasium's own, or why there is none,
-    by id.
+    """Return by id a cloudpickle of each environment that is not Gymnasium's own.
+
+    A string in its place says why there is none.
     """
-    specs = {env_id: spec for env_id, spec in gym.registry.items() if not _is_gymnasiums(spec)}
-    return {env_id: _packed(spec) for env_id, spec in specs.items()}
-
-
-def _is_gymnasiums(spec: EnvSpec) -> bool:
-    return str(spec.entry_point).startswith("gymnasium.")
+    return {
+        env_id: _packed(spec)
+        for env_id, spec in gym.registry.items()
+        if not str(spec.entry_point).startswith("gymnasium.")
+    }
 
 
 def _packed(spec: EnvSpec) -> bytes | str:
     try:
         return cloudpickle.dumps(spec)
-    except Exception as error:  # whatever an argument's own code raises
+    except Exception as error:  # an argument's own code may raise anything
         return f"it cannot be pickled: {one_line(error)}"
 
 
 def load_registry(packed: dict[str, bytes | str]) -> None:
-    """Register these. What cannot be here says why when it is made, as most environments never are."""
+    """Register these environments.
+
+    An environment that cannot be registered here says why when it is made: most are never made.
+    """
     for env_id, data in packed.items():
-        try:
-            gym.registry[env_id] = (
-                _stub(env_id, data) if isinstance(data, str) else pickle.loads(data)
-            )
-        except Exception as error:  # such as of a module that is missing here
-            gym.registry[env_id] = _stub(env_id, f"it cannot be unpickled: {one_line(error)}")
-    # A package that is imported from now on registers its own once more.
+        if isinstance(data, bytes):
+            try:
+                gym.registry[env_id] = pickle.loads(data)
+                continue
+            except Exception as error:  # a module may be missing here
+                data = f"it cannot be unpickled: {one_line(error)}"
+        reason = f"{env_id} is registered at the head, but not here: {data}"
+        gym.registry[env_id] = EnvSpec(env_id, entry_point=partial(_raise, reason))
+    # A package that is imported from now on registers its environments a second time.
     warnings.filterwarnings("ignore", OVERRIDING)
-
-
-def _stub(env_id: str, reason: str) -> EnvSpec:
-    return EnvSpec(
-        env_id,
-        entry_point=partial(_raise, f"{env_id} is registered at the head, but not here: {reason}"),
-    )
 
 
 def _raise(text: str, **_: Any) -> NoReturn:

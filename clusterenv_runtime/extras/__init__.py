@@ -1,6 +1,4 @@
-"""What extends the core, which never imports it: schedulers, adapters, environments that step
-together, Atari.
-"""
+"""Extensions, which the core never imports: schedulers, adapters, environments that step together."""
 
 from ..launchers import register
 from .backends import make_vec

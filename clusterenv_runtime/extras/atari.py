@@ -1,6 +1,4 @@
-"""Wrappers around Atari's games, much as CleanRL has them: an episode is a life, and begins by
-firing.
-"""
+"""Wrappers for Atari's games, much as CleanRL's: an episode is a life, and it begins with a shot."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ def is_game(env_id: str) -> bool:
 
 
 class EpisodicLife(gym.Wrapper):
-    """Ends an episode with each life. The game goes on in the next, until it is over, or a seed is
-    given.
+    """Ends an episode with each life; the next episode goes on with the game.
+
+    A reset begins a new game if the game is over, or if it gets a seed.
     """
 
     is_over, lives = True, 0

@@ -1,6 +1,4 @@
-"""Environments that step together: Gymnasium's own vectorized ones, and EnvPool's as Gymnasium's
-API.
-"""
+"""Makers of environments that step together: EnvPool, and vector versions of environments."""
 
 from __future__ import annotations
 
@@ -18,12 +16,11 @@ from ..arrays.spaces import map_space
 
 
 class EnvPoolVectorEnv(VectorEnv):
-    """EnvPool's environments, each with its own seed, that are reset when asked (Gymnasium's
-    disabled autoreset).
+    """EnvPool's environments in Gymnasium's API. Each has its own seed; autoreset is disabled.
 
-    EnvPool fixes the seeds when it makes the environments, so they are made at the first `reset`,
-    and at each with seeds; where a seed is None, with a random one. Of the options there is only
-    ``reset_mask``, of environments whose episode has ended. Atari's infos have the statistics of
+    EnvPool fixes the seeds when it makes the environments. So the first `reset` makes them, and so
+    does each `reset` with seeds; a seed of None stands for a random one. The only option is
+    ``reset_mask``, of environments whose episodes have ended. Atari's infos have the statistics of
     whole games, see `_count`.
     """
 
@@ -37,10 +34,10 @@ class EnvPoolVectorEnv(VectorEnv):
                 f"EnvPool has no {env_id}; envpool.list_all_envs() tells what it has"
             )
         self.num_envs, self._pool = num_envs, None
-        # By default one thread: there is a worker for every core.
+        # One thread is the default, as each core has a worker.
         kwargs = {"num_threads": 1, **kwargs, "num_envs": num_envs}
         self._make = partial(envpool.make_gymnasium, env_id, **kwargs)
-        with warnings.catch_warnings():  # of bounds that lose precision as float32
+        with warnings.catch_warnings():  # bounds lose precision as float32
             warnings.simplefilter("ignore")
             spec = envpool.make_spec(env_id, **kwargs)
             self.single_observation_space = spec.gymnasium_observation_space
@@ -51,11 +48,9 @@ class EnvPoolVectorEnv(VectorEnv):
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> Any:
-        seeds = (
-            [seed + i for i in range(self.num_envs)]
-            if isinstance(seed, int)
-            else seed or [None] * self.num_envs
-        )
+        seeds = seed or [None] * self.num_envs
+        if isinstance(seed, int):
+            seeds = [seed + i for i in range(self.num_envs)]
         mask = (options or {}).get("reset_mask")
         if self._pool is None or any(one is not None for one in seeds):
             self.close_extras()
@@ -65,20 +60,18 @@ class EnvPoolVectorEnv(VectorEnv):
             mask = None
         if mask is None:
             self._observations, infos = self._pool.reset()
-            self._returns, self._lengths = (
-                np.zeros(self.num_envs),
-                np.zeros(self.num_envs, np.int64),
-            )
+            self._returns = np.zeros(self.num_envs)
+            self._lengths = np.zeros(self.num_envs, np.int64)
         else:
             space, rows = self.single_observation_space, np.flatnonzero(mask).astype(np.int32)
-            # A step after the last one resets, whatever the action. EnvPool's `reset` would begin a
-            # new game of Atari where only a life was lost.
+            # The step after an episode's last one resets, whatever the action. EnvPool's `reset`
+            # would begin a new game of Atari where only a life was lost.
             some, _, _, _, infos = self._pool.step(
                 create_empty_array(self.single_action_space, len(rows)), rows
             )
 
             def merged(leaf: np.ndarray, new: np.ndarray) -> np.ndarray:
-                leaf = leaf.copy()  # the user has the one from before
+                leaf = leaf.copy()  # the user has the observations of the last step
                 leaf[mask] = new
                 return leaf
 
@@ -92,10 +85,9 @@ class EnvPoolVectorEnv(VectorEnv):
         return self._observations, rewards, terminations, truncations, infos
 
     def _count(self, infos: dict[str, Any], truncations: np.ndarray) -> None:
-        """Add the return, of rewards that are not clipped, and the length of games that are over,
-        as Gymnasium has it.
+        """Add the returns and lengths of games that are over to the infos, as Gymnasium does.
 
-        An episode may be one of several lives in a game.
+        The rewards are those before clipping. An episode may be one of several lives in a game.
         """
         self._returns += infos["reward"]
         self._lengths += 1

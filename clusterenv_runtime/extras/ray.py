@@ -1,5 +1,6 @@
-"""Workers on a Ray cluster: one actor for each, which takes what a worker needs, and starts it on
-its node.
+"""Workers on a Ray cluster.
+
+Each worker has an actor, which takes the worker's resources and starts its process on a node.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from ..wire.security import WorkerKeys, read_key_file, write_key_file
 if TYPE_CHECKING:
     import ray
 
-PATIENCE_S = 3.0  # for a node to end a worker, before Ray takes the actor away
+PATIENCE_S = 3.0  # the time that a node has to end a worker before Ray kills its actor
 POLL_S = 0.1
-CONNECT_S = 5.0  # in which what listens at RAY_ADDRESS must answer
+CONNECT_S = 5.0  # the time that a connection to RAY_ADDRESS may take
 
 
 def check_address(address: str) -> None:
-    """Raise if nothing listens there: Ray itself would try for many minutes."""
+    """Raise StartupError if nothing listens at an address: Ray would try for many minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         try:
@@ -40,7 +41,7 @@ def check_address(address: str) -> None:
 
 
 class Agent:
-    """What runs on a worker's node, in an actor: it starts the worker's process, and ends it."""
+    """An actor on a worker's node: it starts the worker's process, and ends it."""
 
     def __init__(self, index: int, flags: list[str], keys: WorkerKeys | None, prefix: str) -> None:
         self._index, self._directory = index, tempfile.TemporaryDirectory(prefix="clusterenv-")
@@ -52,10 +53,10 @@ class Agent:
         self._launcher.start_worker(index)
 
     def begun(self) -> None:
-        """There is a place for it, and the process has been started."""
+        """Return: Ray has found a place for the actor, and the process has been started."""
 
     def run(self) -> Exit:
-        """Return how the process ended, with all that it had started."""
+        """Return how the process ended, once all processes that it started have ended, too."""
         while (exit := self._launcher.exit(self._index)) is None and not self._may_end.wait(POLL_S):
             pass
         self._launcher.stop(0)
@@ -69,18 +70,17 @@ class Agent:
 
 
 class RayLauncher(Launcher):
-    """Workers as actors of the Ray cluster that this process is in or, if it is in none, of one on
-    this machine.
+    """Starts workers as actors of the Ray cluster that this process is in.
 
-    `resources` are an actor's, a CPU by default. What the workers print goes to this process's
-    output, as Ray has it.
+    If it is in none, Ray starts a cluster on this machine. `resources` are those of an actor, by
+    default one CPU. Ray sends the workers' output to the output of this process.
 
     Raises:
         StartupError: Ray is not installed, or nothing listens at RAY_ADDRESS.
     """
 
     name = "ray"
-    directory = None  # keys travel in Ray's own messages
+    directory = None  # the keys travel in Ray's own messages
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         super().__init__(log_dir, prefix)
@@ -92,12 +92,11 @@ class RayLauncher(Launcher):
         self._actors: dict[int, Any] = {}
         self._begun: dict[int, ray.ObjectRef] = {}
         self._runs: dict[int, ray.ObjectRef] = {}
-        self._patience: dict[
-            int, float
-        ] = {}  # until when a killed one may end by itself, by `time.monotonic`
+        # The times (`time.monotonic`) until which killed workers may end by themselves.
+        self._patience: dict[int, float] = {}
 
     def check_resources(self, resources: Mapping[str, float], num_workers: int) -> None:
-        pass  # what is not there may come, as a node of an autoscaler
+        pass  # an autoscaler may add nodes
 
     def address(self, num_workers: int) -> str:
         from ray.util import get_node_ip_address
@@ -116,7 +115,7 @@ class RayLauncher(Launcher):
             except Exception as error:
                 raise StartupError(f"cannot reach Ray: {one_line(error)}") from None
             self._has_begun_ray = True
-        if "--key-file" in self.flags:  # which other nodes do not see
+        if "--key-file" in self.flags:  # other nodes do not see this file
             at = self.flags.index("--key-file")
             self._keys = read_key_file(self.flags[at + 1])
             self.flags = [*self.flags[:at], *self.flags[at + 2 :]]
@@ -133,15 +132,15 @@ class RayLauncher(Launcher):
         }
         if "memory" in resources:
             options["memory"] = resources.pop("memory")
-        actor = ray.remote(Agent).options(
-            max_concurrency=3, **options
-        )  # for `kill` while it is in `run`
-        self._actors[index] = actor = actor.remote(index, self.flags, self._keys, self._prefix)
+        # An actor must answer `kill` while it is in `run`.
+        remote = ray.remote(Agent).options(max_concurrency=3, **options)
+        actor = remote.remote(index, self.flags, self._keys, self._prefix)
+        self._actors[index] = actor
         self._begun[index], self._runs[index] = actor.begun.remote(), actor.run.remote()
 
     @property
     def _needs(self) -> dict[str, float]:
-        """What the actor of a worker takes."""
+        """The resources of each worker's actor."""
         return {"CPU": 1, **self.resources}
 
     def pending(self, index: int) -> str | None:
@@ -178,9 +177,8 @@ class RayLauncher(Launcher):
         if _is_done(self._runs[index]):
             return True
         if time.monotonic() > self._patience[index]:
-            ray.kill(
-                self._actors[index]
-            )  # on a node that does not answer; a worker there finds its link closed
+            # The node does not answer. A worker on it finds its link closed.
+            ray.kill(self._actors[index])
         return False
 
     def stop(self, timeout: float) -> None:

@@ -27,13 +27,22 @@ from ..env import ClusterEnv
 
 
 class Numbered(gym.Wrapper):
-    """An environment on a worker that knows its number, as some calls are for some environments
-    only.
+    """An environment on a worker that knows its number, as some calls are for some environments.
+
+    It puts its infos into a list, so that a vector environment does not merge them.
     """
 
     def __init__(self, env_fn: Callable[[], gym.Env], number: int) -> None:
         super().__init__(env_fn())
         self.number = number
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = self.env.reset(**kwargs)
+        return observation, {"info": [info]}
+
+    def step(self, action: Any) -> Any:
+        *results, info = self.env.step(action)
+        return *results, {"info": [info]}
 
     def call_of(
         self, numbers: Sequence[int], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -51,7 +60,7 @@ class Numbered(gym.Wrapper):
             setattr(self.env, name, value)
 
     def is_wrapped_by(self, wrapper: type[gym.Wrapper]) -> bool:
-        """Say whether a wrapper of this class is around the environment."""
+        """Return whether a wrapper of this class is around the environment."""
         return is_wrapped(self.env, wrapper)
 
 
@@ -92,11 +101,8 @@ class ClusterVecEnv(VecEnv):
             raise ValueError(
                 f"all environments are reset with the same options, got {self._options}"
             )
-        self.envs.reset_async(seed=list(self._seeds), options=options or None)
-        observations, infos = self.envs._stepper.finish_reset(None)
-        self.reset_infos = [{} for _ in range(self.num_envs)]
-        for number, info in infos:
-            self.reset_infos[number] = info
+        observations, infos = self.envs.reset(seed=list(self._seeds), options=options or None)
+        self.reset_infos = self._of_each(infos)
         self._reset_seeds()
         self._reset_options()
         return observations
@@ -106,22 +112,16 @@ class ClusterVecEnv(VecEnv):
         self.envs.step_async(actions)
 
     def step_wait(self) -> VecEnvStepReturn:
-        """Return observations, float32 rewards, which episodes have ended, and each environment's
-        info.
-        """
-        observations, rewards, terminations, truncations, found = self.envs._stepper.finish_step(
-            None
-        )
-        dones, infos = terminations | truncations, [{} for _ in range(self.num_envs)]
-        for number, info in found:
-            if "final_obs" in info:
-                final = info.pop("final_obs")
-                # What is left after this is said of a worker that was lost.
-                infos[number] = {**info.pop("final_info"), **info, "terminal_observation": final}
-            elif dones[number]:
-                self.reset_infos[number] = info
-            else:
-                infos[number] = info
+        """Return observations, float32 rewards, ends of episodes, and each environment's info."""
+        observations, rewards, terminations, truncations, found = self.envs.step_wait()
+        dones = terminations | truncations
+        infos, finals = self._of_each(found), self._of_each(found.get("final_info", {}))
+        for number in np.flatnonzero(dones):
+            self.reset_infos[number] = infos[number]
+            final = found["final_obs"][number]
+            infos[number] = {**finals[number], "terminal_observation": final}
+        for number in np.flatnonzero(found.get("worker_lost", [])):
+            infos[number]["worker_lost"] = True
         for info, terminated, truncated in zip(infos, terminations, truncations, strict=True):
             info["TimeLimit.truncated"] = bool(truncated and not terminated)
         return observations, rewards.astype(np.float32), dones, infos
@@ -135,7 +135,7 @@ class ClusterVecEnv(VecEnv):
         return self.envs.render()
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
-        """Return an attribute of these environments; it must be of what `ClusterEnv.call` returns."""
+        """Return an attribute of these environments, which must be what `ClusterEnv.call` returns."""
         numbers = self._numbers(indices)
         values = self.envs.call("get_of", numbers, attr_name)
         return [values[number] for number in numbers]
@@ -159,10 +159,14 @@ class ClusterVecEnv(VecEnv):
     def env_is_wrapped(
         self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None
     ) -> list[bool]:
-        """Say of these environments whether a wrapper of this class is around them."""
+        """Return for each of these environments whether a wrapper of this class is around it."""
         wrapped = self.envs.call("is_wrapped_by", wrapper_class)
         return [wrapped[number] for number in self._numbers(indices)]
 
+    def _of_each(self, infos: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return each environment's info, which `Numbered` has put into a list."""
+        return [found[0] if found else {} for found in infos.get("info", [None] * self.num_envs)]
+
     def _numbers(self, indices: VecEnvIndices) -> list[int]:
         numbers: Iterable[int] = self._get_indices(indices)
-        return [range(self.num_envs)[number] for number in numbers]  # also of negative ones
+        return [range(self.num_envs)[number] for number in numbers]  # they may be negative

@@ -1,5 +1,6 @@
-"""Workers as steps of the Slurm job that the head runs in: one ``srun`` for each, so that each can
-be replaced.
+"""Workers as steps of the Slurm job that the head runs in.
+
+Each worker has its own ``srun``, so that each can be replaced.
 """
 
 from __future__ import annotations
@@ -24,34 +25,29 @@ from ..launchers.local import LocalLauncher, kill_group
 from ..launchers.processes import VARIABLE
 
 logger = logging.getLogger(__name__)
-BY_TASK = "CPUS_PER_TASK|TRES_PER_TASK|NTASKS.*|NPROCS"  # variables by which a step is divided
-# and those that a step's own flags contradict
+# srun divides a step by these variables.
+BY_TASK = "CPUS_PER_TASK|TRES_PER_TASK|NTASKS.*|NPROCS"
+# The flags of a step with cores of its own contradict these variables.
 OF_EXACT = "GPUS|(GPUS|CPUS|MEM)_PER_.*|MEM_BIND.*|CPU_BIND.*|GRES"
-# Before a command: MPI that an environment starts would find the job by these, and go to all of its
-# nodes.
+# This goes before a command. By Slurm's variables, MPI that an environment starts would find the
+# job, and go to all of its nodes.
 WITHOUT_SLURM = ["bash", "-c", 'unset "${!SLURM_@}" "${!PMI@}"; exec "$@"', "worker"]
 
 
 @dataclass
 class Allocation:
-    """What a job has for its workers: in a heterogeneous job its second part, else all but the
-    head's share.
+    """The cores for a job's workers: a heterogeneous job's second part, or all but the head's."""
 
-    ``free`` holds the cores of each node that the head does not need, ``cores`` is how many each
-    task asked for.
-    """
-
-    free: dict[str, int]
-    cores: int
-    head: str | None  # the head's node, None if that is none of the job's
-    het: bool
+    free: dict[str, int]  # the cores of each node that the head does not need
+    cores: int  # the cores that the job asked for by task
+    head: str | None  # the head's node, or None if the job does not have that node
+    het: bool  # whether the job is a heterogeneous one
 
     def places(self, num_workers: int, own_cores: int = 0) -> list[str]:
-        """Return a node for each worker: the one with the most cores left; of several, the one with
-        fewer workers.
+        """Return a node for each worker: the node with the most cores left, then the fewest workers.
 
         Raises:
-            StartupError: workers are to have cores of their own, and there are too few for that.
+            StartupError: there are too few cores for workers with cores of their own.
         """
         free, places = dict(self.free), []
         for index in range(num_workers):
@@ -71,7 +67,7 @@ class Allocation:
 
 
 def read_allocation() -> Allocation:
-    """Read the environment that Slurm gives to what runs in a job.
+    """Read the variables that Slurm sets in a job.
 
     Raises:
         StartupError: there is no job, or no Slurm.
@@ -102,12 +98,13 @@ def read_allocation() -> Allocation:
 def srun_command(
     index: int, node: str, het: bool, log: str | None, worker: list[str], own_cores: int = 0
 ) -> list[str]:
-    """Return the command that runs a worker as a step on a node, with cores of its own or with
-    those of all steps.
+    """Return the command that runs a worker as a step on a node.
+
+    The step has cores of its own, or shares the cores of all steps.
     """
     if own_cores:
-        # All of the job's memory, and none of its GPUs: a step that claimed these would wait for
-        # the others to end.
+        # The step gets all of the job's memory, and no GPU. If it claimed its own, it would wait
+        # for the other steps to end.
         cores = [
             "--exact",
             f"--cpus-per-task={own_cores}",
@@ -117,10 +114,10 @@ def srun_command(
         ]
         worker = [*WITHOUT_SLURM, *worker]
     else:
-        # All of the job's cores on that node, beside the other steps. With cores of its own a step
-        # waits for as long as others hold the job's memory or GPU, and so does a replacement while
-        # the lost one is cleaned up. Workers compute on one thread each, which the kernel spreads
-        # over the cores; bound, all would get the first.
+        # The step shares all of the job's cores on that node. With cores of its own it would wait
+        # while other steps hold the job's memory or GPU, as would a replacement while Slurm cleans
+        # up behind the lost worker. Each worker computes on one thread, and the kernel spreads
+        # these over the cores. If they were bound, all would get the first core.
         cores = ["--overlap", "--cpu-bind=none"]
     return [
         "srun",
@@ -131,7 +128,7 @@ def srun_command(
         *cores,
         f"--job-name=worker-{index}",  # as `squeue --steps` shows it
         "--export=ALL",  # also if the job itself was submitted with --export=NONE
-        # Written by srun, at the head: also on a site where workers share no directory with it.
+        # srun writes the log, at the head: workers may share no directory with it.
         *([] if log is None else [f"--output={log.replace('%', '%%')}", "--open-mode=append"]),
         "--verbose",  # so that it says when the task has started
         *worker,
@@ -139,14 +136,13 @@ def srun_command(
 
 
 class SlurmLauncher(LocalLauncher):
-    """Workers as steps of the job that this process runs in. With ``log_dir`` they log to
-    ``log_dir/worker-I.log``.
+    """Starts workers as steps of the job that this process runs in.
 
-    ``log_dir`` must be on a file system that the workers' nodes share: the keys are there, too.
-    ``prefix`` may be a container's, as in "apptainer exec image.sif". With the resource CPU each
-    worker has so many cores that no other step may use, on one node, and its environments do not
-    see that they are in a job: what they start, such as MPI's processes, runs on these cores, and
-    ends with the worker.
+    Workers log to ``log_dir/worker-I.log``. ``log_dir`` must be on a file system that the workers'
+    nodes share, as the keys are there, too. ``prefix`` may be that of a container, as in "apptainer
+    exec image.sif". With the resource CPU each worker has that many cores on one node to itself.
+    Its environments then do not see the job: the processes that they start, such as MPI's, run on
+    these cores, and end with the worker.
 
     Raises:
         StartupError: this is no Slurm job.
@@ -159,14 +155,13 @@ class SlurmLauncher(LocalLauncher):
         super().__init__(log_dir, prefix)
         self._allocation = read_allocation()
         self._places: list[str] = []  # each worker's node
-        self._words: dict[int, IO[bytes]] = {}  # what each srun has said
-        self._patience: dict[
-            int, float
-        ] = {}  # until when a killed srun may end by itself, by `time.monotonic`
+        self._words: dict[int, IO[bytes]] = {}  # the output of each srun itself
+        # The times (`time.monotonic`) until which killed sruns may end by themselves.
+        self._patience: dict[int, float] = {}
 
     @property
     def _own_cores(self) -> int:
-        """How many cores are a worker's alone; 0 if it shares the job's."""
+        """The number of cores that each worker has to itself; 0 if workers share all cores."""
         return _own_cores_of(self.resources)
 
     def check_resources(self, resources: Mapping[str, float], num_workers: int) -> None:
@@ -179,7 +174,7 @@ class SlurmLauncher(LocalLauncher):
         self._allocation.places(num_workers, _own_cores_of(resources))
 
     def address(self, num_workers: int) -> str:
-        """Return this machine's address on its way to the workers' nodes.
+        """Return the address of this machine's interface to the workers' nodes.
 
         Raises:
             StartupError: there is none.
@@ -191,9 +186,8 @@ class SlurmLauncher(LocalLauncher):
         found = re.search(r"\bNodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", node))
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-                sock.connect(
-                    (found[1] if found else node, 9)
-                )  # sends nothing, but asks the kernel for its route
+                # This sends nothing: the kernel looks up its route.
+                sock.connect((found[1] if found else node, 9))
                 return sock.getsockname()[0]
         except OSError as error:
             raise StartupError(
@@ -212,16 +206,15 @@ class SlurmLauncher(LocalLauncher):
             )
 
     def command(self, index: int) -> list[str]:
-        # With a prefix, that is a container's: the path of this one means nothing there.
+        # A prefix is that of a container, where this Python's path means nothing.
         worker = [*self.prefix, "python" if self.prefix else sys.executable, *self.arguments(index)]
         place = index, self._places[index], self._allocation.het
         return srun_command(*place, self.log(index), worker, self._own_cores)
 
     def environment(self, mark: str) -> dict[str, str]:
-        # What the job asked for by task is not for these steps: with it srun gives each cores of
-        # its own, see above. Nor is the mark: beside the head, a worker that ends what carries it
-        # would kill its own srun, which is to say why it ended. What a step has started, Slurm
-        # ends.
+        # A job's requests by task would make srun give each step cores of its own, see above. The
+        # mark goes, too: on the head's node, a worker that kills all processes with its mark would
+        # kill its own srun, which reports why the worker ended. Slurm ends a step's processes.
         names = BY_TASK if not self._own_cores else f"{BY_TASK}|{OF_EXACT}"
         unset = re.compile(f"{VARIABLE}|(SLURM|SRUN)_({names})(_HET_GROUP_.)?")
         return {
@@ -234,15 +227,15 @@ class SlurmLauncher(LocalLauncher):
         before, words = self._words.get(index), tempfile.TemporaryFile()  # noqa: SIM115
         place = self._places[index]
         if before is not None:
-            alone = set(self._places) == {self._allocation.head}  # listening for nobody else
-            if (
-                "task 0: " not in self._said(index) and not alone
-            ):  # not the worker ended: its node may be down
+            # The head listens on this machine only if all workers are on it.
+            is_alone = set(self._places) == {self._allocation.head}
+            # If not the worker ended, but its step, the node may be down.
+            if "task 0: " not in self._said(index) and not is_alone:
                 self._places[index] = self._next_place(index)
         self._words[index] = words
         try:
             super().start_worker(index)
-        except OSError:  # then all is as before, and it is tried again
+        except OSError:  # the start will be tried again, as if this one had not been
             self._places[index] = place
             if before is not None:
                 self._words[index] = before
@@ -252,29 +245,24 @@ class SlurmLauncher(LocalLauncher):
             before.close()
 
     def _next_place(self, index: int) -> str:
-        """Return the next node that has a place for a worker, or the one where it was."""
-        nodes, here = list(self._allocation.free), self._places[index]
+        """Return the next node that has a place for a worker, or the worker's present node."""
+        free, here = self._allocation.free, self._places[index]
+        nodes = list(free)
         at = nodes.index(here)
         for node in [*nodes[at + 1 :], *nodes[:at]]:
-            if (
-                self._allocation.free[node] - self._own_cores * self._places.count(node)
-                >= self._own_cores
-            ):
+            if free[node] >= self._own_cores * (self._places.count(node) + 1):
                 return node
         return here
 
     def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes]]:
-        return contextlib.nullcontext(
-            self._words[index]
-        )  # srun's; the worker's own goes to its log, see srun_command
+        # This is the output of srun itself. The worker's goes to its log, see `srun_command`.
+        return contextlib.nullcontext(self._words[index])
 
     def pending(self, index: int) -> str | None:
         said = self._said(index)
-        return (
-            None
-            if "tasks started" in said
-            else (said.splitlines() or ["srun has said nothing yet"])[-1]
-        )
+        if "tasks started" in said:
+            return None
+        return said.splitlines()[-1] if said else "srun has said nothing yet"
 
     def exit(self, index: int) -> Exit | None:
         code = self._processes[index].poll()
@@ -286,16 +274,15 @@ class SlurmLauncher(LocalLauncher):
         )
 
     def kill(self, index: int) -> None:
-        self._processes[index].terminate()  # srun kills its task then, if the node can be reached
+        self._processes[index].terminate()  # srun then kills its task, if it reaches the node
         self._patience[index] = time.monotonic() + 3
 
     def has_ended(self, index: int) -> bool:
         if super().has_ended(index):
             return True
         if time.monotonic() > self._patience[index]:
-            kill_group(
-                self._processes[index]
-            )  # a worker that lives on ends when it finds its link closed
+            # A worker that outlives its srun ends when it finds its link closed.
+            kill_group(self._processes[index])
         return False
 
     def stop(self, timeout: float) -> None:
@@ -312,16 +299,14 @@ def _own_cores_of(resources: Mapping[str, float]) -> int:
 
 
 def _scontrol(*arguments: str) -> str:
+    command = ["scontrol", *arguments]
     try:
         result = subprocess.run(
-            ["scontrol", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            stdin=subprocess.DEVNULL,
+            command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
         )
+        fault = result.stderr.strip() if result.returncode else None
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise StartupError(f"scontrol {' '.join(arguments)}: {error}") from None
-    if result.returncode != 0:
-        raise StartupError(f"scontrol {' '.join(arguments)}: {result.stderr.strip()}")
+        fault = error
+    if fault is not None:
+        raise StartupError(f"{' '.join(command)}: {fault}")
     return result.stdout

@@ -111,37 +111,30 @@ class EnvsOneByOne:
         mask: np.ndarray | None = None,
     ) -> Any:
         """Reset all environments, or those where ``mask`` is True; return the observations."""
-        self._reset(np.ones(self.num_envs, bool) if mask is None else mask, seeds, options)
-        self._reset_infos = list(self.infos)
-        return self._observations()
-
-    def _reset(
-        self,
-        mask: np.ndarray,
-        seeds: Sequence[int | None],
-        options: dict[str, Any] | None = None,
-    ) -> None:
-        self._ended[mask] = False
-        self._returns[mask] = self._lengths[mask] = 0
+        rows = np.ones(self.num_envs, bool) if mask is None else mask
+        self._ended[rows] = False
+        self._returns[rows] = self._lengths[rows] = 0
         with self._names_env():
-            for i in np.flatnonzero(mask).tolist():
+            for i in np.flatnonzero(rows).tolist():
                 self._current = i
                 self._seen[i], info = self._envs[i].reset(seed=seeds[i], options=options)
                 self._add_info(i, info)
+        self._reset_infos = list(self.infos)
+        return self._observations()
 
     def step(self, actions: Sequence[Any]) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
         """Step each environment; return observations, rewards, terminations and truncations."""
-        rewards, lengths = np.zeros(self.num_envs), np.ones(self.num_envs, np.int64)
+        rewards = np.zeros(self.num_envs)
         terminations, truncations = np.zeros((2, self.num_envs), bool)
+        resets = self._ended & (self._mode == AutoresetMode.NEXT_STEP)
         with self._names_env():
             for i, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
                 self._current = i
-                if self._ended[i] and self._mode == AutoresetMode.NEXT_STEP:
+                if resets[i]:
                     self._seen[i], info = env.reset()
-                    lengths[i] = 0
                     self._add_info(i, info)
                     continue
-                if self._ended[i] and self._mode == AutoresetMode.DISABLED:
+                if self._ended[i]:  # autoreset is disabled
                     raise AssertionError("an episode that has ended must be reset before it steps")
                 self._seen[i], rewards[i], terminations[i], truncations[i], info = env.step(action)
                 has_ended = terminations[i] or truncations[i]
@@ -152,8 +145,8 @@ class EnvsOneByOne:
                     self._seen[i], info = env.reset()
                 self._add_info(i, info)
         ended = terminations | truncations
-        self._count(rewards, lengths, ended)
-        self._ended = ended if self._mode != AutoresetMode.SAME_STEP else np.zeros_like(ended)
+        self._count(rewards, ~resets, ended)
+        self._ended = ended & (self._mode != AutoresetMode.SAME_STEP)
         return self._observations(), rewards, terminations, truncations
 
     def _count(self, rewards: np.ndarray, lengths: Any, ended: np.ndarray) -> None:
@@ -188,12 +181,10 @@ class EnvsOneByOne:
         begun = self._observations()
         is_same_step = self._mode == AutoresetMode.SAME_STEP
         lost = iterate(batch_space(self._space, self.num_envs), last)
-        for i, (is_cut, observation) in enumerate(zip(cut, lost, strict=True)):
-            if is_cut and is_same_step:
-                final = {"final_obs": observation, "final_info": {}}
+        for i, observation in enumerate(lost):
+            if cut[i]:
+                final = {"final_obs": observation, "final_info": {}} if is_same_step else {}
                 self._add_info(i, {"worker_lost": True, **final})
-            elif is_cut:
-                self._add_info(i, {"worker_lost": True})
         if not is_same_step:
             begun = merge_rows(self._space, cut, last, begun)
             self._ended = cut.copy()
@@ -203,7 +194,7 @@ class EnvsOneByOne:
     def collect(self, actor: Actor, num_steps: int) -> RolloutPart:
         """Act and step ``num_steps`` times; reset each episode in the step that ends it."""
         if self._ended.any():
-            self._reset(self._ended.copy(), [None] * self.num_envs)
+            self.reset([None] * self.num_envs, None, self._ended.copy())
         self.infos.clear()
         space = self._space
         starts = self._lengths == 0
