@@ -251,7 +251,7 @@ def test_stacks_are_an_array_that_gathers():
 @pytest.mark.parametrize(
     ("frame_stack", "says"),
     [
-        (3, "frame_stack is 3, but no observations are so many arrays: "),
+        (3, "frame_stack is 3, but no observation is a stack of 3 arrays: "),
         (0, "frame_stack must be an integer from 1, got 0"),
         (True, "frame_stack must be an integer from 1, got True"),
         ("4", "frame_stack must be an integer from 1, got '4'"),

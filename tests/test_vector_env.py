@@ -397,6 +397,18 @@ def test_an_environment_that_reuses_its_arrays(mode):
             assert final_observations == [2, 3, 2, 4, 2, 3, 2, 4, 3]
 
 
+def test_without_autoreset_an_episode_that_has_ended_cannot_step():
+    envs, sync = both(
+        [partial(CountingEnv, length) for length in (1, 2)], autoreset_mode="Disabled"
+    )
+    with envs:
+        for env in (envs, sync):
+            env.reset()
+            assert env.step([0, 0])[3].tolist() == [True, False]
+            with pytest.raises(AssertionError):
+                env.step([0, 0])
+
+
 @pytest.mark.parametrize(
     "observation_mode, single_spaces",
     [
