@@ -17,6 +17,7 @@ from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames, ProtocolError
 from clusterenv_runtime.arrays.frames import fold, join
+from clusterenv_runtime.envs.layout import EnvLayout
 from clusterenv_runtime.head.answers import Opener
 
 from .envs import assert_same
@@ -309,7 +310,7 @@ def test_frames_that_cannot_be_are_refused(fields, says):
     shapes = {"observations": (6, 2), "next_observations": (2,), "final_observations": ends}
     indices = {name: np.full((*leading, 4), 4, np.int32) for name, leading in shapes.items()}
     whole = {"frames": (np.zeros((5, 3), np.uint8),), **indices}
-    opener = Opener(SPACE, spaces.Discrete(2), (), 4)
+    opener = Opener(EnvLayout(SPACE, spaces.Discrete(2), frame_stack=4))
 
     def opened(**changed):
         answer, buffers = packed(part, **whole | changed)

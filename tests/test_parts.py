@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from clusterenv_runtime import ProtocolError
 from clusterenv_runtime.arrays.spaces import map_space
+from clusterenv_runtime.envs.layout import EnvLayout
 from clusterenv_runtime.head.answers import Opener, Published
 from clusterenv_runtime.rollout import RolloutPart
 from clusterenv_runtime.wire.buffers import to_buffers
@@ -144,7 +145,7 @@ def opened(
     asked, answer, buffers, space=PART_SPACES[0], action_space=None, published=NOW, asked_at=NOW
 ):
     """Open the answer of a worker of two environments."""
-    opener = Opener(space, action_space or spaces.Discrete(2))
+    opener = Opener(EnvLayout(space, action_space or spaces.Discrete(2)))
     return opener(asked, answer, [b"header", *buffers], 2, asked_at, published)
 
 
@@ -293,7 +294,7 @@ def test_whatever_a_worker_sends_is_a_part_or_a_protocol_error(data):
     names = data.draw(st.sets(st.sampled_from(list(changes)), max_size=2))
     answer = msgspec.structs.replace(answer, **{name: data.draw(changes[name]) for name in names})
     more = data.draw(st.lists(st.binary(max_size=100), max_size=2))
-    opener = Opener(PART_SPACES[1], spaces.Discrete(2), ["success"])
+    opener = Opener(EnvLayout(PART_SPACES[1], spaces.Discrete(2), info_keys=("success",)))
     with contextlib.suppress(ProtocolError, TypeError):  # there is no number of nine bytes
         part = opener(COLLECT, answer, [b"header", *buffers, *more], 2, NOW, NOW)
         assert part.observations["a"].shape == (6, 2)
@@ -311,7 +312,7 @@ def test_whatever_a_worker_sends_is_a_part_or_a_protocol_error(data):
     ],
 )
 def test_infos_are_numbers_at_some_steps(steps, values, says):
-    opener = Opener(PART_SPACES[0], spaces.Discrete(2), info_keys=["x"])
+    opener = Opener(EnvLayout(PART_SPACES[0], spaces.Discrete(2), info_keys=("x",)))
 
     def opened():
         infos = {"x": (np.array(steps, np.int64), values)}

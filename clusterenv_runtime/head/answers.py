@@ -7,17 +7,16 @@ published. An observation may hold any value of its dtype, as environments may s
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from gymnasium import Space
 from gymnasium.vector.utils import create_empty_array
 
 from ..arrays.frames import Frames
-from ..arrays.spaces import are_stacks, map_space
+from ..arrays.spaces import map_space
 from ..arrays.trees import map_tree
+from ..envs.layout import EnvLayout
 from ..errors import ProtocolError
 from ..policy.versions import Published
 from ..wire.buffers import Arrays
@@ -41,24 +40,15 @@ class Opener:
     """Opens workers' answers, and refuses what cannot be one.
 
     Args:
-        space: the single observation space.
-        action_space: the single action space.
-        info_keys: the infos that a part may have.
-        frame_stack: which observations are stacks, see `are_stacks`.
+        envs: the layout of the environments, which the answers must have.
     """
 
-    def __init__(
-        self,
-        space: Space,
-        action_space: Space,
-        info_keys: Collection[str] = (),
-        frame_stack: int | None = None,
-    ) -> None:
-        self._space = space
-        self._action_space = action_space
-        self._info_keys = info_keys
+    def __init__(self, envs: EnvLayout) -> None:
+        self._space = space = envs.single_observation_space
+        self._action_space = envs.single_action_space
+        self._info_keys = envs.info_keys
         self._example = create_empty_array(space, 1)
-        self._stacks = are_stacks(space, frame_stack)
+        self._stacks = envs.stacks
         self._frames: list[np.ndarray] = []  # of each stack one, ``(1, *frame)``
         self._sent = map_space(self._as_sent, space, self._stacks, self._example)
         self._layout: tuple[dict[str, Any], Layout] | None = None  # and what policy it is of

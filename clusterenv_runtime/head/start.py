@@ -109,7 +109,7 @@ def start_head(
     store = PolicyStore(copies, *spaces, options.rounds, rule.mode == "kl", sum_over_learners)
     recovery = Recovery(rule, store)
     supervisor = Supervisor(workers, launcher, options, clock)
-    opener = Opener(*spaces, layout.info_keys, layout.frame_stack)
+    opener = Opener(layout)
     transport = make_transport(
         address, options.port, options.security, options.keys(), launcher.directory
     )
