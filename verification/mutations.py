@@ -92,7 +92,7 @@ MUTATIONS = {
     ),
     "a worker that pulls takes another structure only later": (
         "worker/worker.py",
-        "if isinstance(message, protocol.Structure):",
+        "if isinstance(message, Structure):",
         "if False:",
     ),
     "what came while weights were awaited is done in reverse": (
