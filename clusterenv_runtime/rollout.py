@@ -117,6 +117,7 @@ _JOINED = {
 
 
 def _joined(trees: list[Any], axis: int, copy: bool) -> Any:
+    """Return trees of arrays along an axis as one, see `join`; None if there are none."""
     if isinstance(trees[0], np.ndarray):  # as most are
         return join(trees, axis, copy)
     if trees[0] is None:

@@ -24,7 +24,7 @@ from ..wire.codec import unpack
 from ..wire.part import OBSERVATIONS, Layout, RolloutPart, fault_of
 from ..wire.protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
 
-# of what a step gives beside observations
+# The arrays that a step gives beside observations, one number for each environment.
 _STEP = {"rewards": np.float64, "terminations": np.bool_, "truncations": np.bool_}
 
 
