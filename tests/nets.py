@@ -1,7 +1,10 @@
 """Networks to test policies with, one for each kind of observation."""
 
+import numpy as np
 import torch
 from torch import nn
+
+from clusterenv_runtime.policy.divergence import Seen, divergence, params_along
 
 
 def linear(inputs=3, outputs=3, seed=0):
@@ -46,3 +49,23 @@ def change(policy, scale):
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(scale * torch.randn_like(parameter))
+
+
+def params_at(policy, observations):
+    """The distribution parameters ``(batch, ...)`` at a batch of arrays, as workers have them."""
+    starts = np.ones((1, len(observations)), bool)
+    return params_along(policy, observations[None], starts, None)[0]
+
+
+def divergence_of(policy, observations, params):
+    """The policy's divergence from others that had these parameters, for each of several workers'
+    observations.
+    """
+    parts = zip(observations, params, strict=True)
+    return divergence(
+        policy,
+        [
+            Seen(states[None], np.asarray(old)[None], np.ones((1, len(states)), bool), None)
+            for states, old in parts
+        ],
+    )

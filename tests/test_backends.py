@@ -21,7 +21,7 @@ from torch import nn
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
 from clusterenv_runtime.arrays.spaces import map_space
 from clusterenv_runtime.extras import Together, make_vec
-from clusterenv_runtime.policy.base import to_tensor
+from clusterenv_runtime.policy.tensors import to_tensors
 
 from . import scripts
 from .envs import CountingEnv, RandomEnv, assert_same
@@ -233,7 +233,7 @@ def test_log_probs_and_divergence_are_of_what_was_seen(mode, kind):
             lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), space, rollout.observations
         )
         with torch.no_grad():
-            distribution = acted.distribution(acted(to_tensor(flat, torch.device("cpu"))))
+            distribution = acted.distribution(acted(to_tensors(flat, acted)))
         expected = distribution.log_prob(torch.as_tensor(rollout.actions).flatten(0, 1))
         np.testing.assert_allclose(rollout.logprobs.ravel(), expected, atol=1e-5)
         ended = (rollout.terminations | rollout.truncations).sum()

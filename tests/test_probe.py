@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributions import Distribution, Normal
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
-from clusterenv_runtime.policy.actor import Actor
+from clusterenv_runtime.policy.actor import Actor, is_identity
+from clusterenv_runtime.policy.tensors import flat_weights, load_weights
 from clusterenv_runtime.policy.versions import PolicyCopy, PolicyStore
 
 from .envs import CountingEnv
@@ -93,8 +94,14 @@ WRONG = [
         lambda: GaussianPolicy(linear(1, 2), nn.Parameter(torch.zeros(1, 2))),
         r"not of Discrete\(2\), but float32 \(2,\)",
     ),
-    (lambda: Number(linear(1, 2)), "'temperature' is among the policy's numbers, but is no number"),
-    (lambda: Vector(linear(1, 2)), "its log_prob fails: ValueError: Value is not broadcastable"),
+    (
+        lambda: Number(linear(1, 2)),
+        "'temperature' is among the policy's numbers .* but is no number",
+    ),
+    (
+        lambda: Vector(linear(1, 2)),
+        "its distribution or log_prob fails: ValueError: Value is not broadcastable",
+    ),
     (lambda: Silly("noise")(linear(1, 2)), "its noise fails: RuntimeError: silly"),
     (lambda: Silly("act")(linear(1, 2)), "its act fails: RuntimeError: silly"),
     (lambda: Silly("extras")(linear(1, 2)), "its extras fails: RuntimeError: silly"),
@@ -104,7 +111,7 @@ WRONG = [
     ),
     (
         lambda: Silly("kl", lambda *_: torch.zeros(()))(linear(1, 2)),
-        r"of 2 states it must be 2 numbers, .*, got \(\)",
+        r"for 2 states it must be 2 numbers, .*, got \(\)",
     ),
     (lambda: Silly("kl", lambda *_: -torch.ones(2))(linear(1, 2)), "2 numbers, not negative"),
     (
@@ -113,15 +120,15 @@ WRONG = [
     ),
     (
         lambda: Silly("extras", lambda *_: {"v": torch.zeros(())})(linear(1, 2)),
-        r"extra 'v' gives \(\), where \(3, 5, ",
+        r"extras gives \(\), where \(3, 23, ",
     ),
     (
         lambda: Silly("extras", lambda *_: {"v": {}})(linear(1, 2)),
-        "must be tensors by their names, got 'v': a dict",
+        "must be tensors by their names, got 'v': {}",
     ),
     (
         lambda: Silly("act", lambda self, p, n: p[:1].argmax(-1))(linear(1, 2)),
-        r"to_env gives \(1,\), where \(5, \.\.\.\)",
+        r"act gives \(1,\), where \(23, \.\.\.\)",
     ),
     (
         lambda: Forgetful(lambda state: state, lambda num_envs: torch.zeros(1, num_envs, 3)),
@@ -146,7 +153,7 @@ WRONG = [
     ),
     (
         lambda: CategoricalPolicy(nn.Sequential(linear(1, 2), nn.Threshold(torch.inf, torch.nan))),
-        "params hold NaN: has the policy diverged[?]$",
+        "params hold NaN: has the policy diverged[?]",
     ),
     (lambda: Silly("kl", lambda *_: threading.Lock())(linear(1, 2)), "no attribute 'shape'"),
     (
@@ -155,14 +162,17 @@ WRONG = [
     ),
     (
         lambda: with_attribute("numbers", "temperature"),
-        "numbers must be a tuple of names, got 'temperature'",
+        "'t' is among the policy's numbers 'temperature', but is no number: None",
     ),
     (
         lambda: Forgetful(lambda state: state.double()),
-        "a state that is torch.float64 .*initial_state is torch.float32",
+        "a state .torch.float64, .*initial_state is .torch.float32",
     ),
-    (lambda: Forgetful(lambda state: (state,)), "a state that is a tuple|of another structure"),
-    (lambda: Forgetful(lambda state: None), "a state that is a NoneType"),
+    (
+        lambda: Forgetful(lambda state: (state,)),
+        r"a state \(\(torch.float32, .*initial_state is \(torch.float32",
+    ),
+    (lambda: Forgetful(lambda state: None), "its forward must give a tensor, .*, got a NoneType"),
     (
         lambda: Silly("forward", lambda self, x: Memory(self.actor(x)))(linear(1, 2)),
         "forward must give .* a Memory",
@@ -400,7 +410,9 @@ def test_a_policy_is_tried_on_what_environments_give_if_there_is_any():
         match="its forward fails: IndexError: index out of range in self .*observations[)]$",
     ):
         store.publish(Picky(), np.full((3, 1), 11, np.uint8))
-    with pytest.raises(ValueError, match="; the observation was drawn from the space"):
+    with pytest.raises(
+        ValueError, match="observations[)] [(]the observation was drawn from the space"
+    ):
         store.publish(CategoricalPolicy(linear(7, 2)))
 
 
@@ -459,9 +471,9 @@ def test_a_divergence_that_fails_later_means_a_pull_and_a_warning(caplog):
 
 def test_it_is_known_whether_environments_get_the_actions_as_they_are():
     policy = CategoricalPolicy(linear(1, 2))
-    assert policy.is_identity and not RarelyWrong(linear(1, 2)).is_identity
+    assert is_identity(policy) and not is_identity(RarelyWrong(linear(1, 2)))
     policy.to_env = lambda actions: 1 - actions
-    assert not policy.is_identity
+    assert not is_identity(policy)
 
 
 def test_a_deviation_that_is_computed_from_a_parameter_is_refused():
@@ -473,7 +485,7 @@ def test_a_network_that_stays_as_it_is_may_be_kept_aside(store):
     policy, actor = CategoricalPolicy(Aside([linear(1, 2).requires_grad_(False)])), Actor()
     store.publish(policy)
     actor.load_structure(cloudpickle.loads(store.structure))
-    actor.policy.load_flat_weights(policy.flat_weights().numpy().tobytes())
+    load_weights(actor.policy, *(part.numpy() for part in flat_weights(policy)))
     observations = torch.randn(5, 1)
     assert torch.equal(actor.policy(observations), policy(observations))
 

@@ -22,11 +22,11 @@ from clusterenv_runtime import (
     GaussianPolicy,
 )
 from clusterenv_runtime.arrays.spaces import map_space
-from clusterenv_runtime.policy.base import to_tensor
+from clusterenv_runtime.policy.tensors import to_tensors
 from clusterenv_runtime.rollout import Rollout
 
 from .envs import BufferEnv, CountingEnv, EchoEnv, RandomEnv, Words, assert_same
-from .nets import ImageNet, MixedNet, linear
+from .nets import ImageNet, MixedNet, linear, params_at
 
 VECTOR = spaces.Box(-1, 1, (3,))
 ARRAYS = [
@@ -109,9 +109,7 @@ def logprobs_by_hand(policy, space, rollout):
         lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), space, rollout.observations
     )
     with torch.no_grad():
-        params = policy(
-            to_tensor(observations, torch.device("cpu"), policy.float_observations)
-        ).view(*rollout.actions.shape[:2], -1)
+        params = policy(to_tensors(observations, policy)).view(*rollout.actions.shape[:2], -1)
     actions = torch.as_tensor(rollout.actions)
     if isinstance(policy, GaussianPolicy):
         mean, logstd = params.chunk(2, -1)
@@ -433,7 +431,7 @@ def test_environments_get_what_to_env_makes_of_an_action():
         assert (rollout.actions > 0.25).any() and (rollout.actions < -0.5).any()
         after = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
         assert_same(after, rollout.actions.clip(-0.5, 0.25))
-        logprobs = policy.distribution(policy.params_at(rollout.observations[:, 0])).log_prob(
+        logprobs = policy.distribution(params_at(policy, rollout.observations[:, 0])).log_prob(
             torch.tensor(rollout.actions[:, 0])
         )
         assert logprobs.tolist() == pytest.approx(rollout.logprobs[:, 0].tolist(), abs=1e-5)

@@ -23,11 +23,12 @@ from clusterenv_runtime.arrays.spaces import one_of
 from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.policy.structure import pickled
 from clusterenv_runtime.policy.sync import SyncRule, measured_states
+from clusterenv_runtime.policy.tensors import empty_copy, flat_weights, load_weights
 from clusterenv_runtime.policy.versions import PolicyCopy, PolicyStore
 from clusterenv_runtime.wire.protocol import Collect
 
 from .envs import CountingEnv, RandomEnv, assert_same
-from .nets import change, linear
+from .nets import change, divergence_of, linear
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def divergence(old, new, observations):
     """The divergence of ``new`` from ``old``, as if a worker had acted on ``old``."""
     with torch.no_grad():
         params = old(torch.as_tensor(observations)).numpy()
-    return new.divergence([observations], [params]).item()
+    return divergence_of(new, [observations], [params]).item()
 
 
 @pytest.fixture
@@ -334,7 +335,7 @@ def test_divergence_is_zero_of_itself_and_a_mean_over_states(policy, observation
         parts = [observations, observations[:7], observations[7:]]
         params = [policy(torch.as_tensor(part)).numpy() for part in parts]
     # Several workers at once, each with its own number of states.
-    whole, *split = new.divergence(parts, params)
+    whole, *split = divergence_of(new, parts, params)
     assert whole == pytest.approx(one, rel=1e-4)
     assert np.average(split, weights=[7, 43]) == pytest.approx(one, rel=1e-4)
 
@@ -345,24 +346,18 @@ def test_divergence_is_zero_of_itself_and_a_mean_over_states(policy, observation
 def test_divergence_is_of_what_workers_do_and_changes_nothing(layer, observations):
     policy = CategoricalPolicy(nn.Sequential(layer, linear(3, 4)))
     assert policy.training  # as a learner leaves it; workers act in eval mode
-    weights = policy.flat_weights()
+    weights, others = flat_weights(policy)
     acting = cloudpickle.loads(cloudpickle.dumps(policy)).eval()
     assert divergence(acting, policy, observations) == pytest.approx(0, abs=1e-6)
-    assert torch.equal(policy.flat_weights(), weights)
+    assert all(map(torch.equal, flat_weights(policy), (weights, others)))
     assert policy.training and layer.training
 
 
 @pytest.mark.parametrize(("num_rows", "most"), [(1, 1024), (16, 64), (1024, 1), (3000, 1)])
 def test_of_many_rows_fewer_states_of_each_are_kept(num_rows, most):
-    class Recording(CategoricalPolicy):
-        def divergence(self, observations, behavior_params):
-            pairs[:] = zip(observations, behavior_params, strict=True)
-            return np.zeros(len(pairs))
-
-    pairs = []
     copies, policy = (
         [PolicyCopy(range(row, row + 1)) for row in range(num_rows)],
-        Recording(linear()),
+        CategoricalPolicy(linear()),
     )
     store = PolicyStore(copies, spaces.Box(-1, 1, (3,)), spaces.Discrete(3), rounds=False)
     store.publish(policy)
@@ -379,11 +374,12 @@ def test_of_many_rows_fewer_states_of_each_are_kept(num_rows, most):
         part = SimpleNamespace(
             version=1, rewards=rewards, observations=states[:, None], params=params, states=None
         )
+        part.terminations = part.truncations = np.zeros((size, 1), bool)
         store.acted(copies[-1], part)
         store.publish(policy)
-        ((observations, behavior_params),) = pairs
-        assert len(observations) == expected
-        assert np.array_equal(observations, behavior_params)
+        (seen,) = copies[-1].recent
+        assert seen.observations.shape == (1, expected, 3)
+        assert np.array_equal(seen.observations, seen.params)
 
 
 @pytest.mark.parametrize(("num_steps", "number"), [(1, 1), (7, 7), (128, 16), (128, 1), (100, 33)])
@@ -431,6 +427,8 @@ def test_who_acted_by_no_distribution_pulls_and_the_others_are_measured():
             "observations": observations,
             "params": params,
             "states": None,
+            "terminations": np.zeros((4, 1), bool),
+            "truncations": np.zeros((4, 1), bool),
         }
         store.acted(copy, SimpleNamespace(version=1, **seen))
     store.publish(policy)
@@ -482,11 +480,12 @@ def test_weights_travel_to_the_last_bit():
     torch.manual_seed(0)
     policy = CategoricalPolicy(Mixed())
     policy(torch.randn(8, 4))  # moves the statistics of BatchNorm
-    flat = policy.flat_weights()
-    assert (flat.dtype, flat.shape) == (torch.uint8, (num_bytes(policy),))
-    kept = flat.clone()
-    other = cloudpickle.loads(pickled(policy)).with_empty_tensors("cpu")
-    other.load_flat_weights(flat.numpy().tobytes())
+    weights, others = flat_weights(policy)
+    assert (weights.dtype, others.dtype) == (torch.float32, torch.uint8)
+    assert weights.nbytes + others.nbytes == num_bytes(policy)
+    kept = weights.clone()
+    other = empty_copy(cloudpickle.loads(pickled(policy)), "cpu")
+    load_weights(other, weights.numpy().tobytes(), others.numpy().tobytes())
     for sent, came in zip(tensors_of(policy), tensors_of(other), strict=True):
         assert sent.keys() == came.keys()
         for name, tensor in sent.items():
@@ -496,10 +495,10 @@ def test_weights_travel_to_the_last_bit():
     states = torch.randn(5, 4)
     assert torch.equal(policy.eval()(states), other.eval()(states))
     change(policy, 1)
-    assert torch.equal(flat, kept)  # a copy, not a view of the learner's weights
-    for wrong in (flat[:-1], torch.cat([flat, flat[:1]])):
-        with pytest.raises((ValueError, RuntimeError)):
-            other.load_flat_weights(wrong.numpy())
+    assert torch.equal(weights, kept)  # a copy, not a view of the learner's weights
+    for wrong in (weights[:-1], torch.cat([weights, weights[:1]])):
+        with pytest.raises(RuntimeError):
+            load_weights(other, wrong.numpy(), others.numpy())
 
 
 def test_the_structure_carries_no_weights():

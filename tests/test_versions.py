@@ -11,6 +11,7 @@ from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, GaussianPolicy
 from clusterenv_runtime.arrays.trees import leaves
+from clusterenv_runtime.policy.divergence import params_along
 from clusterenv_runtime.policy.sync import states_of_each_row
 from clusterenv_runtime.policy.versions import MANY_CHANGES, PolicyCopy, PolicyStore
 
@@ -143,12 +144,12 @@ def test_states_of_the_same_version_add_up_and_those_of_another_take_their_place
     store.publish(policy)
     for _ in range(3):
         store.acted(copy, acted(1))
-    assert [number for number, _ in copy.recent] == [12, 12, 12]
+    assert [seen.starts.size for seen in copy.recent] == [12, 12, 12]
     store.publish(policy)  # this joins them
-    ((number, (observations, params)),) = copy.recent
-    assert (number, observations.shape, params.shape) == (36, (36, 3), (36, 3))
+    (seen,) = copy.recent
+    assert (seen.observations.shape, seen.params.shape) == ((1, 36, 3), (1, 36, 3))
     store.acted(copy, acted(2))
-    assert [number for number, _ in copy.recent] == [12]
+    assert [seen.starts.size for seen in copy.recent] == [12]
 
 
 def test_one_of_several_that_cannot_be_measured_is_told_once(caplog):
@@ -176,7 +177,7 @@ def test_all_are_told_the_mean_of_those_that_have_acted():
     assert [request.divergence for request in store.requests(copies, 5)] == [math.inf] * 3
     for copy in copies[:2]:
         store.acted(copy, acted(1))
-    copies[0].recent[0][1][1][:] = 1  # another distribution than the other worker's
+    copies[0].recent[0].params[:] = 1  # another distribution than the other worker's
     change(policy, 1)
     store.publish(policy)
     first, second, third = store.requests(copies, 5)
@@ -222,8 +223,8 @@ def test_a_worker_that_does_not_hold_what_it_was_sent_gets_all_and_is_counted(ca
 
 def test_a_divergence_is_told_for_each_dimension_of_an_action():
     class Far(GaussianPolicy):
-        def divergence(self, observations, behavior_params):
-            return np.full(len(observations), 6.0)
+        def kl(self, behavior, params):
+            return torch.full((len(params),), 6.0)
 
     copy, policy = PolicyCopy(), Far(linear(3, 2), nn.Parameter(torch.zeros(1, 2)))
     store = PolicyStore([copy], SPACES[0], spaces.Box(-1, 1, (2,)), rounds=True)
@@ -257,8 +258,8 @@ def test_of_large_observations_and_of_many_rows_fewer_states_are_kept(space, num
     part = a_part(space, num_steps=128, num_envs=2)
     part.params = part.params[: 2 * each]
     store.acted(copies[0], part)
-    ((number, (observations, params)),) = copies[0].recent
-    assert number == len(leaves(observations)[0]) == len(params) == 2 * each
+    (seen,) = copies[0].recent
+    assert leaves(seen.observations)[0].shape[:2] == seen.params.shape[:2] == (1, 2 * each)
 
 
 class Remembers(CategoricalPolicy):
@@ -283,15 +284,12 @@ def test_each_rows_first_steps_are_kept_of_a_policy_with_a_state_and_episodes_be
         starts = np.zeros((5, 3), bool)
         starts[1:] = (part.terminations | part.truncations)[:-1]
         with torch.no_grad():
-            along = policy.params_along(part.observations, starts, part.states)
+            along = params_along(policy, part.observations, starts, part.states)
         part.params = along.flatten(0, 1).numpy()
         store.acted(copy, part)
-        ((size, (seen, params, began, states)),) = copy.recent
-        assert size == 15
-        for kept, expected in (
-            (seen, part.observations), (params, part.params), (began, starts), (states, part.states)
-        ):  # fmt: skip
-            assert np.array_equal(kept, expected)
+        (seen,) = copy.recent
+        expected = part.observations, along, starts, part.states
+        assert all(map(np.array_equal, seen, expected))
     assert starts.any()
     store.publish(policy)
     assert copy.divergence == pytest.approx(0, abs=1e-6)

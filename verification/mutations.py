@@ -107,14 +107,14 @@ MUTATIONS = {
     ),
     "weights are of the version before": (
         "policy/versions.py",
-        "self._flat = flat  # a copy",
-        "self._flat = flat if self._flat is None else self._flat  # a copy",
+        "self._weights = flat_weights(self._policy)",
+        "self._weights = self._weights or flat_weights(self._policy)",
     ),
     "two workers that hold different weights share a difference": (
         "policy/versions.py",
-        "if number not in self._updates:\n            self._updates[number] = self._encode(copy)",
-        "if not self._updates:\n            self._updates = dict.fromkeys(range(10**4), "
-        "self._encode(copy))",
+        "self._updates[copy.weights] = self._encode(copy)",
+        "held = [each.weights for each in self._copies]\n"
+        "            self._updates |= dict.fromkeys(held, self._encode(copy))",
     ),
     "a worker says what it likes about its version": (
         "head/answers.py",

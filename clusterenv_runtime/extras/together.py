@@ -120,7 +120,7 @@ class EnvsTogether:
         transitions = Transitions(self._observations, num_steps, starts)
         finals = [take(space, self._observations, slice(0))]  # the last observations of episodes
         episodes = [np.empty((0, 3))]  # (transition, return, length)
-        actor.start(num_steps, starts)
+        actor.start(starts)
         for step in range(num_steps):
             self._see(transitions, step)
             actions = actor.act(self._observations, starts)

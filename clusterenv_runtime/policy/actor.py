@@ -11,77 +11,90 @@ import torch
 
 from ..arrays.trees import leaves, map_tree
 from ..wire.protocol import Collect, Weights
-from .base import Policy, to_tensor
+from .base import Policy
 from .differences import FROM_HELD, WHOLE, Difference, checksum
 from .sync import measured_states, noise_seed
+from .tensors import empty_copy, flat_weights, load_weights, rounded_sizes, to_tensors
+
+
+def is_identity(policy: Policy) -> bool:
+    """Return whether environments get the actions as they are, because `to_env` is the base's."""
+    return getattr(policy.to_env, "__func__", None) is Policy.to_env
+
+
+def layout_of_state(state: Any) -> Any:
+    """Return what two states have in common if one can take the place of the other."""
+    return None if state is None else map_tree(lambda leaf: (leaf.dtype, *leaf.shape), state)
 
 
 class Actor:
     """One forward per step, log-probabilities once per rollout. The policy acts in eval mode."""
 
     def __init__(self) -> None:
-        self.version = 0  # of the policy held; 0 for none
-        self.state: Any = (
-            None  # of the policy, after its last step; None if it has none, or has not begun
-        )
+        self.policy: Policy | None = None
+        self.is_identity = True  # whether environments get the policy's actions as they are
+        self.version = 0  # of the policy's weights; 0 for none
+        self.state: Any = None  # after the policy's last step; None before it, or if it has none
         self._held: torch.Tensor | None = None  # the float32 weights that differences are added to
         self._generator = torch.Generator()
+        # Of the rollout:
+        self._request: Collect | None = None
+        self._rows = range(0)
+        self._states: Any = None  # the state before the first step
+        self._noise: Any = None
+        self._params: list[Any] = []  # of each step
+        self._actions: list[Any] = []
+        self._given: list[Any] = []
 
     def load_structure(self, structure: Policy) -> None:
         """Become a policy of this structure, whose weights are yet to come."""
-        self.policy, self.version = structure.with_empty_tensors("cpu").eval(), 0
+        self.policy = empty_copy(structure, "cpu").eval()
+        self.is_identity = is_identity(structure)
+        self.version = 0
         self._held = None
 
     def load_weights(self, message: Weights, buffers: list[Any]) -> None:
-        """Become this version; or none, version 0, if what a difference was added to is not what
-        the head believes.
+        """Become this version; or none, version 0, if the difference is from other weights than
+        those that this worker holds.
 
         Raises:
-            ValueError, zlib.error: the buffers are not weights of this policy, or not those that
-            were sent.
+            ValueError, RuntimeError, zlib.error: the buffers are not weights of this policy, or
+            not those that were sent.
         """
         if message.levels == WHOLE:
-            self.policy.load_flat_weights(buffers[0])
             self._held = None
+            load_weights(self.policy, *buffers)
         else:
-            sizes = self.policy.rounded_sizes
-            difference = Difference.unpack(message.levels, *buffers[:2], sum(sizes))
+            *packed, others = buffers
+            sizes = rounded_sizes(self.policy)
+            difference = Difference.unpack(message.levels, *packed, sum(sizes))
             self._held = difference.added_to(self._held, sizes)
-            self.policy.load_flat_weights(self._held.numpy().tobytes() + bytes(buffers[2]))
-        weights, others = self.policy.split_weights(self.policy.flat_weights())
-        is_right = checksum(weights, others.numpy()) == message.checksum
+            load_weights(self.policy, self._held.numpy(), others)
+        is_right = checksum(*flat_weights(self.policy)) == message.checksum
         if not is_right and message.levels != FROM_HELD:
-            raise ValueError(
-                "weights have another checksum than the head's: is a network or memory broken?"
-            )
+            text = "weights have another checksum than the head's"
+            raise ValueError(f"{text}: is a network or memory broken?")
         self.version = message.version if is_right else 0
 
-    def set_numbers(self, numbers: list[float]) -> None:
-        """Take over the policy's numbers, as they are at the head."""
-        for name, number in zip(self.policy.numbers, numbers, strict=True):
-            setattr(self.policy, name, number)
-
     def prepare(self, request: Collect, rows: range) -> None:
-        """Take over what is asked of the next rollout, in environments of these numbers."""
-        self.set_numbers(request.numbers)
-        self._rows, self._measured = rows, request.states
-        self._seed, self._rollout = request.seed, request.rollout
+        """Take over the request for the next rollout, in environments of these rows."""
+        for name, number in zip(self.policy.numbers, request.numbers, strict=True):
+            setattr(self.policy, name, number)
+        self._request = request
+        self._rows = rows
 
-    def start(self, num_steps: int, starts: np.ndarray) -> None:
-        """Begin a rollout of environments of which those have begun an episode where ``starts`` is
-        True.
-        """
-        self._num_steps = num_steps
-        self._step_params: list[Any] = []
-        self._actions: list[Any] = []
-        self._given: list[Any] = []
+    def start(self, starts: np.ndarray) -> None:
+        """Begin a rollout. ``starts`` ``(num_envs,)`` says which environments begin an episode."""
+        self._params = []
+        self._actions = []
+        self._given = []
         initial = self.policy.initial_state(len(starts))
-        if _layout(initial) != _layout(self.state):  # there was none, or that of another policy
-            self.state = initial
-        self._begin(starts)
+        if layout_of_state(initial) != layout_of_state(self.state):
+            self.state = initial  # there was none, or that of another policy
+        self._begin_episodes(starts)
         self._states = self.state
 
-    def _begin(self, starts: np.ndarray) -> None:
+    def _begin_episodes(self, starts: np.ndarray) -> None:
         if self.state is not None and starts.any():
             self.state = self.policy.started(self.state, torch.from_numpy(starts))
 
@@ -92,81 +105,68 @@ class Actor:
 
         ``starts`` ``(num_envs,)`` says which of these are the first of an episode.
         """
-        tensors = to_tensor(observations, torch.device("cpu"), self.policy.float_observations)
-        step = len(self._actions)
+        tensors = to_tensors(observations, self.policy)
         if self.state is None:
             params = self.policy(tensors)
         else:
-            self._begin(starts)
-            # A copy: `forward` may write to it, and what it has returned may be among the
-            # parameters, too.
+            self._begin_episodes(starts)
+            # A copy: `forward` may write to it, and may return it among the parameters, too.
             params, self.state = self.policy(tensors, map_tree(torch.clone, self.state))
+        step = len(self._actions)
         if step == 0:
-            self._noise = self.draw(params)
+            self._noise = self._draw(params)
         actions = self.policy.act(params, map_tree(lambda leaf: leaf[step], self._noise))
-        self._step_params.append(params)
+        self._params.append(params)
         self._actions.append(actions)
         # Copies: `to_env` and the environments may write to them.
-        given = map_tree(
-            lambda leaf: leaf.numpy(), self.policy.to_env(map_tree(torch.clone, actions))
-        )
-        if not self.policy.is_identity and any(leaf.dtype.kind in "iu" for leaf in leaves(given)):
+        given = self.policy.to_env(map_tree(torch.clone, actions))
+        given = map_tree(lambda leaf: leaf.numpy(), given)
+        has_integers = any(leaf.dtype.kind in "iu" for leaf in leaves(given))
+        if has_integers and not self.is_identity:
             self._given.append(map_tree(np.copy, given))
         return given
 
-    def draw(self, params: Any) -> Any:
-        """Return the noise of a rollout, that of each row by its number; ``params`` are those of
-        the first step.
+    def _draw(self, params: Any) -> Any:
+        """Return the noise of a rollout, each row's by its number; ``params`` are those of the
+        first step.
         """
         noise = []
         for place, row in enumerate(self._rows):
-            self._generator.manual_seed(noise_seed(self._seed, row, self._rollout))
+            seed = noise_seed(self._request.seed, row, self._request.rollout)
+            self._generator.manual_seed(seed)
             own = map_tree(lambda leaf: leaf[place : place + 1], params)  # noqa: B023
-            noise.append(self.noise_of_row(own))
+            noise.append(self.policy.noise(self._request.num_steps, own, self._generator))
         return map_tree(lambda *each: torch.cat(each, 1), *noise)
-
-    def noise_of_row(self, params: Any) -> Any:
-        """Return the noise of the row whose parameters ``(1, ...)`` these are."""
-        return self.policy.noise(self._num_steps, params, self._generator)
 
     @property
     def given(self) -> Any:
-        """What the environments have got in this rollout, ``(num_steps, num_envs, ...)``.
+        """The actions that the environments got in this rollout, ``(num_steps, num_envs, ...)``.
 
-        None if that is the actions, or holds no integers, of which alone some may be wrong.
+        None if they are those of the policy, or hold no integers, as only integers can be wrong.
         """
         return map_tree(lambda *each: np.stack(each), *self._given) if self._given else None
 
     @torch.inference_mode()
     def finish(self) -> dict[str, Any]:
-        """Return what a `RolloutPart` holds of the policy: actions, their log-probs, extras, states
-        and parameters.
+        """Return the fields of a `RolloutPart` that come from the policy: actions, their log-probs,
+        extras, states and parameters.
         """
         params, actions = (
-            map_tree(lambda *leaves: torch.stack(leaves), *each)
-            for each in (self._step_params, self._actions)
+            map_tree(lambda *each: torch.stack(each), *trees)
+            for trees in (self._params, self._actions)
         )
+        # Before torch prints all of them in an error of its own.
         if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in leaves(params)):
-            raise ValueError(
-                "params hold NaN: has the policy diverged?"
-            )  # before torch prints all of them
-        places = measured_states(
-            self._num_steps, self._rows, self._measured, self._states is not None
-        )
-        measured = torch.from_numpy(places)
+            raise ValueError("params hold NaN: has the policy diverged?")
+        in_sequence = self._states is not None
+        num_steps, states = self._request.num_steps, self._request.states
+        measured = torch.from_numpy(measured_states(num_steps, self._rows, states, in_sequence))
         kept = {
             "actions": actions,
             "logprobs": self.policy.distribution(params).log_prob(actions),
             "extras": dict(self.policy.extras(params, actions)),
             "params": map_tree(lambda leaf: leaf.flatten(0, 1)[measured], params),
         }
-        arrays = map_tree(lambda leaf: leaf.numpy(), kept)
-        arrays["states"] = (
-            None if self._states is None else map_tree(lambda leaf: leaf.numpy(), self._states)
-        )
-        return arrays
-
-
-def _layout(state: Any) -> Any:
-    """Return what two states have in common if one can take the place of the other."""
-    return None if state is None else map_tree(lambda leaf: (leaf.shape, leaf.dtype), state)
+        if in_sequence:
+            kept["states"] = self._states
+        return {"states": None} | map_tree(lambda leaf: leaf.numpy(), kept)

@@ -1,13 +1,12 @@
-"""Weights as rounded differences: what a pull moves, from the weights that a worker holds towards
-the published ones.
+"""Weights as rounded differences: a pull moves a worker's weights towards the published ones.
 
-Of each tensor the weights that are furthest off move, a quarter or fewer, all by the same amount,
-up or down. That is at most about 1.1 bits a weight. What is left over is part of the next
-difference, so errors do not add up; and workers report the distribution that they really acted on,
-so the learner corrects for it. A worker that holds nothing gets all weights in 8 bits each: a
-difference from zeros, in 127 steps up or down instead of one. So does one whose weights have little
-to do with the published ones, as after a checkpoint was loaded: ten differences would lead there,
-too, but each takes a rollout.
+In each tensor the weights that are furthest off move, a quarter of them or fewer, all by the same
+amount, up or down. That is at most about 1.1 bits a weight. The remaining distance is part of the
+next difference, so errors do not add up; and workers report the distribution that they really acted
+on, so the learner corrects for it. A worker that holds nothing gets all weights in 8 bits each: a
+difference from zeros, in 127 steps up or down instead of one. A worker whose weights are far from
+the published ones, as after a checkpoint was loaded, gets the same: ten differences would lead
+there, too, but each takes a rollout.
 
 Head and worker add the same float32 numbers in the same way, so that both know the sum to the last
 bit. This module imports torch, as `base` does.
@@ -23,18 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
-SHARE = 0.25  # of the weights move, or fewer
+SHARE = 0.25  # of a tensor's weights move at most
 FAR = 0.5  # lengths of the weights: a worker that is further off gets all of them
-SAMPLE = 2**16  # weights of a tensor that are looked at to find those that move
-WHOLE, FROM_ZEROS, FROM_HELD = (
-    0,
-    127,
-    1,
-)  # steps up or down that a message can tell; exact weights have none
+SAMPLE = 2**16  # weights of a tensor by which those are found that move
+# How a message tells weights, by the steps up or down that one may go. Exact weights have no steps.
+WHOLE, FROM_ZEROS, FROM_HELD = 0, 127, 1
 _POWERS = 3 ** np.arange(5, dtype=np.uint8)  # five numbers of -1, 0 or 1 make a byte
-_TRITS = (np.arange(3**5)[:, None] // _POWERS % 3 - 1).astype(
-    np.int8
-)  # (243, 5), of each such byte
+# The five numbers in each byte, (243, 5).
+_TRITS = (np.arange(3**5)[:, None] // _POWERS % 3 - 1).astype(np.int8)
 
 
 @dataclass
@@ -53,8 +48,8 @@ class Difference:
 
         Args:
             held: ``(weights,)`` float32.
-            weights: likewise, on the same device.
-            sizes: how many of these each tensor has.
+            weights: ``(weights,)`` float32, on the same device.
+            sizes: how many of the weights each tensor has.
         """
         rest = weights if held is None else weights - held
         if not (length := rest.norm()).isfinite():
@@ -89,43 +84,26 @@ class Difference:
                 torch.nn.functional.pad(steps + 1, (0, -len(steps) % 5)).to(torch.uint8).view(-1, 5)
             )
             steps = (trits * torch.from_numpy(_POWERS).to(trits.device)).sum(1, dtype=torch.uint8)
-        # By how often each byte occurs. There is nothing else to find in these, and looking for it
-        # takes time.
+        # Huffman codes alone: the bytes have no other regularity, and a search for it takes time.
         deflate = zlib.compressobj(wbits=-15, strategy=zlib.Z_HUFFMAN_ONLY)
         packed = deflate.compress(steps.cpu().numpy().tobytes()) + deflate.flush()
         return [self.scales.numpy().tobytes(), packed]
 
     @classmethod
     def unpack(cls, levels: int, scales: Any, packed: Any, num_weights: int) -> Difference:
-        """Undo `pack`.
-
-        Raises:
-            ValueError, zlib.error: these are not buffers of so many weights.
-        """
-        size = num_weights if levels == FROM_ZEROS else -(-num_weights // 5)
-        unpacked = zlib.decompressobj(wbits=-15).decompress(packed, size + 1)
-        if len(unpacked) != size:
-            raise ValueError(
-                f"a difference of {num_weights} weights has {size} bytes, not {len(unpacked)}"
-            )
+        """Undo `pack`."""
+        unpacked = zlib.decompress(packed, wbits=-15)
         if levels == FROM_ZEROS:
-            steps = np.frombuffer(unpacked, np.int8).copy()
+            steps = np.frombuffer(unpacked, np.int8)
         else:
-            steps = (
-                _TRITS.take(np.frombuffer(unpacked, np.uint8), axis=0)
-                .reshape(-1)[:num_weights]
-                .copy()
-            )
-        return cls(
-            levels,
-            torch.from_numpy(steps),
-            torch.from_numpy(np.frombuffer(scales, np.float32).copy()),
-        )
+            steps = _TRITS.take(np.frombuffer(unpacked, np.uint8), axis=0)
+        steps = torch.tensor(steps.reshape(-1)[:num_weights])
+        return cls(levels, steps, torch.tensor(np.frombuffer(scales, np.float32)))
 
 
-def checksum(weights: torch.Tensor, others: Any) -> int:
+def checksum(weights: torch.Tensor, others: torch.Tensor) -> int:
     """Return a checksum of float32 weights, and of the bytes of a policy's other tensors."""
-    return zlib.crc32(others, zlib.crc32(weights.cpu().numpy()))
+    return zlib.crc32(others.cpu().numpy(), zlib.crc32(weights.cpu().numpy()))
 
 
 def _to_bytes(weights: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -134,9 +112,8 @@ def _to_bytes(weights: torch.Tensor) -> tuple[torch.Tensor, float]:
     scale = np.float32(largest) / np.float32(FROM_ZEROS)
     if scale == 0:
         return torch.zeros_like(weights, dtype=torch.int8), 0.0
-    return (weights / float(scale)).round().clamp(-FROM_ZEROS, FROM_ZEROS).to(torch.int8), float(
-        scale
-    )
+    steps = (weights / float(scale)).round().clamp(-FROM_ZEROS, FROM_ZEROS)
+    return steps.to(torch.int8), float(scale)
 
 
 def _furthest(rest: torch.Tensor) -> tuple[torch.Tensor, float]:

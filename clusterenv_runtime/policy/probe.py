@@ -1,11 +1,17 @@
-"""Whether a policy can act here. It is tried as workers will run it, before any of them does."""
+"""Whether a policy can act here: it is tried as workers will run it, before any of them does.
+
+This module imports torch.
+"""
 
 from __future__ import annotations
 
-import traceback
-from typing import TYPE_CHECKING, Any, NamedTuple
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from gymnasium import Space
 from gymnasium.vector.utils import create_empty_array
 
@@ -13,226 +19,158 @@ from ..arrays.spaces import check_actions, one_of
 from ..arrays.trees import leaves, map_tree
 from ..errors import one_line
 from ..wire.protocol import Collect
+from .actor import Actor, layout_of_state
+from .base import Policy
+from .structure import differences, layout_of
+from .tensors import flat_weights, load_weights, numbers_of
 
-if TYPE_CHECKING:
-    from .base import Policy
-
-SIZES = (
-    3,
-    5,
-    7,
-    11,
-    13,
-)  # of the rollout in which it is tried: the first two that no axis of its actions has
-DRAWS = 256  # actions that are drawn to see whether they are of the action space
+# Of the rollout in which a policy is tried. They are unlike other sizes, such as those of actions,
+# so that a sum over the wrong axis is noticed.
+NUM_STEPS, NUM_ENVS = 3, 23
 
 
 class Probed(NamedTuple):
-    """What is known of a policy that has been tried."""
+    """What the head knows of a policy that has been tried."""
 
-    example: dict[
-        str, Any
-    ]  # what a part of a rollout holds of it, arrays ``(1, ...)`` by the names of `RolloutPart`
+    # The fields of a `RolloutPart` that come from the policy, of one row: arrays ``(1, ...)``.
+    example: dict[str, Any]
+    is_identity: bool  # whether environments get the actions as they are drawn
     dimensions: int  # of an action
-    volatile: set[str]  # the keys of `structure.layout_of` that change when it acts
+    volatile: set[str]  # the parts of its layout that change when it acts
     kl_fault: str | None  # why its divergence cannot be measured, if it cannot
 
 
-def probe(policy: Policy, space: Space, action_space: Space, seen: Any) -> Probed:
-    """Have a copy of the policy act as on a worker, on the CPU, and check what comes of it.
+class Fault(ValueError):
+    """What a method of the policy does wrong."""
 
-    ``seen`` are observations of environments. Where there are none yet, it sees one drawn from the
-    space, or zeros.
+
+def _rows(tree: Any) -> tuple[int, ...]:
+    return tuple(leaves(tree)[0].shape[:1])
+
+
+# The first axes of the tensors that each method returns, by its arguments.
+AXES: dict[str, Callable[..., tuple[int, ...]]] = {
+    "initial_state": lambda num_envs: (num_envs,),
+    "forward": lambda observations, *state: _rows(observations),
+    "noise": lambda num_steps, params, generator: (num_steps, *_rows(params)),
+    "act": lambda params, noise: _rows(params),
+    "to_env": lambda actions: _rows(actions),
+    "extras": lambda params, actions: (NUM_STEPS, NUM_ENVS),
+}
+
+
+def probe(policy: Policy, space: Space, action_space: Space, seen: Any) -> Probed:
+    """Have a copy of the policy act as on a worker, on the CPU, and check what its methods return.
+
+    ``seen`` are observations of environments. Where there are none yet, the policy gets one that is
+    drawn from the space, or zeros.
 
     Raises:
         ValueError: it cannot act in these environments.
     """
     made_up = [one_of(space), create_empty_array(space, 1)] if seen is None else []
     errors = []
-    for observations in [seen] if seen is not None else made_up:
+    default = torch.get_default_dtype()
+    for observations in made_up or [seen]:
         try:
-            return _act(policy, action_space, observations)
+            # As on a worker, whatever the learner's defaults are, and without its random numbers.
+            torch.set_default_dtype(torch.float32)
+            with torch.device("cpu"), torch.random.fork_rng([]):
+                return _act(policy, action_space, observations)
         except Exception as error:
             errors.append(error)
-    drawn = "; the observation was drawn from the space" if seen is None else ""
-    raise ValueError(
-        f"the policy cannot act on {space}: {_blamed(errors[0], policy, drawn)}"
-    ) from errors[0]
+        finally:
+            torch.set_default_dtype(default)
+    text = f"the policy cannot act on {space}: {errors[0]}"
+    if made_up:
+        text += " (the observation was drawn from the space)"
+    raise ValueError(text) from errors[0]
 
 
 def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
-    import torch
-
-    default = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float32)
-        # On the CPU, where a worker is, whatever the learner's new tensors are, and without its
-        # random numbers.
-        with torch.device("cpu"), torch.random.fork_rng([]):
-            return _act_there(policy, action_space, observations)
-    finally:
-        torch.set_default_dtype(default)
-
-
-def _act_there(policy: Policy, action_space: Space, observations: Any) -> Probed:
-    from .actor import Actor
-    from .structure import layout_of  # brings torch, as the policy has by now
-
-    used = [size for leaf in leaves(create_empty_array(action_space, 1)) for size in leaf.shape[1:]]
-    num_steps, num_envs, *_ = sorted(SIZES, key=used.__contains__)
-    rows = np.resize(np.arange(len(leaves(observations)[0])), num_envs)
+    rows = np.resize(np.arange(len(leaves(observations)[0])), NUM_ENVS)
     observations = map_tree(lambda leaf: leaf[rows], observations)
-
-    class Tried(Actor):
-        def draw(self, params: Any) -> Any:
-            _check_tree("forward", params)
-            return super().draw(params)
-
-        def noise_of_row(self, params: Any) -> Any:
-            noise = super().noise_of_row(params)
-            _check_tree("noise", noise)
-            _check_leading("noise", noise, (num_steps, 1))
-            return noise
-
-    actor = Tried()
-    actor.load_structure(
-        policy
-    )  # what was pickled by value must not come back: it would replace the user's classes
-    actor.policy.load_flat_weights(policy.flat_weights().cpu().numpy())
-    actor.prepare(
-        Collect(num_steps, 0, 0, 0.0, policy.numbers_now(), states=num_steps), range(num_envs)
-    )
-    initial = actor.policy.initial_state(num_envs)
-    if initial is not None:
-        _check_tree("initial_state", initial)
-        _check_leading("initial_state", initial, (num_envs,))
-    before, starts = layout_of(actor.policy), np.ones(num_envs, bool)
-    actor.start(num_steps, starts)
-    for step in range(num_steps):
+    actor = Actor()
+    actor.load_structure(policy)  # not by a pickle, which would replace the user's classes
+    acting = actor.policy
+    load_weights(acting, *(part.cpu().numpy() for part in flat_weights(policy)))
+    for name in AXES:
+        setattr(acting, name, functools.partial(_call, name, getattr(acting, name)))
+    before = layout_of(acting)
+    request = Collect(NUM_STEPS, 0, 0, 0.0, numbers_of(policy), states=NUM_STEPS)
+    actor.prepare(request, range(NUM_ENVS))
+    starts = np.ones(NUM_ENVS, bool)
+    actor.start(starts)
+    initial = layout_of_state(actor.state)
+    for step in range(NUM_STEPS):
         given = actor.act(observations, starts & (step == 0))
-        _check_leading("to_env", given, (num_envs,))
         check_actions(action_space, given)
-        if initial is not None:
-            _check_state(initial, actor.state)
-    kept = actor.finish()
-    _check_kept(kept, num_steps, num_envs)
-    _check_draws(actor.policy, kept["params"], action_space)
-    kl_fault, after = _fault_of_kl(actor.policy, kept["params"]), layout_of(actor.policy)
-    volatile = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
-    lead = {"params": np.s_[:1], "states": np.s_[:1]}  # of the others the first step's first
-    example = {
-        name: tree
-        if tree is None
-        else map_tree(lambda leaf, key=lead.get(name, np.s_[0, :1]): leaf[key], tree)
-        for name, tree in kept.items()
-    }
-    dimensions = max(sum(leaf[0].size for leaf in leaves(given)), 1)  # of what environments get
-    return Probed(example, dimensions, volatile, kl_fault)
-
-
-def _check_kept(kept: dict[str, Any], num_steps: int, num_envs: int) -> None:
-    """Raise ValueError if what a part would hold of the policy has not the shapes of so many steps."""
-    steps = num_steps, num_envs
-    _check_leading("forward", kept["params"], (num_steps * num_envs,))
-    _check_leading("act", kept["actions"], steps)
-    if kept["logprobs"].shape != steps:
-        found = f"its log_prob gives {kept['logprobs'].shape} for {num_steps} steps of {num_envs} environments"
-        raise ValueError(
-            f"{found}, not one number for each: sum over the last dimensions, of the actions"
-        )
+        state = layout_of_state(actor.state)
+        if state != initial:
+            raise Fault(f"its forward returns a state {state}, its initial_state is {initial}")
+    with _blamed_on("distribution or log_prob"):
+        kept = actor.finish()
+    shape = kept["logprobs"].shape
+    if shape != (NUM_STEPS, NUM_ENVS):
+        text = f"its log_prob gives {shape} for {(NUM_STEPS, NUM_ENVS)} actions"
+        raise Fault(f"{text}, not one number for each: sum over the last dimensions")
     for name, extra in kept["extras"].items():
         if not isinstance(name, str) or not isinstance(extra, np.ndarray):
-            raise ValueError(
-                f"its extras must be tensors by their names, got {name!r}: a {type(extra).__name__}"
-            )
-        _check_leading(f"extra {name!r}", extra, steps)
+            raise Fault(f"its extras must be tensors by their names, got {name!r}: {extra!r:.100}")
+    without_steps = {name: kept.pop(name) for name in ("params", "states")}
+    example = map_tree(lambda leaf: leaf[0, :1], kept)
+    example |= map_tree(lambda leaf: None if leaf is None else leaf[:1], without_steps)
+    return Probed(
+        example,
+        actor.is_identity,
+        dimensions=max(sum(leaf[0].size for leaf in leaves(given)), 1),
+        kl_fault=_fault_of_kl(acting, example["params"]),
+        volatile=differences(before, layout_of(acting)),
+    )
 
 
-def _check_draws(policy: Policy, params: Any, action_space: Space) -> None:
-    """Raise ValueError if some of many actions of one state are not of the action space."""
-    import torch
+def _call(name: str, method: Callable[..., Any], *args: Any) -> Any:
+    """Call one of the policy's methods, and check what it returns."""
+    axes = AXES[name](*args)
+    with _blamed_on(name):
+        returned = method(*args)
+    if name != "initial_state" or returned is not None:
+        _check_tree(name, returned, axes)
+    return returned
 
-    with torch.inference_mode():
-        many = map_tree(
-            lambda leaf: torch.from_numpy(leaf[:1]).expand(DRAWS, *leaf.shape[1:]), params
-        )
-        noise = policy.noise(1, many, torch.Generator().manual_seed(0))
-        actions = policy.to_env(policy.act(many, map_tree(lambda leaf: leaf[0], noise)))
-    check_actions(action_space, map_tree(lambda leaf: leaf.numpy(), actions))
+
+@contextlib.contextmanager
+def _blamed_on(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Fault:  # of a method that this one has called
+        raise
+    except Exception as error:
+        hint = " (see its float_observations)" if name == "forward" else ""
+        raise Fault(f"its {name} fails: {one_line(error)}{hint}") from error
+
+
+def _check_tree(name: str, tree: Any, axes: tuple[int, ...]) -> None:
+    if isinstance(tree, dict) or type(tree) is tuple:
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            _check_tree(name, part, axes)
+    elif not isinstance(tree, torch.Tensor):
+        wanted = "a tensor, or a dict or plain tuple of tensors"
+        raise Fault(f"its {name} must give {wanted}, got a {type(tree).__name__}")
+    elif tree.shape[: len(axes)] != axes:
+        wanted = f"({', '.join(map(str, axes))}, ...)"
+        raise Fault(f"its {name} gives {tuple(tree.shape)}, where {wanted} is wanted")
 
 
 def _fault_of_kl(policy: Policy, params: Any) -> str | None:
-    twice = map_tree(lambda leaf: leaf[:1].repeat(2, 0), params)
+    """Return why the divergence at one state cannot be measured; None if it can."""
+    twice = map_tree(lambda leaf: torch.from_numpy(leaf.repeat(2, 0)), params)
     try:
-        kl = policy.kl(*[policy.to_device(twice)] * 2)
-        if tuple(kl.shape) != (2,) or not kl.isfinite().all() or kl.min() < -1e-3:
-            return f"of 2 states it must be 2 numbers, not negative, got {tuple(kl.shape)}: {kl.tolist()}"
+        kl = policy.kl(twice, twice)
+        if tuple(kl.shape) == (2,) and kl.isfinite().all() and kl.min() >= -1e-3:
+            return None
+        return (
+            f"for 2 states it must be 2 numbers, not negative, got {tuple(kl.shape)}: {kl.tolist()}"
+        )
     except Exception as error:
         return one_line(error)
-    return None
-
-
-def _check_leading(name: str, tree: Any, leading: tuple[int, ...]) -> None:
-    for leaf in leaves(tree):
-        if leaf.shape[: len(leading)] != leading:
-            wanted = f"({', '.join(map(str, leading))}, ...)"
-            raise ValueError(
-                f"its {name} gives {tuple(leaf.shape)}, where {wanted} is wanted of {leading[-1]} rows"
-            )
-
-
-def _check_tree(name: str, tree: Any) -> None:
-    """Raise TypeError if what a method gives is no tree of tensors."""
-    import torch
-
-    if isinstance(tree, dict) or type(tree) is tuple:
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            _check_tree(name, part)
-    elif not isinstance(tree, torch.Tensor):
-        wanted = "a tensor, or a dict or plain tuple of tensors"
-        raise TypeError(f"its {name} must give {wanted}, got a {type(tree).__name__}")
-
-
-def _check_state(initial: Any, state: Any) -> None:
-    """Raise ValueError if the next state is not like the initial one."""
-
-    def check(before: Any, after: Any) -> None:
-        if type(after) is not type(before) or (after.shape, after.dtype) != (
-            before.shape,
-            before.dtype,
-        ):
-            found = (
-                f"{after.dtype} {tuple(after.shape)}"
-                if hasattr(after, "dtype")
-                else f"a {type(after).__name__}"
-            )
-            expected = f"its initial_state is {before.dtype} {tuple(before.shape)}"
-            raise TypeError(f"its forward returns a state that is {found}, {expected}")
-
-    try:
-        map_tree(check, initial, state)
-    except ValueError:
-        raise TypeError(
-            "its forward returns a state of another structure than its initial_state"
-        ) from None
-
-
-def _blamed(error: Exception, policy: Policy, more: str) -> str:
-    """Return a line that names which of a policy's methods has raised an error, and what `forward`
-    gets.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    mine = [
-        frame.f_code.co_name for frame in frames if type(frame.f_locals.get("self")) is type(policy)
-    ]
-    mine += [frame.f_code.co_name for frame in frames if frame.f_code.co_name == "log_prob"]
-    if not mine or mine[-1] == "numbers_now":  # it is ours
-        return str(error)
-    if mine[-1] != "forward":
-        return f"its {mine[-1]} fails: {one_line(error)}"
-    kept = (
-        "all come as float32"
-        if policy.float_observations
-        else "floats come as float32, others as they are"
-    )
-    return f"its forward fails: {one_line(error)} ({kept}, see its float_observations{more})"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from gymnasium.spaces import Box
-from torch import nn
+from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from .base import Policy
@@ -23,20 +23,18 @@ class CategoricalPolicy(Policy):
         super().__init__()
         self.actor = actor
 
-    def forward(self, observations: Any) -> torch.Tensor:
+    def forward(self, observations: Any) -> Tensor:
         return self.actor(observations)
 
-    def noise(
-        self, num_steps: int, params: torch.Tensor, generator: torch.Generator
-    ) -> torch.Tensor:
+    def noise(self, num_steps: int, params: Tensor, generator: torch.Generator) -> Tensor:
         return -torch.empty(num_steps, *params.shape).exponential_(generator=generator).log()
 
-    def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def act(self, params: Tensor, noise: Tensor) -> Tensor:
         return (params + noise).argmax(
             -1
         )  # Gumbel-max: a sample of softmax(logits) without computing it
 
-    def distribution(self, params: torch.Tensor) -> Distribution:
+    def distribution(self, params: Tensor) -> Distribution:
         return Categorical(logits=params)
 
 
@@ -65,26 +63,24 @@ class GaussianPolicy(Policy):
             None if space is None else (space.low, space.high)
         )  # no buffers: these travel once
 
-    def forward(self, observations: Any) -> torch.Tensor:
+    def forward(self, observations: Any) -> Tensor:
         mean = self.actor_mean(observations)
         return torch.cat([mean, self.actor_logstd.expand_as(mean)], -1)
 
-    def noise(
-        self, num_steps: int, params: torch.Tensor, generator: torch.Generator
-    ) -> torch.Tensor:
+    def noise(self, num_steps: int, params: Tensor, generator: torch.Generator) -> Tensor:
         return torch.randn(num_steps, len(params), params.shape[-1] // 2, generator=generator)
 
-    def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def act(self, params: Tensor, noise: Tensor) -> Tensor:
         mean, logstd = params.chunk(2, -1)
         return mean + logstd.exp() * noise
 
-    def to_env(self, actions: torch.Tensor) -> torch.Tensor:
+    def to_env(self, actions: Tensor) -> Tensor:
         if self._bounds is None:
             return actions
         low, high = (torch.from_numpy(bound).expand_as(actions) for bound in self._bounds)
         return actions.clamp(low, high)
 
-    def distribution(self, params: torch.Tensor) -> Distribution:
+    def distribution(self, params: Tensor) -> Distribution:
         mean, logstd = params.chunk(2, -1)
         return Independent(Normal(mean, logstd.exp()), 1)
 
@@ -100,24 +96,22 @@ class EpsilonGreedyPolicy(Policy):
         super().__init__()
         self.q_network, self.epsilon = q_network, epsilon
 
-    def forward(self, observations: Any) -> torch.Tensor:
+    def forward(self, observations: Any) -> Tensor:
         return self.q_network(observations)
 
-    def noise(
-        self, num_steps: int, params: torch.Tensor, generator: torch.Generator
-    ) -> torch.Tensor:
+    def noise(self, num_steps: int, params: Tensor, generator: torch.Generator) -> Tensor:
         return torch.rand(num_steps, len(params), 2, generator=generator)
 
-    def act(self, params: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def act(self, params: Tensor, noise: Tensor) -> Tensor:
         explore, choice = noise.unbind(-1)
         random = (choice * params.shape[-1]).long().clamp(max=params.shape[-1] - 1)
         return torch.where(explore < self.epsilon, random, params.argmax(-1))
 
-    def distribution(self, params: torch.Tensor) -> Distribution:
+    def distribution(self, params: Tensor) -> Distribution:
         greedy = nn.functional.one_hot(params.argmax(-1), params.shape[-1])
         return Categorical(probs=greedy * (1 - self.epsilon) + self.epsilon / params.shape[-1])
 
-    def kl(self, behavior: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+    def kl(self, behavior: Tensor, params: Tensor) -> Tensor:
         """As in `Policy`, but of the softmax of both value functions, whatever ``epsilon`` is.
 
         Two greedy policies are infinitely far apart wherever their actions differ, also where these

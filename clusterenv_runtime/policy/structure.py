@@ -1,5 +1,11 @@
-"""What a policy consists of besides its weights: what travels once, and what makes it another
-policy.
+"""A policy's structure: all that it consists of but its weights and its `Policy.numbers`.
+
+The structure travels once, in a pickle (`pickled`). At each publish the store asks whether anything
+but weights and numbers has changed since the last one, and `layout_of` gives the answer: it
+describes each part of the policy by a value that is equal as long as the part is the same, and
+`differences` names the parts that are not. So a changed attribute is always noticed, be it on the
+policy or on one of its modules, except for the attributes that change by themselves whenever the
+policy acts, such as counters: `probe` finds their names by comparing the layouts before and after.
 
 This module imports torch.
 """
@@ -19,45 +25,60 @@ from torch import nn
 
 from ..errors import one_line
 from .base import Policy
+from .tensors import empty_copy, numbers_of
 
 TORCHS_OWN = vars(nn.Module()).keys()  # the attributes of every module
 
 
-def layout_of(policy: Policy) -> dict[str, Any]:
-    """Return by name the shapes and dtypes of what travels with each pull, and what else the
-    modules consist of.
+def check_policy(policy: Any) -> None:
+    """Raise TypeError if this is no `Policy`, and ValueError if it is one that cannot travel."""
+    if not isinstance(policy, Policy):
+        found = policy.__name__ if isinstance(policy, type) else type(policy).__name__
+        wanted = "a Policy is wanted, such as CategoricalPolicy(actor)"
+        raise TypeError(f"{wanted}, got {found}; see docs/policies.md")
+    if not list(policy.parameters()):
+        raise ValueError("the policy has no parameters, so there is nothing to learn or to pull")
+    if any(map(nn.parameter.is_lazy, [*policy.parameters(), *policy.buffers()])):
+        text = "the policy has lazy modules that have not seen an input"
+        raise ValueError(f"{text}: call it once, then publish it")
+    numbers_of(policy)
 
-    When these change the policy has another structure. What is among ``numbers`` may change without
-    that.
-    """
+
+def layout_of(policy: Policy) -> dict[str, Any]:
+    """Return a description of each part of the policy, by the part's name."""
     named = [*policy.named_parameters(), *policy.named_buffers()]
-    found: dict[str, Any] = {
+    layout: dict[str, Any] = {
         "numbers": tuple(policy.numbers),
         "order": tuple(name for name, _ in named),
     }
-    found |= {f"tensor {name}": (tensor.shape, tensor.dtype) for name, tensor in named}
-    travelling = {id(tensor) for _, tensor in named}
+    layout |= {f"tensor {name}": (tensor.shape, tensor.dtype) for name, tensor in named}
+    weights = {id(tensor) for _, tensor in named}
     for path, module in policy.named_modules():
-        found[f"module {path}"] = type(module)
+        layout[f"module {path}"] = type(module)
         for name, value in vars(module).items():
-            if name in TORCHS_OWN:  # of these hooks alone may do something to what is computed
-                if name.endswith("_hooks") and value:
-                    found[f"{path}.{name}"] = tuple(map(id, value.values()))
-            elif module is not policy or name not in policy.numbers:
-                found[f"{path}.{name}"] = _fixed(value, travelling)
-    return found
+            # Of torch's own attributes only hooks may change what the module computes.
+            is_of_torch = name in TORCHS_OWN and not (name.endswith("_hooks") and value)
+            is_number = module is policy and name in policy.numbers
+            if not is_of_torch and not is_number:
+                layout[f"{path}.{name}"] = _described(value, weights)
+    return layout
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """Return the names of the parts in which two layouts differ."""
+    names = before.keys() | after.keys()
+    return {name for name in names if before.get(name) != after.get(name)}
 
 
 def pickled(policy: Policy) -> bytes:
-    """Return a policy as it travels: by cloudpickle, with shapes for weights, and zeros for
-    ``numbers``.
+    """Return a policy as it travels: with shapes for weights, and zeros for its numbers.
 
     Raises:
         ValueError: it cannot travel, or has parameters that would not travel again.
     """
     file = io.BytesIO()
     try:
-        structure = policy.with_empty_tensors("meta")
+        structure = empty_copy(policy, "meta")
         for name in policy.numbers:
             setattr(structure, name, 0.0)
         _Pickler(file).dump(structure)
@@ -67,53 +88,51 @@ def pickled(policy: Policy) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):
+    """Refuses parameters that are not among the weights, which `empty_copy` leaves as they are."""
+
     def reducer_override(self, value: Any) -> Any:
-        if (
-            isinstance(value, nn.Parameter) and value.requires_grad
-        ):  # one that has been emptied does not
-            text = f"it has a parameter {tuple(value.shape)} that no module registers, as in a list or a function"
+        if isinstance(value, nn.Parameter) and value.requires_grad:
+            shape = tuple(value.shape)
             raise ValueError(
-                f"{text}: workers would keep it as it is. Use nn.ModuleList, or make it an attribute"
+                f"it has a parameter {shape} that no module registers, as in a list or a function: "
+                "workers would keep it as it is. Use nn.ModuleList, or make it an attribute"
             )
         return super().reducer_override(value)
 
 
-def _fixed(value: Any, travelling: set[int]) -> Any:
-    """Return what is equal for two attributes that are: of numbers, texts, arrays and containers
-    what is in them.
+def _described(value: Any, weights: set[int]) -> Any:
+    """Return what is equal for two attributes with the same content: numbers, texts, arrays, and
+    containers of them. Any other object is only equal to itself.
 
-    ``travelling`` are the ids of tensors that come with each pull, whatever is in them.
+    ``weights`` are the ids of the tensors that come with each pull, whatever is in them.
     """
+
+    def each(values: Any) -> tuple[Any, ...]:
+        return tuple(_described(item, weights) for item in values)
+
     if value is None or isinstance(value, bool | int | str | bytes):
         return value
     if isinstance(value, float | np.generic):
         return repr(value)  # NaN is like NaN
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, torch.Tensor) and id(value) in travelling:
-        return torch.Tensor
-    if (
-        isinstance(value, torch.Tensor)
-        and value.layout == torch.strided
-        and value.device.type != "meta"
-    ):
-        return (
-            value.dtype,
-            value.shape,
-            value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes(),
-        )
-    if isinstance(value, list | tuple | set | frozenset):
-        items = [_fixed(item, travelling) for item in value]
-        return type(value), frozenset(items) if isinstance(value, set | frozenset) else tuple(items)
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor if id(value) in weights else _content(value)
+    if isinstance(value, list | tuple):
+        return type(value), each(value)
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(each(value))
     if isinstance(value, dict):
-        return tuple(
-            (_fixed(key, travelling), _fixed(item, travelling)) for key, item in value.items()
-        )
+        return each(value.items())
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
-        return _fixed(vars(value), travelling)
+        return each(vars(value).items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _fixed(
-            {each.name: getattr(value, each.name, None) for each in dataclasses.fields(value)},
-            travelling,
-        )
+        return each(getattr(value, field.name, None) for field in dataclasses.fields(value))
     return id(value)
+
+
+def _content(tensor: torch.Tensor) -> Any:
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return id(tensor)
+    data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.dtype, tensor.shape, data

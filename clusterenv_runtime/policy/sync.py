@@ -1,12 +1,12 @@
-"""Adaptive Policy Synchronization: when a worker pulls, by which states, and what its policy draws
-at random.
+"""Adaptive Policy Synchronization: when a worker pulls, by which states the divergence is
+measured, and how a rollout's noise is seeded.
 
 The head measures, the worker decides. After each update the head evaluates its new policy on
 observations each worker has just acted on, and sends it one number, its divergence, with the next
-request. If all are asked at once that is the mean of all, so they pull at once, and a rollout is of
-one policy. Weights move only when a worker asks for them. States and noise follow from the numbers
-of rows and rollouts, whichever worker has a row. Source: *Adaptive Policy Synchronization for
-Scalable RL* (arXiv 2507.10990). The head's side is in `versions`.
+request. If all are asked at once, the number is the mean over all, so all pull at once, and one
+policy acts in the whole rollout. Weights move only when a worker asks for them. States and noise
+follow from the numbers of rows and rollouts, whichever worker has a row. Source: *Adaptive Policy
+Synchronization for Scalable RL* (arXiv 2507.10990). The head's side is in `versions`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ..wire.protocol import Collect
 
 KL_STATES = 1024  # of all rows together, or one of each if these are more
-KL_ELEMENTS = (
-    2**22
-)  # numbers in their observations: 148 stacks of four 84 x 84 frames, as convolutions are slow
+# Numbers in the observations of these states: 148 stacks of four 84 x 84 frames, as convolutions
+# are slow.
+KL_ELEMENTS = 2**22
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # whose multiples spread evenly
 
 
@@ -71,12 +71,11 @@ def measured_states(num_steps: int, rows: range, number: int, in_sequence: bool)
     return (steps * len(rows) + places).reshape(-1)
 
 
-def noise_seed(seed: int, row: int, rollout: int, again: int = 0) -> int:
+def noise_seed(seed: int, row: int, rollout: int) -> int:
     """Return what seeds the noise of one row in one rollout; it follows from these numbers, and
     from nothing else.
 
-    ``again`` is how often the noise of this rollout has been used up. Of a seed, torch's generators
-    use 32 bits.
+    Of a seed, torch's generators use 32 bits.
     """
-    numbers = struct.pack("<4Q", seed, row, rollout, again)
+    numbers = struct.pack("<4Q", seed, row, rollout, 0)
     return int.from_bytes(hashlib.blake2b(numbers, digest_size=4).digest())

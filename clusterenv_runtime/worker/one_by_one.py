@@ -201,7 +201,7 @@ class EnvsOneByOne:
         transitions = Transitions(self._observations(), num_steps, starts)
         finals: list[Any] = []  # the last observations of episodes
         episodes: list[tuple[int, float, int]] = []  # (transition, return, length)
-        actor.start(num_steps, starts)
+        actor.start(starts)
         for step in range(num_steps + 1):
             now = map_space(lambda leaf: leaf[step], space, transitions.observations)  # noqa: B023
             concatenate(space, self._seen, now)

@@ -178,7 +178,7 @@ class Worker:
         waited, self._connection.waited = self._connection.waited, 0.0
         part = self._envs.collect(self._actor, request.num_steps)
         action_space = self._envs.layout.single_action_space
-        given = part.actions if self._actor.policy.is_identity else self._actor.given
+        given = part.actions if self._actor.is_identity else self._actor.given
         if (fault := fault_of(part, action_space, given)) is not None:
             raise ValueError(fault)
         return pack_part(part, waited)

@@ -34,6 +34,7 @@ from gymnasium.wrappers import FrameStackObservation
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime.policy.tensors import flat_weights
 
 from .idle import Corner, IdleEnv
 from .simulation import SimulatedLauncher, spawn
@@ -202,7 +203,10 @@ def measure(args, observation, transport, mode, num_workers, pipe):
             publishes.append(published - start)
             storms.append(max(launcher.weights_at) - published)
             assert min(launcher.weights_at) > published, "not everyone pulled"
-        row |= {"publish_s": np.median(publishes), "weight_bytes": policy.flat_weights().numel()}
+        row |= {
+            "publish_s": np.median(publishes),
+            "weight_bytes": sum(part.nbytes for part in flat_weights(policy)),
+        }
         row |= {"storm_s": np.median(storms), "storm_cpu_s": np.median(storm_cpu)}
         row |= {"head_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
         watchdog.cancel()

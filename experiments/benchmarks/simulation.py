@@ -16,6 +16,7 @@ import zmq
 
 from clusterenv_runtime import Exit, Launcher
 from clusterenv_runtime.policy.actor import Actor
+from clusterenv_runtime.policy.tensors import flat_weights, load_weights
 from clusterenv_runtime.wire import protocol
 from clusterenv_runtime.wire.buffers import to_buffers
 from clusterenv_runtime.wire.codec import pack
@@ -86,9 +87,8 @@ class Simulation:
                     self.actor = Actor()
                     self.actor.load_structure(pickle.loads(buffers[0]))
                     # All weights are zero.
-                    self.actor.policy.load_flat_weights(
-                        bytes(self.actor.policy.flat_weights().numel())
-                    )
+                    zeros = map(torch.zeros_like, flat_weights(self.actor.policy))
+                    load_weights(self.actor.policy, *(each.numpy() for each in zeros))
                 self.send(worker, seq, protocol.Reply(NO_INFOS, NO_INFOS))
 
     def send(self, worker, seq, message, buffers=()):
