@@ -1,0 +1,263 @@
+"""A user of the simulated world: makes random calls, and checks the result of each."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import numpy as np
+import torch
+from gymnasium.error import ResetNeeded
+
+import clusterenv_runtime
+from clusterenv_runtime import (
+    CategoricalPolicy,
+    ClusterEnv,
+    Interrupted,
+    Rollout,
+    WorkerDiedError,
+)
+from clusterenv_runtime.head.worker import State
+
+from .ledger import Ledger
+from .policy import Net
+from .schedule import Schedule
+
+PACKAGE = os.path.dirname(clusterenv_runtime.__file__)
+CALLS = ["rollout"] * 4 + [
+    "overlap",
+    "send",
+    "send",
+    "recv",
+    "recv",
+    "step",
+    "step",
+    "reset",
+    "publish",
+    "structure",
+]
+
+
+class Wrong(AssertionError):
+    """The runtime has broken a promise."""
+
+
+def _after_calls(number: int, world: Schedule, do: Callable[[], None]) -> Callable[..., None]:
+    """Return a profiler that does something when the head has called this many functions of the
+    runtime.
+    """
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal number
+        if event == "call" and world.running is None and PACKAGE in frame.f_code.co_filename:
+            number -= 1
+            if number < 0:
+                sys.setprofile(None)
+                do()
+
+    return count
+
+
+class User:
+    """A user who makes random calls, and checks their results."""
+
+    def __init__(self, world: Schedule, envs: ClusterEnv) -> None:
+        self.world, self.envs = world, envs
+        self.ledger = Ledger(world.num_envs)
+        self.rows = [
+            np.arange(worker.rows.start, worker.rows.stop) for worker in envs._pool.workers
+        ]
+        self.everything = np.arange(world.num_envs)
+        self.make_policy(0)
+        self.ahead: int | None = None  # the steps of an overlapped rollout that was requested
+        self.sent = 0
+        # The share of its calls that are interrupted.
+        self.impatience = world.random.choice((0.1, 0.1, 0.1, 0.6))
+
+    def make_policy(self, unused: int) -> None:
+        self.policy = CategoricalPolicy(Net(unused))
+
+    def learn(self) -> None:
+        """Change the policy a bit."""
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=self.world.generator), alpha=0.001
+                )
+
+    def run(self) -> None:
+        """Reset, and make some calls."""
+        draw = self.world.random
+        self.call("reset")
+        for _ in range(draw.randint(1, 4)):
+            # If an interrupt came before the user was told, the requests are still open.
+            while self.envs._pool.failures.need_reset:
+                self.call("recv" if self.sent else "reset")
+            self.call(draw.choice([name for name in CALLS if self.may(name)]))
+            # The user learns, and nobody serves messages.
+            self.world.pass_time(draw.choice((0.0, 0.0, 0.5, 5.0)))
+        while self.sent:
+            self.call("recv")
+        while self.envs._pool.failures.need_reset:
+            self.call("reset")
+        self.check_leftovers()
+
+    def may(self, name: str) -> bool:
+        """Say whether a call is allowed."""
+        if name == "recv":
+            return self.sent > 0
+        if name == "send":
+            return (
+                self.ahead is None
+                and self.envs.policy_version > 0
+                and self.sent < 2 * len(self.rows)
+            )
+        if self.ahead is not None:
+            return name in ("rollout", "overlap", "publish")
+        return self.sent == 0 or name in ("publish", "structure")
+
+    def call(self, name: str) -> None:
+        """Make one call, which may be interrupted."""
+        world = self.world
+        world.note(f"the user calls {name}")
+        is_over = False
+        if world.random.random() < self.impatience:
+            ctrl_c = functools.partial(signal.raise_signal, signal.SIGINT)
+            interrupt = world.random.choice((self.envs.interrupt, ctrl_c))
+            seconds = world.random.choice((None, 0.0, 0.01, 0.5))
+            if seconds is None:
+                sys.setprofile(_after_calls(world.random.randrange(300), world, interrupt))
+            else:
+                world.after(seconds, lambda: None if is_over else interrupt())
+        try:
+            getattr(self, name)()
+        except (Interrupted, KeyboardInterrupt):
+            world.note("the user is interrupted")
+            if name in ("rollout", "overlap", "step", "reset"):
+                self.ledger.lose_track(self.everything)
+                self.ahead = self.envs._collector.overlapped
+            # The interrupt came after the receipt.
+            if len(self.envs._collector.granted) < self.sent:
+                self.ledger.lose_track(self.everything)
+                self.sent = len(self.envs._collector.granted)
+        except ValueError as error:
+            if world.raises_at is None or "raised by an environment" not in str(error):
+                raise
+            world.note("the user is told that an environment has raised")
+            # Until the reset, which must come now and gives up all requests.
+            self.ledger.lose_track(self.everything)
+            self.ahead, self.sent = None, 0
+        finally:
+            is_over = True
+            sys.setprofile(None)
+        if self.envs._pool.interrupt.is_ctrl_c:
+            raise Wrong("Ctrl-C is left for the next call")
+        self.envs._pool.interrupt.error = None
+        self.check_weights()
+
+    def reset(self) -> None:
+        observations, _ = self.envs.reset(seed=self.world.random.randrange(1000))
+        if self.world.options["min_workers"] is None:
+            self.ledger.reset(observations)
+        else:
+            self.ledger.lose_track(self.everything)  # the rows of late workers are zeros
+
+    def step(self) -> None:
+        actions = np.zeros(self.world.num_envs, np.int64)
+        self.ledger.step(*self.envs.step(actions))
+
+    def publish(self) -> None:
+        self.learn()
+        self.envs.publish(self.policy)
+
+    def structure(self) -> None:
+        self.make_policy(self.world.random.randint(0, 2))
+        self.publish()
+
+    def rollout(self, overlap: bool = False) -> None:
+        self.learn()
+        num_steps = self.ahead or self.world.random.randint(1, 4)
+        rollout = self.envs.rollout(self.policy, num_steps, overlap=overlap)
+        self.ahead = num_steps if overlap else None
+        if len(rollout.rewards) != num_steps:
+            raise Wrong(f"{num_steps} steps were asked for, {len(rollout.rewards)} came")
+        self.check_rollout(rollout, self.everything)
+
+    def overlap(self) -> None:
+        self.rollout(overlap=True)
+
+    def send(self) -> None:
+        worker = self.world.random.choice((None, *range(len(self.rows))))
+        before = len(self.envs._collector.granted)
+        try:
+            self.envs.send(self.world.random.randint(1, 4), worker)
+        finally:
+            self.sent += len(self.envs._collector.granted) - before
+
+    def recv(self) -> None:
+        worker, rollout = self.envs.recv()
+        self.sent -= 1
+        self.check_rollout(rollout, self.rows[worker])
+
+    def check_rollout(self, rollout: Rollout, rows: np.ndarray) -> None:
+        versions = rollout.policy_versions
+        if (
+            rollout.rows.tolist() != rows.tolist()
+            or versions.min() < 1
+            or versions.max() > self.envs.policy_version
+        ):
+            raise Wrong(f"rows {rollout.rows} came of versions {versions}; {rows} were asked for")
+        self.ledger.rollout(rollout, rows)
+
+    def takes_what_is_left(self) -> None:
+        """Receive all requested rollouts after a worker was given up: there are answers or errors,
+        and nothing hangs.
+        """
+        while self.envs._collector.granted and self.envs._collector.overlapped is None:
+            try:
+                self.envs.recv()
+            except (WorkerDiedError, ResetNeeded):  # ResetNeeded, as an environment has raised, too
+                break
+            except ValueError as error:
+                if "raised by an environment" not in str(error):
+                    raise
+
+    def check_leftovers(self) -> None:
+        """Check that the head keeps nothing that nobody will ask for, and has always known what
+        workers hold.
+        """
+        requests, store = self.envs._pool._requests, self.envs._head.store
+        if self.ahead is None and (requests.outstanding or requests.answered):
+            raise Wrong(
+                f"nobody takes {requests.outstanding} and the answers {list(requests.answered)}"
+            )
+        if store.mismatches and not any(
+            process.has_lied for process in self.world.processes.values()
+        ):
+            raise Wrong("a worker did not hold what the head believed")
+
+    def check_weights(self) -> None:
+        """Compare the weights of honest workers with those that the head believes they hold, where
+        neither is about to change.
+        """
+        for worker in self.envs._pool.workers:
+            process, copy = self.world.processes.get(worker.process.identity), worker.copy
+            if (
+                worker.process.state != State.READY
+                or process.exit is not None
+                or process.is_busy
+                or process.has_lied
+            ):
+                continue
+            if copy.weights is None:
+                continue
+            actor = process.worker._actor
+            if actor.version != copy.held or not torch.equal(actor._held, copy.weights.tensor):
+                raise Wrong(
+                    f"{process.name} holds version {actor.version}, the head believes "
+                    f"{copy.held}, or others"
+                )
