@@ -205,8 +205,8 @@ def td_loss(q_network, obs, actions, td_target):
 
 
 if __name__ == "__main__":
-    # saved: the checkpoint that --resume goes on from
-    args, saved = parse(Args, fixed=("env_id", "num_steps", "buffer_size", "train_frequency"))
+    run = Run(parse(Args), fixed=("env_id", "num_steps", "buffer_size", "train_frequency"))
+    args = run.args  # with --resume those of its checkpoint, but for the flags given now
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
     check_chunks(args)
@@ -216,8 +216,7 @@ if __name__ == "__main__":
     check_vectors(obs_space)
     needed = ReplayBuffer.num_bytes(args.buffer_size, obs_space)
     check_memory(args, needed)
-    run = Run(args, saved)
-    writer = run.writer
+    writer = run.begin()
     where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
     print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
 

@@ -261,8 +261,8 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
 
 
 if __name__ == "__main__":
-    # saved: the checkpoint that --resume goes on from
-    args, saved = parse(Args, fixed=("env_id", "num_steps", "hidden_size"))
+    run = Run(parse(Args), fixed=("env_id", "num_steps", "hidden_size"))
+    args = run.args  # with --resume those of its checkpoint, but for the flags given now
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
@@ -273,8 +273,7 @@ if __name__ == "__main__":
     vectors = continuous and len(action_space.shape) == 1
     check(vectors, f"actions must be continuous vectors, not {action_space}: {args.env_id}")
     check_vectors(obs_space)
-    run = Run(args, saved)
-    writer = run.writer
+    writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)

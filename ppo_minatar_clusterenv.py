@@ -203,7 +203,8 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
 
 
 if __name__ == "__main__":
-    args, saved = parse(Args, fixed=("env_id", "num_steps"))  # saved: what --resume goes on from
+    run = Run(parse(Args), fixed=("env_id", "num_steps"))
+    args = run.args  # with --resume those of its checkpoint, but for the flags given now
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
@@ -213,8 +214,7 @@ if __name__ == "__main__":
     pixels = len(obs_space.shape or ()) == 3 and obs_space.dtype == bool
     shape = "pixels of MinAtar, (height, width, channels) of booleans"
     check(pixels, f"observations must be {shape}, not {obs_space}")
-    run = Run(args, saved)
-    writer = run.writer
+    writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)

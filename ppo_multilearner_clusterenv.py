@@ -28,7 +28,6 @@ from clusterenv_runtime.options import (
     PositiveNumber,
 )
 from clusterenv_runtime.script import (
-    Run,
     ScriptArgs,
     by_backend,
     check,
@@ -40,7 +39,7 @@ from clusterenv_runtime.script import (
     parse,
     read_spaces,
 )
-from clusterenv_runtime.script.learners.learners import Learners
+from clusterenv_runtime.script.learners import LearnersRun
 
 
 @dataclass
@@ -200,21 +199,20 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
 
 
 if __name__ == "__main__":
-    # saved: the checkpoint that --resume goes on from
-    args, saved = parse(Args, fixed=("env_id", "num_steps", "hidden_size"))
+    run = LearnersRun(parse(Args), fixed=("env_id", "num_steps", "hidden_size"))
+    args = run.args  # with --resume those of its checkpoint, but for the flags given now
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
     check_batches(args)
-    learners = Learners.of_torchrun()
+    learners = run.learners  # as many as torchrun has started
     shares = f"{args.minibatch_size} samples of a minibatch among {learners.world_size} learners"
     check(args.minibatch_size % learners.world_size == 0, f"cannot divide {shares}")
     check_compiler(args)
     obs_space, action_space = read_spaces(args, make_env)
     check_discrete(args, action_space)
     check_vectors(obs_space)
-    run = Run(args, saved, learners)
-    writer = run.writer
+    writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)

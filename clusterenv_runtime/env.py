@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
@@ -49,9 +49,9 @@ class ClusterEnv(VectorApi):
         log_dir: where the launcher has the workers write ``worker-I.log``; by default to this
             process's output. Workers on other machines need it on a file system that they share
             with the head: their keys are there, too.
-        first_row, sum_over_learners: for one of several learners: the number of its first
-            environment, and a function that sums a float64 array over all learners. Each `rollout`
-            calls it, as all workers pull together. There is no `send` then.
+        learners: an object, if this is one of several learners: ``first_row`` is the number of its
+            first environment among those of all learners, and ``sum`` sums a float64 array over
+            them. Each `rollout` calls it, as all workers pull together. There is no `send` then.
         options: the fields of `clusterenv_runtime.options.ClusterOptions`, which documents them.
             ``launcher`` may also be a `Launcher`, which has a ``log_dir`` and a prefix of its own.
 
@@ -73,17 +73,22 @@ class ClusterEnv(VectorApi):
         info_keys: Sequence[str] = (),
         frame_stack: int | None = None,
         log_dir: str | os.PathLike[str] | None = None,
-        first_row: int = 0,
-        sum_over_learners: Callable[[np.ndarray], np.ndarray] | None = None,
+        learners: Any = None,
         **options: Any,
     ) -> None:
         self.closed = True  # until there is something to close
         parsed, launcher, address = parse_options({"num_workers": num_workers, **options}, log_dir)
         blueprint = Blueprint(
-            env_fns, num_envs, observation_mode, autoreset_mode, info_keys, frame_stack, first_row
+            env_fns,
+            num_envs,
+            observation_mode,
+            autoreset_mode,
+            info_keys,
+            frame_stack,
+            0 if learners is None else learners.first_row,
         )
         blueprint.describe(self)
-        self._head = start_head(blueprint, parsed, launcher, address, sum_over_learners)
+        self._head = start_head(blueprint, parsed, launcher, address, learners)
         self._pool = self._head.pool
         self.num_workers = len(self._pool.workers)
         self.copy = copy

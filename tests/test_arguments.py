@@ -14,7 +14,7 @@ import pytest
 import dqn_clusterenv
 import ppo_clusterenv
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.script import arguments, parse
+from clusterenv_runtime.script import Run, arguments, parse, resume
 from clusterenv_runtime.script.checkpoint import save_checkpoint
 from clusterenv_runtime.wire.security import HeadKeys, write_key_file
 
@@ -27,7 +27,7 @@ from .test_checkpoint import foreign_checkpoint, saved_in
 def refusal(monkeypatch, args, *flags):
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
     with pytest.raises(SystemExit) as exit:
-        parse(args, fixed=["env_id"])
+        Run(parse(args), fixed=["env_id"])
     assert exit.value.code.startswith("error: ") and "\n" not in exit.value.code
     return exit.value.code
 
@@ -68,7 +68,7 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
         "--total-timesteps=9",
     ]
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
-    args, saved = parse(ppo_clusterenv.Args, fixed=["env_id"])
+    run = Run(parse(ppo_clusterenv.Args), fixed=["env_id"])
     changed = {
         "num_workers": 3,
         "max_policy_lag": 7,
@@ -76,8 +76,8 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
         "total_timesteps": 9,
         "cuda": False,
     }
-    assert vars(args) == vars(ppo_clusterenv.Args(**changed, num_envs=96, resume="runs/x"))
-    assert saved["global_step"] == 5 and args.resumed_name == "x"
+    assert vars(run.args) == vars(ppo_clusterenv.Args(**changed, num_envs=96, resume="runs/x"))
+    assert (run.global_step, run.name) == (5, "x")
 
 
 @pytest.mark.parametrize(
@@ -152,10 +152,10 @@ def test_what_runs_code_is_not_taken_from_a_run_but_accepted_if_it_is_given_agai
         f"error: runs/x has {arguments.spell(name)} {value!r}: what can run someone's code, or"
     )
     monkeypatch.setattr(sys, "argv", ["script.py"])
-    again = arguments.resume_command(args, "runs/x", ["python"])
+    again = resume.resume_command(args, "runs/x", ["python"])
     assert again == f"python script.py {flag} --resume runs/x"
     monkeypatch.setattr(sys, "argv", shlex.split(again)[1:])
-    assert getattr(parse(ppo_clusterenv.Args, fixed=["env_id"])[0], name) == value
+    assert getattr(Run(parse(ppo_clusterenv.Args), fixed=["env_id"]).args, name) == value
 
 
 def test_what_runs_code_is_refused_all_at_once_and_another_value_may_be_given(run_x, monkeypatch):
@@ -165,7 +165,7 @@ def test_what_runs_code_is_refused_all_at_once_and_another_value_may_be_given(ru
     assert "has --worker-prefix 'touch owned' and --env-id 'owned:Env-v0': " in says
     flags = ["--resume", "runs/x", "--worker-prefix", "nice", "--env-id", "owned:Env-v0"]
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
-    assert parse(ppo_clusterenv.Args)[0].worker_prefix == "nice"
+    assert Run(parse(ppo_clusterenv.Args)).args.worker_prefix == "nice"
 
 
 @pytest.mark.parametrize("script", ["ppo_clusterenv", "dqn_clusterenv"])
@@ -213,7 +213,7 @@ def test_a_run_is_resumed_beside_a_link_to_what_is_gone(run_x, monkeypatch, capl
     link = f"runs/x/checkpoint-9-{'0' * 64}.pt"
     os.symlink("purged", link)
     monkeypatch.setattr(sys, "argv", ["script.py", "--resume", "runs/x"])
-    assert parse(ppo_clusterenv.Args)[1]["global_step"] == 5
+    assert Run(parse(ppo_clusterenv.Args)).global_step == 5
     warning = f"skipped the checkpoint {link}: it is a link"
     assert [record.getMessage() for record in caplog.records] == [warning]
 
@@ -254,7 +254,7 @@ def test_what_a_foreign_checkpoint_holds_does_not_reach_the_terminal_as_it_is(
         archive.writestr("x/version", "3")
     path = foreign_checkpoint("runs/x", data.getvalue())
     monkeypatch.setattr(sys, "argv", ["script.py", "--resume", "runs/x"])
-    assert parse(ppo_clusterenv.Args)[1]["global_step"] == 5
+    assert Run(parse(ppo_clusterenv.Args)).global_step == 5
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning == f"skipped the checkpoint {path}: it is not of a run (UnpicklingError)"
 
@@ -262,7 +262,7 @@ def test_what_a_foreign_checkpoint_holds_does_not_reach_the_terminal_as_it_is(
 def test_the_line_that_says_how_to_go_on_is_printable(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py"])
     args = ppo_clusterenv.Args(worker_prefix=f"nice {ESCAPE}")
-    line = arguments.resume_command(args, f"runs/{ESCAPE}", ["python"])
+    line = resume.resume_command(args, f"runs/{ESCAPE}", ["python"])
     assert line == r"python script.py '--worker-prefix=nice \x1b[2J' --resume 'runs/\x1b[2J'"
 
 
@@ -308,8 +308,8 @@ def test_a_cluster_env_takes_what_the_flags_say(monkeypatch, tmp_path, workers):
     monkeypatch.chdir(tmp_path)
     flags = ["--interface", "lo", "--num-workers=1", "--kl-threshold=0.5", "--min-workers=1"]
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
-    args, saved = parse(dqn_clusterenv.Args)
-    assert saved == {} and args.resumed_name is None
+    args = parse(dqn_clusterenv.Args)
+    assert os.listdir() == []  # a parser makes nothing
     options = args.options()
     assert options["interface"] == "lo" and options["max_policy_lag"] == 40
     with ClusterEnv([CountingEnv], **options) as envs:

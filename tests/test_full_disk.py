@@ -108,7 +108,7 @@ def test_a_run_that_cannot_begin_its_logs_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(logs, "SummaryWriter", full)
     with pytest.raises(SystemExit) as exit:
-        Run(ppo_clusterenv.Args(run_name="x"), {})
+        Run(ppo_clusterenv.Args(run_name="x")).begin()
     assert exit.value.code == "error: cannot write to runs/x: No space left on device"
 
 

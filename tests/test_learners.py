@@ -31,12 +31,11 @@ from torch import nn
 import ppo_multilearner_clusterenv
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
 from clusterenv_runtime.errors import LearnerLostError
-from clusterenv_runtime.script import Run
-from clusterenv_runtime.script.learners import watch
+from clusterenv_runtime.script.learners import LearnersRun, watch
 from clusterenv_runtime.script.learners.exchange import fingerprint
 from clusterenv_runtime.script.learners.learners import Learners
+from clusterenv_runtime.script.learners.run import SharedWorkers
 from clusterenv_runtime.script.learners.watch import DONE, INTERRUPTED, Place, Watch
-from clusterenv_runtime.script.learners.workers import AllWorkers
 
 from .envs import CountingEnv, assert_same
 from .nets import linear
@@ -125,7 +124,10 @@ def test_a_share_of_the_environments_has_the_seeds_and_the_noise_of_its_rows():
             envs.reset(seed=3)
             return envs.rollout(policy, 20)
 
-    whole, second = rollout(4), rollout(2, first_row=2)
+    whole, second = (
+        rollout(4),
+        rollout(2, learners=SimpleNamespace(first_row=2, sum=lambda own: own)),
+    )
     for name in ("observations", "actions", "rewards"):
         assert_same(getattr(second, name), getattr(whole, name)[:, 2:])
 
@@ -139,7 +141,7 @@ def test_workers_pull_by_the_mean_divergence_of_all_learners_workers(others, pul
         asked.append(own.tolist())
         return own + ([*others, 2.0] if own[1] else 0)
 
-    options = {"kl_threshold": 1.0, "sum_over_learners": sum_over_learners}
+    options = {"kl_threshold": 1.0, "learners": SimpleNamespace(first_row=0, sum=sum_over_learners)}
     with ClusterEnv([CountingEnv] * 2, 2, **options) as envs:
         envs.reset()
         for _ in range(2):
@@ -154,44 +156,23 @@ def test_workers_pull_by_the_mean_divergence_of_all_learners_workers(others, pul
 
 # Their part of a checkpoint.
 class FakeEnvs:
-    num_workers = 2
-
-    def __init__(self):
-        self.loaded = None
-        self.restarts = []
-
     def state_dict(self):
-        return {
-            "policy_version": 5, "sync_bytes": 10, "restarts": self.restarts, "pulls": 3,
-            "seed": 1, "rollouts": 4, "workers": 2, "waiting_seconds": 1.0,
-        }  # fmt: skip
+        return {"pulls": 3, "workers": 2, "sync_bytes": 10, "restarts": [{"worker": 1}]}
 
     def load_state_dict(self, state):
-        self.loaded, self.restarts = state, state["restarts"]
+        self.loaded = state
 
 
-def test_a_checkpoint_has_the_workers_of_all_and_of_the_dead_what_was_known():
-    learners, envs = [Learners(rank, 2) for rank in range(2)], [FakeEnvs(), FakeEnvs()]
-    workers = [AllWorkers(*pair) for pair in zip(envs, learners, strict=True)]
-    handed = {}
-    for one in learners:
-        one.hand_in = lambda name, data, rank=one.rank: (
-            handed.setdefault(name, {}).update({rank: data})
-            or ([handed[name].get(0), handed[name].get(1)] if rank == 0 else [data])
-        )
-    envs[1].restarts = [{"worker": 1, "reason": "lost"}]
-    workers[1].state_dict()
-    state = workers[0].state_dict()
-    assert (state["pulls"], state["sync_bytes"], state["waiting_seconds"]) == (6, 20, 2.0)
-    assert state["restarts"] == [{"worker": 3, "reason": "lost"}]
-    again = workers[0].state_dict()  # the other has not handed in anything since
-    assert again == state
-    for one in workers:
-        one.load_state_dict(state)
-    assert envs[0].loaded["sync_bytes"] == 20 and envs[1].loaded["sync_bytes"] == 0
-    assert [(env.loaded["pulls"], env.loaded["workers"]) for env in envs] == [(6, 4)] * 2
-    assert envs[1].loaded["restarts"] == []
-    assert [(env.loaded["seed"], env.loaded["rollouts"]) for env in envs] == [(1, 4), (1, 4)]
+def test_a_checkpoint_counts_the_bytes_of_all_learners_and_the_first_one_goes_on_with_them():
+    first, second = FakeEnvs(), FakeEnvs()
+    workers = SharedWorkers(first, True)
+    workers.others_bytes = 15
+    state = workers.state_dict()
+    assert state == {**first.state_dict(), "sync_bytes": 25}
+    workers.load_state_dict(state)
+    SharedWorkers(second, False).load_state_dict(state)
+    assert first.loaded == state
+    assert second.loaded == {**state, "sync_bytes": 0, "restarts": []}
 
 
 # Their presence.
@@ -319,7 +300,9 @@ def test_an_error_of_one_is_named_by_the_others(watches):
 )
 def test_a_model_that_is_another_ends_the_run_by_its_name(tmp_path, monkeypatch, change, what):
     monkeypatch.chdir(tmp_path)
-    run, model, told = Run(ppo_multilearner_clusterenv.Args(run_name="x"), {}), nn.Linear(2, 2), []
+    run = LearnersRun(ppo_multilearner_clusterenv.Args(run_name="x"))
+    model, told = nn.Linear(2, 2), []
+    run.begin()
     run.learners = Learners(0, 2)
     # Its first message, and its message now.
     run.learners.gather = lambda own: told.append(own) or [told[0], own]

@@ -42,7 +42,7 @@ def keeping_what_it_saw(directory):
     update = "            obs_moments.update("
     assert text.count(update) == 1
     keep = (
-        "            np.savez(f'{run.directory}/seen-{run.global_step:09d}', "
+        "            np.savez(f'{run.directory.path}/seen-{run.global_step:09d}', "
         "rollout=rollout.observations)\n"
     )
     (directory / SCRIPT).write_text(text.replace(update, keep + update))

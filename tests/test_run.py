@@ -24,7 +24,8 @@ class Args(ScriptArgs):
 
 def train(args, eval_returns=(), **more):
     """Train for two iterations; return the summary, which must be JSON."""
-    run = Run(args, {})
+    run = Run(args)
+    run.begin()
     policy = CategoricalPolicy(linear(1, 2))
     envs = run.keep("envs", ClusterEnv([CountingEnv] * 4, **run.options()))
     envs.reset(seed=1)

@@ -19,7 +19,7 @@ import tyro
 
 import ppo_clusterenv
 from clusterenv_runtime.script import Counters, Run, environments
-from clusterenv_runtime.script.checkpoint import load_checkpoint
+from clusterenv_runtime.script.checkpoint import load_checkpoint, save_checkpoint
 from clusterenv_runtime.script.signals import TOLD
 from docs import flags
 
@@ -84,33 +84,35 @@ def test_a_module_a_counter_and_a_metric_are_a_line_each_and_resumed(tmp_path):
 
 @pytest.fixture
 def new_run(tmp_path, monkeypatch):
-    """A function that begins a run, or resumes one from a state."""
+    """A function that begins a run, or goes on with it if its checkpoint has these parts."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py"])
     before = {number: signal.getsignal(number) for number in (*TOLD, signal.SIGINT)}
     runs = []
 
-    def new(saved):
-        runs.append(
-            Run(ppo_clusterenv.Args(run_name="x", resume="runs/x" if saved else None), saved)
-        )
+    def new(parts=None):
+        args = ppo_clusterenv.Args(run_name="x")
+        if parts is not None:
+            args.resume = "runs/x"
+            flags = {**vars(ppo_clusterenv.Args()), "num_envs": 64}
+            saved = {"args": flags, "parts": parts, "rng": {}, "global_step": 8, "seconds": 0.5}
+            save_checkpoint("runs/x", {**saved, "wandb_id": None}, 8)
+        runs.append(Run(args))
+        runs[-1].begin()
         return runs[-1]
 
     yield new
     for run in runs:
-        run.writer.close()
+        run.logs.writer.close()
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 def test_what_is_kept_is_as_the_checkpoint_has_it(new_run):
-    curve = new_run({}).curve.state_dict()
-    run = new_run(
-        {
-            "global_step": 8,
-            "parts": {"curve": curve, "count": {"a": 3}, "net": {"weight": torch.ones(1, 1)}},
-        }
-    )
-    assert (run.global_step, run.name, run.directory) == (8, "x", "runs/x")
+    curve = new_run().logs.curve.state_dict()
+    parts = {"curve": curve, "count": {"a": 3}, "net": {"weight": torch.ones(1, 1)}}
+    run = new_run(parts)
+    assert (run.global_step, run.name, run.directory.path) == (8, "x", "runs/x")
     assert vars(run.keep("count", Counters(a=0, b=5))) == {"a": 3, "b": 5}
     assert run.keep("net", torch.nn.Linear(1, 1, bias=False)).weight.item() == 1
     with pytest.raises(ValueError, match="there is a part 'net' already"):
@@ -118,7 +120,7 @@ def test_what_is_kept_is_as_the_checkpoint_has_it(new_run):
 
 
 def test_a_checkpoint_without_a_part_of_the_script_is_one_line(new_run):
-    run = new_run({"parts": {"curve": new_run({}).curve.state_dict()}})
+    run = new_run({"curve": new_run().logs.curve.state_dict()})
     with pytest.raises(SystemExit) as exit:
         run.keep("extra", Counters())
     assert (
@@ -135,22 +137,24 @@ MAKE = "gym.make(env_id, **kwargs)"
     "make, names",
     [
         (
-            "gym.wrappers.TransformReward(gym.make(env_id), lambda reward: 1000 * reward)",
+            lambda: gym.wrappers.TransformReward(gym.make("CartPole-v1"), lambda reward: reward),
             "(TransformReward)",
         ),
-        ("gym.wrappers.TimeLimit(gym.make(env_id), 9)", "(TimeLimit, max_episode_steps=9)"),
-        ("gym.make(env_id, max_episode_steps=9)", "(max_episode_steps=9)"),
-        ("gym.make(env_id, sutton_barto_reward=True)", "(sutton_barto_reward=True)"),
-        ("gym.make(env_id).env", "(max_episode_steps=None, no TimeLimit)"),
+        (
+            lambda: gym.wrappers.TimeLimit(gym.make("CartPole-v1"), 9),
+            "(TimeLimit, max_episode_steps=9)",
+        ),
+        (lambda: gym.make("CartPole-v1", max_episode_steps=9), "(max_episode_steps=9)"),
+        (lambda: gym.make("CartPole-v1", sutton_barto_reward=True), "(sutton_barto_reward=True)"),
+        (lambda: gym.make("CartPole-v1").env, "(max_episode_steps=None, no TimeLimit)"),
     ],
 )
-def test_what_a_backend_would_leave_out_is_refused_by_name(tmp_path, monkeypatch, make, names):
-    script = edited(tmp_path / "scripts", (MAKE, make))
-    (tmp_path / "empty").mkdir()
-    flags = ["--env-backend", "vector", "--env-id", "CartPole-v1"]
-    scripts.check_refusal_here(monkeypatch, script, tmp_path / "empty", flags, names)
+def test_what_a_backend_would_leave_out_is_refused_by_name(make, names):
+    args = SimpleNamespace(env_id="CartPole-v1", env_backend="vector", make_kwargs={})
+    with pytest.raises(SystemExit) as exit:
+        environments.check_plain(args, lambda *_: make)
     says = "--env-backend vector makes the environments itself, without what make_env does"
-    scripts.check_refusal_here(monkeypatch, script, tmp_path / "empty", flags, says)
+    assert exit.value.code.startswith(f"error: {says} {names}: ")
 
 
 def test_counting_episodes_is_not_refused_and_neither_is_an_id_that_only_the_backend_has(tmp_path):

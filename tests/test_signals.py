@@ -123,7 +123,8 @@ def test_a_signal_is_heeded_at_once_when_there_are_no_workers_to_wait_for(signal
 
 def test_the_clock_may_be_set_back(signals, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = Run(dqn_clusterenv.Args(), {})
+    run = Run(dqn_clusterenv.Args())
+    run.begin()
     with run.training(Envs(), linear()):
         monkeypatch.setattr("time.time", lambda: 0.0)
         assert 0 <= run.seconds < 1000
@@ -135,7 +136,8 @@ def test_saves_are_due_when_the_interval_is_over_and_at_the_end(
 ):
     monkeypatch.chdir(tmp_path)
     envs, saved_at = Envs(), []
-    run = Run(dqn_clusterenv.Args(checkpoint_interval=interval), {})
+    run = Run(dqn_clusterenv.Args(checkpoint_interval=interval))
+    run.begin()
     monkeypatch.setattr(run, "save", lambda: saved_at.append(run.global_step))
     with run.training(envs, linear()):
         for _ in run.iterations(3, 8):

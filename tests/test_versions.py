@@ -2,6 +2,7 @@
 
 import logging
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -194,8 +195,7 @@ def test_with_several_learners_the_mean_is_of_all_their_workers():
         sums.append(numbers.tolist())
         return numbers + [3.0, 1.0, 62.0]
 
-    (copy,), store = made(sum_over_learners=sum_over_learners)
-    assert store.is_of_several_learners and not made()[1].is_of_several_learners
+    (copy,), store = made(learners=SimpleNamespace(sum=sum_over_learners))
     policy = CategoricalPolicy(linear())
     store.publish(policy)
     assert store.requests([copy], 5)[0].divergence == 3

@@ -98,7 +98,7 @@ class Collector:
 
     def send(self, num_steps: int, worker: int | None) -> None:
         """Ask this worker, or all, to act; see `ClusterEnv.send`."""
-        if self._store.is_of_several_learners:
+        if self._store.learners is not None:
             raise ValueError(
                 "with several learners there is `rollout`, and no `send`, so that all workers pull together"
             )

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ..envs.blueprint import Blueprint
 from ..launchers import Launcher
@@ -82,7 +81,7 @@ def start_head(
     options: ClusterOptions,
     launcher: Launcher,
     address: str | None,
-    sum_over_learners: Callable[[np.ndarray], np.ndarray] | None = None,
+    learners: Any = None,
     make_transport: Callable[..., Transport] = Transport,
     clock: Callable[[], float] = time.monotonic,
 ) -> Head:
@@ -106,7 +105,7 @@ def start_head(
     spaces = layout.single_observation_space, layout.single_action_space
     rule = options.rule
     copies = [worker.copy for worker in workers]
-    store = PolicyStore(copies, *spaces, options.rounds, rule.mode == "kl", sum_over_learners)
+    store = PolicyStore(copies, *spaces, options.rounds, rule.mode == "kl", learners)
     recovery = Recovery(rule, store)
     supervisor = Supervisor(workers, launcher, options, clock)
     opener = Opener(layout)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,7 +89,7 @@ class PolicyStore:
         action_space: the single action space.
         rounds: whether workers pull rounded differences, see `differences`.
         needs_kl: whether they pull by divergence; else a policy may have none.
-        sum_over_learners: see `ClusterEnv`; None if there is one.
+        learners: see `ClusterEnv`; None if there is one.
     """
 
     def __init__(
@@ -99,14 +99,13 @@ class PolicyStore:
         action_space: Space,
         rounds: bool,
         needs_kl: bool = True,
-        sum_over_learners: Callable[[np.ndarray], np.ndarray] | None = None,
+        learners: Any = None,
     ) -> None:
         self._copies = copies
         self._spaces = space, action_space
         self._rounds = rounds
         self._needs_kl = needs_kl
-        self._sum_over_learners = sum_over_learners
-        self.is_of_several_learners = sum_over_learners is not None
+        self.learners = learners
         self._own_rows = sum(len(copy.numbers) for copy in copies)
         self._num_rows = self._own_rows  # of all learners, once they have told each other
         examples = leaves(create_empty_array(space, 1))
@@ -255,8 +254,8 @@ class PolicyStore:
         known = [copy for copy in copies if copy.measured]
         total = sum(copy.divergence * len(copy.numbers) for copy in known)
         number = sum(len(copy.numbers) for copy in known)
-        if self._sum_over_learners is not None:
-            sums = self._sum_over_learners(np.array([total, number, self._own_rows], np.float64))
+        if self.learners is not None:
+            sums = self.learners.sum(np.array([total, number, self._own_rows], np.float64))
             total, number, self._num_rows = sums[0], sums[1], int(sums[2])
         mean = float(total / number) if number else math.inf
         numbers = numbers_of(self._policy)

@@ -1,34 +1,21 @@
-"""The command line of a training script: the flags that all have, W&B's spellings of booleans, and
---resume.
-"""
+"""The command line of a training script, and the flags of all scripts."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shlex
 import socket
 import sys
 import typing
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
-import torch
 import tyro
 
-from ..errors import (
-    CheckpointError,
-    LearnerLostError,
-    RunLockedError,
-    StartupError,
-    WorkerDiedError,
-    printable,
-)
+from ..errors import StartupError, WorkerDiedError
 from ..options import (
     ClusterOptions,
     Name,
@@ -37,12 +24,9 @@ from ..options import (
     PositiveNumber,
     Range,
     RunsCode,
-    that_run_code,
+    check_ranges,
 )
-from .checkpoint import check_run, has_checkpoint, load_checkpoint
-from .checks import check
-from .learners.learners import Learners
-from .lock import lock
+from .checks import check, one_line_for
 
 T = TypeVar("T", bound="ScriptArgs")
 Seed = Annotated[int, Range("from 0 to 4294967295", lambda value: 0 <= value < 2**32)]
@@ -83,11 +67,8 @@ Kwargs = Annotated[
 ]
 
 
-DIVIDED = "num_workers", "min_workers"  # among several learners
-
-
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Be the interpreter's last words of an error: a line where the user can do something about it."""
+    """Print an error that ends the process: in one line if it says all that there is to know."""
     if issubclass(kind, StartupError | WorkerDiedError):
         print(f"error: {error}", file=sys.stderr)
     else:
@@ -101,15 +82,13 @@ def spell(name: str) -> str:
 
 @dataclass
 class ScriptArgs(ClusterOptions):
-    """The flags of every script. Its own add ``env_id``, ``total_timesteps``, and what belongs to
-    the algorithm.
-    """
+    """The flags of every script, which adds ``env_id``, ``total_timesteps`` and its algorithm's."""
 
     envs_per_worker: Positive = 32
     """the number of parallel game environments on each worker"""
     num_envs: Positive | None = None
-    """the number of all environments, shared out among the workers; by default `--envs-per-worker`
-    times as many
+    """the number of all environments, divided among the workers; by default `--envs-per-worker` on
+    each
     """
     env_backend: Literal["gymnasium", "vector", "envpool"] = "gymnasium"
     """what steps the environments: a loop (`gymnasium`), the environment's own `vector` version, or
@@ -162,27 +141,19 @@ class ScriptArgs(ClusterOptions):
 
     @property
     def make_kwargs(self) -> dict[str, Any]:
-        """The ``env_kwargs``, as such."""
+        """The arguments of the environment's constructor, by name."""
         return read_kwargs(self.env_kwargs)
 
-    @property
-    def resumed_name(self) -> str | None:
-        """The name, in ``runs``, of the run to go on with, if any."""
-        return None if self.resume is None else os.path.relpath(self.resume, "runs")
-
     def options(self) -> dict[str, Any]:
-        """Return those of these that are options of `ClusterEnv`, its keyword arguments."""
-        return {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(ClusterOptions)
-        }
+        """Return the flags that are options of `ClusterEnv`, as its keyword arguments."""
+        names = [field.name for field in dataclasses.fields(ClusterOptions)]
+        return {name: getattr(self, name) for name in names}
 
 
-def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str, Any]]:
-    """Read the command line; with --resume also the checkpoint to go on from, else an empty one.
+def parse(script_args: type[T], default: T | None = None) -> T:
+    """Return the flags of the command line. Flags that are not there are those of ``default``.
 
-    ``fixed`` are the flags that must stay as they were, besides the number of environments.
-    Mistakes end the process with one line. So do flags of the run that can run someone's code
-    (`RunsCode`), unless the command line has them, too: whoever made the checkpoint chose them.
+    A mistake in one flag ends the process with one line; `check_flags` is for all of them together.
     """
     sys.excepthook = _report
     # W&B agents write booleans as --flag=True; tyro's spelling is --flag and --no-flag
@@ -190,123 +161,23 @@ def parse(script_args: type[T], fixed: Iterable[str] = ()) -> tuple[T, dict[str,
     booleans = "|".join(name.replace("_", "[-_]") for name, hint in hints.items() if hint is bool)
     argv = [re.sub(rf"^--({booleans})=[Tt]rue$", r"--\1", arg) for arg in sys.argv[1:]]
     argv = [re.sub(rf"^--({booleans})=[Ff]alse$", r"--no-\1", arg) for arg in argv]
-    args, saved = tyro.cli(script_args, args=argv), {}
-    try:
-        learners = Learners.of_torchrun()
-        if (name := learners.run_before()) is not None:
-            resume = learners.tell(
-                "resume", f"runs/{name}" if has_checkpoint(f"runs/{name}") else ""
-            )
-            args.resume = resume or args.resume
-            argv += ["--resume", resume] if resume else []
-    except LearnerLostError as error:
-        check(False, error)
-    if args.resume is not None:
-        in_runs = not args.resumed_name.startswith(".")
-        check(in_runs, f"--resume must be runs/NAME, of the working directory, got {args.resume}")
-        try:
-            if os.path.isdir(args.resume) and not args.dry_run and learners.rank == 0:
-                lock(
-                    args.resume
-                )  # before it is read: whoever has it may be about to write the next checkpoint
-            step = None if learners.rank == 0 else int(learners.tell("step", ""))
-            saved = load_checkpoint(args.resume, step)
-            check_run(saved)
-            if learners.rank == 0:
-                learners.tell("step", str(saved["global_step"]))
-        except (CheckpointError, LearnerLostError, RunLockedError) as error:
-            check(False, error)
-        except OSError as error:
-            check(False, f"cannot write to {args.resume}: {error.strerror}")
-        unknown = ", ".join(spell(name) for name in saved["args"] if name not in hints)
-        check(
-            not unknown, f"{args.resume} is of another script, or version of it: it has {unknown}"
-        )
-        try:
-            before = msgspec.convert(saved["args"], script_args)
-        except msgspec.ValidationError as error:
-            check(False, f"the flags in {args.resume} are wrong: {error}")
-        given, args = args, tyro.cli(script_args, args=argv, default=before)
-        code = {
-            name: value
-            for name, value in that_run_code(args).items()
-            if value != getattr(given, name)
-        }
-        has = " and ".join(f"{spell(name)} {value!r}" for name, value in code.items())
-        why = "what can run someone's code, or upload yours, is not taken from a file; to accept it, give it again here"
-        check(not code, f"{args.resume} has {has}: {why}")
-        for name in ("num_envs", "envs_per_worker", "env_kwargs", *fixed):
-            was, now = getattr(before, name), getattr(args, name)
-            check(
-                was == now,
-                f"{spell(name)} cannot change on the way: {args.resume} has {was}, got {now}",
-            )
-    if args.num_envs is None:
-        args.num_envs = args.num_workers * args.envs_per_worker
-    _check(args)
-    return args, saved
+    args = tyro.cli(script_args, args=argv, default=default)
+    with one_line_for(ValueError):
+        check_ranges(args)
+    return args
 
 
-def resume_command(args: ScriptArgs, directory: str, command: list[str]) -> str:
-    """Return the command that goes on with the run in ``directory``, with the flags that are not
-    taken from there.
-
-    ``command`` is what runs scripts, unless CLUSTERENV_RESUME says how to submit this job.
-    """
-    usual, start = vars(type(args)()), [*command, sys.argv[0]]
-    if submit := os.environ.get("CLUSTERENV_RESUME"):
-        usual["worker_prefix"], start = (
-            args.worker_prefix,
-            shlex.split(submit),
-        )  # the job gives the prefix by itself
-    flags = [
-        f"{spell(name)}={value}"
-        for name, value in that_run_code(args).items()
-        if value != usual[name]
-    ]
-    return printable(shlex.join([*start, *flags, "--resume", directory]), most=10_000)
-
-
-def check_for_learners(args: ScriptArgs, number: int) -> None:
-    """Exit with one line if these flags do not go with so many learners."""
-    for name in ("num_envs", *DIVIDED):
-        value = getattr(args, name) or 0
-        fits = value % number == 0
-        check(
-            fits, f"{spell(name)} {value} must be a multiple of the {number} learners of torchrun"
-        )
-    no_port = (
-        f"--port {args.port} cannot be that of {number} learners: each listens on one of its own"
-    )
-    check(not args.port, no_port)
-    gpus, here = (
-        torch.cuda.device_count() if args.cuda else 0,
-        int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-    )
-    fewer = f"this machine has {gpus} GPUs for its {here} learners: start fewer of them, or give --no-cuda"
-    check(not gpus or here <= gpus, fewer)
-
-
-def _check(args: ScriptArgs) -> None:
-    """Exit with one line if a flag that all scripts have is out of range, or does not go with the
-    others.
-    """
-    try:
+def check_flags(args: ScriptArgs) -> None:
+    """Exit with one line if a flag of all scripts does not go with the others, or not here."""
+    with one_line_for(StartupError, ValueError):
         args.check(args.make_launcher(None))
-        if args.bind_address:
-            family = socket.AF_INET6 if ":" in args.bind_address else socket.AF_INET
+    if args.bind_address:
+        family = socket.AF_INET6 if ":" in args.bind_address else socket.AF_INET
+        where = f"--bind-address {args.bind_address}, port {args.port}"
+        with one_line_for(OSError, text=f"cannot listen on {where}"):
             socket.create_server((args.bind_address, args.port), family=family).close()
-    except (StartupError, ValueError) as error:
-        check(False, error)
-    except OSError as error:
-        check(
-            False,
-            f"cannot listen on --bind-address {args.bind_address}, port {args.port}: {error.strerror}",
-        )
-    too_few = (
-        f"--num-envs {args.num_envs} must be at least as many as --num-workers {args.num_workers}"
-    )
-    check(args.num_envs >= args.num_workers, too_few)
+    too_few = f"must be at least as many as --num-workers {args.num_workers}"
+    check(args.num_envs >= args.num_workers, f"--num-envs {args.num_envs} {too_few}")
     video = args.env_backend == "gymnasium" or not args.capture_video
     check(video, f"--capture-video needs --env-backend gymnasium, not {args.env_backend}")
     threaded = args.env_backend == "envpool" or args.env_threads == 1

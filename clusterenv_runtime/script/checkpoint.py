@@ -27,6 +27,7 @@ import torch
 from ..errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+PLAIN = bool, int, float, str, bytes
 _NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{64})\.pt")
 
 
@@ -44,7 +45,10 @@ class _Hashed:
     """A file to write to, and the digest of what was written."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self.flush, self.digest, self.error = file, file.flush, hashlib.sha256(), None
+        self._file = file
+        self.flush = file.flush
+        self.digest = hashlib.sha256()
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.digest.update(data)
@@ -81,9 +85,7 @@ def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], st
     """
     _check(state, "state")
     directory = Path(directory)
-    temporary = (
-        directory / "checkpoint.tmp"
-    )  # of a process killed while it saved, too: the next one overwrites it
+    temporary = directory / "checkpoint.tmp"  # the next one overwrites what a killed process left
     with _on_disk(temporary) as file:
         digest = _dump(state, file)
     path = directory / f"checkpoint-{step:012d}-{digest}.pt"
@@ -124,9 +126,8 @@ def _on_disk(path: Path) -> Iterator[BinaryIO]:
     try:
         path.unlink(missing_ok=True)
         # Not through a link that somebody has put there: it would have another file overwritten.
-        with open(
-            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "wb"
-        ) as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with open(os.open(path, flags, 0o666), "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -238,29 +239,19 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) ->
     expected["state"] = {
         key: kept for key, kept in expected["state"].items() if key in state["state"]
     }
-    _check_alike(state, expected, "state")
+    if _form(state) != _form(expected):
+        raise ValueError("its state is not what an optimizer of these parameters has")
 
 
-def _check_alike(found: Any, expected: Any, where: str) -> None:
-    """Raise ValueError if two trees of dicts, lists and tuples differ in keys, types, or tensors'
-    shapes and dtypes.
-    """
-    fits = type(found) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        fits = (
-            fits
-            and (found.shape, found.dtype) == (expected.shape, expected.dtype)
-            and found.is_contiguous()
-        )
-    elif isinstance(expected, dict):
-        fits = fits and found.keys() == expected.keys()
-    elif isinstance(expected, list | tuple):
-        fits = fits and len(found) == len(expected)
-    if not fits:
-        raise ValueError(f"{where} is not what an optimizer of these parameters has")
-    if isinstance(expected, dict | list | tuple):
-        for key in expected if isinstance(expected, dict) else range(len(expected)):
-            _check_alike(found[key], expected[key], f"{where}[{key!r}]")
+def _form(tree: Any) -> Any:
+    """Return what must fit in a tree of dicts and lists: keys, types, tensors' shapes and dtypes."""
+    if isinstance(tree, torch.Tensor):
+        return tree.shape, tree.dtype, tree.is_contiguous()
+    if isinstance(tree, dict):
+        return {key: _form(item) for key, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree), [_form(item) for item in tree]
+    return type(tree)
 
 
 def _check(value: Any, where: str) -> None:
@@ -272,17 +263,10 @@ def _check(value: Any, where: str) -> None:
         for index, item in enumerate(value):
             _check(item, f"{where}[{index}]")
     elif type(value) is bytes and not value:
-        raise TypeError(
-            f"a checkpoint cannot hold {where}, which is empty bytes: torch would not load them"
-        )
-    elif not (
-        value is None
-        or isinstance(value, torch.Tensor)
-        or type(value) in (bool, int, float, str, bytes)
-    ):
-        raise TypeError(
-            f"a checkpoint cannot hold {where}, which is a {type(value).__module__}.{type(value).__name__}"
-        )
+        raise TypeError(f"a checkpoint cannot hold {where}: torch does not load empty bytes")
+    elif not isinstance(value, torch.Tensor | None) and type(value) not in PLAIN:
+        kind = f"{type(value).__module__}.{type(value).__name__}"
+        raise TypeError(f"a checkpoint cannot hold {where}, which is a {kind}")
 
 
 def _checkpoints(directory: Path) -> list[_Entry]:
@@ -291,7 +275,8 @@ def _checkpoints(directory: Path) -> list[_Entry]:
     for name in os.listdir(directory):
         if (match := _NAME.fullmatch(name)) is None:
             continue
-        path, time, is_file = directory / name, 0, True
+        path = directory / name
+        time, is_file = 0, True
         with suppress(FileNotFoundError):  # a live run has removed it since
             info = path.lstat()
             time, is_file = info.st_mtime_ns, stat.S_ISREG(info.st_mode)
@@ -314,12 +299,8 @@ def rng_state() -> dict[str, Any]:
     name, keys, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     numpy = [name, keys.tolist(), *rest]
-    return {
-        "python": random.getstate(),
-        "numpy": numpy,
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-    }
+    states = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    return {**states, "cuda": cuda}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a script's flags and spaces. Each ends the process with one line if one does not fit."""
+"""Checks of a script's flags and spaces. Each ends the process with one line if it fails."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import gymnasium as gym
@@ -24,6 +26,16 @@ def check(fine: Any, message: Any) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(60)  # the first learner says the same, and torchrun ends this one
         sys.exit(f"error: {printable(str(message), most=10_000)}")
+
+
+@contextmanager
+def one_line_for(*kinds: type[Exception], text: str = "") -> Iterator[None]:
+    """Exit with one line if an error of these kinds ends the block: ``text`` and its message."""
+    try:
+        yield
+    except kinds as error:
+        says = (isinstance(error, OSError) and error.strerror) or error
+        check(False, f"{text}: {says}" if text else says)
 
 
 def check_batches(args: Any) -> None:

@@ -1,45 +1,103 @@
-"""A run's directory: one process makes it, and all of its learners agree on it."""
+"""The directory of a run: its lock, its checkpoints, and what else it holds of the run's parts."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
+import socket
+from collections.abc import Callable
+from typing import Any
 
-from ..errors import LearnerLostError, RunLockedError
-from .arguments import ScriptArgs, check_for_learners, spell
-from .checks import check
-from .learners.learners import Learners
-from .lock import lock
+from ..errors import CheckpointError, RunLockedError, one_line
+from .checkpoint import check_run, load_checkpoint, load_part
+from .checks import check, one_line_for
+
+logger = logging.getLogger(__name__)
 
 
-def meet(args: ScriptArgs, learners: Learners, name: str, step: int) -> str:
-    """Make the directory of a run that has done so many steps, and meet the other learners; return
-    its name.
+class RunDirectory:
+    """A run's directory, for one process at a time, and the parts that its checkpoints hold.
 
-    Or exit with one line.
+    Attributes:
+        path: ``runs/NAME``.
+        saved: the checkpoint to go on from, or an empty dict.
     """
-    try:
-        if learners.world_size > 1:
-            check_for_learners(args, learners.world_size)
-            flags = {spell(field): value for field, value in vars(args).items()}
-            learners.meet({**flags, "done": step}, args.cuda)
-        if learners.rank == 0:
-            _make(f"runs/{name}", args)
-        name = learners.tell("name", name)
-    except LearnerLostError as error:
-        check(False, error)
-    check(os.path.basename(name) == name, f"the first learner's run is {name!r}, no name")
-    return name
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.saved: dict[str, Any] = {}
+        self._parts: dict[str, Any] = {}
+
+    def load(self, step: int | None = None, locks: bool = True) -> None:
+        """Lock it and load its newest checkpoint, or that of a step; or exit with one line."""
+        with (
+            one_line_for(OSError, text=f"cannot write to {self.path}"),
+            one_line_for(CheckpointError, RunLockedError),
+        ):
+            # First the lock: whoever has it may be about to write the next checkpoint.
+            if locks and os.path.isdir(self.path):
+                lock(self.path)
+            saved = load_checkpoint(self.path, step)
+            check_run(saved)
+        self.saved = saved
+
+    def make(self, may_exist: bool) -> None:
+        """Make and lock it, or exit with one line: two runs never share one."""
+        is_resumed = bool(self.saved)
+        with (
+            one_line_for(OSError, text=f"cannot write to {self.path}"),
+            one_line_for(RunLockedError),
+        ):
+            os.makedirs(self.path, exist_ok=is_resumed or may_exist)
+            lock(self.path)
+        has_begun = any(name.startswith("checkpoint-") for name in os.listdir(self.path))
+        to_go_on = f"to go on: --resume {self.path}, else another --run-name"
+        check(is_resumed or not has_begun, f"{self.path} has begun already; {to_go_on}")
+
+    def keep(self, name: str, part: Any) -> None:
+        """Have checkpoints hold the state of a part, and load that of `saved`, if there is one."""
+        if name in self._parts:
+            raise ValueError(f"there is a part {name!r} already")
+        self._parts[name] = part
+        if self.saved:
+            parts = self.saved["parts"]
+            of_another = f"{self.path} is of another version of this script"
+            check(name in parts, f"{of_another}: it has no {name!r}")
+            self.restore(name, lambda: load_part(part, parts[name]))
+
+    def restore(self, name: str, load: Callable[[], object]) -> None:
+        """Load something of `saved`, or exit with one line: a stranger may have made it."""
+        try:
+            load()
+        except Exception as error:
+            why = f"its {name!r} does not fit: {one_line(error)}"
+            check(False, f"{self.path} cannot be resumed: {why}")
+
+    def state_dicts(self) -> dict[str, Any]:
+        """Return the state of each part that is kept, by its name."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
 
 
-def _make(directory: str, args: ScriptArgs) -> None:
-    named = args.resume is not None or args.run_name is not None
+def lock(directory: str | os.PathLike[str]) -> None:
+    """Keep other processes from training the run in ``directory`` until this process ends.
+
+    The file ``lock`` there names this process, and stays. To lock once more changes nothing.
+
+    Raises:
+        RunLockedError: another process, here or on a machine that shares the directory, trains it.
+        OSError: the file cannot be written.
+    """
+    # The file stays open. The lock belongs to the process and not to the descriptor, as it would
+    # with flock, so its children have no part in it. Through a link another file would be emptied.
+    file = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
-        os.makedirs(directory, exist_ok=named)
-        lock(directory)
-    except RunLockedError as error:
-        check(False, error)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        who = os.read(file, 1000).decode(errors="replace") or "another process"
+        raise RunLockedError(f"{directory} is being trained by {who}") from None
     except OSError as error:
-        check(False, f"cannot write to {directory}: {error.strerror}")
-    begun = any(name.startswith("checkpoint-") for name in os.listdir(directory))
-    to_go_on = f"to go on: --resume {directory}, else another --run-name"
-    check(args.resume or not begun, f"{directory} has begun already; {to_go_on}")
+        text = "no other process may train %s, but that cannot be ensured: %s"
+        logger.warning(text, directory, error.strerror)
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)

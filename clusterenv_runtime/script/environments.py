@@ -176,6 +176,7 @@ def evaluate(
             break
     envs.close()
     if number := np.count_nonzero(running):
-        text = "%d of %d episodes of the evaluation had not ended after %d steps: what they had returned by then counts"
-        logger.warning(text, number, args.eval_episodes, MOST_STEPS)
+        text = "%d of %d episodes of the evaluation had not ended after %d steps"
+        counts = f"{text}: what they had returned by then counts"
+        logger.warning(counts, number, args.eval_episodes, MOST_STEPS)
     return returns

@@ -1,6 +1,4 @@
-"""The logs of a run: TensorBoard's, which a full disk interrupts and does not end, and those of
-Weights & Biases.
-"""
+"""The logs of a run: TensorBoard's, which a full disk interrupts but does not end, and W&B's."""
 
 from __future__ import annotations
 
@@ -15,9 +13,37 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from ..errors import one_line
-from .checks import check
+from .checks import check, one_line_for
+from .curve import LearningCurve
 
 logger = logging.getLogger(__name__)
+
+
+class Logs:
+    """The logs of a run, and its learning curve. If they cannot begin, exit with one line.
+
+    Args:
+        directory: the run's.
+        args: the script's arguments, as they are to be logged.
+        step: how many steps the run has done.
+        is_new: whether it begins; else its logs after this step no longer count.
+        wandb_id: by which W&B knows it, if W&B does.
+    """
+
+    def __init__(
+        self, directory: str, args: Any, step: int, is_new: bool, wandb_id: str | None
+    ) -> None:
+        self.curve = LearningCurve()
+        name = os.path.relpath(directory, "runs")
+        self.wandb = start_wandb(args, name, wandb_id) if args.track else None
+        with one_line_for(OSError, text=f"cannot write to {directory}"):
+            self.writer = open_logs(directory, step if is_new else step + 1)
+        table = "\n".join([f"|{key}|{value}|" for key, value in vars(args).items()])
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", step)
+
+    @property
+    def wandb_id(self) -> str | None:
+        return self.wandb.id if self.wandb else None
 
 
 def open_logs(directory: str, purge_step: int) -> SummaryWriter:
@@ -59,26 +85,11 @@ def start_wandb(args: Any, name: str, id: str | None) -> Any:
     """
     with _in_one_line() as wandb:
         run = wandb.init(
-            project=args.wandb_project_name, entity=args.wandb_entity, name=name, config=vars(args), save_code=True,
-            sync_tensorboard=True, id=id, resume="allow",
+            project=args.wandb_project_name, entity=args.wandb_entity, name=name, id=id,
+            config=vars(args), save_code=True, sync_tensorboard=True, resume="allow",
         )  # fmt: skip
     wandb.define_metric("*", step_metric="global_step")
     return run
-
-
-class NoLogs:
-    """In place of a `SummaryWriter`, for all learners but the first."""
-
-    def __enter__(self) -> NoLogs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def _nothing(self, *_: Any) -> None:
-        pass
-
-    add_scalar = add_text = flush = close = _nothing
 
 
 class EventFiles:
@@ -90,7 +101,8 @@ class EventFiles:
     """
 
     def __init__(self, file: Any) -> None:
-        self._file, self._begin = file, type(file)
+        self._file = file
+        self._begin = type(file)
         self._directory = file.get_logdir()
 
     def get_logdir(self) -> str:
@@ -108,9 +120,8 @@ class EventFiles:
             self._attempt(self._file.close)
 
     def _begin_again(self) -> None:
-        with tempfile.TemporaryFile(
-            dir=self._directory
-        ) as probe:  # a file that cannot be begun would stay, empty
+        # A file that cannot be begun would stay, empty. So another one is tried before.
+        with tempfile.TemporaryFile(dir=self._directory) as probe:
             probe.write(bytes(2**16))
         self._file = self._begin(self._directory)
 
@@ -119,17 +130,14 @@ class EventFiles:
             write(*args)
         except OSError as error:
             if self._file is not None:
-                why = error.strerror or error
-                logger.warning(
-                    "no TensorBoard logs in %s until the next checkpoint: %s", self._directory, why
-                )
+                text = "no TensorBoard logs in %s until the next checkpoint: %s"
+                logger.warning(text, self._directory, error.strerror or error)
             self._file = None
 
 
 def _report(args: Any, usual: Callable[[Any], None] = threading.excepthook) -> None:
-    if not type(args.thread).__module__.startswith(
-        "tensorboard."
-    ):  # which raises its error where one logs, as well
+    # TensorBoard's threads raise their errors where one logs, as well.
+    if not type(args.thread).__module__.startswith("tensorboard."):
         usual(args)
 
 

@@ -25,10 +25,12 @@ class Exchange:
     Attributes:
         rank: which it is; the first, 0, writes logs and checkpoints, and evaluates.
         world_size: how many there are.
+        first_row: the number of its first environment among those of all learners.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
+        self.first_row = 0
         self.raise_if_interrupted: Callable[[], None] = lambda: None
 
     # Numbers, where nothing is half done: a signal interrupts the wait.
@@ -56,8 +58,9 @@ class Exchange:
         return [row[: int(size)].numpy() for row, size in zip(rows, sizes, strict=True)]
 
     def _all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, grace: float) -> None:
+        late = None
         try:
-            work, late = dist.all_gather(rows, own, async_op=True), None
+            work = dist.all_gather(rows, own, async_op=True)
             while not work.is_completed():
                 try:
                     self.raise_if_interrupted()
@@ -72,9 +75,7 @@ class Exchange:
         except RuntimeError as error:
             if isinstance(error, Interrupted):
                 raise
-            raise Interrupted(
-                f"learner {self.rank} has lost the others: {one_line(error)}"
-            ) from None
+            raise Interrupted(self._lost(error)) from None
 
     # An update: what interrupts it, ends the run without saving.
     def rows(self, number: int) -> range:
@@ -128,9 +129,10 @@ class Exchange:
         try:
             collective(*tensors)
         except RuntimeError as error:
-            raise LearnerLostError(
-                f"learner {self.rank} has lost the others: {one_line(error)}"
-            ) from None
+            raise LearnerLostError(self._lost(error)) from None
+
+    def _lost(self, error: RuntimeError) -> str:
+        return f"learner {self.rank} has lost the others: {one_line(error)}"
 
 
 def fingerprint(model: torch.nn.Module) -> list[int]:

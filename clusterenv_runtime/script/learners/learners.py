@@ -11,13 +11,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import functools
 import json
 import os
 import socket
 import struct
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -27,11 +25,10 @@ import torch
 import torch.distributed as dist
 
 from ...errors import LearnerLostError, one_line
-from .exchange import POLL_S, Exchange
+from .exchange import Exchange
 from .watch import DONE, INTERRUPTED, SAVE_S, Place, Watch
 
 ARRIVAL_S = 120.0  # in which all learners must have come as far as the first
-STATE_S = 10.0  # in which they must have handed in what a checkpoint holds of them
 SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 
 
@@ -67,13 +64,10 @@ class Learners(Exchange):
         # What torchrun's restarts have in common, and what is of this one alone.
         self._store = None if store is None else dist.PrefixStore(f"attempt {self.restarts}", store)
         self.watch: Watch | None = None  # once they have met
-        self._has_left, self._exit_code = (
-            False,
-            None,
-        )  # the latter: with what it ends if it leaves before it is done
+        self._has_left = False
+        self._exit_code: int | None = None  # with which it ends if it leaves before it is done
 
     @classmethod
-    @functools.cache
     def of_torchrun(cls) -> Learners:
         """Return the learners that torchrun has started, or the only one.
 
@@ -86,19 +80,12 @@ class Learners(Exchange):
         rank, world_size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
         address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
         hosts = rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        timeout = timedelta(seconds=ARRIVAL_S)
         try:
-            store = dist.TCPStore(
-                address,
-                port,
-                world_size,
-                hosts,
-                timedelta(seconds=ARRIVAL_S),
-                wait_for_workers=False,
-            )
+            store = dist.TCPStore(address, port, world_size, hosts, timeout, wait_for_workers=False)
         except RuntimeError as error:
-            raise LearnerLostError(
-                f"no store of torchrun at {address}:{port}: {one_line(error)}"
-            ) from None
+            text = f"no store of torchrun at {address}:{port}"
+            raise LearnerLostError(f"{text}: {one_line(error)}") from None
         return cls(rank, world_size, store)
 
     @property
@@ -107,21 +94,16 @@ class Learners(Exchange):
         variables = os.environ
         if self._run_store is None:
             return ["python"]
-        nodes = (
-            []
-            if variables["GROUP_WORLD_SIZE"] == "1"
-            else ["--nnodes", variables["GROUP_WORLD_SIZE"]]
-        )
+        number = variables["GROUP_WORLD_SIZE"]
+        nodes = [] if number == "1" else ["--nnodes", number]
         return ["torchrun", *nodes, "--nproc-per-node", variables["LOCAL_WORLD_SIZE"]]
 
     @property
     def restarts(self) -> int:
         """How many times torchrun has restarted the learners."""
-        return (
-            int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-            if self._run_store is not None
-            else 0
-        )
+        if self._run_store is None:
+            return 0
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
     # Meeting and parting.
     def meet(self, facts: dict[str, Any], cuda: bool) -> None:
@@ -136,8 +118,9 @@ class Learners(Exchange):
         first = json.loads(self.tell("facts", json.dumps(texts)))
         for name in sorted(texts.keys() | first.keys()):
             if texts.get(name) != first.get(name):
-                text = f"learner {self.rank} has {name} {texts.get(name)}, learner 0 has {first.get(name)}"
-                raise LearnerLostError(f"{text}: all must have the same")
+                own = f"learner {self.rank} has {name} {texts.get(name)}"
+                other = f"learner 0 has {first.get(name)}"
+                raise LearnerLostError(f"{own}, {other}: all must have the same")
         self._store.set(f"place/{self.rank}", msgspec.json.encode(Place.here()))
         places = [
             msgspec.json.decode(self._await(f"place/{rank}"), type=Place)
@@ -147,13 +130,11 @@ class Learners(Exchange):
         atexit.register(self._exit_at_once)
         self.watch = Watch(self._store, self.rank, self.world_size, places)
         elsewhere = [place.host for place in places if place.host != places[self.rank].host]
-        if (
-            "GLOO_SOCKET_IFNAME" not in os.environ
-        ):  # by itself Gloo goes by what this machine calls itself
-            name = interface_towards(
-                [os.environ["MASTER_ADDR"], *elsewhere], loopback=not elsewhere
-            )
-            os.environ |= {"GLOO_SOCKET_IFNAME": name} if name else {}
+        # By itself Gloo takes the interface of the name that this machine gives itself.
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            hosts = [os.environ["MASTER_ADDR"], *elsewhere]
+            if name := interface_towards(hosts, loopback=not elsewhere):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
         backend = "gloo"
         if cuda and torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -164,9 +145,8 @@ class Learners(Exchange):
                 timeout=timedelta(seconds=ARRIVAL_S),
             )  # fmt: skip
         except RuntimeError as error:
-            raise LearnerLostError(
-                f"learner {self.rank} does not reach the others: {one_line(error)}"
-            ) from None
+            text = f"learner {self.rank} does not reach the others"
+            raise LearnerLostError(f"{text}: {one_line(error)}") from None
         # From here on the watch sees who is lost, and who is only late is waited for.
         dist.distributed_c10d._set_pg_timeout(timedelta(days=1))
 
@@ -224,7 +204,7 @@ class Learners(Exchange):
 
     @property
     def speaks(self) -> bool:
-        """Whether it is for this one to tell the user, as the first of those that have not failed."""
+        """Whether this one tells the user, as the first of those that have not failed."""
         return self.rank == 0 if self.watch is None else self.watch.speaks
 
     # Words, by torchrun's store.
@@ -254,35 +234,6 @@ class Learners(Exchange):
             self._store.wait([name], timedelta(seconds=ARRIVAL_S))
             return self._store.get(name)
         except RuntimeError as error:
-            text = f"learner {self.rank} has waited {ARRIVAL_S:g} s for the others, or torchrun's store is gone"
-            raise LearnerLostError(f"{text}: {one_line(error)}") from None
-
-    def hand_in(self, name: str, data: bytes) -> list[bytes | None]:
-        """Give the first learner ``data``; to it, return what all have given by this name, None for
-        who has died.
-        """
-        all_data: dict[int, bytes | None] = {self.rank: data}
-        if self.world_size > 1 and not self.watch.store_is_lost:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the store is lost, with what has not been handed in yet
-                if self.rank > 0:
-                    self._store.set(f"{name}/{self.rank}", data)
-                else:
-                    self._collect(name, all_data)
-        return [all_data.get(rank) for rank in range(self.world_size)] if self.rank == 0 else [data]
-
-    def _collect(self, name: str, all_data: dict[int, bytes | None]) -> None:
-        deadline = time.monotonic() + STATE_S
-        while len(all_data) < self.world_size and time.monotonic() < deadline:
-            for rank in set(range(self.world_size)) - all_data.keys():
-                has_left, key = (
-                    rank in self.watch.left,
-                    f"{name}/{rank}",
-                )  # in this order: it hands in, then leaves
-                if self._store.check([key]):
-                    all_data[rank] = self._store.get(key)
-                    self._store.delete_key(key)
-                elif has_left:
-                    all_data[rank] = None
-            time.sleep(POLL_S)
+            text = f"learner {self.rank} has waited {ARRIVAL_S:g} s for the others"
+            gone = f"{text}, or torchrun's store is gone"
+            raise LearnerLostError(f"{gone}: {one_line(error)}") from None

@@ -31,9 +31,8 @@ class Place(msgspec.Struct):
 
     host: str
     pid: int
-    namespace: (
-        str  # of the pid, on the machine as it is booted now; empty if that cannot be found out
-    )
+    # of the pid, on the machine as it is booted now; empty if that cannot be found out
+    namespace: str
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -68,15 +67,13 @@ class Watch:
         self._others = [other for other in range(world_size) if other != rank]
         self.left: dict[int, str] = {}  # who of the others has left, and why
         self.store_is_lost = self._is_ending = False
-        self.end: Callable[[], None] = lambda: (
-            None
-        )  # called, in a thread, when one has left before it was done
-        self.patience = END_S  # seconds, see these two
+        # A thread calls it when a learner has left before it was done.
+        self.end: Callable[[], None] = lambda: None
+        self.patience = END_S  # seconds, END_S or SAVE_S
         self._rounds = 0  # in which all have been looked after
         self._over = threading.Event()
-        self._threads = [
-            threading.Thread(target=run, daemon=True) for run in (self._listen, self._act)
-        ]
+        loops = self._listen, self._act
+        self._threads = [threading.Thread(target=loop, daemon=True) for loop in loops]
         for thread in self._threads:
             thread.start()
 
@@ -86,11 +83,8 @@ class Watch:
         for other, why in self.left.items():
             if why not in (DONE, INTERRUPTED):
                 return printable(f"learner {other} ({self._places[other]}) {why}")
-        return (
-            "torchrun is gone, or its machine, and with it the learners' store"
-            if self.store_is_lost
-            else None
-        )
+        gone = "torchrun is gone, or its machine, and with it the learners' store"
+        return gone if self.store_is_lost else None
 
     @property
     def speaks(self) -> bool:
@@ -133,9 +127,8 @@ class Watch:
 
     def _listen(self) -> None:
         """Leave word, and look for that of the others, round after round."""
-        heard = dict.fromkeys(
-            self._others, (b"", 0)
-        )  # the last word of each, and in how many rounds it has been so
+        # the last word of each learner, and for how many rounds it has been the last
+        heard = dict.fromkeys(self._others, (b"", 0))
         try:
             store = self._store.clone()  # with a connection of its own: nothing holds it up
             while not self._over.wait(BEAT_S):
@@ -151,9 +144,8 @@ class Watch:
     def _look_after(
         self, store: dist.Store, other: int, word: bytes, rounds: int
     ) -> tuple[bytes, int]:
-        lives = self._places[other].lives(
-            self._places[self._rank]
-        )  # asked first: it leaves word, and then ends
+        # This is asked first: a learner leaves word, and then ends.
+        lives = self._places[other].lives(self._places[self._rank])
         if store.check([f"left/{other}"]):
             self.left[other] = store.get(f"left/{other}").decode(errors="replace")
         elif lives is False:
@@ -168,7 +160,8 @@ class Watch:
         """Have this learner end when another has, and end it if it does not."""
         rounds, still, told_at = 0, 0, None
         while not self._over.wait(BEAT_S):
-            rounds, still = self._rounds, still + 1 if rounds == self._rounds else 0
+            still = still + 1 if rounds == self._rounds else 0
+            rounds = self._rounds
             self.store_is_lost = self.store_is_lost or still * BEAT_S > SILENCE_S
             is_over = (
                 self._is_ending
@@ -180,9 +173,6 @@ class Watch:
                 self.end()
             if told_at is not None and time.monotonic() > told_at + self.patience:
                 if self.speaks:
-                    print(
-                        f"error: {self.culprit or 'the other learners have left'}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    text = self.culprit or "the other learners have left"
+                    print(f"error: {text}", file=sys.stderr, flush=True)
                 os._exit(1)

@@ -1,0 +1,79 @@
+"""How a run goes on: the flags that it takes from its checkpoint, and the command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import typing
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..errors import printable
+from ..options import that_run_code
+from .arguments import ScriptArgs, parse, spell
+from .checks import check, one_line_for
+
+T = TypeVar("T", bound=ScriptArgs)
+
+
+def name_of(directory: str) -> str:
+    """Return the name of a run that --resume names, or exit with one line."""
+    name = os.path.relpath(directory, "runs")
+    where = "must be runs/NAME, of the working directory"
+    check(not name.startswith("."), f"--resume {where}, got {directory}")
+    return name
+
+
+def flags_of(saved: dict[str, Any], args: T, fixed: Iterable[str]) -> T:
+    """Return the flags of a run that goes on: the checkpoint's, but for those of the command line.
+
+    Mistakes end the process with one line. So do flags of the checkpoint that can run someone's
+    code (`RunsCode`) and that ``args``, which are of the command line alone, do not have: whoever
+    made the checkpoint chose them.
+
+    Args:
+        saved: the checkpoint.
+        args: the flags of the command line.
+        fixed: the flags that must stay as they were.
+    """
+    directory, kind = args.resume, type(args)
+    hints = typing.get_type_hints(kind)
+    unknown = ", ".join(spell(name) for name in saved["args"] if name not in hints)
+    of_another = f"{directory} is of another script, or version of it"
+    check(not unknown, f"{of_another}: it has {unknown}")
+    with one_line_for(msgspec.ValidationError, text=f"the flags in {directory} are wrong"):
+        before = msgspec.convert(saved["args"], kind)
+    now = parse(kind, default=before)
+    now.resume = directory
+    code = {
+        name: value for name, value in that_run_code(now).items() if value != getattr(args, name)
+    }
+    has = " and ".join(f"{spell(name)} {value!r}" for name, value in code.items())
+    why = "what can run someone's code, or upload yours, is not taken from a file"
+    check(not code, f"{directory} has {has}: {why}; to accept it, give it again here")
+    for name in fixed:
+        was, got = getattr(before, name), getattr(now, name)
+        change = f"{directory} has {was}, got {got}"
+        check(was == got, f"{spell(name)} cannot change on the way: {change}")
+    return now
+
+
+def resume_command(args: ScriptArgs, directory: str, program: list[str]) -> str:
+    """Return the command that goes on with a run, with the flags that are not taken from there.
+
+    ``program`` is what runs scripts, unless CLUSTERENV_RESUME says how to submit this job.
+    """
+    defaults = vars(type(args)())
+    start = [*program, sys.argv[0]]
+    if submit := os.environ.get("CLUSTERENV_RESUME"):
+        start = shlex.split(submit)
+        defaults["worker_prefix"] = args.worker_prefix  # the job gives it by itself
+    flags = [
+        f"{spell(name)}={value}"
+        for name, value in that_run_code(args).items()
+        if value != defaults[name]
+    ]
+    return printable(shlex.join([*start, *flags, "--resume", directory]), most=10_000)
