@@ -1,6 +1,4 @@
-"""The learning curve of a run: the returns of its episodes, and what the synchronization of the
-policy took.
-"""
+"""The learning curve of a run: its episodes' returns, and the pulls and versions of its policy."""
 
 from __future__ import annotations
 
@@ -46,12 +44,8 @@ class LearningCurve:
 
     def state_dict(self) -> dict[str, Any]:
         recent = list(self._recent_returns)
-        return {
-            "points": self.points,
-            "recent": recent,
-            "returns": self._returns,
-            "lengths": self._lengths,
-        }
+        since = {"returns": self._returns, "lengths": self._lengths}
+        return {"points": self.points, "recent": recent, **since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.points = msgspec.convert(state["points"], list[tuple[int, float, float, int]])
@@ -60,9 +54,8 @@ class LearningCurve:
         self._recent_returns.extend(msgspec.convert(state["recent"], list[float]))
 
     def plot(self, title: str, file: BinaryIO) -> None:
-        from matplotlib.figure import (
-            Figure,
-        )  # takes half a second, in which nobody need wait for a run to begin
+        # The import takes half a second, for which no run need wait to begin.
+        from matplotlib.figure import Figure
 
         steps, returns, pulls, versions = np.array(self.points).reshape(-1, 4).T
         figure = Figure(figsize=(7, 5.5), layout="constrained")

@@ -1,6 +1,4 @@
-"""A script's environments: who makes them, what they look like, and episodes in them to evaluate a
-policy.
-"""
+"""A script's environments: how they are made, their spaces, and the evaluation of a policy."""
 
 from __future__ import annotations
 
@@ -24,33 +22,30 @@ from .checks import check
 
 EnvFn = Callable[[], gym.Env]
 logger = logging.getLogger(__name__)
-# of an evaluation, as not every environment ends its episodes; Atari's games end after 27,000
+# An evaluation ends after so many steps, as some environments end no episode; Atari's games end
+# after 27,000.
 MOST_STEPS = 30_000
-NEUTRAL = (
-    "RecordEpisodeStatistics",
-    "PassiveEnvChecker",
-    "OrderEnforcing",
-)  # wrappers that change no step
+# Wrappers that change no step.
+NEUTRAL = "RecordEpisodeStatistics", "PassiveEnvChecker", "OrderEnforcing"
 
 
 def by_backend(args: Any, env_fns: list[EnvFn], **envpool: Any) -> Any:
-    """Return what `ClusterEnv` takes: these, or with another --env-backend the one function that
-    makes them all.
+    """Return the first argument of `ClusterEnv`: the functions, or one that makes all environments
+    if --env-backend is another one.
 
     ``envpool`` are arguments of EnvPool's environments, unless --env-kwargs has others.
     """
     if args.env_backend == "gymnasium":
         return env_fns
-    arguments = (
-        {"num_threads": args.env_threads, **envpool} if args.env_backend == "envpool" else {}
-    )
-    return Together(
-        partial(make_vec, args.env_backend, args.env_id, **{**arguments, **args.make_kwargs})
-    )
+    arguments = {"num_threads": args.env_threads, **envpool}
+    if args.env_backend != "envpool":
+        arguments = {}
+    arguments |= args.make_kwargs
+    return Together(partial(make_vec, args.env_backend, args.env_id, **arguments))
 
 
 def make_here(args: Any, env_fns: list[EnvFn], **envpool: Any) -> VectorEnv:
-    """Make as many environments in this process, by these functions or by the --env-backend."""
+    """Make the environments in this process, with these functions or with the --env-backend."""
     made = by_backend(args, env_fns, **envpool)
     return made(len(env_fns)) if callable(made) else SyncVectorEnv(made)
 
