@@ -192,19 +192,19 @@ def test_what_make_env_does_to_an_id_that_only_the_backend_has_is_seen_on_anothe
     [
         (
             ["--run-name", "../x"],
-            "run_name must be of letters, digits and -_.+=, not begin with a dot, got '../x'",
+            "--run-name must be of letters, digits and -_.+=, not begin with a dot, got '../x'",
         ),
         (
             ["--run_name="],
-            "run_name must be of letters, digits and -_.+=, not begin with a dot, got ''",
+            "--run-name must be of letters, digits and -_.+=, not begin with a dot, got ''",
         ),
         (
             ["--exp-name", "x/y"],
-            "exp_name must be of letters, digits and -_.+=, not begin with a dot, got 'x/y'",
+            "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got 'x/y'",
         ),
         (
             ["--exp_name=.x"],
-            "exp_name must be of letters, digits and -_.+=, not begin with a dot, got '.x'",
+            "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got '.x'",
         ),
         (["--resume", "../x"], "--resume must be runs/NAME, of the working directory, got ../x"),
     ],

@@ -50,8 +50,6 @@ class Run:
                 run.report(rollout, versions=iteration)
             run.finish(evaluate(args, make_env, act))
 
-    Mistakes end the process with one line.
-
     Args:
         args: the flags of the command line, as `parse` returns them.
         fixed: the flags that a run must keep when it is resumed.
