@@ -50,7 +50,6 @@ class LearnersRun(Run):
                 path = f"runs/{name}" if has_checkpoint(f"runs/{name}") else ""
                 args.resume = self.learners.tell("resume", path) or args.resume
         self.writes = self.learners.rank == 0
-        self.program = self.learners.command
         super().__init__(args, fixed)
         if self.learners.world_size > 1:
             check_for_learners(self.args, self.learners.world_size)
@@ -106,6 +105,7 @@ class LearnersRun(Run):
     @contextmanager
     def training(self, envs: ClusterEnv, model: torch.nn.Module) -> Iterator[None]:
         self._workers = self._workers or SharedWorkers(envs, self.writes)
+        self.program = self.learners.command
         self.learners.raise_if_interrupted = self._signals.raise_if_received
         self.learners.note_run(self.name)
         if self.learners.watch is not None:
