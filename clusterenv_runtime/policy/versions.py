@@ -297,17 +297,10 @@ class PolicyStore:
             if sum(map(len, packed)) < weights.nbytes:
                 after = difference.added_to(held, sizes)
                 message = Weights(self.version, difference.levels, checksum(after, others))
-                kept = HeldWeights(after) if self._has_room_for(after, copy) else None
+                kept = HeldWeights(after) if _is_room_for(after, copy, self._copies) else None
                 return Update(message, [*packed, exact], kept)
         message = Weights(self.version, WHOLE, checksum(weights, others))
         return Update(message, [weights.cpu().numpy().data, exact], None)
-
-    def _has_room_for(self, weights: torch.Tensor, copy: PolicyCopy) -> bool:
-        """Say whether this copy's next weights may be kept; else its next pull is of all weights
-        again.
-        """
-        others = {other.weights for other in self._copies if other is not copy} - {None}
-        return sum(each.tensor.nbytes for each in others) + weights.nbytes <= HELD_BYTES
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -330,3 +323,9 @@ class PolicyStore:
         for index, copy in enumerate(self._copies):
             copy.forget()
             copy.pulls = each + (index < rest)
+
+
+def _is_room_for(weights: torch.Tensor, copy: PolicyCopy, copies: Sequence[PolicyCopy]) -> bool:
+    """Say whether this copy's next weights may be kept; else its next pull is of all weights again."""
+    others = {other.weights for other in copies if other is not copy} - {None}
+    return sum(each.tensor.nbytes for each in others) + weights.nbytes <= HELD_BYTES
