@@ -217,5 +217,5 @@ class ClusterEnv(VectorApi):
 
     @property
     def restarts(self) -> list[dict[str, Any]]:
-        """One dict for each replaced process: worker, time (Unix), reason, its environments' seeds."""
+        """One dict for each replaced process: worker, time (Unix), reason, environments' seeds."""
         return list(self._head.recovery.restarts)

@@ -211,7 +211,8 @@ class ClusterOptions:
         launcher.check_resources(self.resources, self.num_workers)
         _require(
             self.min_workers is None or self.min_workers <= self.num_workers,
-            f"min_workers must be from 1 to num_workers, {self.num_workers}, got {self.min_workers}",
+            f"min_workers must be from 1 to num_workers, {self.num_workers}, got "
+            f"{self.min_workers}",
         )
         _require(
             self.sync_mode != "interval" or self.sync_interval is not None,
@@ -265,7 +266,8 @@ def _check_address(text: str) -> None:
         address = ipaddress.ip_address(text)
     except ValueError:
         raise ValueError(
-            f"bind_address must be an IP address (an interface's name goes to interface), got {text}"
+            f"bind_address must be an IP address (an interface's name goes to interface), got "
+            f"{text}"
         ) from None
     _require(
         not address.is_unspecified, f"bind_address must be one address, not all of them ({text})"
@@ -285,7 +287,7 @@ def _parts(options: Any) -> Iterator[tuple[str, Any, Any, tuple[Any, ...]]]:
 
 
 def check_ranges(options: Any) -> None:
-    """Raise ValueError if a field of this dataclass is neither None nor in its `Range` or `Literal`."""
+    """Raise ValueError if a field is neither None nor in its `Range` or `Literal`."""
     for name, value, kind, marks in _parts(options):
         if value is None:
             continue

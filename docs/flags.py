@@ -26,8 +26,9 @@ SCRIPTS = {
 }
 HEAD = """# Flags
 
-Of the eight scripts. Hyphens and underscores are both accepted, booleans as `--x`, `--no-x`, `--x=True` and
-`--x=False`. This page is generated from the code: `python -m docs.flags > docs/flags.md`.
+These are the flags of the eight scripts. Hyphens and underscores are both accepted. A boolean is
+`--x`, `--no-x`, `--x=True` or `--x=False`. This page is
+generated from the code: `python -m docs.flags > docs/flags.md`.
 """
 
 

@@ -48,7 +48,7 @@ class Frames:
         """
         if isinstance(key, tuple) and any(each is ... for each in key[:-1]):
             raise IndexError(
-                "stacks are indexed from their first axis on; from the last one np.asarray of them is"
+                "stacks are indexed from their first axis on, np.asarray of them from any"
             )
         index = self.index[key]
         if isinstance(self.frames, np.ndarray):

@@ -39,7 +39,8 @@ def observation_spaces(
     if isinstance(mode, tuple) and len(mode) == 2:
         if not all(isinstance(space, Space) for space in mode):
             raise TypeError(
-                f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} and {type(mode[1])}"
+                f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} "
+                f"and {type(mode[1])}"
             )
         return mode[1], mode[0]
     if mode == "same":
@@ -52,7 +53,8 @@ def observation_spaces(
             env.close()
         return single, batch_differing_spaces(all_spaces)
     raise ValueError(
-        "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
+        "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch "
+        "observation "
         f"space, actual got {mode}"
     )
 
@@ -68,7 +70,8 @@ def check_reset_mask(mask: Any, num_envs: int) -> None:
         raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
     if not mask.any():
         raise ValueError(
-            f"`options['reset_mask']` must contain a boolean array with at least one True value, got reset_mask={mask}"
+            f"`options['reset_mask']` must contain a boolean array with at least one True value, "
+            f"got reset_mask={mask}"
         )
 
 

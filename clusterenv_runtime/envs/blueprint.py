@@ -27,8 +27,8 @@ class Vectorized(Protocol):
     def build(self, layout: EnvLayout, num_envs: int) -> Any:
         """Make a worker's environments.
 
-        The object has `num_envs`, `layout`, `infos`, `reset(seeds, options)`, `collect(actor, num_steps)`
-        and `close()`, which mean the same as in `worker.one_by_one.EnvsOneByOne`.
+        The object has `num_envs`, `layout`, `infos`, `reset(seeds, options)`, `collect(actor,
+        num_steps)` and `close()`, which mean the same as in `worker.one_by_one.EnvsOneByOne`.
         """
 
 
@@ -60,7 +60,8 @@ class Blueprint:
         self.num_envs = self._count(num_envs)
         if self.steps_together and observation_mode != "same":
             raise ValueError(
-                f"one function for all environments has observation_mode 'same', got {observation_mode!r}"
+                f"one function for all environments has observation_mode 'same', got "
+                f"{observation_mode!r}"
             )
         _check_info_keys(info_keys)
         if frame_stack is not None and (type(frame_stack) is not int or frame_stack < 1):
@@ -84,7 +85,8 @@ class Blueprint:
         )
         if frame_stack is not None and not any(leaves(self.layout.stacks)):
             raise ValueError(
-                f"frame_stack is {frame_stack!r}, but no observation is a stack of {frame_stack} arrays: "
+                f"frame_stack is {frame_stack!r}, but no observation is a stack of {frame_stack} "
+                "arrays: "
                 f"{space}; Gymnasium's wrapper FrameStackObservation makes stacks"
             )
 
@@ -92,7 +94,8 @@ class Blueprint:
         if self.steps_together:
             if not hasattr(self.env_fns, "build"):
                 raise TypeError(
-                    "env_fns must be a list of functions; one for all environments goes into a Together"
+                    "env_fns must be a list of functions; one for all environments goes into a "
+                    "Together"
                 )
             if num_envs is None or num_envs < 1:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""The environments that the user has registered with Gymnasium, sent from the head to its workers."""
+"""The user's own registrations with Gymnasium, sent from the head to its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extensions, which the core never imports: schedulers, adapters, environments that step together."""
+"""Extensions, which the core never imports: schedulers, adapters, environments in batches."""
 
 from ..launchers import register
 from .backends import make_vec

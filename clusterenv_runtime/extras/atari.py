@@ -1,4 +1,4 @@
-"""Wrappers for Atari's games, much as CleanRL's: an episode is a life, and it begins with a shot."""
+"""Wrappers for Atari's games, as CleanRL's: an episode is a life, and begins with a shot."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class ClusterVecEnv(VecEnv):
         return self.envs.render()
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
-        """Return an attribute of these environments, which must be what `ClusterEnv.call` returns."""
+        """Return an attribute of these environments, of a kind that `ClusterEnv.call` returns."""
         numbers = self._numbers(indices)
         values = self.envs.call("get_of", numbers, attr_name)
         return [values[number] for number in numbers]

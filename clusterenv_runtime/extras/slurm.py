@@ -44,7 +44,7 @@ class Allocation:
     het: bool  # whether the job is a heterogeneous one
 
     def places(self, num_workers: int, own_cores: int = 0) -> list[str]:
-        """Return a node for each worker: the node with the most cores left, then the fewest workers.
+        """Return a node for each worker: that with most cores left, then with fewest workers.
 
         Raises:
             StartupError: there are too few cores for workers with cores of their own.
@@ -55,7 +55,8 @@ class Allocation:
             if free[node] < own_cores:
                 job = "the second part of it" if self.het else "it"
                 raise StartupError(
-                    f"no node has {own_cores} cores left for worker {index}; besides the head's this job has {self}: "
+                    f"no node has {own_cores} cores left for worker {index}; besides the head's "
+                    f"this job has {self}: "
                     f"submit {job} with --cpus-per-task={own_cores}"
                 )
             free[node] -= own_cores or self.cores
@@ -74,7 +75,8 @@ def read_allocation() -> Allocation:
     """
     if "SLURM_JOB_ID" not in os.environ:
         raise StartupError(
-            "the launcher slurm starts workers inside a job, and this is none (SLURM_JOB_ID is not set): "
+            "the launcher slurm starts workers inside a job, and this is none (SLURM_JOB_ID is "
+            "not set): "
             "sbatch slurm/ppo.sbatch, or run this in a shell of salloc"
         )
     if not shutil.which("srun"):
@@ -169,7 +171,8 @@ class SlurmLauncher(LocalLauncher):
         if set(resources) - {"CPU"} or cores < 1 or cores % 1:
             got = " ".join(f"{name}={number:g}" for name, number in resources.items())
             raise ValueError(
-                f"worker_resources must be CPU=NUMBER with the launcher slurm, whole cores for each worker, got {got}"
+                f"worker_resources must be CPU=NUMBER with the launcher slurm, whole cores for "
+                f"each worker, got {got}"
             )
         self._allocation.places(num_workers, _own_cores_of(resources))
 

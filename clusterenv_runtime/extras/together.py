@@ -45,10 +45,11 @@ class Together:
         if autoreset_mode(envs) == AutoresetMode.NEXT_STEP:
             envs.close()
             raise AutoresetError(
-                f"{type(envs.unwrapped).__name__} has the autoreset mode 'NextStep', which ClusterEnv does not "
-                "take from environments that step together: make it with autoreset_mode='SameStep' (with "
-                "gym.make_vec(..., vector_kwargs={'autoreset_mode': 'SameStep'}) if it is a SyncVectorEnv), or "
-                "let the environments step one by one"
+                f"{type(envs.unwrapped).__name__} has the autoreset mode 'NextStep', which "
+                "ClusterEnv does not take from environments that step together: make it with "
+                "autoreset_mode='SameStep' (a SyncVectorEnv with gym.make_vec(..., "
+                "vector_kwargs={'autoreset_mode': 'SameStep'})), or let the environments step "
+                "one by one"
             )
         return envs
 

@@ -55,8 +55,9 @@ class Collector:
     def _assert_arrays(self) -> None:
         if not is_batched(self._space):
             raise ValueError(
-                f"a policy needs observations that become arrays, got {self._space}: leave out what "
-                "does not with the wrapper FilterObservation, or make it one, see docs/policies.md"
+                f"a policy needs observations that become arrays, got {self._space}: leave out "
+                "what does not with the wrapper FilterObservation, or make it one, see "
+                "docs/policies.md"
             )
 
     def publish(self, policy: Policy) -> int:
@@ -70,7 +71,7 @@ class Collector:
         return self._store.version
 
     def rollout(self, policy: Policy, num_steps: int, overlap: bool) -> Rollout:
-        """Publish ``policy``, let all workers act, and join their parts; see `ClusterEnv.rollout`."""
+        """Publish ``policy``, let all workers act, join their parts; see `ClusterEnv.rollout`."""
         ahead, workers = self.overlapped, self._pool.workers
         if ahead not in (None, num_steps):
             raise ValueError(
@@ -100,7 +101,8 @@ class Collector:
         """Ask this worker, or all, to act; see `ClusterEnv.send`."""
         if self._store.learners is not None:
             raise ValueError(
-                "with several learners there is `rollout`, and no `send`, so that all workers pull together"
+                "with several learners there is `rollout`, and no `send`, so that all workers "
+                "pull together"
             )
         if self.overlapped is not None:
             raise AlreadyPendingCallError(

@@ -77,7 +77,7 @@ def _lines(text: str) -> str:
 
 
 def _local_exception(error: Error) -> Exception | None:
-    """Make the exception that a worker names, if it is Python's or Gymnasium's and takes one text."""
+    """Make the exception that a worker names, if it is Python's or Gymnasium's of one text."""
     module, _, name = error.kind.rpartition(".")
     kind = getattr({"builtins": builtins, "gymnasium.error": gym.error}.get(module), name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):

@@ -1,4 +1,4 @@
-"""Interrupts end a call of a `ClusterEnv` in one of its waits for workers, where nothing is half done.
+"""Interrupts end a call of a `ClusterEnv` in one of its waits, where nothing is half done.
 
 `ClusterEnv.interrupt` requests an interrupt. So does Ctrl-C, in a program that leaves Ctrl-C to
 Python. By itself Python would raise KeyboardInterrupt wherever it is: half of a message might be

@@ -18,7 +18,7 @@ PING_S = 1.0  # how often the head tries whether workers can be reached
 
 
 class WorkerPool:
-    """The workers of one head. It works only while the head waits for them, in the thread that waits.
+    """The workers of one head. It works only in the thread that waits for them, while it waits.
 
     A replacement is asked everything that the lost process had not answered, in the same order and
     under the same ``seq``, after what `Recovery` says that it must be told first.
@@ -96,7 +96,7 @@ class WorkerPool:
         self._requests.forget(seqs)
 
     def wait_until(self, done: Callable[[], bool], seqs: Collection[int]) -> None:
-        """Serve the workers until ``done``, as long as one of ``seqs`` is outstanding; see `gather`.
+        """Serve the workers until ``done``, while one of ``seqs`` is outstanding; see `gather`.
 
         They are served once even if it is done already, as a worker may wait for its weights.
         """

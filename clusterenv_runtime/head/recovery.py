@@ -1,4 +1,4 @@
-"""What a process must be told to be a worker: the first one, or one in place of another that died."""
+"""What a process must be told to be a worker: the first one, or a replacement."""
 
 from __future__ import annotations
 

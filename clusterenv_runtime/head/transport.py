@@ -196,7 +196,7 @@ class Transport:
         return is_open and (not isinstance(out.message, Ping) or self._has_pulse(out.identity))
 
     def _has_pulse(self, identity: bytes) -> bool:
-        """Send a `Ping` to a worker's second connection. Return False if it has missed two in a row.
+        """Send a `Ping` to a worker's second connection. False: it has missed two in a row.
 
         A process that ends closes both connections, but what it has sent before may not have been
         received yet. A worker need not have a second connection.

@@ -18,7 +18,7 @@ from .stepping import Infos, Stepper
 
 
 class VectorApi(VectorEnv):
-    """Equals ``SyncVectorEnv`` step for step; like ``AsyncVectorEnv`` it also calls in two halves."""
+    """Equals ``SyncVectorEnv`` step for step; as ``AsyncVectorEnv``, it also calls in halves."""
 
     _head: Head
     _stepper: Stepper

@@ -120,7 +120,7 @@ class Launcher:
         return None
 
     def log(self, index: int) -> str | None:
-        """Return the path of a worker's log. None: it has none, or writes to this process's output."""
+        """Return the path of a worker's log; None if it writes to this process's output."""
         return None
 
     def exit(self, index: int) -> Exit | None:

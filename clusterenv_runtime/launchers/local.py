@@ -129,7 +129,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _await(processes: list[subprocess.Popen[bytes]], deadline: float) -> bool:
-    """Wait until these have ended, or until a time of `time.monotonic`; return whether they have."""
+    """Wait until these have ended, or a time of `time.monotonic`; return whether they have."""
     for process in processes:
         try:
             process.wait(max(deadline - time.monotonic(), 0))

@@ -38,7 +38,7 @@ class SyncRule(msgspec.Struct, frozen=True):
     max_lag: int | None = None
 
     def wants_pull(self, held: int, request: Collect) -> bool:
-        """Whether a worker holding version ``held`` (0: none) pulls before it acts on ``request``."""
+        """Whether a worker with version ``held`` (0: none) pulls before it acts on ``request``."""
         lag = request.version - held
         if held == 0 or (self.max_lag is not None and lag > self.max_lag):
             return True

@@ -244,7 +244,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) ->
 
 
 def _form(tree: Any) -> Any:
-    """Return what must fit in a tree of dicts and lists: keys, types, tensors' shapes and dtypes."""
+    """Return what must fit in a tree: its keys, types, and its tensors' shapes and dtypes."""
     if isinstance(tree, torch.Tensor):
         return tree.shape, tree.dtype, tree.is_contiguous()
     if isinstance(tree, dict):

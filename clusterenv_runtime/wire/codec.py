@@ -24,9 +24,10 @@ DTYPE = re.compile(r"[<>|][biufcSUmM][1-9]\d{0,8}(\[\w+\])?")
 _encode = msgspec.msgpack.Encoder().encode
 
 
-# The codes of msgpack's extensions. The data of each is msgpack, too: of a tuple and a GraphInstance
-# of Gymnasium their items, of a dict pairs, of an integer of more than 64 bits a hexadecimal text, of
-# bytes their number, of arrays and scalars of NumPy dtype and shape, of a generator its state.
+# The codes of msgpack's extensions. The data of each is msgpack, too: of a tuple and a
+# GraphInstance of Gymnasium their items, of a dict pairs, of an integer of more than 64 bits a
+# hexadecimal text, of bytes their number, of arrays and scalars of NumPy dtype and shape, of a
+# generator its state.
 TUPLE, GRAPH, DICT, INT, BYTES, ARRAY, SCALAR, GENERATOR = range(8)
 
 

@@ -17,6 +17,7 @@ BLACK, BLUE, ORANGE, GREEN, PURPLE, SKY = (
     "#CC79A7",
     "#56B4E9",
 )
+RETURN = "return of the last 100 episodes"  # the label of an axis
 matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 
 
