@@ -265,10 +265,8 @@ def _check_address(text: str) -> None:
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
-        raise ValueError(
-            f"bind_address must be an IP address (an interface's name goes to interface), got "
-            f"{text}"
-        ) from None
+        hint = "an interface's name goes to interface"
+        raise ValueError(f"bind_address must be an IP address ({hint}), got {text}") from None
     _require(
         not address.is_unspecified, f"bind_address must be one address, not all of them ({text})"
     )

@@ -326,6 +326,6 @@ class PolicyStore:
 
 
 def _is_room_for(weights: torch.Tensor, copy: PolicyCopy, copies: Sequence[PolicyCopy]) -> bool:
-    """Say whether this copy's next weights may be kept; else its next pull is of all weights again."""
+    """Say whether the head may keep this copy's next weights; if not, it sends all again."""
     others = {other.weights for other in copies if other is not copy} - {None}
     return sum(each.tensor.nbytes for each in others) + weights.nbytes <= HELD_BYTES
