@@ -358,6 +358,22 @@ def test_only_a_policy_steps_them():
         make_vec("jax", "CartPole-v1", 2)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_returns_are_those_that_environments_count_themselves(mode):
+    def count():
+        counted = gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1"))
+        return gym.wrappers.TransformReward(counted, lambda reward: 10 * reward)
+
+    def make(num_envs):
+        return SyncVectorEnv([count] * num_envs, autoreset_mode=mode)
+
+    with ClusterEnv(Together(make), 1, num_envs=2) as envs:
+        envs.reset(seed=1)
+        rollout = envs.rollout(CategoricalPolicy(linear(4, 2)), 64)
+    assert len(rollout.episodic_returns)
+    assert rollout.episodic_returns.tolist() == rollout.episodic_lengths.tolist()
+
+
 def test_next_step_autoreset_of_environments_that_step_together_is_refused(workers):
     before = workers()
     for make in (partial(make_vec, "vector", "CartPole-v1"), partial(gym.make_vec, "Acrobot-v1")):

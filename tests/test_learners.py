@@ -376,7 +376,7 @@ def test_the_checksum_is_of_all_of_a_model():
             2,
             "dqn_clusterenv.py",
             "",
-            "has one learner, but torchrun has started 2",
+            "has one learner, and torchrun starts several",
         ),
     ],
 )

@@ -94,7 +94,7 @@ class EnvsTogether:
         """Close the environments."""
         self._envs.close()
 
-    def reset(self, seeds: list[int | None], options: dict[str, Any] | None, _: None = None) -> Any:
+    def reset(self, seeds: list[int | None], options: dict[str, Any] | None) -> Any:
         """Reset all environments; return the observations."""
         # Other vector environments take the seed of their first environment.
         takes_all = isinstance(self._envs, EnvPoolVectorEnv | SyncVectorEnv)
@@ -136,8 +136,9 @@ class EnvsTogether:
             if ended.any():
                 rows = np.flatnonzero(ended)
                 # Environments that count their own episodes know better than the sum of rewards.
-                counts = infos.get("_episode", ended)[rows]
-                own = infos.get("episode", {"r": self._returns, "l": self._lengths})
+                source = infos if "episode" in infos else infos.get("final_info", {})
+                counts = source.get("_episode", ended)[rows]
+                own = source.get("episode", {"r": self._returns, "l": self._lengths})
                 numbers = step * self.num_envs + rows
                 episodes.append(np.stack([numbers, own["r"][rows], own["l"][rows]], 1)[counts])
                 self._returns[ended] = self._lengths[ended] = 0

@@ -287,10 +287,9 @@ class Run:
 
 
 def _check_is_alone() -> None:
-    """Exit with one line if torchrun has started several of this process."""
-    started = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
-    alone = f"{sys.argv[0]} has one learner, but torchrun has started {started}"
-    check(started == "1", f"{alone}: see docs/learners.md")
+    """Exit with one line if torchrun has started this process."""
+    alone = f"{sys.argv[0]} has one learner, and torchrun starts several"
+    check("TORCHELASTIC_RUN_ID" not in os.environ, f"{alone}: see docs/learners.md")
 
 
 def _new_name(args: ScriptArgs) -> str:

@@ -93,6 +93,7 @@ class Connection:
             protocol.PROTOCOL_VERSION, index, host, os.getpid(), protocol.shared_versions()
         )
         start, pause = time.monotonic(), HELLO_S
+        has_warned = False
         self.send(None, hello)
         # The head may not know yet that the worker before this one is dead, so one hello is not
         # enough. While the head learns it reads nothing, and the queue of its messages is limited.
@@ -100,7 +101,8 @@ class Connection:
             self.send(None, hello)
             pause = min(2 * pause, MAX_HELLO_S)
             waited = time.monotonic() - start
-            if waited > self._startup_timeout:
+            if waited > self._startup_timeout and not has_warned:
+                has_warned = True
                 text = "no answer for %.0f s: the head is busy, or does not expect this worker"
                 logger.warning(text, waited)
 

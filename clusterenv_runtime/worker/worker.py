@@ -156,7 +156,8 @@ class Worker:
     def _reset(self, seeds: list[int | None], options: dict[str, Any] | None, mask: Any) -> Any:
         if seeds[0] is not None:
             _seed_globals([seeds[0], self._first_row])
-        observations = self._envs.reset(seeds, options, mask)
+        only = () if mask is None else (mask,)  # environments that step together take no mask
+        observations = self._envs.reset(seeds, options, *only)
         self._connection.waited = 0.0  # the head may have requests from now on
         return observations
 

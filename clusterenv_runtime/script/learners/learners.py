@@ -1,7 +1,7 @@
 """Several learners of one run: the processes that `torchrun` starts, each with workers of its own.
 
 They hold the same networks and draw the same random numbers. Each collects from its share of the
-environments, learns from its share of each minibatch, and their gradients are summed. What they
+environments, learns from its share of each minibatch, and their gradients are averaged. What they
 tell each other goes by torch.distributed and its store. Neither is encrypted, nor asks who is
 there: several machines must be in a network that you trust.
 """
@@ -151,7 +151,7 @@ class Learners(Exchange):
         dist.distributed_c10d._set_pg_timeout(timedelta(days=1))
 
     def begin_to_end(self) -> None:
-        """Have the others end, too, and hand in what the first saves."""
+        """Have the others end, too."""
         if self.watch is not None:
             self.watch.begin_to_end()
 

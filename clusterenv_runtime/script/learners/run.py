@@ -159,7 +159,8 @@ class LearnersRun(Run):
 class SharedWorkers:
     """The state of a learner's `ClusterEnv` in a checkpoint, which any number of learners can load.
 
-    All workers pull together. So the pulls of the first learner's workers stand for all.
+    It has the pulls and restarts of the first learner's workers, and the bytes of all. All workers
+    pull together, but for replacements.
     """
 
     def __init__(self, envs: ClusterEnv, is_first: bool) -> None:
