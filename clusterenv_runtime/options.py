@@ -267,9 +267,8 @@ def _check_address(text: str) -> None:
     except ValueError:
         hint = "an interface's name goes to interface"
         raise ValueError(f"bind_address must be an IP address ({hint}), got {text}") from None
-    _require(
-        not address.is_unspecified, f"bind_address must be one address, not all of them ({text})"
-    )
+    is_all = (getattr(address, "ipv4_mapped", None) or address).is_unspecified
+    _require(not is_all, f"bind_address must be one address, not all of them ({text})")
 
 
 @functools.cache

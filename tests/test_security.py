@@ -214,7 +214,7 @@ def test_a_key_has_40_characters(tmp_path, name):
         write_key_file(path, keys)
 
 
-EVERYWHERE = "0.0.0.0", "::", "0:0::0"
+EVERYWHERE = "0.0.0.0", "::", "0:0::0", "::ffff:0.0.0.0"
 
 
 @pytest.mark.parametrize(

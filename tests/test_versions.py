@@ -12,6 +12,7 @@ from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, GaussianPolicy
 from clusterenv_runtime.arrays.trees import leaves
+from clusterenv_runtime.policy import tensors
 from clusterenv_runtime.policy.divergence import params_along
 from clusterenv_runtime.policy.sync import states_of_each_row
 from clusterenv_runtime.policy.versions import MANY_CHANGES, PolicyCopy, PolicyStore
@@ -57,6 +58,53 @@ def test_what_is_no_policy_or_cannot_travel_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="the policy has no parameters"):
         store.publish(CategoricalPolicy(nn.Identity()))
     assert (store.version, store.structure) == (0, b"")
+
+
+def test_a_publish_without_memory_for_the_weights_changes_nothing(monkeypatch):
+    _, store = made()
+    with monkeypatch.context() as patch:
+        patch.setattr(tensors, "flat_weights", raise_memory_error)
+        with pytest.raises(MemoryError):
+            store.publish(CategoricalPolicy(linear()))
+    assert (store.version, store.structure) == (0, b"")
+    assert store.publish(CategoricalPolicy(linear()))
+
+
+def raise_memory_error(_):
+    raise MemoryError
+
+
+def test_a_hook_that_is_registered_again_makes_no_other_structure():
+    _, store = made()
+    policy = CategoricalPolicy(linear())
+    assert [publish_with_hook(store, policy) for _ in range(3)] == [True, False, False]
+
+
+def publish_with_hook(store, policy):
+    handle = policy.actor.register_forward_hook(leave)
+    changed = store.publish(policy)
+    handle.remove()
+    return changed
+
+
+def leave(*_):
+    """Change nothing that a module returns."""
+
+
+class CallsItsOwn(CategoricalPolicy):
+    """Its methods call others in ways in which a worker does not."""
+
+    def act(self, params, noise=None):
+        return params.argmax(-1) if noise is None else super().act(params, noise)
+
+    def extras(self, params, actions):
+        return {"greedy": self.to_env(actions=self.act(params))}
+
+
+def test_a_policy_may_call_its_own_methods_in_any_way():
+    _, store = made()
+    assert store.publish(CallsItsOwn(linear()))
+    assert store.published.example["extras"]["greedy"].shape == (1,)
 
 
 def test_another_structure_forgets_what_workers_hold_and_what_they_say_of_the_last():

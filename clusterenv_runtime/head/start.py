@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -31,10 +31,10 @@ class HeadState(msgspec.Struct, forbid_unknown_fields=True):
 
     policy_version: int
     sync_bytes: int
-    workers: int  # pulls and seconds are sums over so many
+    workers: Annotated[int, msgspec.Meta(ge=1)]  # pulls and seconds are sums over so many
     pulls: int
     waiting_seconds: float
-    seed: int
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     rollouts: int
     restarts: list[dict[str, Any]]
 

@@ -65,6 +65,7 @@ class Stepper:
             mask = options.pop("reset_mask")
             check_reset_mask(mask, num_envs)
             self._assert_none_has_raised("reset` with a `reset_mask")
+            mask = None if mask.all() else mask
         seeds = seed
         if seed is None:
             seeds = [None] * num_envs
@@ -232,8 +233,8 @@ class Stepper:
         ]
 
     def _warn(self, text: str) -> None:
-        """Warn once of something about infos."""
-        if text not in self._warned:
+        """Warn once of something about infos, and of a hundred things at most."""
+        if text not in self._warned and len(self._warned) < 100:
             self._warned.add(text)
             gym.logger.warn(text)
 

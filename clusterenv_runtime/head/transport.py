@@ -184,7 +184,8 @@ class Transport:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 message = Received(identity.bytes, [frame.buffer for frame in frames])
                 if message.identity.startswith(b"p") and message.frames == [PING]:
-                    self._pulses[message.identity] = False
+                    if len(self._pulses) < MOST_FILES:  # no more can be connected
+                        self._pulses[message.identity] = False
                 else:
                     received.append(message)
         return received, closed
@@ -223,9 +224,9 @@ class Transport:
         self._pulses.pop(protocol.pulse_of(identity), None)
 
     def drop(self, identity: bytes, text: str) -> None:
-        """Count a message that is not for us, and log it once for each peer."""
+        """Count a message that is not for us, and log it once for each of a hundred peers."""
         self.dropped += 1
-        if identity not in self._complained_of:
+        if identity not in self._complained_of and len(self._complained_of) < 100:
             self._complained_of.add(identity)
             logger.warning("dropped %s", text)
 

@@ -129,8 +129,13 @@ def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
     )
 
 
-def _call(name: str, method: Callable[..., Any], *args: Any) -> Any:
-    """Call one of the policy's methods, and check what it returns."""
+def _call(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call one of the policy's methods, and check what it returns.
+
+    The policy's own methods may call it with other arguments than a worker does.
+    """
+    if kwargs or len(args) < AXES[name].__code__.co_argcount:
+        return method(*args, **kwargs)
     axes = AXES[name](*args)
     with _blamed_on(name):
         returned = method(*args)

@@ -59,8 +59,11 @@ def layout_of(policy: Policy) -> dict[str, Any]:
             # Of torch's own attributes only hooks may change what the module computes.
             is_of_torch = name in TORCHS_OWN and not (name.endswith("_hooks") and value)
             is_number = module is policy and name in policy.numbers
-            if not is_of_torch and not is_number:
-                layout[f"{path}.{name}"] = _described(value, weights)
+            if is_of_torch or is_number:
+                continue
+            if name in TORCHS_OWN:  # hooks, by numbers that grow each time one is registered
+                value = list(value.values())
+            layout[f"{path}.{name}"] = _described(value, weights)
     return layout
 
 

@@ -134,24 +134,28 @@ class PolicyStore:
             TypeError: it is no `Policy`.
             ValueError: the policy cannot act in these environments. Nothing has changed then.
         """
-        changed = self._update_structure(policy, seen)
-        self._begin_version(changed)
+        # These bring torch, as the policy has by now.
+        from .structure import check_policy
+        from .tensors import flat_weights
+
+        is_new = policy is not self._policy or not self.structure
+        if is_new:
+            check_policy(policy)
+        weights = flat_weights(policy)  # before anything changes: there may be no memory for it
+        changed = self._update_structure(policy, is_new, seen)
+        self._begin_version(weights, changed)
         self._measure([copy for copy in self._copies if copy.behavior])
         return changed
 
-    def _update_structure(self, policy: Policy, seen: Any) -> bool:
+    def _update_structure(self, policy: Policy, is_new: bool, seen: Any) -> bool:
         """Notice whether anything but weights and numbers has changed, and try the policy then.
 
         Return whether workers need another structure: for a new wrapper around the same module they
         need none.
         """
-        # These bring torch, as the policy has by now.
         from .probe import probe
-        from .structure import check_policy, differences, layout_of, pickled
+        from .structure import differences, layout_of, pickled
 
-        is_new = policy is not self._policy or not self.structure
-        if is_new:
-            check_policy(policy)
         layout = layout_of(policy)
         changes = differences(self._layout, layout)
         if self._probed is not None:
@@ -178,15 +182,13 @@ class PolicyStore:
         self.structure = structure
         return changed
 
-    def _begin_version(self, changed: bool) -> None:
-        """Take a copy of the weights. It is encoded only when the first worker pulls it."""
-        from .tensors import flat_weights
-
+    def _begin_version(self, weights: tuple[torch.Tensor, torch.Tensor], changed: bool) -> None:
+        """Keep these weights. They are encoded only when the first worker pulls them."""
         self.version += 1
         since = self.version if changed else self.published.since
         probed = self._probed
         self.published = Published(self.version, since, probed.example, probed.is_identity)
-        self._weights = flat_weights(self._policy)
+        self._weights = weights
         self._updates = {}
         for copy in self._copies:
             if changed:
