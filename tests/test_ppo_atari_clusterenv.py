@@ -9,6 +9,7 @@ from clusterenv_runtime.envs.layout import EnvLayout
 from clusterenv_runtime.extras import make_vec
 from clusterenv_runtime.extras.together import EnvsTogether
 from clusterenv_runtime.script import environments, evaluate, read_spaces
+from clusterenv_runtime.wire.part import pack_part
 from clusterenv_runtime.worker.one_by_one import EnvsOneByOne
 
 from . import scripts
@@ -167,7 +168,7 @@ class AtRandom:
     def __init__(self, num_actions):
         self.rng, self.num_actions = np.random.default_rng(1), num_actions
 
-    def start(self, num_steps, starts):
+    def start(self, starts):
         self.actions = []
 
     def act(self, observations, starts):
@@ -190,8 +191,8 @@ def test_bytes_of_a_step(game):
     layout = EnvLayout(env.observation_space, env.action_space, frame_stack=4)
     envs = EnvsOneByOne([make_env] * 2, layout)
     envs.reset([1, 2], None)
-    buffers = []
-    envs.collect(AtRandom(env.action_space.n), 128).pack(buffers)
+    part = envs.collect(AtRandom(env.action_space.n), 128)
+    _, buffers = pack_part(part, waited=0.0)
     envs.close()
     assert sum(map(len, buffers)) / 256 < 7400 < 4 * 84 * 84 / 3
 

@@ -175,7 +175,10 @@ class Messenger:
         self.requests.answer(seq, response)
         if isinstance(message, Part):
             worker.waited += message.waited
-        if isinstance(process.asked[seq], Collect | Step):  # its environments can step
+        asked = process.asked[seq]
+        # A step may only reset environments whose end the user has seen.
+        has_stepped = isinstance(asked, Step) and not worker.episodes.ended.all()
+        if has_stepped or isinstance(asked, Collect):
             worker.losses = 0
 
     def _refuse(self, worker: Worker, text: str) -> None:

@@ -68,7 +68,7 @@ class Job:
         self, slurm, directory, file, *options, flags="", python=Path(sys.executable).parent
     ):
         if not (directory / "slurm").exists():
-            for name in ("slurm", "ppo_clusterenv.py", "dqn_clusterenv.py"):
+            for name in ("slurm", *(path.name for path in ROOT.glob("*_clusterenv.py"))):
                 (directory / name).symlink_to(ROOT / name)
         (directory / "slow_env.py").write_text(SLOW_ENV)
         env = {
