@@ -43,7 +43,7 @@ TRAININGS = {  # the environment, and flags
     ),
     "ppo_continuous_clusterenv.py": (
         "Corridor-box",
-        f"{PPO} --total-timesteps 20480 --learning-rate 0.005 --ent-coef 0.06",
+        f"{PPO} --total-timesteps 20480 --learning-rate 0.003 --ent-coef 0.06",
     ),
     "ppo_lstm_clusterenv.py": (
         "Recall-vector",
