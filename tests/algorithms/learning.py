@@ -58,7 +58,7 @@ TRAININGS = {  # the environment, and flags
         f"{PPO} --total-timesteps 3072 --learning-rate 0.001 {SMALL}",
     ),
     "dqn_clusterenv.py": (
-        "Corridor-vector",
+        "Cells-vector",
         f"{DQN} --total-timesteps 10240 --learning-rate 0.002 --train-frequency 4 "
         f"--target-network-frequency 64",
     ),

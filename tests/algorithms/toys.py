@@ -148,6 +148,15 @@ class Corridor(Toy):
         return [float(place == self.place) for place in range(self.length)]
 
 
+class Cells(Corridor):
+    """A corridor whose episodes are cut off after each step.
+
+    A replay buffer that takes these cuts for ends has no step that leads to another's value.
+    """
+
+    limit = 1
+
+
 class Recall(Corridor):
     """A corridor in which only each second observation says which action walks in this episode."""
 
@@ -193,7 +202,7 @@ class Lives(Toy):
         return self.has_begun, self.steps / 4
 
 
-for base in (Clockwork, Corridor, Recall, Lives):
+for base in (Clockwork, Corridor, Cells, Recall, Lives):
     for kind in ("vector", "box", "minatar", "atari"):
         toy = type(f"{base.__name__}{kind.title()}", (base,), {"kind": kind})
         gym.register(f"{base.__name__}-{kind}-v0", toy)
