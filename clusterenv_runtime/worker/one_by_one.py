@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
+from gymnasium.vector.utils import batch_space, concatenate, iterate
 
 from ..arrays.spaces import map_space, merge_rows
 from ..envs.layout import EnvLayout
@@ -97,8 +97,11 @@ class EnvsOneByOne:
 
     def _observations(self) -> Any:
         """Return the batch of the last observations; environments cannot change it any more."""
-        empty = create_empty_array(self._space, self.num_envs)
-        return deepcopy(concatenate(self._space, self._seen, empty))
+
+        def own(leaf: Any) -> Any:
+            return leaf if isinstance(leaf, np.ndarray) else deepcopy(leaf)
+
+        return map_space(own, self._space, stack(self._space, self._seen))
 
     def _add_info(self, env: int, info: dict[str, Any]) -> None:
         if info:
