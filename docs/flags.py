@@ -16,13 +16,13 @@ from clusterenv_runtime.script.arguments import ScriptArgs, spell
 
 SCRIPTS = {
     "PPO": "ppo_clusterenv",
-    "PPO with several learners": "ppo_multilearner_clusterenv",
-    "Continuous PPO": "ppo_continuous_clusterenv",
-    "PPO with memory": "ppo_lstm_clusterenv",
-    "PPO on Atari": "ppo_atari_clusterenv",
-    "PPO on MinAtar": "ppo_minatar_clusterenv",
+    "PPO with several learners": "scripts.ppo_multilearner_clusterenv",
+    "Continuous PPO": "scripts.ppo_continuous_clusterenv",
+    "PPO with memory": "scripts.ppo_lstm_clusterenv",
+    "PPO on Atari": "scripts.ppo_atari_clusterenv",
+    "PPO on MinAtar": "scripts.ppo_minatar_clusterenv",
     "DQN": "dqn_clusterenv",
-    "DQN on Atari": "dqn_atari_clusterenv",
+    "DQN on Atari": "scripts.dqn_atari_clusterenv",
 }
 HEAD = """# Flags
 

@@ -276,7 +276,7 @@ def check(tmp_path, monkeypatch):
         start()
 
     def script(name, flags, dry_run=True):
-        kind = importlib.import_module(name.removesuffix(".py")).Args
+        kind = importlib.import_module(name.removesuffix(".py").replace("/", ".")).Args
         if flags == ["--help"]:
             return
         tyro.cli(kind, args=flags)

@@ -8,14 +8,14 @@ import torch
 
 import dqn_clusterenv
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from dqn_atari_clusterenv import ReplayBuffer
+from scripts.dqn_atari_clusterenv import ReplayBuffer
 
 from . import scripts
 from .scripts import scalars
 from .test_dqn_clusterenv import METRICS, SUMMARY
 from .test_frames import Net, stacked
 
-SCRIPT = "dqn_atari_clusterenv.py"
+SCRIPT = "scripts/dqn_atari_clusterenv.py"
 TINY = [
     "--env-id",
     "ALE/Breakout-v5",

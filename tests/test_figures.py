@@ -449,3 +449,9 @@ def test_without_tables_there_is_one_line(tmp_path, monkeypatch):
         SystemExit, match="error: neither .* is there: run python -m experiments.figures.collect"
     ):
         plot.main()
+
+
+def test_a_task_is_named_after_the_script_wherever_that_lies():
+    for program in ("ppo_clusterenv.py", "scripts/ppo_minatar_clusterenv.py"):
+        task = tasks.Task(program, "MinAtar/Breakout-v1")
+        assert (task.title, task.name) == ("PPO, MinAtar/Breakout-v1", "ppo_minatar_breakout_v1")

@@ -19,7 +19,7 @@ from .scripts import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-SCRIPTS = sorted(ROOT.glob("*_clusterenv.py"))
+SCRIPTS = [*ROOT.glob("*_clusterenv.py"), *ROOT.glob("scripts/*.py")]
 PACKAGE = ROOT / "clusterenv_runtime"
 
 
@@ -44,7 +44,9 @@ def test_uv_run_installs_what_the_script_needs(script):
     (text,) = metadata["dependencies"]
     need = Requirement(text)
     assert metadata["requires-python"] == PROJECT["requires-python"]
-    assert metadata["tool"]["uv"]["sources"] == {need.name: {"path": ".", "editable": True}}
+    (source,) = metadata["tool"]["uv"]["sources"].items()
+    assert source == (need.name, {"path": source[1]["path"], "editable": True})
+    assert (script.parent / source[1]["path"]).resolve() == ROOT
     assert need.name == PROJECT["name"] and need.extras <= EXTRAS.keys()
     listed = [*PROJECT["dependencies"], *(line for extra in need.extras for line in EXTRAS[extra])]
     brought = {Requirement(line).name for line in listed}

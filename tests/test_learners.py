@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import ppo_multilearner_clusterenv
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
 from clusterenv_runtime.errors import LearnerLostError
 from clusterenv_runtime.script.learners import LearnersRun, watch
@@ -36,6 +35,7 @@ from clusterenv_runtime.script.learners.exchange import fingerprint
 from clusterenv_runtime.script.learners.learners import Learners
 from clusterenv_runtime.script.learners.run import SharedWorkers
 from clusterenv_runtime.script.learners.watch import DONE, INTERRUPTED, Place, Watch
+from scripts import ppo_multilearner_clusterenv
 
 from .envs import CountingEnv, assert_same
 from .nets import linear
@@ -43,7 +43,7 @@ from .patience import PATIENCE, wait_until
 from .scripts import ROOT, alive, environment, events_of, lasting, ranks_of, train, workers_of
 
 TINY = "--total-timesteps", "1024", "--weights", "float32", "--eval-episodes", "2"
-SCRIPT = "ppo_multilearner_clusterenv.py"
+SCRIPT = "scripts/ppo_multilearner_clusterenv.py"
 FEW = "--env-id CartPole-v1 --num-workers 4 --envs-per-worker 2 --num-steps 32"
 
 
@@ -86,7 +86,7 @@ def test_the_pages_diff_gives_the_script_of_atari_several_learners(tmp_path):
     pytest.importorskip("ale_py", reason="Atari is not installed: pip install ale-py")
     diff = re.search(r"```diff\n(.*?)```", (ROOT / "docs" / "learners.md").read_text(), re.S)[1]
     (several := tmp_path / "several").mkdir()
-    script = shutil.copy(ROOT / "ppo_atari_clusterenv.py", several)
+    script = shutil.copy(ROOT / "scripts/ppo_atari_clusterenv.py", several)
     subprocess.run(["patch", "-p0"], cwd=several, input=diff, text=True, check=True)
     flags = "--num-workers 2 --envs-per-worker 2 --num-steps 64"
     flags = [*TINY, *flags.split(), "--total-timesteps", "512"]

@@ -4,7 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-import ppo_atari_clusterenv as script
+import scripts.ppo_atari_clusterenv as script
 from clusterenv_runtime.envs.layout import EnvLayout
 from clusterenv_runtime.extras import make_vec
 from clusterenv_runtime.extras.together import EnvsTogether
@@ -16,7 +16,7 @@ from . import scripts
 from .scripts import scalars
 from .test_ppo_clusterenv import METRICS, SUMMARY
 
-SCRIPT = "ppo_atari_clusterenv.py"
+SCRIPT = "scripts/ppo_atari_clusterenv.py"
 TINY = [
     "--env-id",
     "ALE/Breakout-v5",

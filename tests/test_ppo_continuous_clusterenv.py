@@ -18,7 +18,7 @@ from .patience import PATIENCE, wait_until
 from .scripts import ROOT, environment, scalars, workers_of
 from .test_ppo_clusterenv import METRICS, SUMMARY
 
-SCRIPT = "ppo_continuous_clusterenv.py"
+SCRIPT = "scripts/ppo_continuous_clusterenv.py"
 TINY = [
     "--env-id",
     "Pendulum-v1",

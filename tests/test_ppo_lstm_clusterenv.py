@@ -6,7 +6,7 @@ from . import scripts
 from .scripts import scalars
 from .test_ppo_clusterenv import METRICS, SUMMARY
 
-SCRIPT = "ppo_lstm_clusterenv.py"
+SCRIPT = "scripts/ppo_lstm_clusterenv.py"
 TINY = [
     "--envs-per-worker",
     "2",

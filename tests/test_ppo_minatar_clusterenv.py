@@ -8,7 +8,7 @@ from .scripts import scalars
 from .test_ppo_clusterenv import METRICS, SUMMARY
 
 pytest.importorskip("minatar", reason="MinAtar is not installed: pip install minatar")
-SCRIPT = "ppo_minatar_clusterenv.py"
+SCRIPT = "scripts/ppo_minatar_clusterenv.py"
 TINY = [
     "--envs-per-worker",
     "4",

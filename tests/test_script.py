@@ -303,7 +303,12 @@ def test_arguments_that_cannot_be_are_one_line(tmp_path, monkeypatch, text, says
 
 
 @pytest.mark.parametrize(
-    "script", ["ppo_clusterenv.py", "ppo_continuous_clusterenv.py", "ppo_atari_clusterenv.py"]
+    "script",
+    [
+        "ppo_clusterenv.py",
+        "scripts/ppo_continuous_clusterenv.py",
+        "scripts/ppo_atari_clusterenv.py",
+    ],
 )
 def test_a_minibatch_of_one_is_refused_in_one_line(tmp_path, monkeypatch, script):
     flags = "--num-workers 1 --envs-per-worker 1 --num-steps 4 --num-minibatches 4"

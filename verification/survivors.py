@@ -86,9 +86,12 @@ COMPUTE = {
     "compute_td_target", "td_loss", "linear_schedule",
 }  # fmt: skip
 LOOP = "    with run.training(", "            # TRY NOT TO MODIFY: record rewards"
-SCRIPTS = sorted(path.name for path in ROOT.glob("*_clusterenv.py"))
+FOLDERS = ROOT, ROOT / "scripts"
+SCRIPTS = sorted(
+    str(path.relative_to(ROOT)) for folder in FOLDERS for path in folder.glob("*_clusterenv.py")
+)
 for script in SCRIPTS:
-    name = script.removesuffix(".py")
+    name = Path(script).stem
     # The tests of this script, and those that are of no single script.
     files = ("formulas", "training", "not_finite", "resuming")
     TESTS[script] = [
@@ -294,7 +297,8 @@ def main() -> None:
             ):
                 name = f"{file}: {description}"
                 # An explanation may be for all scripts of a kind: ppo*_clusterenv.py.
-                kinds = {name, f"{file[:3]}*_clusterenv.py: {description}"} & explained
+                kind = Path(file).name[:3]
+                kinds = {name, f"{kind}*_clusterenv.py: {description}"} & explained
                 found_explained |= kinds
                 if kinds:
                     continue

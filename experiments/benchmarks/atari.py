@@ -93,7 +93,11 @@ def head(args, num_envs, iterations, flags, pipe):
         f"--env-backend={args.env_backend}",
         f"--num-workers={args.workers}",
     ]
-    sys.argv = ["ppo_atari_clusterenv.py", *flags, f"--envs-per-worker={num_envs // args.workers}"]
+    sys.argv = [
+        "scripts/ppo_atari_clusterenv.py",
+        *flags,
+        f"--envs-per-worker={num_envs // args.workers}",
+    ]
     with tempfile.TemporaryDirectory() as directory, open(os.devnull, "w") as nowhere:
         os.chdir(directory)
         os.dup2(nowhere.fileno(), 1)
@@ -134,7 +138,7 @@ def main():
     print(f"and {learned} with a pass of learning")
 
     space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    script = runpy.run_path(str(ROOT / "dqn_atari_clusterenv.py"))
+    script = runpy.run_path(str(ROOT / "scripts/dqn_atari_clusterenv.py"))
     chunk = script["Args"](exp_name="atari")
     num_frames = int(args.buffer_size * (1 + 2 * 4 / chunk.num_steps))
     buffer = script["ReplayBuffer"](args.buffer_size, num_frames, space)

@@ -2,7 +2,8 @@
 
     python -m experiments.benchmarks.compare --script dqn_clusterenv.py --flags="--sync-mode always"
     python -m experiments.benchmarks.compare --script ppo_clusterenv.py --flags=--overlap
-    python -m experiments.benchmarks.compare --script ppo_multilearner_clusterenv.py --learners 2
+    python -m experiments.benchmarks.compare --learners 2 \
+        --script scripts/ppo_multilearner_clusterenv.py
 
 Runs the script as it is, and with `--flags` or several learners, in turn, once per seed; `--common`
 goes to both. Prints for both the interquartile mean over the seeds of the return of the last 100

@@ -73,7 +73,7 @@ def clusterenv(args, env_id, num_workers):
     """Train; return the steady state's steps a second, and medians of the seconds of collecting and
     learning.
     """
-    script = "ppo_continuous_clusterenv.py" if "Cheetah" in env_id else "ppo_clusterenv.py"
+    script = "scripts/ppo_continuous_clusterenv.py" if "Cheetah" in env_id else "ppo_clusterenv.py"
     batch_size = num_workers * args.envs_per_worker * work.NUM_STEPS
     scalars, _ = train(
         ROOT / script, *work.FLAGS, "--env-id", env_id, "--num-workers", str(num_workers),

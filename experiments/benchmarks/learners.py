@@ -64,10 +64,11 @@ class Args:
 def learner_seconds(number, width, iterations, seed):
     """Return the median of the seconds that an iteration's learning took."""
     scalars, _ = train(
-        ROOT / "ppo_multilearner_clusterenv.py", "--env-id", "CartPole-v1", "--num-workers", "2",
-        "--envs-per-worker", str(NUM_ENVS // 2), "--num-steps", str(NUM_STEPS), "--num-minibatches",
-        str(NUM_MINIBATCHES), "--update-epochs", str(UPDATE_EPOCHS), "--hidden-size", str(width),
-        "--seed", str(seed), "--eval-episodes", "1", "--total-timesteps", str(iterations * BATCH),
+        ROOT / "scripts/ppo_multilearner_clusterenv.py", "--env-id", "CartPole-v1",
+        "--num-workers", "2", "--envs-per-worker", str(NUM_ENVS // 2), "--num-steps",
+        str(NUM_STEPS), "--num-minibatches", str(NUM_MINIBATCHES),
+        "--update-epochs", str(UPDATE_EPOCHS), "--hidden-size", str(width), "--seed", str(seed),
+        "--eval-episodes", "1", "--total-timesteps", str(iterations * BATCH),
         launcher=torchrun(number), OMP_NUM_THREADS="1",
     )  # fmt: skip
     return np.median([event.value for event in scalars("time/learn")[2:]])

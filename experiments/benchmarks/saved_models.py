@@ -21,8 +21,8 @@ import tyro
 
 from clusterenv_runtime.script import evaluate
 from clusterenv_runtime.script.checkpoint import load_checkpoint
-from ppo_continuous_clusterenv import Agent, make_env
-from ppo_continuous_clusterenv import Args as ScriptArgs
+from scripts.ppo_continuous_clusterenv import Agent, make_env
+from scripts.ppo_continuous_clusterenv import Args as ScriptArgs
 
 
 @dataclass

@@ -22,7 +22,7 @@ from gymnasium.vector import SyncVectorEnv
 
 from .scripts import ROOT, call
 
-SCRIPT = "ppo_continuous_clusterenv.py"
+SCRIPT = ROOT / "scripts" / "ppo_continuous_clusterenv.py"
 WEIGHTS = "b_weights = (proximal - b_logprobs).exp()"
 AFTER = "            # TRY NOT TO MODIFY: record rewards for plotting purposes\n"
 
@@ -68,9 +68,9 @@ class Look:
 
 def looks(args, seed):
     """Train; return the lags, shares and returns after the updates, arrays."""
-    text = (ROOT / SCRIPT).read_text()
+    text = SCRIPT.read_text()
     if text.count(WEIGHTS) != 1 or text.count(AFTER) != 1:
-        raise SystemExit(f"{SCRIPT} has changed: it computes its weights otherwise")
+        raise SystemExit(f"{SCRIPT.name} has changed: it computes its weights otherwise")
     look = "            look((envs.policy_version - rollout.policy_versions).mean(), log_weights,\n"
     look += "                 lambda x: policy.to_env(agent.get_action_and_value(x)[0]).numpy())\n"
     text = text.replace(
@@ -84,7 +84,7 @@ def looks(args, seed):
         f"{args.episodes})\n"
     )
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, SCRIPT).write_text(text.replace(begin, make + begin))
+        Path(directory, SCRIPT.name).write_text(text.replace(begin, make + begin))
         flags = [
             "--env-id",
             args.env_id,
@@ -102,7 +102,7 @@ def looks(args, seed):
             "float32",
         ]
         call(
-            [sys.executable, SCRIPT, *flags, "--eval-episodes", "1"],
+            [sys.executable, SCRIPT.name, *flags, "--eval-episodes", "1"],
             directory,
             PYTHONPATH=str(ROOT),
         )

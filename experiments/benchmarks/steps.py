@@ -22,12 +22,12 @@ import tyro
 from torch import nn, optim
 from torch.distributions import Distribution
 
-import dqn_atari_clusterenv as dqn_atari
 import dqn_clusterenv as dqn
-import ppo_atari_clusterenv as ppo_atari
 import ppo_clusterenv as ppo
-import ppo_continuous_clusterenv as ppo_continuous
-import ppo_lstm_clusterenv as ppo_lstm
+import scripts.dqn_atari_clusterenv as dqn_atari
+import scripts.ppo_atari_clusterenv as ppo_atari
+import scripts.ppo_continuous_clusterenv as ppo_continuous
+import scripts.ppo_lstm_clusterenv as ppo_lstm
 
 LOSS = SimpleNamespace(clip_coef=0.2, norm_adv=True, clip_vloss=True, ent_coef=0.01, vf_coef=0.5)
 WARM_UP = 11  # steps before a capture, and before the clock starts

@@ -44,7 +44,7 @@ class Args:
 
 def clusterenv(env_id, iterations, timeout, flags=()):
     is_discrete = isinstance(gym.make(env_id).action_space, gym.spaces.Discrete)
-    script = "ppo_clusterenv.py" if is_discrete else "ppo_continuous_clusterenv.py"
+    script = "ppo_clusterenv.py" if is_discrete else "scripts/ppo_continuous_clusterenv.py"
     return steady(
         ROOT / script, "--env-id", env_id, "--total-timesteps", str(iterations * work.BATCH_SIZE),
         *work.FLAGS, *flags, timeout=timeout, OMP_NUM_THREADS="1",

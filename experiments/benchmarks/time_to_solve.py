@@ -25,7 +25,7 @@ TASKS = {  # environment: (the return at which it counts as solved, script, flag
     "LunarLander-v3": (200, "ppo_clusterenv.py", ""),
     "CartPole-v1": (475, "ppo_clusterenv.py", CARTPOLE),
     # CleanRL's report for ppo_continuous_action.py after a million steps, in v4.
-    "HalfCheetah-v5": (1443, "ppo_continuous_clusterenv.py", ""),
+    "HalfCheetah-v5": (1443, "scripts/ppo_continuous_clusterenv.py", ""),
 }
 
 

@@ -30,9 +30,9 @@ SCRIPTS = {  # CleanRL's script: (our script, environment, CleanRL's flags, our 
         "ppo_clusterenv.py", "LunarLander-v3",
         [*PPO, "--num-envs", "64"], [*PPO, "--num-workers", "2", "--envs-per-worker", "32"],
     ),
-    "ppo_continuous_action.py": ("ppo_continuous_clusterenv.py", "HalfCheetah-v5", [], []),
-    "ppo_atari.py": ("ppo_atari_clusterenv.py", "BreakoutNoFrameskip-v4", [], []),
-    "ppo_atari_envpool.py": ("ppo_atari_clusterenv.py", "Breakout-v5", [], ["--env-backend",
+    "ppo_continuous_action.py": ("scripts/ppo_continuous_clusterenv.py", "HalfCheetah-v5", [], []),
+    "ppo_atari.py": ("scripts/ppo_atari_clusterenv.py", "BreakoutNoFrameskip-v4", [], []),
+    "ppo_atari_envpool.py": ("scripts/ppo_atari_clusterenv.py", "Breakout-v5", [], ["--env-backend",
         "envpool"]),
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ their curves.
 import csv
 import shlex
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +50,7 @@ class Task:
     """
 
     def __init__(self, program, env_id):
-        self.algorithm = program.partition("_")[0].upper()
+        self.algorithm = Path(program).name.partition("_")[0].upper()
         self.title = f"{self.algorithm}, {env_id}"
         self.name = f"{self.algorithm}_{env_id}".lower().replace("-", "_").replace("/", "_")
         self.flags = None  # the common flags of all runs: all but their setting's and the seed

@@ -37,23 +37,23 @@ TRAININGS = {  # the environment, and flags
         "Corridor-vector",
         f"{PPO} --total-timesteps 10240 --learning-rate 0.005 --reward-scale 1",
     ),
-    "ppo_multilearner_clusterenv.py": (
+    "scripts/ppo_multilearner_clusterenv.py": (
         "Corridor-vector",
         f"{PPO} --total-timesteps 10240 --learning-rate 0.005 --reward-scale 1",
     ),
-    "ppo_continuous_clusterenv.py": (
+    "scripts/ppo_continuous_clusterenv.py": (
         "Corridor-box",
         f"{PPO} --total-timesteps 20480 --learning-rate 0.003 --ent-coef 0.06",
     ),
-    "ppo_lstm_clusterenv.py": (
+    "scripts/ppo_lstm_clusterenv.py": (
         "Recall-vector",
         f"{PPO} --total-timesteps 20480 --learning-rate 0.005 --reward-scale 1 {LONG}",
     ),
-    "ppo_minatar_clusterenv.py": (
+    "scripts/ppo_minatar_clusterenv.py": (
         "Corridor-minatar",
         f"{PPO} --total-timesteps 10240 --learning-rate 0.003",
     ),
-    "ppo_atari_clusterenv.py": (
+    "scripts/ppo_atari_clusterenv.py": (
         "Corridor-atari",
         f"{PPO} --total-timesteps 3072 --learning-rate 0.001 {SMALL}",
     ),
@@ -62,7 +62,7 @@ TRAININGS = {  # the environment, and flags
         f"{DQN} --total-timesteps 10240 --learning-rate 0.002 --train-frequency 4 "
         f"--target-network-frequency 64",
     ),
-    "dqn_atari_clusterenv.py": (
+    "scripts/dqn_atari_clusterenv.py": (
         "Corridor-atari",
         f"{DQN} --total-timesteps 3200 --learning-rate 0.001 --buffer-size 4000 --train-frequency 8"
         " --target-network-frequency 64 --eval-episodes 20",
@@ -88,13 +88,13 @@ MISTAKES = {  # a piece of the script, and its replacement; or flags
 def learn(script, directory, seed=1, mistake="none"):
     """Train with a mistake in the script; return its evaluation's mean return."""
     env, flags = TRAININGS[script]
-    change = MISTAKES[mistake][script[:3]]
+    change = MISTAKES[mistake][Path(script).name[:3]]
     path = scripts.ROOT / script
     if isinstance(change, tuple):
         text, (old, new) = path.read_text(), change
         if text.count(old) != 1:
             raise ValueError(f"{script} has {old!r} {text.count(old)} times, not once")
-        path = Path(directory, script)
+        path = Path(directory, Path(script).name)
         path.write_text(text.replace(old, new))
         change = ""
     flags = [*f"--env-id tests.algorithms.toys:{env}-v0 --seed {seed} {flags} {change}".split()]

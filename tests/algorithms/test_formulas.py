@@ -16,9 +16,15 @@ from clusterenv_runtime.rollout import Rollout
 from .reference import advantages_by_definition
 from .toys import spaces_of
 
-PPO = "ppo_clusterenv", "ppo_continuous_clusterenv", "ppo_lstm_clusterenv", "ppo_minatar_clusterenv"
-PPO += "ppo_atari_clusterenv", "ppo_multilearner_clusterenv"
-DQN = "dqn_clusterenv", "dqn_atari_clusterenv"
+PPO = [
+    "ppo_clusterenv",
+    "scripts.ppo_multilearner_clusterenv",
+    "scripts.ppo_continuous_clusterenv",
+    "scripts.ppo_lstm_clusterenv",
+    "scripts.ppo_atari_clusterenv",
+    "scripts.ppo_minatar_clusterenv",
+]
+DQN = ["dqn_clusterenv", "scripts.dqn_atari_clusterenv"]
 
 
 def kind_of(name):
@@ -130,7 +136,7 @@ def loss_of(
         for each in (old, advantages, returns, old_values, weights)
     )
     says = (new, entropy, value[:, None])
-    is_recurrent = script.__name__.startswith("ppo_lstm")
+    is_recurrent = script.__name__ == "scripts.ppo_lstm_clusterenv"
     agent = SimpleNamespace(get_action_and_value=lambda *_: says if is_recurrent else (None, *says))
     # Of a recurrent network also its states, and where episodes begin.
     obs = (None, None, None) if is_recurrent else (None,)
@@ -249,7 +255,7 @@ def test_an_evaluation_returns_what_the_policy_earns_in_one_episode_each(name):
 
 # Continuous PPO's normalization.
 
-continuous = importlib.import_module("ppo_continuous_clusterenv")
+continuous = importlib.import_module("scripts.ppo_continuous_clusterenv")
 
 
 def test_discounted_returns_begin_with_their_episode_and_go_on_in_the_next_rollout():
@@ -309,7 +315,7 @@ def test_observations_are_normalized_and_clipped():
 # Atari's frames.
 
 
-@pytest.mark.parametrize("name", ["ppo_atari_clusterenv", "dqn_atari_clusterenv"])
+@pytest.mark.parametrize("name", ["scripts.ppo_atari_clusterenv", "scripts.dqn_atari_clusterenv"])
 def test_an_observation_is_the_last_four_frames_the_newest_last(name):
     script = importlib.import_module(name)
     env = script.make_env("tests.algorithms.toys:Corridor-atari-v0", 0, False, "")()
@@ -336,7 +342,7 @@ def test_an_observation_is_the_last_four_frames_the_newest_last(name):
     env.close()
 
 
-@pytest.mark.parametrize("name", ["ppo_atari_clusterenv", "dqn_atari_clusterenv"])
+@pytest.mark.parametrize("name", ["scripts.ppo_atari_clusterenv", "scripts.dqn_atari_clusterenv"])
 def test_an_episode_is_a_life_begins_by_firing_and_counts_in_the_return_of_the_game(name):
     script = importlib.import_module(name)
     env = script.make_env("tests.algorithms.toys:Lives-atari-v0", 0, False, "")()
@@ -492,7 +498,7 @@ def test_the_buffer_holds_the_newest_transitions_whole_and_each_once(size):
 
 @pytest.mark.parametrize("size", [24, 25, 30, 31])
 def test_the_buffer_of_frames_holds_the_newest_transitions_whole(size):
-    script = importlib.import_module("dqn_atari_clusterenv")
+    script = importlib.import_module("scripts.dqn_atari_clusterenv")
     space = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
     num_frames = 4 * 8 * 4 + 200  # room for the frames of more than four chunks
     buffer = script.ReplayBuffer(size, num_frames, space)
@@ -516,7 +522,7 @@ def test_the_buffer_of_frames_holds_the_newest_transitions_whole(size):
 
 
 def test_a_chunk_whose_frames_have_been_written_over_is_drawn_no_more():
-    script = importlib.import_module("dqn_atari_clusterenv")
+    script = importlib.import_module("scripts.dqn_atari_clusterenv")
     space = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
     buffer = script.ReplayBuffer(1000, 150, space)  # the frames of three chunks, and not of four
     torch.manual_seed(1)
@@ -533,7 +539,7 @@ def test_a_chunk_whose_frames_have_been_written_over_is_drawn_no_more():
 @pytest.mark.parametrize(("size", "num_frames"), [(7, 90), (40, 50)])
 def test_a_buffer_takes_as_many_bytes_as_it_says(dqn, size, num_frames):
     space = gym.spaces.Box(0, 255, (4, 3, 2), np.uint8)
-    sizes = (size, num_frames) if dqn.__name__ == "dqn_atari_clusterenv" else (size,)
+    sizes = (size, num_frames) if dqn.__name__ == "scripts.dqn_atari_clusterenv" else (size,)
     tensors = [
         value for value in vars(dqn.ReplayBuffer(*sizes, space)).values() if torch.is_tensor(value)
     ]
@@ -542,7 +548,7 @@ def test_a_buffer_takes_as_many_bytes_as_it_says(dqn, size, num_frames):
 
 def test_a_checkpoint_holds_the_buffer_or_nothing_of_it(dqn):
     space = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
-    is_of_frames = dqn.__name__ == "dqn_atari_clusterenv"
+    is_of_frames = dqn.__name__ == "scripts.dqn_atari_clusterenv"
     sizes, number = ((30, 200), (50,)) if is_of_frames else ((30,), (1, 50))
     chunks = [chunk_of(8 * number, 4, 2, (4, 1, 1)) for number in range(6)]
     chunks = [in_frames(chunk) for chunk in chunks] if is_of_frames else chunks

@@ -35,8 +35,8 @@ gym.register("Ends-v0", Ends)
     ("script", "space"),
     [
         ("ppo_clusterenv.py", "gym.spaces.Discrete(2)"),
-        ("ppo_lstm_clusterenv.py", "gym.spaces.Discrete(2)"),
-        ("ppo_continuous_clusterenv.py", "gym.spaces.Box(-1, 1, (2,))"),
+        ("scripts/ppo_lstm_clusterenv.py", "gym.spaces.Discrete(2)"),
+        ("scripts/ppo_continuous_clusterenv.py", "gym.spaces.Box(-1, 1, (2,))"),
     ],
 )
 def test_nobody_learns_from_the_observation_that_ends_an_episode(tmp_path, script, space):
@@ -58,7 +58,7 @@ def test_nothing_is_normalized_by_what_is_not_finite(tmp_path):
         "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 "
         "--total-timesteps 320"
     )
-    result = scripts.run("ppo_continuous_clusterenv.py", tmp_path, *flags.split())
+    result = scripts.run("scripts/ppo_continuous_clusterenv.py", tmp_path, *flags.split())
     assert result.returncode == 1 and "Traceback" not in result.stderr
     says = "error: environments [0, 1, 2, 3] gave observations that are not finite"
     assert result.stderr.splitlines()[-1] == says

@@ -20,13 +20,16 @@ OF_ALL = {"curve", "envs", "optimizer"}
 OF_DQN = OF_ALL | {"q_network", "target_network", "rb", "count"}
 SCRIPTS = {  # the kind of environment, and the content of a checkpoint
     "ppo_clusterenv.py": ("vector", OF_ALL | {"agent"}),
-    "ppo_multilearner_clusterenv.py": ("vector", OF_ALL | {"agent"}),
-    "ppo_continuous_clusterenv.py": ("box", OF_ALL | {"agent", "obs_moments", "return_moments"}),
-    "ppo_lstm_clusterenv.py": ("vector", OF_ALL | {"agent"}),
-    "ppo_minatar_clusterenv.py": ("minatar", OF_ALL | {"agent"}),
-    "ppo_atari_clusterenv.py": ("atari", OF_ALL | {"agent"}),
+    "scripts/ppo_multilearner_clusterenv.py": ("vector", OF_ALL | {"agent"}),
+    "scripts/ppo_continuous_clusterenv.py": (
+        "box",
+        OF_ALL | {"agent", "obs_moments", "return_moments"},
+    ),
+    "scripts/ppo_lstm_clusterenv.py": ("vector", OF_ALL | {"agent"}),
+    "scripts/ppo_minatar_clusterenv.py": ("minatar", OF_ALL | {"agent"}),
+    "scripts/ppo_atari_clusterenv.py": ("atari", OF_ALL | {"agent"}),
     "dqn_clusterenv.py": ("vector", OF_DQN),
-    "dqn_atari_clusterenv.py": ("atari", OF_DQN),
+    "scripts/dqn_atari_clusterenv.py": ("atari", OF_DQN),
 }
 FLAGS = (
     "--num-workers 1 --envs-per-worker 2 --num-steps 8 --total-timesteps 64 --eval-episodes 0 "
@@ -56,7 +59,7 @@ BY_THE_CLOCK = (
 def flags_of(script, *more):
     kind, _ = SCRIPTS[script]
     # Of two spellings the last one counts.
-    own = (PPO,) if script.startswith("ppo") else (DQN, *(more or [RANDOM]))
+    own = (PPO,) if "ppo" in script else (DQN, *(more or [RANDOM]))
     return [*" ".join([f"--env-id tests.algorithms.toys:Clockwork-{kind}-v0", FLAGS, *own]).split()]
 
 
@@ -145,7 +148,7 @@ def test_the_resumed_run_is_the_run(tmp_path, script):
 
 
 @pytest.mark.parametrize("outstanding", [1, 3])
-@pytest.mark.parametrize("script", ["dqn_clusterenv.py", "dqn_atari_clusterenv.py"])
+@pytest.mark.parametrize("script", ["dqn_clusterenv.py", "scripts/dqn_atari_clusterenv.py"])
 def test_exploration_and_counts_go_on_where_they_were(tmp_path, script, outstanding):
     flags = (
         f"--start-e 0.9 --end-e 0.1 --exploration-fraction 0.9 --no-deterministic --outstanding "
@@ -165,7 +168,7 @@ def test_exploration_and_counts_go_on_where_they_were(tmp_path, script, outstand
     assert end["rb"]["inserted"] == 64
 
 
-@pytest.mark.parametrize("script", ["dqn_clusterenv.py", "dqn_atari_clusterenv.py"])
+@pytest.mark.parametrize("script", ["dqn_clusterenv.py", "scripts/dqn_atari_clusterenv.py"])
 def test_without_its_replay_buffer_a_run_collects_before_it_learns_and_learns_at_the_new_rate(
     tmp_path, script
 ):

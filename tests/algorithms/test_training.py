@@ -20,15 +20,15 @@ from .toys import spaces_of
 
 PPO = {
     "ppo_clusterenv.py": ("vector", reference.Vector()),
-    "ppo_multilearner_clusterenv.py": ("vector", reference.Vector()),
-    "ppo_continuous_clusterenv.py": ("box", reference.Continuous()),
-    "ppo_lstm_clusterenv.py": ("vector", reference.Recurrent()),
-    "ppo_minatar_clusterenv.py": ("minatar", reference.MinAtar()),
-    "ppo_atari_clusterenv.py": ("atari", reference.Atari()),
+    "scripts/ppo_multilearner_clusterenv.py": ("vector", reference.Vector()),
+    "scripts/ppo_continuous_clusterenv.py": ("box", reference.Continuous()),
+    "scripts/ppo_lstm_clusterenv.py": ("vector", reference.Recurrent()),
+    "scripts/ppo_minatar_clusterenv.py": ("minatar", reference.MinAtar()),
+    "scripts/ppo_atari_clusterenv.py": ("atari", reference.Atari()),
 }
 DQN = {
     "dqn_clusterenv.py": ("vector", reference.q_vector),
-    "dqn_atari_clusterenv.py": ("atari", reference.q_atari),
+    "scripts/dqn_atari_clusterenv.py": ("atari", reference.q_atari),
 }
 # Every number matters: a weight is truncated, a ratio clipped, a gradient's norm
 # limited.
@@ -130,7 +130,7 @@ def test_ppo_is_as_defined(tmp_path, script, way):
 
 def assert_first_networks(recording, script, name):
     """A script's network begins like one that is made from the run's seed."""
-    module = importlib.import_module(script.removesuffix(".py"))
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     args = SimpleNamespace(**recording.args)
     envs = spaces_of(module.make_env(args.env_id, 0, False, "")())
     torch.manual_seed(args.seed)
@@ -174,11 +174,11 @@ def check_acts(recording, network, weights):
 
 @pytest.mark.parametrize(
     ("script", "every"),
-    [("dqn_clusterenv.py", 1), ("dqn_clusterenv.py", 3), ("dqn_atari_clusterenv.py", 3)],
+    [("dqn_clusterenv.py", 1), ("dqn_clusterenv.py", 3), ("scripts/dqn_atari_clusterenv.py", 3)],
 )
 def test_dqn_is_as_defined(tmp_path, script, every):
     kind, q_values = DQN[script]
-    is_atari = script == "dqn_atari_clusterenv.py"
+    is_atari = script == "scripts/dqn_atari_clusterenv.py"
     # Environment steps, and one gradient step for each ``every`` of them.
     total = 100 if is_atari else 200
     size = "--buffer-size 1000" if is_atari else "--buffer-size 60"

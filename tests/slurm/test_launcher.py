@@ -68,7 +68,7 @@ class Job:
         self, slurm, directory, file, *options, flags="", python=Path(sys.executable).parent
     ):
         if not (directory / "slurm").exists():
-            for name in ("slurm", *(path.name for path in ROOT.glob("*_clusterenv.py"))):
+            for name in ("slurm", "scripts", *(path.name for path in ROOT.glob("*_clusterenv.py"))):
                 (directory / name).symlink_to(ROOT / name)
         (directory / "slow_env.py").write_text(SLOW_ENV)
         env = {
@@ -273,8 +273,10 @@ def test_a_run_is_of_one_job_at_a_time_and_goes_on_where_resume_says(stub):
 
 
 def test_a_variable_names_another_script(stub):
-    job = stub("--export=ALL,SCRIPT=ppo_continuous_clusterenv.py")
-    job.await_words("began with ppo_continuous_clusterenv.py --launcher slurm --num-workers 2")
+    job = stub("--export=ALL,SCRIPT=scripts/ppo_continuous_clusterenv.py")
+    job.await_words(
+        "began with scripts/ppo_continuous_clusterenv.py --launcher slurm --num-workers 2"
+    )
     (job.directory / "go").touch()
     job.wait()
 

@@ -2,7 +2,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["clusterenv[scripts,atari]"]
-# tool.uv.sources.clusterenv = { path = ".", editable = true }
+# tool.uv.sources.clusterenv = { path = "..", editable = true }
 # ///
 import os
 import random

@@ -1,12 +1,13 @@
-# PPO with a memory: CleanRL's ppo_atari_lstm.py for vectors, changed for distribution
+# PPO on MinAtar, five games of 10x10 pixels: Atari's kind of learning, in a minute on two cores
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["clusterenv[scripts]"]
-# tool.uv.sources.clusterenv = { path = ".", editable = true }
+# dependencies = ["clusterenv[scripts,minatar]"]
+# tool.uv.sources.clusterenv = { path = "..", editable = true }
 # ///
 import os
 import random
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import gymnasium as gym
@@ -34,11 +35,15 @@ from clusterenv_runtime.script import (
     check,
     check_batches,
     check_discrete,
-    check_vectors,
     evaluate,
     parse,
     read_spaces,
 )
+
+with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
+    import minatar.gym
+
+    minatar.gym.register_envs()
 
 
 @dataclass
@@ -46,18 +51,16 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
-    env_id: EnvId = "CartPole-v1"
+    env_id: EnvId = "MinAtar/Breakout-v1"
     """the id of the environment"""
-    total_timesteps: Positive = 500000
+    total_timesteps: Positive = 1000000
     """total timesteps of the experiments"""
-    learning_rate: PositiveNumber = 2e-3
+    learning_rate: PositiveNumber = 1e-3
     """the learning rate of the optimizer"""
     envs_per_worker: Positive = 16
     """the number of parallel game environments on each worker"""
     num_steps: Positive = 64
     """the number of steps to run in each environment per policy rollout"""
-    reward_scale: Number = 0.05
-    """rewards are multiplied by this before the learner sees them; 1 leaves them as they are"""
     anneal_lr: bool = True
     """toggle learning rate annealing for policy and value networks"""
     gamma: Fraction = 0.99
@@ -65,7 +68,7 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     gae_lambda: Fraction = 0.95
     """the lambda for the general advantage estimation"""
     num_minibatches: Positive = 4
-    """the number of mini-batches, each of whole environments"""
+    """the number of mini-batches"""
     update_epochs: Positive = 4
     """the K epochs to update the policy"""
     norm_adv: bool = True
@@ -82,8 +85,6 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     """the maximum norm for the gradient clipping"""
     target_kl: Nats | None = None
     """the target KL divergence threshold"""
-    hidden_size: Positive = 64
-    """the width of the layer before the LSTM, and of the LSTM"""
 
     # Distribution specific arguments
     decoupled: bool = True
@@ -94,19 +95,6 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     """collect the next rollout while learning from this one; it acts one update behind"""
 
 
-class HideVelocities(gym.ObservationWrapper):
-    """Observe CartPole's positions alone: how fast they change, one must remember."""
-
-    def __init__(self, env):
-        super().__init__(env)
-        bounds = env.observation_space
-        low, high = bounds.low[::2], bounds.high[::2]
-        self.observation_space = gym.spaces.Box(low, high, dtype=bounds.dtype)
-
-    def observation(self, observation):
-        return observation[::2]
-
-
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
     def thunk():
         if capture_video and idx == 0:
@@ -114,7 +102,7 @@ def make_env(env_id, idx, capture_video, run_name, **kwargs):
             env = gym.wrappers.RecordVideo(env, f"videos/{run_name}")
         else:
             env = gym.make(env_id, **kwargs)
-        return HideVelocities(env) if env_id == "CartPole-v1" else env
+        return env
 
     return thunk
 
@@ -125,49 +113,35 @@ def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
     return layer
 
 
-class RecurrentPolicy(CategoricalPolicy):
-    """What travels to the workers: it acts on what it remembers of the episode."""
+class ChannelsFirst(nn.Module):
+    """MinAtar's pixels ``(batch, height, width, channels)`` as convolutions take them."""
 
-    def __init__(self, network, lstm, actor):
-        super().__init__(actor)
-        self.network, self.lstm = network, lstm
-
-    def initial_state(self, num_envs):
-        shape = num_envs, self.lstm.hidden_size
-        return torch.zeros(shape), torch.zeros(shape)
-
-    def forward(self, x, lstm_state):
-        lstm_state = self.lstm(self.network(x), lstm_state)
-        return self.actor(lstm_state[0]), lstm_state
+    def forward(self, x):
+        return x.permute(0, 3, 1, 2).float()
 
 
 class Agent(nn.Module):
-    def __init__(self, envs, hidden_size):
+    def __init__(self, envs):
         super().__init__()
-        num_inputs = np.array(envs.single_observation_space.shape).prod()
-        self.network = nn.Sequential(layer_init(nn.Linear(num_inputs, hidden_size)), nn.Tanh())
-        self.lstm = nn.LSTMCell(hidden_size, hidden_size)
-        for name, param in self.lstm.named_parameters():
-            if "bias" in name:
-                nn.init.constant_(param, 0)
-            elif "weight" in name:
-                nn.init.orthogonal_(param, 1.0)
-        self.actor = layer_init(nn.Linear(hidden_size, envs.single_action_space.n), std=0.01)
-        self.critic = layer_init(nn.Linear(hidden_size, 1), std=1)
+        height, width, channels = envs.single_observation_space.shape
+        self.network = nn.Sequential(
+            ChannelsFirst(),
+            layer_init(nn.Conv2d(channels, 16, 3)), nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(16 * (height - 2) * (width - 2), 128)), nn.ReLU(),
+        )  # fmt: skip
+        self.actor = layer_init(nn.Linear(128, envs.single_action_space.n), std=0.01)
+        self.critic = layer_init(nn.Linear(128, 1), std=1)
 
-    def get_states(self, x, lstm_state, starts):
-        """What the LSTM remembers after each step, ``(num_steps, num_envs, hidden_size)`` twice."""
-        states = []
-        for hidden, start in zip(self.network(x), starts, strict=True):
-            keep = (1.0 - start)[:, None]
-            lstm_state = self.lstm(hidden, (keep * lstm_state[0], keep * lstm_state[1]))
-            states.append(lstm_state)
-        return [torch.stack(parts) for parts in zip(*states, strict=True)]
+    def get_value(self, x):
+        return self.critic(self.network(x))
 
-    def get_action_and_value(self, x, lstm_state, starts, action):
-        hidden, _ = self.get_states(x, lstm_state, starts)
+    def get_action_and_value(self, x, action=None):
+        hidden = self.network(x)
         probs = Categorical(logits=self.actor(hidden))
-        return probs.log_prob(action), probs.entropy(), self.critic(hidden)
+        if action is None:
+            action = probs.sample()
+        return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
 
 
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
@@ -190,15 +164,13 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
     return advantages, advantages + values
 
 
-def ppo_loss(
-    agent, args, lstm_state, obs, starts, actions, logprobs, advantages, returns, values, weights
-):
-    """Return the loss of a minibatch of whole environments, and by name the scalars to log.
+def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
+    """Return the loss of a minibatch, and by name the scalars to log.
 
-    `lstm_state` is from before the first step, `(num_envs, hidden_size)` each. Other tensors are
-    `(num_steps, num_envs, ...)`. `weights` multiply the policy's loss.
+    `obs` and `actions` are `(minibatch_size, ...)`, the other tensors `(minibatch_size,)`.
+    `weights` multiply the policy's loss.
     """
-    newlogprob, entropy, newvalue = agent.get_action_and_value(obs, lstm_state, starts, actions)
+    _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     logratio = newlogprob - logprobs
     ratio = logratio.exp()
     with torch.no_grad():
@@ -215,7 +187,7 @@ def ppo_loss(
     pg_loss = (weights * torch.max(pg_loss1, pg_loss2)).mean()
 
     # Value loss
-    newvalue = newvalue.squeeze(-1)
+    newvalue = newvalue.view(-1)
     v_loss = (newvalue - returns) ** 2
     if args.clip_vloss:
         v_change = torch.clamp(newvalue - values, -args.clip_coef, args.clip_coef)
@@ -231,18 +203,17 @@ def ppo_loss(
 
 
 if __name__ == "__main__":
-    run = Run(parse(Args), fixed=("env_id", "num_steps", "hidden_size"))
+    run = Run(parse(Args), fixed=("env_id", "num_steps"))
     args = run.args  # with --resume those of its checkpoint, but for the flags given now
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
-    whole = args.num_envs % args.num_minibatches == 0
-    environments = f"must divide the {args.num_envs} environments"
-    check(whole, f"--num-minibatches {args.num_minibatches} {environments}")
     check_batches(args)
     obs_space, action_space = read_spaces(args, make_env)
     check_discrete(args, action_space)
-    check_vectors(obs_space)
+    pixels = len(obs_space.shape or ()) == 3 and obs_space.dtype == bool
+    shape = "pixels of MinAtar, (height, width, channels) of booleans"
+    check(pixels, f"observations must be {shape}, not {obs_space}")
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
@@ -262,8 +233,9 @@ if __name__ == "__main__":
     ]
     envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, **run.options())
     run.keep("envs", envs)
-    agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))
-    policy = RecurrentPolicy(agent.network, agent.lstm, agent.actor)
+    agent = run.keep("agent", Agent(envs).to(device))
+    # what travels to the workers
+    policy = CategoricalPolicy(nn.Sequential(agent.network, agent.actor))
     adam = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     optimizer = run.keep("optimizer", adam)
     envs.publish(policy)  # while the environments reset, the workers load it
@@ -282,25 +254,17 @@ if __name__ == "__main__":
             learn_start = time.monotonic()
             run.add_episodes(rollout)
             run.global_step += args.batch_size
-            obs = torch.Tensor(rollout.observations).to(device)  # (num_steps, num_envs, ...)
-            next_obs = torch.Tensor(rollout.next_observations).to(device)  # (num_envs, ...)
+            obs = torch.as_tensor(rollout.observations).to(device)  # (num_steps, num_envs, ...)
+            next_obs = torch.as_tensor(rollout.next_observations).to(device)  # (num_envs, ...)
             actions = torch.as_tensor(rollout.actions).to(device)  # (num_steps, num_envs)
             logprobs = torch.Tensor(rollout.logprobs).to(device)
-            rewards = rollout.rewards.astype(np.float32) * args.reward_scale
-            dones = torch.Tensor(rollout.terminations | rollout.truncations).to(device)
-            # the states before the first step, (num_envs, hidden_size) each
-            lstm_state = [torch.Tensor(state).to(device) for state in rollout.states]
-            # where an episode begins after the first step
-            starts = torch.cat([torch.zeros_like(dones[:1]), dones[:-1]])
+            rewards = rollout.rewards.astype(np.float32)
 
             with torch.no_grad():  # values of all observations, also of those that ended episodes
-                hidden, cell = agent.get_states(obs, lstm_state, starts)
-                last_state = hidden[-1], cell[-1]
-                next_hidden, _ = agent.get_states(next_obs[None], last_state, dones[-1:])
-                values = agent.critic(torch.cat([hidden, next_hidden])).squeeze(-1)
-                ends, final_obs = dones.bool(), torch.Tensor(rollout.final_observations).to(device)
-                final_hidden, _ = agent.lstm(agent.network(final_obs), (hidden[ends], cell[ends]))
-                final_values = agent.critic(final_hidden).flatten()
+                values = agent.get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1))
+                values = values.view(-1, envs.num_envs)
+                final_obs = torch.as_tensor(rollout.final_observations).to(device)
+                final_values = agent.get_value(final_obs).flatten()
             advantages, returns = compute_gae(
                 rewards, values.cpu().numpy(), final_values.cpu().numpy(), rollout.terminations,
                 rollout.truncations, args.gamma, args.gae_lambda,
@@ -308,30 +272,34 @@ if __name__ == "__main__":
             advantages = torch.from_numpy(advantages).to(device)
             returns = torch.from_numpy(returns).to(device)
             values = values[:-1]
-            weights = torch.ones_like(logprobs)
+            # flatten the batch
+            b_obs = obs.reshape((-1,) + envs.single_observation_space.shape)
+            b_logprobs = logprobs.reshape(-1)
+            b_actions = actions.reshape((-1,) + envs.single_action_space.shape)
+            b_advantages = advantages.reshape(-1)
+            b_returns = returns.reshape(-1)
+            b_values = values.reshape(-1)
+            b_weights = torch.ones_like(b_logprobs)
             if args.decoupled:
                 # A worker's policy may be many updates old. Clipping the ratio to it would pin the
                 # learner to it: it never diverges, nobody pulls, training stalls. So clip against
                 # the policy at the start of this update (proximal) and weight by proximal /
                 # behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
                 with torch.no_grad():
-                    proximal = Categorical(logits=agent.actor(hidden)).log_prob(actions)
-                    weights = (proximal - logprobs).exp().clamp(max=args.clip_rho)
-                    logprobs = proximal
+                    _, proximal, _, _ = agent.get_action_and_value(b_obs, b_actions)
+                    b_weights = (proximal - b_logprobs).exp().clamp(max=args.clip_rho)
+                    b_logprobs = proximal
 
-            # Optimizing the policy and value network, by the steps of whole environments
-            batch = obs, starts, actions, logprobs, advantages, returns, values, weights
-            envs_per_batch = args.num_envs // args.num_minibatches
-            env_inds = np.arange(args.num_envs)
+            # Optimizing the policy and value network
+            batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values, b_weights
+            b_inds = np.arange(args.batch_size)
             clipfracs = []
             for _ in range(args.update_epochs):
-                np.random.shuffle(env_inds)
-                for start in range(0, args.num_envs, envs_per_batch):
-                    end = start + envs_per_batch
-                    mb_inds = torch.as_tensor(env_inds[start:end], device=device)
-                    mb_state = [state[mb_inds] for state in lstm_state]
-                    mb = [part[:, mb_inds] for part in batch]
-                    loss, losses = ppo_loss(agent, args, mb_state, *mb)
+                np.random.shuffle(b_inds)
+                for start in range(0, args.batch_size, args.minibatch_size):
+                    end = start + args.minibatch_size
+                    mb_inds = torch.as_tensor(b_inds[start:end], device=device)
+                    loss, losses = ppo_loss(agent, args, *(part[mb_inds] for part in batch))
                     clipfracs += [losses["clipfrac"]]
                     optimizer.zero_grad()
                     loss.backward()
@@ -355,11 +323,8 @@ if __name__ == "__main__":
             writer.add_scalar("time/collect", collect_time, run.global_step)
             writer.add_scalar("time/learn", time.monotonic() - learn_start, run.global_step)
 
-        lstm_state = [state.to(device) for state in policy.initial_state(args.eval_episodes)]
-
-        def act(obs):  # as the workers act, in one episode each
-            global lstm_state
-            logits, lstm_state = policy(torch.Tensor(obs).to(device), lstm_state)
-            return Categorical(logits=logits).sample().cpu().numpy()
+        def act(obs):  # as the workers act
+            action, _, _, _ = agent.get_action_and_value(torch.as_tensor(obs, device=device))
+            return action.cpu().numpy()
 
         run.finish(evaluate(args, make_env, act), updates=run.global_step // args.batch_size)
