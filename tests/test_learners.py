@@ -85,8 +85,9 @@ def test_several_learners_learn_what_one_does(tmp_path, number):
 def test_the_pages_diff_gives_the_script_of_atari_several_learners(tmp_path):
     pytest.importorskip("ale_py", reason="Atari is not installed: pip install ale-py")
     diff = re.search(r"```diff\n(.*?)```", (ROOT / "docs" / "learners.md").read_text(), re.S)[1]
-    (several := tmp_path / "several").mkdir()
-    script = shutil.copy(ROOT / "scripts/ppo_atari_clusterenv.py", several)
+    several = tmp_path / "several"
+    (several / "scripts").mkdir(parents=True)
+    script = shutil.copy(ROOT / "scripts/ppo_atari_clusterenv.py", several / "scripts")
     subprocess.run(["patch", "-p0"], cwd=several, input=diff, text=True, check=True)
     flags = "--num-workers 2 --envs-per-worker 2 --num-steps 64"
     flags = [*TINY, *flags.split(), "--total-timesteps", "512"]
