@@ -1,5 +1,5 @@
-"""The sources of the site, in build/docs: the pages of mkdocs.yml and what they link to, laid out
-as they are here.
+"""The sources of the site, in build: mkdocs.yml, and in build/docs its pages and what they link to,
+laid out as they are here.
 
 So the links that work on GitHub work on the site. ``make docs`` calls this, and then builds.
 """
@@ -11,7 +11,9 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ROOT / "build" / "docs"
+CONFIGURATION = ROOT / "docs" / "mkdocs.yml"
+BUILD = ROOT / "build"
+SOURCES = BUILD / "docs"
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
@@ -32,7 +34,7 @@ def links_of(page: Path) -> list[tuple[Path, str]]:
 
 def pages() -> list[Path]:
     """Return the pages of the navigation, and those that they lead to."""
-    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    navigation = yaml.safe_load(CONFIGURATION.read_text())["nav"]
     known = [ROOT / path for path in _paths(navigation)]
     for page in known:  # which grows meanwhile
         known += sorted(
@@ -55,3 +57,4 @@ if __name__ == "__main__":
             copy = SOURCES / file.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, copy)
+    shutil.copy(CONFIGURATION, BUILD)
