@@ -6,7 +6,6 @@
 # ///
 import itertools
 import os
-import random
 import time
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ from clusterenv_runtime.options import (
 )
 from clusterenv_runtime.script import (
     Counters,
+    CudaGraph,
     Run,
     ScriptArgs,
     by_backend,
@@ -39,6 +39,7 @@ from clusterenv_runtime.script import (
     evaluate,
     parse,
     read_spaces,
+    seeded_device,
 )
 
 
@@ -204,6 +205,15 @@ def td_loss(q_network, obs, actions, td_target):
     return F.mse_loss(td_target, old_val), old_val
 
 
+def update(optimizer, q_network, obs, actions, td_target):
+    """Take a gradient step on a batch; return its loss, and the Q-values of its `actions`."""
+    loss, old_val = td_loss(q_network, obs, actions, td_target)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach(), old_val.detach()
+
+
 if __name__ == "__main__":
     run = Run(parse(Args), fixed=("env_id", "num_steps", "buffer_size", "train_frequency"))
     args = run.args  # with --resume those of its checkpoint, but for the flags given now
@@ -221,13 +231,9 @@ if __name__ == "__main__":
     print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
 
     # TRY NOT TO MODIFY: seeding
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
+    device = seeded_device(args)
     # Networks this small gain nothing from more threads, and runs side by side stall each other.
     torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
     env_fns = [
@@ -247,6 +253,7 @@ if __name__ == "__main__":
     target_network = QNetwork(envs).to(device)
     target_network.load_state_dict(q_network.state_dict())
     run.keep("target_network", target_network)
+    update_once = CudaGraph(update, optimizer, q_network)
     rb = ReplayBuffer(args.buffer_size, envs.single_observation_space, args.save_replay)
     run.keep("rb", rb)
     # warm_up: environment steps before learning; waiting: seconds of waiting for chunks
@@ -288,7 +295,8 @@ if __name__ == "__main__":
             # `learning_starts`.
             due = max(run.global_step - count.warm_up, 0) // args.train_frequency
             while count.gradient_steps < due:
-                # Steps up to the next change of the target network get their batches in one go.
+                # Steps up to the next change of the target network get their batches and targets
+                # in one go.
                 check_every = args.sync_check_frequency
                 until_target = target_every - count.gradient_steps % target_every
                 until_check = check_every - count.gradient_steps % check_every
@@ -298,11 +306,8 @@ if __name__ == "__main__":
                 b_td_target = compute_td_target(
                     target_network, b_next_obs, b_rewards, b_dones, args.gamma
                 )
-                for obs, actions, td_target in zip(b_obs, b_actions, b_td_target, strict=True):
-                    loss, old_val = td_loss(q_network, obs, actions, td_target)
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
+                for batch in zip(b_obs, b_actions, b_td_target, strict=True):
+                    loss, old_val = update_once(*batch)
                 count.gradient_steps += burst
                 # update target network
                 if count.gradient_steps % target_every == 0:
@@ -318,8 +323,8 @@ if __name__ == "__main__":
             run.report(chunk, versions=envs.policy_version)
             writer.add_scalar("charts/epsilon", policy.epsilon, run.global_step)
             if loss is not None:
-                writer.add_scalar("losses/td_loss", loss.item(), run.global_step)
-                writer.add_scalar("losses/q_values", old_val.mean().item(), run.global_step)
+                losses = {"td_loss": loss, "q_values": old_val.mean()}
+                run.logs.add_group("losses", losses, run.global_step)
             learned = count.gradient_steps * args.batch_size
             writer.add_scalar("time/learner_waiting", count.waiting, run.global_step)
             writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)

@@ -5,7 +5,6 @@
 # tool.uv.sources.clusterenv = { path = ".", editable = true }
 # ///
 import os
-import random
 import time
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.optim as optim
-from torch.distributions import Categorical, Distribution
+from torch.distributions import Categorical
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.options import (
@@ -28,16 +27,17 @@ from clusterenv_runtime.options import (
     PositiveNumber,
 )
 from clusterenv_runtime.script import (
+    CudaGraph,
     Run,
     ScriptArgs,
     by_backend,
     check_batches,
-    check_compiler,
     check_discrete,
     check_vectors,
     evaluate,
     parse,
     read_spaces,
+    seeded_device,
 )
 
 
@@ -190,9 +190,20 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
     entropy_loss = entropy.mean()
     loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
     return loss, {
-        "value_loss": v_loss, "policy_loss": pg_loss, "entropy": entropy_loss,
-        "old_approx_kl": old_approx_kl, "approx_kl": approx_kl, "clipfrac": clipfrac,
+        "value_loss": v_loss.detach(), "policy_loss": pg_loss.detach(),
+        "entropy": entropy_loss.detach(), "old_approx_kl": old_approx_kl, "approx_kl": approx_kl,
+        "clipfrac": clipfrac,
     }  # fmt: skip
+
+
+def update(optimizer, agent, args, loss_fn, *minibatch):
+    """Take a gradient step on a minibatch by `loss_fn`, the `ppo_loss`; return what to log."""
+    loss, losses = loss_fn(agent, args, *minibatch)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return losses
 
 
 if __name__ == "__main__":
@@ -202,21 +213,15 @@ if __name__ == "__main__":
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
     check_batches(args)
-    check_compiler(args)
     obs_space, action_space = read_spaces(args, make_env)
     check_discrete(args, action_space)
     check_vectors(obs_space)
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    Distribution.set_default_validate_args(False)  # the workers, who act, check theirs
+    device = seeded_device(args)
     # Networks this small gain nothing from more threads, and runs side by side stall each other.
     torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
     env_fns = [
@@ -234,8 +239,8 @@ if __name__ == "__main__":
         options = {"cpp.use_decompose_tanh": True}  # a tanh that is several times as fast on CPUs
         get_value = torch.compile(get_value, dynamic=False, options=options)
         actor = torch.compile(actor, dynamic=False, options=options)
-        graphs = {"triton.cudagraphs": device.type == "cuda"}
-        loss_fn = torch.compile(ppo_loss, dynamic=False, options=options | graphs)
+        loss_fn = torch.compile(ppo_loss, dynamic=False, options=options)
+    update_once = CudaGraph(update, optimizer, agent, args, loss_fn)
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
@@ -263,20 +268,18 @@ if __name__ == "__main__":
                 values = values.view(-1, envs.num_envs)
                 final_obs = torch.Tensor(rollout.final_observations).to(device)
                 final_values = agent.get_value(final_obs).flatten()
+            values, final_values = values.cpu().numpy(), final_values.cpu().numpy()
             advantages, returns = compute_gae(
-                rewards, values.cpu().numpy(), final_values.cpu().numpy(), rollout.terminations,
-                rollout.truncations, args.gamma, args.gae_lambda,
+                rewards, values, final_values, rollout.terminations, rollout.truncations,
+                args.gamma, args.gae_lambda,
             )  # fmt: skip
-            advantages = torch.from_numpy(advantages).to(device)
-            returns = torch.from_numpy(returns).to(device)
-            values = values[:-1]
             # flatten the batch
             b_obs = obs.reshape((-1,) + envs.single_observation_space.shape)
             b_logprobs = logprobs.reshape(-1)
             b_actions = actions.reshape((-1,) + envs.single_action_space.shape)
-            b_advantages = advantages.reshape(-1)
-            b_returns = returns.reshape(-1)
-            b_values = values.reshape(-1)
+            b_advantages = torch.from_numpy(advantages).to(device).reshape(-1)
+            b_returns = torch.from_numpy(returns).to(device).reshape(-1)
+            b_values = torch.from_numpy(values[:-1]).to(device).reshape(-1)
             b_weights = torch.ones_like(b_logprobs)
             if args.decoupled:
                 # A worker's policy may be many updates old. Clipping the ratio to it would pin the
@@ -294,32 +297,21 @@ if __name__ == "__main__":
             clipfracs = []
             for _ in range(args.update_epochs):
                 np.random.shuffle(b_inds)
-                for start in range(0, args.batch_size, args.minibatch_size):
-                    end = start + args.minibatch_size
-                    mb_inds = torch.as_tensor(b_inds[start:end], device=device)
-                    loss, losses = loss_fn(agent, args, *(part[mb_inds] for part in batch))
-                    clipfracs += [losses["clipfrac"].clone()]  # CUDA graphs write over their own
-                    optimizer.zero_grad()
-                    loss.backward()
-                    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                    optimizer.step()
+                for mb_inds in torch.as_tensor(b_inds, device=device).split(args.minibatch_size):
+                    losses = update_once(*(part[mb_inds] for part in batch))
+                    clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph writes over its own
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                     break
 
-            y_pred, y_true = values.cpu().numpy(), returns.cpu().numpy()
-            var_y = np.var(y_true)
-            explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
+            var_y = np.var(returns)
+            explained_var = np.nan if var_y == 0 else 1 - np.var(returns - values[:-1]) / var_y
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
-            losses["clipfrac"] = torch.stack(clipfracs).mean()
-            for name, value in losses.items():
-                writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
+            losses = {**losses, "clipfrac": torch.stack(clipfracs).mean()}
+            run.logs.add_group("losses", losses, run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
             writer.add_scalar("charts/learning_rate", lrnow, run.global_step)
-            collect_time = max(learn_start - collect_start, 1e-9)  # some clocks stand still
-            writer.add_scalar("charts/collect_sps", args.batch_size / collect_time, run.global_step)
-            writer.add_scalar("time/collect", collect_time, run.global_step)
-            writer.add_scalar("time/learn", time.monotonic() - learn_start, run.global_step)
+            run.logs.add_times(collect_start, learn_start, args.batch_size, run.global_step)
 
         def act(obs):  # as the workers act
             action, _, _, _ = agent.get_action_and_value(torch.Tensor(obs).to(device))

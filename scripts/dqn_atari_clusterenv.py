@@ -6,9 +6,7 @@
 # ///
 import itertools
 import os
-import random
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 
 import gymnasium as gym
@@ -19,7 +17,7 @@ import torch.nn.functional as F
 import torch.optim as optim
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
-from clusterenv_runtime.extras.atari import ENVPOOL, OF_ENVPOOL, EpisodicLife, FireReset, is_game
+from clusterenv_runtime.extras.atari import ENVPOOL, OF_ENVPOOL, EpisodicLife, FireReset
 from clusterenv_runtime.options import (
     EnvId,
     Fraction,
@@ -31,24 +29,22 @@ from clusterenv_runtime.options import (
 )
 from clusterenv_runtime.script import (
     Counters,
+    CudaGraph,
     Run,
     ScriptArgs,
     by_backend,
-    check,
     check_chunks,
-    check_discrete,
+    check_game,
     check_memory,
+    check_stacks,
     evaluate,
     parse,
     read_spaces,
+    seeded_device,
 )
+from clusterenv_runtime.script.frame_replay import ReplayBuffer
 
-with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
-    import ale_py
-
-    gym.register_envs(ale_py)
 FRAME_STACK = 4
-STACK = FRAME_STACK, 84, 84
 
 
 @dataclass
@@ -145,75 +141,6 @@ class QNetwork(nn.Module):
         return self.network(x / 255.0)
 
 
-class ReplayBuffer:
-    """The last `size` transitions, or somewhat fewer. A stack is the numbers of its frames.
-
-    Each frame is kept once, but for those of stacks that end a chunk or an episode, which are kept
-    twice.
-    """
-
-    def __init__(self, size, num_frames, observation_space, in_checkpoints=True):
-        self.size, self.inserted, self.in_checkpoints = size, 0, in_checkpoints
-        self.frames = torch.zeros(num_frames, *observation_space.shape[1:], dtype=torch.uint8)
-        self.num_frames = 0  # that there have ever been: number n is at n % len(frames)
-        # the frames' numbers of what was seen before and after
-        self.stacks = torch.zeros(size, 2, FRAME_STACK, dtype=torch.int64)
-        self.actions = torch.zeros(size, 1, dtype=torch.int64)
-        self.rewards, self.dones = torch.zeros(size), torch.zeros(size)
-        # of which frames are left: the numbers of the first transition and of the first frame
-        self.chunks = []
-
-    @staticmethod
-    def num_bytes(size, num_frames, observation_space):
-        frame = int(np.prod(observation_space.shape[1:])) * observation_space.dtype.itemsize
-        return num_frames * frame + size * (2 * FRAME_STACK * 8 + 8 + 4 + 4)
-
-    def add(self, rollout):
-        self.chunks.append((self.inserted, self.num_frames))
-        obs, dones = rollout.observations, rollout.terminations | rollout.truncations
-        # An episode's last step leads to its final observation, not to the one its environment was
-        # reset to.
-        after = np.concatenate([rollout.final_observations, rollout.next_observations])
-        after_index = len(obs.frames) + np.arange(after[:, :, 0, 0].size).reshape(-1, FRAME_STACK)
-        next_index = np.concatenate([obs.index[1:], after_index[None, dones.sum() :]])
-        next_index[dones] = after_index[: dones.sum()]
-        frames = np.concatenate([obs.frames, after.reshape(-1, *obs.frames.shape[1:])])
-        held = torch.arange(self.num_frames, self.num_frames + len(frames)) % len(self.frames)
-        self.frames[held] = torch.from_numpy(frames)
-        num = rollout.rewards.size
-        places = torch.arange(self.inserted, self.inserted + num) % self.size
-        stacks = torch.from_numpy(np.stack([obs.index, next_index], 2)).flatten(0, 1)
-        self.stacks[places] = self.num_frames + stacks
-        for column, values in (
-            (self.actions, rollout.actions),
-            (self.rewards, rollout.rewards),
-            (self.dones, rollout.terminations),  # a truncation is not the end
-        ):
-            values = torch.from_numpy(values).reshape(num, *column.shape[1:])
-            column[places] = values.to(column.dtype)
-        self.inserted += num
-        self.num_frames += len(frames)
-        while self.chunks[0][1] < self.num_frames - len(self.frames):
-            del self.chunks[0]
-
-    def sample(self, batch_size, device):
-        """Return observations, actions, next observations, rewards, dones, `(batch_size, ...)`."""
-        num = min(self.inserted - self.chunks[0][0], self.size)
-        inds = (self.inserted - 1 - torch.randint(num, (batch_size,))) % self.size
-        held = (self.stacks[inds] % len(self.frames)).flatten()
-        frames = self.frames.index_select(0, held).to(device)
-        obs, next_obs = frames.view(batch_size, 2, FRAME_STACK, *frames.shape[1:]).unbind(1)
-        columns = self.actions, self.rewards, self.dones
-        actions, rewards, dones = (column[inds].to(device) for column in columns)
-        return obs, actions, next_obs, rewards, dones
-
-    def state_dict(self):
-        return vars(self) if self.in_checkpoints else {}
-
-    def load_state_dict(self, state):
-        vars(self).update(state, in_checkpoints=self.in_checkpoints)
-
-
 def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
     """Return epsilon at step `t`: it falls from `start_e` to `end_e` within `duration` steps, and
     stays there.
@@ -237,6 +164,16 @@ def td_loss(q_network, obs, actions, td_target):
     return F.mse_loss(td_target, old_val), old_val
 
 
+def update(optimizer, q_network, target_network, args, obs, actions, next_obs, rewards, dones):
+    """Take a gradient step on a batch; return its loss, and the Q-values of its `actions`."""
+    td_target = compute_td_target(target_network, next_obs, rewards, dones, args.gamma)
+    loss, old_val = td_loss(q_network, obs, actions, td_target)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach(), old_val.detach()
+
+
 if __name__ == "__main__":
     run = Run(parse(Args), fixed=("env_id", "num_steps", "buffer_size", "train_frequency"))
     args = run.args  # with --resume those of its checkpoint, but for the flags given now
@@ -244,12 +181,9 @@ if __name__ == "__main__":
     args.num_iterations = args.total_timesteps // args.chunk_size
     check_chunks(args)
     target_every = args.target_network_frequency // args.train_frequency  # in gradient steps
-    game = f"--env-id must be one of Atari's games, such as ALE/Pong-v5, got {args.env_id}"
-    check(is_game(args.env_id) or args.env_backend == "envpool", game)
+    check_game(args)
     obs_space, action_space = read_spaces(args, make_env, of_envpool=OF_ENVPOOL)
-    check_discrete(args, action_space)
-    stacks = f"observations must be {STACK}, as of Atari's games, not {obs_space}"
-    check(obs_space.shape == STACK, stacks)
+    check_stacks(args, obs_space, action_space, FRAME_STACK)
     # A chunk begins and ends with whole stacks; so do episodes, for which there is some room, too.
     num_frames = int(args.buffer_size * (1 + 2 * FRAME_STACK / args.num_steps))
     num_frames += 2 * FRAME_STACK * args.chunk_size
@@ -260,11 +194,7 @@ if __name__ == "__main__":
     print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
 
     # TRY NOT TO MODIFY: seeding
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    device = seeded_device(args)
 
     # env setup
     env_fns = [
@@ -285,6 +215,7 @@ if __name__ == "__main__":
     target_network = QNetwork(envs).to(device)
     target_network.load_state_dict(q_network.state_dict())
     run.keep("target_network", target_network)
+    update_once = CudaGraph(update, optimizer, q_network, target_network, args)
     space = envs.single_observation_space
     rb = ReplayBuffer(args.buffer_size, num_frames, space, args.save_replay)
     run.keep("rb", rb)
@@ -327,12 +258,7 @@ if __name__ == "__main__":
             # `learning_starts`.
             due = max(run.global_step - count.warm_up, 0) // args.train_frequency
             while count.gradient_steps < due:
-                obs, actions, next_obs, rewards, dones = rb.sample(args.batch_size, device)
-                td_target = compute_td_target(target_network, next_obs, rewards, dones, args.gamma)
-                loss, old_val = td_loss(q_network, obs, actions, td_target)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                loss, old_val = update_once(*rb.sample(args.batch_size, device))
                 count.gradient_steps += 1
                 # update target network
                 if count.gradient_steps % target_every == 0:
@@ -348,8 +274,8 @@ if __name__ == "__main__":
             run.report(chunk, versions=envs.policy_version)
             writer.add_scalar("charts/epsilon", policy.epsilon, run.global_step)
             if loss is not None:
-                writer.add_scalar("losses/td_loss", loss.item(), run.global_step)
-                writer.add_scalar("losses/q_values", old_val.mean().item(), run.global_step)
+                losses = {"td_loss": loss, "q_values": old_val.mean()}
+                run.logs.add_group("losses", losses, run.global_step)
             learned = count.gradient_steps * args.batch_size
             writer.add_scalar("time/learner_waiting", count.waiting, run.global_step)
             writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)

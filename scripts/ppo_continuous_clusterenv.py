@@ -5,7 +5,6 @@
 # tool.uv.sources.clusterenv = { path = "..", editable = true }
 # ///
 import os
-import random
 import time
 from dataclasses import dataclass
 
@@ -14,8 +13,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.optim as optim
-from gymnasium.wrappers.utils import RunningMeanStd
-from torch.distributions import Distribution, Normal
+from torch.distributions import Normal
 
 from clusterenv_runtime import ClusterEnv, GaussianPolicy
 from clusterenv_runtime.options import (
@@ -29,17 +27,19 @@ from clusterenv_runtime.options import (
     PositiveNumber,
 )
 from clusterenv_runtime.script import (
+    CudaGraph,
     Run,
     ScriptArgs,
     by_backend,
     check,
     check_batches,
-    check_compiler,
     check_vectors,
     evaluate,
     parse,
     read_spaces,
+    seeded_device,
 )
+from clusterenv_runtime.script.normalize import Moments, Normalize, NormalizeReward
 
 
 @dataclass
@@ -113,41 +113,6 @@ def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
     return layer
 
 
-class Moments(RunningMeanStd):
-    """Mean and variance, in float64, of all that `update` was given."""
-
-    def __init__(self, shape=()):
-        super().__init__(epsilon=0, shape=shape)
-
-    def update(self, x):
-        super().update(np.asarray(x, np.float64))
-
-    def state_dict(self):
-        return {"mean": torch.tensor(self.mean), "var": torch.tensor(self.var), "count": self.count}
-
-    def load_state_dict(self, state):
-        self.mean, self.var = state["mean"].numpy(), state["var"].numpy()
-        self.count = state["count"]
-
-
-class Normalize(nn.Module):
-    """What comes before both networks. Its buffers travel with the weights: a worker's are of the
-    version it holds.
-    """
-
-    def __init__(self, num_inputs):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(num_inputs))
-        self.register_buffer("scale", torch.ones(num_inputs))
-
-    def load(self, moments):
-        self.mean.copy_(torch.from_numpy(moments.mean))
-        self.scale.copy_(torch.from_numpy(1 / np.sqrt(moments.var + 1e-8)))
-
-    def forward(self, x):
-        return ((x - self.mean) * self.scale).clamp(-10, 10)
-
-
 class Agent(nn.Module):
     def __init__(self, envs, hidden_size):
         super().__init__()
@@ -178,28 +143,6 @@ class Agent(nn.Module):
         if action is None:
             action = probs.sample()
         return action, probs.log_prob(action).sum(1), probs.entropy().sum(1), self.critic(x)
-
-
-def discount(rewards, starts, dones, gamma, discounted_return):
-    """Return the discounted return of each episode up to each step, `(num_steps, num_envs)` as
-    `rewards` and `dones`.
-
-    Also return the `(num_envs,)` to go on from, which is `discounted_return` when this function is
-    called next. `starts`, `(num_envs,)`, says which environments begin with a new episode.
-    """
-    discounted_returns = np.zeros_like(rewards)
-    discounted_return = np.where(starts, 0, discounted_return)
-    for t in range(len(rewards)):
-        discounted_returns[t] = gamma * discounted_return + rewards[t]
-        discounted_return = discounted_returns[t] * (1 - dones[t])
-    return discounted_returns, discounted_return
-
-
-def scale_rewards(rewards, return_var):
-    """Return rewards over the deviation of discounted returns, clipped, as Gymnasium's wrappers
-    have it.
-    """
-    return np.clip(rewards / np.sqrt(return_var + 1e-8), -10, 10)
 
 
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
@@ -255,9 +198,20 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
     entropy_loss = entropy.mean()
     loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
     return loss, {
-        "value_loss": v_loss, "policy_loss": pg_loss, "entropy": entropy_loss,
-        "old_approx_kl": old_approx_kl, "approx_kl": approx_kl, "clipfrac": clipfrac,
+        "value_loss": v_loss.detach(), "policy_loss": pg_loss.detach(),
+        "entropy": entropy_loss.detach(), "old_approx_kl": old_approx_kl, "approx_kl": approx_kl,
+        "clipfrac": clipfrac,
     }  # fmt: skip
+
+
+def update(optimizer, agent, args, loss_fn, *minibatch):
+    """Take a gradient step on a minibatch by `loss_fn`, the `ppo_loss`; return what to log."""
+    loss, losses = loss_fn(agent, args, *minibatch)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return losses
 
 
 if __name__ == "__main__":
@@ -267,7 +221,6 @@ if __name__ == "__main__":
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
     check_batches(args)
-    check_compiler(args)
     obs_space, action_space = read_spaces(args, make_env)
     continuous = isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind == "f"
     vectors = continuous and len(action_space.shape) == 1
@@ -276,14 +229,9 @@ if __name__ == "__main__":
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    Distribution.set_default_validate_args(False)  # the workers, who act, check theirs
+    device = seeded_device(args)
     # Networks this small gain nothing from more threads, and runs side by side stall each other.
     torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
     env_fns = [
@@ -294,9 +242,8 @@ if __name__ == "__main__":
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))
     obs_moments = run.keep("obs_moments", Moments(envs.single_observation_space.shape))
-    # Rewards are scaled by the deviation of discounted returns.
-    return_moments = run.keep("return_moments", Moments())
-    discounted_return = np.zeros(envs.num_envs)
+    # It scales rewards by the deviation of the discounted return of each episode so far.
+    normalize_reward = run.keep("return_moments", NormalizeReward(envs.num_envs, args.gamma))
     # What travels to the workers. The environments get actions clipped to their space, the learner
     # as they were drawn.
     policy = GaussianPolicy(agent.actor_mean, agent.actor_logstd, envs.single_action_space)
@@ -307,8 +254,8 @@ if __name__ == "__main__":
         options = {"cpp.use_decompose_tanh": True}  # a tanh that is several times as fast on CPUs
         get_value = torch.compile(get_value, dynamic=False, options=options)
         actor_mean = torch.compile(actor_mean, dynamic=False, options=options)
-        graphs = {"triton.cudagraphs": device.type == "cuda"}
-        loss_fn = torch.compile(ppo_loss, dynamic=False, options=options | graphs)
+        loss_fn = torch.compile(ppo_loss, dynamic=False, options=options)
+    update_once = CudaGraph(update, optimizer, agent, args, loss_fn)
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
@@ -334,35 +281,25 @@ if __name__ == "__main__":
             finite = np.isfinite(rollout.observations).all((0, -1))
             rows = np.flatnonzero(~finite).tolist()
             check(not rows, f"environments {rows} gave observations that are not finite")
-
-            # scale rewards by the deviation of the discounted return of each environment, which
-            # began with its episode
-            discounted_returns, discounted_return = discount(
-                rollout.rewards, rollout.starts, rollout.terminations | rollout.truncations,
-                args.gamma, discounted_return,
-            )  # fmt: skip
-            return_moments.update(discounted_returns.reshape(-1))
-            rewards = scale_rewards(rollout.rewards, return_moments.var).astype(np.float32)
+            rewards = normalize_reward(rollout)
 
             with torch.no_grad():  # values of all observations, also of those that ended episodes
                 values = get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1))
                 values = values.view(-1, envs.num_envs)
                 final_obs = torch.Tensor(rollout.final_observations).to(device)
                 final_values = agent.get_value(final_obs).flatten()
+            values, final_values = values.cpu().numpy(), final_values.cpu().numpy()
             advantages, returns = compute_gae(
-                rewards, values.cpu().numpy(), final_values.cpu().numpy(), rollout.terminations,
-                rollout.truncations, args.gamma, args.gae_lambda,
+                rewards, values, final_values, rollout.terminations, rollout.truncations,
+                args.gamma, args.gae_lambda,
             )  # fmt: skip
-            advantages = torch.from_numpy(advantages).to(device)
-            returns = torch.from_numpy(returns).to(device)
-            values = values[:-1]
             # flatten the batch
             b_obs = obs.reshape((-1,) + envs.single_observation_space.shape)
             b_logprobs = logprobs.reshape(-1)
             b_actions = actions.reshape((-1,) + envs.single_action_space.shape)
-            b_advantages = advantages.reshape(-1)
-            b_returns = returns.reshape(-1)
-            b_values = values.reshape(-1)
+            b_advantages = torch.from_numpy(advantages).to(device).reshape(-1)
+            b_returns = torch.from_numpy(returns).to(device).reshape(-1)
+            b_values = torch.from_numpy(values[:-1]).to(device).reshape(-1)
             b_weights = torch.ones_like(b_logprobs)
             if args.decoupled:
                 # A worker's policy may be many updates old. Clipping the ratio to it would pin the
@@ -381,15 +318,9 @@ if __name__ == "__main__":
             clipfracs = []
             for _ in range(args.update_epochs):
                 np.random.shuffle(b_inds)
-                for start in range(0, args.batch_size, args.minibatch_size):
-                    end = start + args.minibatch_size
-                    mb_inds = torch.as_tensor(b_inds[start:end], device=device)
-                    loss, losses = loss_fn(agent, args, *(part[mb_inds] for part in batch))
-                    clipfracs += [losses["clipfrac"].clone()]  # CUDA graphs write over their own
-                    optimizer.zero_grad()
-                    loss.backward()
-                    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                    optimizer.step()
+                for mb_inds in torch.as_tensor(b_inds, device=device).split(args.minibatch_size):
+                    losses = update_once(*(part[mb_inds] for part in batch))
+                    clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph writes over its own
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                     break
 
@@ -397,20 +328,15 @@ if __name__ == "__main__":
             obs_moments.update(rollout.observations.reshape(-1, *obs_moments.mean.shape))
             agent.normalize.load(obs_moments)
 
-            y_pred, y_true = values.cpu().numpy(), returns.cpu().numpy()
-            var_y = np.var(y_true)
-            explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
+            var_y = np.var(returns)
+            explained_var = np.nan if var_y == 0 else 1 - np.var(returns - values[:-1]) / var_y
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
-            losses["clipfrac"] = torch.stack(clipfracs).mean()
-            for name, value in losses.items():
-                writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
+            losses = {**losses, "clipfrac": torch.stack(clipfracs).mean()}
+            run.logs.add_group("losses", losses, run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
             writer.add_scalar("charts/learning_rate", lrnow, run.global_step)
-            collect_time = max(learn_start - collect_start, 1e-9)  # some clocks stand still
-            writer.add_scalar("charts/collect_sps", args.batch_size / collect_time, run.global_step)
-            writer.add_scalar("time/collect", collect_time, run.global_step)
-            writer.add_scalar("time/learn", time.monotonic() - learn_start, run.global_step)
+            run.logs.add_times(collect_start, learn_start, args.batch_size, run.global_step)
 
         def act(obs):  # as the workers act
             action, _, _, _ = agent.get_action_and_value(torch.Tensor(obs).to(device))

@@ -5,7 +5,6 @@
 # tool.uv.sources.clusterenv = { path = "..", editable = true }
 # ///
 import os
-import random
 import time
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.optim as optim
-from torch.distributions import Categorical, Distribution
+from torch.distributions import Categorical
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.options import (
@@ -28,16 +27,17 @@ from clusterenv_runtime.options import (
     PositiveNumber,
 )
 from clusterenv_runtime.script import (
+    CudaGraph,
     Run,
     ScriptArgs,
     by_backend,
-    check,
     check_batches,
     check_discrete,
     check_vectors,
     evaluate,
     parse,
     read_spaces,
+    seeded_device,
 )
 
 
@@ -94,19 +94,6 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     """collect the next rollout while learning from this one; it acts one update behind"""
 
 
-class HideVelocities(gym.ObservationWrapper):
-    """Observe CartPole's positions alone: how fast they change, one must remember."""
-
-    def __init__(self, env):
-        super().__init__(env)
-        bounds = env.observation_space
-        low, high = bounds.low[::2], bounds.high[::2]
-        self.observation_space = gym.spaces.Box(low, high, dtype=bounds.dtype)
-
-    def observation(self, observation):
-        return observation[::2]
-
-
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
     def thunk():
         if capture_video and idx == 0:
@@ -114,7 +101,11 @@ def make_env(env_id, idx, capture_video, run_name, **kwargs):
             env = gym.wrappers.RecordVideo(env, f"videos/{run_name}")
         else:
             env = gym.make(env_id, **kwargs)
-        return HideVelocities(env) if env_id == "CartPole-v1" else env
+        if env_id == "CartPole-v1":  # show positions alone: how fast they change, one must remember
+            bounds = env.observation_space
+            space = gym.spaces.Box(bounds.low[::2], bounds.high[::2], dtype=bounds.dtype)
+            env = gym.wrappers.TransformObservation(env, lambda obs: obs[::2], space)
+        return env
 
     return thunk
 
@@ -191,13 +182,14 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
 
 
 def ppo_loss(
-    agent, args, lstm_state, obs, starts, actions, logprobs, advantages, returns, values, weights
+    agent, args, hidden, cell, obs, starts, actions, logprobs, advantages, returns, values, weights
 ):
     """Return the loss of a minibatch of whole environments, and by name the scalars to log.
 
-    `lstm_state` is from before the first step, `(num_envs, hidden_size)` each. Other tensors are
+    `hidden` and `cell` are from before the first step, `(num_envs, hidden_size)`. Other tensors are
     `(num_steps, num_envs, ...)`. `weights` multiply the policy's loss.
     """
+    lstm_state = hidden, cell
     newlogprob, entropy, newvalue = agent.get_action_and_value(obs, lstm_state, starts, actions)
     logratio = newlogprob - logprobs
     ratio = logratio.exp()
@@ -225,9 +217,20 @@ def ppo_loss(
     entropy_loss = entropy.mean()
     loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
     return loss, {
-        "value_loss": v_loss, "policy_loss": pg_loss, "entropy": entropy_loss,
-        "old_approx_kl": old_approx_kl, "approx_kl": approx_kl, "clipfrac": clipfrac,
+        "value_loss": v_loss.detach(), "policy_loss": pg_loss.detach(),
+        "entropy": entropy_loss.detach(), "old_approx_kl": old_approx_kl, "approx_kl": approx_kl,
+        "clipfrac": clipfrac,
     }  # fmt: skip
+
+
+def update(optimizer, agent, args, *minibatch):
+    """Take a gradient step on a minibatch; return the scalars to log."""
+    loss, losses = ppo_loss(agent, args, *minibatch)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return losses
 
 
 if __name__ == "__main__":
@@ -236,24 +239,16 @@ if __name__ == "__main__":
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
-    whole = args.num_envs % args.num_minibatches == 0
-    environments = f"must divide the {args.num_envs} environments"
-    check(whole, f"--num-minibatches {args.num_minibatches} {environments}")
-    check_batches(args)
+    check_batches(args, of_whole_envs=True)
     obs_space, action_space = read_spaces(args, make_env)
     check_discrete(args, action_space)
     check_vectors(obs_space)
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    Distribution.set_default_validate_args(False)  # the workers, who act, check theirs
+    device = seeded_device(args)
     # Networks this small gain nothing from more threads, and runs side by side stall each other.
     torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
     env_fns = [
@@ -266,6 +261,7 @@ if __name__ == "__main__":
     policy = RecurrentPolicy(agent.network, agent.lstm, agent.actor)
     adam = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     optimizer = run.keep("optimizer", adam)
+    update_once = CudaGraph(update, optimizer, agent, args)
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
@@ -301,13 +297,14 @@ if __name__ == "__main__":
                 ends, final_obs = dones.bool(), torch.Tensor(rollout.final_observations).to(device)
                 final_hidden, _ = agent.lstm(agent.network(final_obs), (hidden[ends], cell[ends]))
                 final_values = agent.critic(final_hidden).flatten()
+            values, final_values = values.cpu().numpy(), final_values.cpu().numpy()
             advantages, returns = compute_gae(
-                rewards, values.cpu().numpy(), final_values.cpu().numpy(), rollout.terminations,
-                rollout.truncations, args.gamma, args.gae_lambda,
+                rewards, values, final_values, rollout.terminations, rollout.truncations,
+                args.gamma, args.gae_lambda,
             )  # fmt: skip
-            advantages = torch.from_numpy(advantages).to(device)
-            returns = torch.from_numpy(returns).to(device)
-            values = values[:-1]
+            b_advantages = torch.from_numpy(advantages).to(device)
+            b_returns = torch.from_numpy(returns).to(device)
+            b_values = torch.from_numpy(values[:-1]).to(device)
             weights = torch.ones_like(logprobs)
             if args.decoupled:
                 # A worker's policy may be many updates old. Clipping the ratio to it would pin the
@@ -320,40 +317,28 @@ if __name__ == "__main__":
                     logprobs = proximal
 
             # Optimizing the policy and value network, by the steps of whole environments
-            batch = obs, starts, actions, logprobs, advantages, returns, values, weights
+            batch = obs, starts, actions, logprobs, b_advantages, b_returns, b_values, weights
             envs_per_batch = args.num_envs // args.num_minibatches
             env_inds = np.arange(args.num_envs)
             clipfracs = []
             for _ in range(args.update_epochs):
                 np.random.shuffle(env_inds)
-                for start in range(0, args.num_envs, envs_per_batch):
-                    end = start + envs_per_batch
-                    mb_inds = torch.as_tensor(env_inds[start:end], device=device)
-                    mb_state = [state[mb_inds] for state in lstm_state]
-                    mb = [part[:, mb_inds] for part in batch]
-                    loss, losses = ppo_loss(agent, args, mb_state, *mb)
-                    clipfracs += [losses["clipfrac"]]
-                    optimizer.zero_grad()
-                    loss.backward()
-                    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                    optimizer.step()
+                for mb_inds in torch.as_tensor(env_inds, device=device).split(envs_per_batch):
+                    mb_state = (state[mb_inds] for state in lstm_state)
+                    losses = update_once(*mb_state, *(part[:, mb_inds] for part in batch))
+                    clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph writes over its own
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                     break
 
-            y_pred, y_true = values.cpu().numpy(), returns.cpu().numpy()
-            var_y = np.var(y_true)
-            explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
+            var_y = np.var(returns)
+            explained_var = np.nan if var_y == 0 else 1 - np.var(returns - values[:-1]) / var_y
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
-            losses["clipfrac"] = torch.stack(clipfracs).mean()
-            for name, value in losses.items():
-                writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
+            losses = {**losses, "clipfrac": torch.stack(clipfracs).mean()}
+            run.logs.add_group("losses", losses, run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
             writer.add_scalar("charts/learning_rate", lrnow, run.global_step)
-            collect_time = max(learn_start - collect_start, 1e-9)  # some clocks stand still
-            writer.add_scalar("charts/collect_sps", args.batch_size / collect_time, run.global_step)
-            writer.add_scalar("time/collect", collect_time, run.global_step)
-            writer.add_scalar("time/learn", time.monotonic() - learn_start, run.global_step)
+            run.logs.add_times(collect_start, learn_start, args.batch_size, run.global_step)
 
         lstm_state = [state.to(device) for state in policy.initial_state(args.eval_episodes)]
 

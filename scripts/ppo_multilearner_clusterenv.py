@@ -5,7 +5,6 @@
 # tool.uv.sources.clusterenv = { path = "..", editable = true }
 # ///
 import os
-import random
 import time
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.optim as optim
-from torch.distributions import Categorical, Distribution
+from torch.distributions import Categorical
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.options import (
@@ -32,12 +31,12 @@ from clusterenv_runtime.script import (
     by_backend,
     check,
     check_batches,
-    check_compiler,
     check_discrete,
     check_vectors,
     evaluate,
     parse,
     read_spaces,
+    seeded_device,
 )
 from clusterenv_runtime.script.learners import LearnersRun
 
@@ -193,9 +192,25 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
     entropy_loss = entropy.mean()
     loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
     return loss, {
-        "value_loss": v_loss, "policy_loss": pg_loss, "entropy": entropy_loss,
-        "old_approx_kl": old_approx_kl, "approx_kl": approx_kl, "clipfrac": clipfrac,
+        "value_loss": v_loss.detach(), "policy_loss": pg_loss.detach(),
+        "entropy": entropy_loss.detach(), "old_approx_kl": old_approx_kl, "approx_kl": approx_kl,
+        "clipfrac": clipfrac,
     }  # fmt: skip
+
+
+def update(optimizer, agent, args, loss_fn, learners, *minibatch):
+    """Take a gradient step on this learner's share of a minibatch, of which `loss_fn` is the
+    `ppo_loss`; return the scalars to log.
+
+    This is no CUDA graph, as the learners wait for each other between `backward` and `step`.
+    """
+    loss, losses = loss_fn(agent, args, *minibatch)
+    optimizer.zero_grad()
+    loss.backward()
+    learners.average_gradients(agent.parameters())
+    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return losses
 
 
 if __name__ == "__main__":
@@ -208,21 +223,15 @@ if __name__ == "__main__":
     learners = run.learners  # as many as torchrun has started
     shares = f"{args.minibatch_size} samples of a minibatch among {learners.world_size} learners"
     check(args.minibatch_size % learners.world_size == 0, f"cannot divide {shares}")
-    check_compiler(args)
     obs_space, action_space = read_spaces(args, make_env)
     check_discrete(args, action_space)
     check_vectors(obs_space)
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    Distribution.set_default_validate_args(False)  # the workers, who act, check theirs
+    device = seeded_device(args)
     # Networks this small gain nothing from more threads, and runs side by side stall each other.
     torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     # env setup
     env_fns = [
@@ -303,24 +312,17 @@ if __name__ == "__main__":
             clipfracs = []
             for _ in range(args.update_epochs):
                 np.random.shuffle(b_inds)
-                for start in range(0, args.batch_size, args.minibatch_size):
-                    end = start + args.minibatch_size
-                    mb_inds = torch.as_tensor(b_inds[start:end], device=device)
+                for mb_inds in torch.as_tensor(b_inds, device=device).split(args.minibatch_size):
                     mb_advantages = b_advantages[mb_inds]
                     if args.norm_adv:
                         mb_advantages = normalize(mb_advantages)
                     own_inds = mb_inds[share]
-                    loss, losses = loss_fn(
-                        agent, args, b_obs[own_inds], b_actions[own_inds], b_logprobs[own_inds],
-                        mb_advantages[share], b_returns[own_inds], b_values[own_inds],
-                        b_weights[own_inds],
+                    losses = update(
+                        optimizer, agent, args, loss_fn, learners, b_obs[own_inds],
+                        b_actions[own_inds], b_logprobs[own_inds], mb_advantages[share],
+                        b_returns[own_inds], b_values[own_inds], b_weights[own_inds],
                     )  # fmt: skip
                     clipfracs += [losses["clipfrac"].clone()]  # CUDA graphs write over their own
-                    optimizer.zero_grad()
-                    loss.backward()
-                    learners.average_gradients(agent.parameters())
-                    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                    optimizer.step()
                 approx_kl = learners.average(losses["approx_kl"])
                 if args.target_kl is not None and approx_kl > args.target_kl:
                     break
@@ -330,16 +332,12 @@ if __name__ == "__main__":
             explained_var = np.nan if var_y == 0 else 1 - np.var(y_true - y_pred) / var_y
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
-            losses["clipfrac"] = torch.stack(clipfracs).mean()
+            losses = {**losses, "clipfrac": torch.stack(clipfracs).mean()}
             averages = learners.average(torch.stack([*losses.values()]))
-            for name, value in zip(losses, averages, strict=True):
-                writer.add_scalar(f"losses/{name}", value.item(), run.global_step)
+            run.logs.add_group("losses", dict(zip(losses, averages, strict=True)), run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
             writer.add_scalar("charts/learning_rate", lrnow, run.global_step)
-            collect_time = max(learn_start - collect_start, 1e-9)  # some clocks stand still
-            writer.add_scalar("charts/collect_sps", args.batch_size / collect_time, run.global_step)
-            writer.add_scalar("time/collect", collect_time, run.global_step)
-            writer.add_scalar("time/learn", time.monotonic() - learn_start, run.global_step)
+            run.logs.add_times(collect_start, learn_start, args.batch_size, run.global_step)
 
         def act(obs):  # as the workers act
             action, _, _, _ = agent.get_action_and_value(torch.Tensor(obs).to(device))

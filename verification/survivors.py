@@ -81,9 +81,8 @@ TESTS = {
 # The parts of a script that are changed: these functions and classes, and its loop from the first
 # of these lines to the last.
 COMPUTE = {
-    "compute_gae", "discount", "scale_rewards", "normalize", "ppo_loss", "Moments", "Normalize",
-    "get_states", "get_action_and_value", "get_value", "get_hidden", "ReplayBuffer",
-    "compute_td_target", "td_loss", "linear_schedule",
+    "compute_gae", "normalize", "ppo_loss", "update", "get_states", "get_action_and_value",
+    "get_value", "get_hidden", "ReplayBuffer", "compute_td_target", "td_loss", "linear_schedule",
 }  # fmt: skip
 LOOP = "    with run.training(", "            # TRY NOT TO MODIFY: record rewards"
 FOLDERS = ROOT, ROOT / "scripts"

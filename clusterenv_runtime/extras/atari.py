@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import gymnasium as gym
 
+with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
+    import ale_py
+
+    gym.register_envs(ale_py)
 # The arguments with which EnvPool does what the scripts' make_env does, and the wrappers of
 # make_env whose work it then does.
 ENVPOOL = {"episodic_life": True, "reward_clip": True}

@@ -9,16 +9,19 @@ from .checks import (
     check,
     check_batches,
     check_chunks,
-    check_compiler,
     check_discrete,
+    check_game,
     check_memory,
+    check_stacks,
     check_vectors,
 )
+from .cuda_graph import CudaGraph
+from .device import seeded_device
 from .environments import by_backend, evaluate, read_spaces
 from .run import Run
 
 __all__ = [
-    "Counters", "Run", "ScriptArgs", "by_backend", "check", "check_batches", "check_chunks",
-    "check_compiler", "check_discrete", "check_memory", "check_vectors", "evaluate", "parse",
-    "read_spaces",
+    "Counters", "CudaGraph", "Run", "ScriptArgs", "by_backend", "check", "check_batches",
+    "check_chunks", "check_discrete", "check_game", "check_memory", "check_stacks",
+    "check_vectors", "evaluate", "parse", "read_spaces", "seeded_device",
 ]  # fmt: skip

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 import typing
@@ -180,5 +182,8 @@ def check_flags(args: ScriptArgs) -> None:
     check(args.num_envs >= args.num_workers, f"--num-envs {args.num_envs} {too_few}")
     video = args.env_backend == "gymnasium" or not args.capture_video
     check(video, f"--capture-video needs --env-backend gymnasium, not {args.env_backend}")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    needs = "--compile needs a C++ compiler, g++ or clang++, and there is none"
+    check(compiler or not getattr(args, "compile", False), needs)
     threaded = args.env_backend == "envpool" or args.env_threads == 1
     check(threaded, f"--env-threads needs --env-backend envpool, not {args.env_backend}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import gymnasium as gym
 
 from ..errors import printable
+from ..extras.atari import is_game
 
 
 def check(fine: Any, message: Any) -> None:
@@ -38,10 +38,15 @@ def one_line_for(*kinds: type[Exception], text: str = "") -> Iterator[None]:
         check(False, f"{text}: {says}" if text else says)
 
 
-def check_batches(args: Any) -> None:
-    """Check that a PPO script's batch can be divided into minibatches, and is in the run once."""
+def check_batches(args: Any, of_whole_envs: bool = False) -> None:
+    """Check that a PPO script's batch can be divided into minibatches, and is in the run once.
+
+    ``of_whole_envs`` says that a minibatch has all steps of its environments.
+    """
     batch = f"the batch of {args.num_envs} environments x {args.num_steps} steps"
     minibatches = f"--num-minibatches {args.num_minibatches}"
+    has_whole_envs = not of_whole_envs or args.num_envs % args.num_minibatches == 0
+    check(has_whole_envs, f"{minibatches} must divide the {args.num_envs} environments")
     is_whole = args.batch_size % args.num_minibatches == 0
     check(is_whole, f"{minibatches} must divide {batch} = {args.batch_size}")
     of_one = "leaves one sample in each, whose advantage cannot be normalized"
@@ -73,17 +78,26 @@ def check_memory(args: Any, num_bytes: int) -> None:
     check(num_bytes < memory, f"--buffer-size {args.buffer_size} {takes}")
 
 
-def check_compiler(args: Any) -> None:
-    """Check that there is the compiler that torch needs for --compile."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    needs = "--compile needs a C++ compiler, g++ or clang++, and there is none"
-    check(compiler or not args.compile, needs)
-
-
 def check_discrete(args: Any, space: gym.Space) -> None:
     """Check that actions are numbers from 0 on."""
     is_discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
     check(is_discrete, f"actions must be discrete, from 0, not {space}: {args.env_id}")
+
+
+def check_game(args: Any) -> None:
+    """Check that the environment is one of Atari's games, as far as is known here."""
+    game = f"--env-id must be one of Atari's games, such as ALE/Pong-v5, got {args.env_id}"
+    check(is_game(args.env_id) or args.env_backend == "envpool", game)
+
+
+def check_stacks(
+    args: Any, obs_space: gym.Space, action_space: gym.Space, frame_stack: int
+) -> None:
+    """Check that spaces are those of Atari's games: stacks of so many frames, and buttons."""
+    check_discrete(args, action_space)
+    shape = frame_stack, 84, 84
+    stacks = f"observations must be {shape}, as of Atari's games, not {obs_space}"
+    check(obs_space.shape == shape, stacks)
 
 
 def check_vectors(space: gym.Space) -> None:

@@ -6,10 +6,12 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from ..errors import one_line
@@ -44,6 +46,21 @@ class Logs:
     @property
     def wandb_id(self) -> str | None:
         return self.wandb.id if self.wandb else None
+
+    def add_group(self, group: str, scalars: dict[str, torch.Tensor], step: int) -> None:
+        """Log float32 scalars as ``group/name``. They come from their device in one copy."""
+        values = torch.stack([*scalars.values()]).tolist()
+        for name, value in zip(scalars, values, strict=True):
+            self.writer.add_scalar(f"{group}/{name}", value, step)
+
+    def add_times(
+        self, collect_start: float, learn_start: float, batch_size: int, step: int
+    ) -> None:
+        """Log how long an iteration took to collect its batch, and since then to learn from it."""
+        collect_time = max(learn_start - collect_start, 1e-9)  # some clocks stand still
+        self.writer.add_scalar("charts/collect_sps", batch_size / collect_time, step)
+        self.writer.add_scalar("time/collect", collect_time, step)
+        self.writer.add_scalar("time/learn", time.monotonic() - learn_start, step)
 
 
 def open_logs(directory: str, purge_step: int) -> SummaryWriter:

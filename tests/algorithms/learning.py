@@ -78,8 +78,8 @@ MISTAKES = {  # a piece of the script, and its replacement; or flags
     "no bootstrap": {
         "ppo": ("nextvalues[dones] = final_values", "nextvalues[dones] = 0"),
         "dqn": (
-            "(self.dones, rollout.terminations)",
-            "(self.dones, rollout.terminations | rollout.truncations)",
+            "rb.add(chunk)",
+            "chunk.terminations[:] |= chunk.truncations; rb.add(chunk)",
         ),
     },
 }

@@ -12,6 +12,7 @@ import torch
 
 from clusterenv_runtime.arrays.frames import Frames
 from clusterenv_runtime.rollout import Rollout
+from clusterenv_runtime.script.normalize import Moments, Normalize, discount, scale_rewards
 
 from .reference import advantages_by_definition
 from .toys import spaces_of
@@ -139,7 +140,7 @@ def loss_of(
     is_recurrent = script.__name__ == "scripts.ppo_lstm_clusterenv"
     agent = SimpleNamespace(get_action_and_value=lambda *_: says if is_recurrent else (None, *says))
     # Of a recurrent network also its states, and where episodes begin.
-    obs = (None, None, None) if is_recurrent else (None,)
+    obs = (None, None, None, None) if is_recurrent else (None,)
     old, advantages, *others = others
     if hasattr(script, "normalize") and args.get("norm_adv"):  # of the minibatch of all learners
         advantages = script.normalize(advantages)
@@ -255,36 +256,32 @@ def test_an_evaluation_returns_what_the_policy_earns_in_one_episode_each(name):
 
 # Continuous PPO's normalization.
 
-continuous = importlib.import_module("scripts.ppo_continuous_clusterenv")
-
 
 def test_discounted_returns_begin_with_their_episode_and_go_on_in_the_next_rollout():
     rewards, dones = np.ones((3, 2)), np.array([[False, False], [True, False], [False, False]])
     starts = np.zeros(2, bool)
-    returns, last = continuous.discount(rewards, starts, dones, 0.5, np.array([0.0, 4.0]))
+    returns, last = discount(rewards, starts, dones, 0.5, np.array([0.0, 4.0]))
     np.testing.assert_allclose(returns, [[1, 3], [1.5, 2.5], [1, 2.25]])
     np.testing.assert_allclose(last, [1, 2.25])
-    _, last = continuous.discount(rewards, starts, ~dones, 0.5, last)
+    _, last = discount(rewards, starts, ~dones, 0.5, last)
     np.testing.assert_allclose(last, [0, 0])
 
 
 def test_discounted_returns_begin_anew_where_a_lost_workers_environments_did():
     rewards, dones = np.ones((2, 2)), np.zeros((2, 2), bool)
-    returns, _ = continuous.discount(
-        rewards, np.array([True, False]), dones, 0.5, np.array([4.0, 4.0])
-    )
+    returns, _ = discount(rewards, np.array([True, False]), dones, 0.5, np.array([4.0, 4.0]))
     np.testing.assert_allclose(returns, [[1, 3], [1.5, 2.5]])
 
 
 def test_rewards_are_scaled_by_the_deviation_of_returns_and_clipped():
-    scaled = continuous.scale_rewards(np.array([1.0, -4.0, 23.0, -23.0]), 4.0)
+    scaled = scale_rewards(np.array([1.0, -4.0, 23.0, -23.0]), 4.0)
     np.testing.assert_allclose(scaled, [0.5, -2, 10, -10])
     # Before there are any returns that differ.
-    assert continuous.scale_rewards(np.array([1.0]), 0.0) == 10
+    assert scale_rewards(np.array([1.0]), 0.0) == 10
 
 
 def test_moments_are_those_of_all_that_came():
-    rng, moments, seen = np.random.default_rng(3), continuous.Moments((2,)), []
+    rng, moments, seen = np.random.default_rng(3), Moments((2,)), []
     for number in range(1, 6):
         seen.append(1000 + rng.normal(size=(7 * number, 2)).astype(np.float32))
         moments.update(seen[-1])
@@ -292,7 +289,7 @@ def test_moments_are_those_of_all_that_came():
     np.testing.assert_allclose(moments.mean, everything.mean(0), rtol=1e-12)
     np.testing.assert_allclose(moments.var, everything.var(0), rtol=1e-9)
     assert moments.count == len(everything)
-    again = continuous.Moments((2,))
+    again = Moments((2,))
     again.load_state_dict(moments.state_dict())
     assert (
         (again.mean == moments.mean).all()
@@ -302,7 +299,7 @@ def test_moments_are_those_of_all_that_came():
 
 
 def test_observations_are_normalized_and_clipped():
-    normalize = continuous.Normalize(2)
+    normalize = Normalize(2)
     x = torch.tensor([[3.0, -50.0]])
     assert normalize(x).tolist() == [[3, -10]] and normalize(-x).tolist() == [[-3, 10]]
     normalize.load(SimpleNamespace(mean=np.array([1.0, 2.0]), var=np.array([4.0, 100.0])))
