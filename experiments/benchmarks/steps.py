@@ -1,19 +1,19 @@
-"""How long one step of a learner takes (a minibatch's loss, backward, clipping and Adam), by how it
-is run.
+"""How long one step of a learner takes: a script's `update` of a minibatch, by how it is run.
 
     python -m experiments.benchmarks.steps
 
-The ways are: eager; with the loss compiled, as `--compile` does it; and, on a GPU, the whole step
-as one CUDA graph, with the loss eager or compiled. A graph's inputs are copied to its buffers,
-which is part of the time. Prints medians over the rounds in milliseconds, and the difference
-between the losses of the graph's first steps and eager ones (0: the same losses).
+The ways are: eager; with the loss compiled, as `--compile` does it; and, on a GPU, what the scripts
+do there, each of both as one CUDA graph. A graph's inputs are copied to its buffers, which is part
+of the time. Prints medians over the rounds in milliseconds, and the difference between the first
+steps' losses and eager ones (0: the same losses).
 """
 
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -24,13 +24,19 @@ from torch.distributions import Distribution
 
 import dqn_clusterenv as dqn
 import ppo_clusterenv as ppo
-import scripts.dqn_atari_clusterenv as dqn_atari
-import scripts.ppo_atari_clusterenv as ppo_atari
-import scripts.ppo_continuous_clusterenv as ppo_continuous
-import scripts.ppo_lstm_clusterenv as ppo_lstm
+from clusterenv_runtime.script import CudaGraph
+from scripts import dqn_atari_clusterenv as dqn_atari
+from scripts import ppo_atari_clusterenv as ppo_atari
+from scripts import ppo_continuous_clusterenv as ppo_continuous
+from scripts import ppo_lstm_clusterenv as ppo_lstm
 
-LOSS = SimpleNamespace(clip_coef=0.2, norm_adv=True, clip_vloss=True, ent_coef=0.01, vf_coef=0.5)
-WARM_UP = 11  # steps before a capture, and before the clock starts
+ARGS = SimpleNamespace(
+    clip_coef=0.2, norm_adv=True, clip_vloss=True, ent_coef=0.01, vf_coef=0.5, max_grad_norm=0.5,
+    gamma=0.99,
+)  # fmt: skip
+FIRST = 12  # steps before the clock starts; a graph is captured within them
+SCRIPTS = "ppo", "ppo_continuous", "ppo_lstm", "ppo_atari", "dqn", "dqn_atari"
+COMPILED = "ppo", "ppo_continuous", "ppo_atari"  # those that have --compile
 
 
 @dataclass
@@ -41,14 +47,7 @@ class Args:
     """steps of a round"""
     rounds: int = 5
     """rounds of each way"""
-    scripts: tuple[str, ...] = (
-        "ppo",
-        "ppo_continuous",
-        "ppo_lstm",
-        "ppo_atari",
-        "dqn",
-        "dqn_atari",
-    )
+    scripts: tuple[str, ...] = SCRIPTS
     """what is measured"""
     compile: bool = True
     """measure compiled losses, too"""
@@ -56,208 +55,138 @@ class Args:
 
 @dataclass
 class Learner:
-    """A script's network, the inputs of its loss, `(minibatch_size, ...)` each, and its loss as a
-    function of them.
+    """What a script calls its `update` with: the optimizer, the network and what else is the same
+    each time, and the tensors of a minibatch.
     """
 
-    network: nn.Module
+    update: Callable[..., Any]
+    optimizer: optim.Optimizer
+    fixed: list[Any]  # the network first
     inputs: list[torch.Tensor]
-    loss: Callable
-    max_grad_norm: float | None = 0.5
+
+    def step(self, *inputs: torch.Tensor) -> Any:
+        return self.update(self.optimizer, *self.fixed, *inputs)
+
+    def graph(self) -> CudaGraph:
+        return CudaGraph(self.update, self.optimizer, *self.fixed)
 
 
-def envs_of(shape, actions):
+def envs_of(shape: tuple[int, ...], actions: gym.Space) -> SimpleNamespace:
     space = gym.spaces.Box(-1, 1, shape, np.float32)
     return SimpleNamespace(single_observation_space=space, single_action_space=actions)
 
 
-def ppo_learner(script, agent, obs, actions):
-    rest = [torch.randn(len(obs)) for _ in range(5)]
-    return Learner(
-        agent, [obs, actions, *rest], lambda agent, *batch: script.ppo_loss(agent, LOSS, *batch)[0]
-    )
+BUTTONS = gym.spaces.Discrete(4)
+VECTORS, PIXELS = envs_of((8,), BUTTONS), envs_of((4, 84, 84), BUTTONS)
+ROBOT = envs_of((17,), gym.spaces.Box(-1, 1, (6,), np.float32))
 
 
-def lstm_learner(num_steps=64, num_envs=8, hidden_size=64):
-    agent = ppo_lstm.Agent(envs_of((2,), gym.spaces.Discrete(2)), hidden_size)
-    floats = [torch.randn(num_steps, num_envs) for _ in range(5)]
-    states = [torch.zeros(num_envs, hidden_size) for _ in range(2)]
-    actions = torch.randint(2, (num_steps, num_envs))
-    inputs = [
-        torch.randn(num_steps, num_envs, 2),
-        torch.zeros(num_steps, num_envs),
-        actions,
-        *floats,
-        *states,
-    ]
-    return Learner(
-        agent,
-        inputs,
-        lambda agent, *batch: ppo_lstm.ppo_loss(agent, LOSS, *batch[:-2], batch[-2:])[0],
-    )
-
-
-def dqn_learner(script, obs):
-    envs = envs_of(obs.shape[1:], gym.spaces.Discrete(4))
-    networks = nn.ModuleList([script.QNetwork(envs), script.QNetwork(envs)])
-    inputs = [
-        obs,
-        torch.randint(4, (len(obs), 1)),
-        obs.clone(),
-        torch.randn(len(obs)),
-        torch.zeros(len(obs)),
-    ]
-
-    def loss(networks, obs, actions, next_obs, rewards, dones):
-        q_network, target_network = networks
-        td_target = script.compute_td_target(target_network, next_obs, rewards, dones, 0.99)
-        return script.td_loss(q_network, obs, actions, td_target)[0]
-
-    return Learner(networks, inputs, loss, max_grad_norm=None)
-
-
-def make(name):
+def make(name: str, device: str, compiled: bool = False) -> Learner:
     """Make a script's learner, always the same, with minibatches of the script's default size."""
     torch.manual_seed(1)
-    vectors, pixels = (
-        envs_of((8,), gym.spaces.Discrete(4)),
-        envs_of((4, 84, 84), gym.spaces.Discrete(4)),
-    )
-    robot = envs_of((17,), gym.spaces.Box(-1, 1, (6,), np.float32))
     frames = torch.randint(256, (256, 4, 84, 84), dtype=torch.uint8)
-    return {
-        "ppo": lambda: ppo_learner(
-            ppo, ppo.Agent(vectors, 64), torch.randn(512, 8), torch.randint(4, (512,))
-        ),
-        "ppo_continuous": lambda: ppo_learner(
+    buttons = torch.randint(4, (512,))
+    learner = {
+        "ppo": lambda: make_ppo(ppo, ppo.Agent(VECTORS, 64), [torch.randn(512, 8), buttons]),
+        "ppo_continuous": lambda: make_ppo(
             ppo_continuous,
-            ppo_continuous.Agent(robot, 64),
-            torch.randn(512, 17),
-            torch.randn(512, 6),
+            ppo_continuous.Agent(ROBOT, 64),
+            [torch.randn(512, 17), torch.randn(512, 6)],
         ),
-        "ppo_lstm": lstm_learner,
-        "ppo_atari": lambda: ppo_learner(
-            ppo_atari, ppo_atari.Agent(pixels), frames, torch.randint(4, (256,))
-        ),
-        "dqn": lambda: dqn_learner(dqn, torch.randn(128, 4)),
-        "dqn_atari": lambda: dqn_learner(dqn_atari, frames[:32]),
+        "ppo_lstm": make_lstm,
+        "ppo_atari": lambda: make_ppo(ppo_atari, ppo_atari.Agent(PIXELS), [frames, buttons[:256]]),
+        "dqn": make_dqn,
+        "dqn_atari": lambda: make_dqn_atari(frames[:32], buttons[:32, None]),
     }[name]()
+    for module in learner.fixed:
+        if isinstance(module, nn.Module):
+            module.to(device)
+    if compiled:
+        *fixed, loss_fn = learner.fixed
+        options = {"cpp.use_decompose_tanh": True} if device == "cpu" else {}
+        learner.fixed = [*fixed, torch.compile(loss_fn, dynamic=False, options=options)]
+    learner.inputs = [value.to(device) for value in learner.inputs]
+    return learner
 
 
-def step_of(learner, loss_fn, capturable):
-    """Return a function that takes one step, and returns its loss."""
-    parameters = [p for p in learner.network.parameters() if p.requires_grad]
-    lr = torch.tensor(1e-3, device=parameters[0].device) if capturable else 1e-3
-    optimizer = optim.Adam(parameters, lr=lr, eps=1e-5, fused=True, capturable=capturable)
-
-    def step():
-        loss = loss_fn(learner.network, *learner.inputs)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        if learner.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, learner.max_grad_norm)
-        optimizer.step()
-        return loss.detach()
-
-    return step
+def adam(network: nn.Module) -> optim.Optimizer:
+    return optim.Adam(network.parameters(), lr=2**-10, eps=1e-5, fused=True)
 
 
-def graph_of(step, inputs):
-    """Capture a step as a CUDA graph; return a function that replays it on copies of the inputs."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-    fresh = [tensor.clone() for tensor in inputs]
-
-    def replay():
-        for tensor, new in zip(inputs, fresh, strict=True):
-            tensor.copy_(new)
-        graph.replay()
-        return loss.clone()
-
-    replay.step = step  # the graph reads and writes its network and optimizer, wherever they are
-    return replay
+def make_ppo(script: ModuleType, agent: nn.Module, inputs: list[torch.Tensor]) -> Learner:
+    inputs += [torch.randn(len(inputs[0])) for _ in range(5)]
+    return Learner(script.update, adam(agent), [agent, ARGS, script.ppo_loss], inputs)
 
 
-def ways(args, name):
-    """Yield each way's name, and a function that takes one step. The capture comes before any
-    compiling.
-    """
-    device = torch.device(args.device)
-
-    def learner():
-        learner = make(name)
-        learner.network.to(device)
-        learner.inputs = [tensor.to(device) for tensor in learner.inputs]
-        return learner
-
-    def compiled(loss, **options):
-        return torch.compile(loss, dynamic=False, options=options)
-
-    # The loop of ppo_lstm takes minutes to compile.
-    on_gpu, compiles = (
-        device.type == "cuda",
-        args.compile and name != "ppo_lstm",
-    )
-    new = learner()
-    yield "eager", step_of(new, new.loss, capturable=False)
-    if on_gpu:
-        new = learner()
-        yield "graph", graph_of(step_of(new, new.loss, capturable=True), new.inputs)
-        if compiles:
-            new = learner()
-            yield (
-                "graph, compiled",
-                graph_of(step_of(new, compiled(new.loss), capturable=True), new.inputs),
-            )
-    if compiles:
-        new = learner()
-        options = {"triton.cudagraphs": True} if on_gpu else {"cpp.use_decompose_tanh": True}
-        yield "compiled", step_of(new, compiled(new.loss, **options), capturable=False)
+def make_lstm(num_steps: int = 64, num_envs: int = 8, hidden_size: int = 64) -> Learner:
+    agent = ppo_lstm.Agent(envs_of((2,), gym.spaces.Discrete(2)), hidden_size)
+    shape = num_steps, num_envs
+    inputs = [
+        torch.zeros(num_envs, hidden_size), torch.zeros(num_envs, hidden_size),
+        torch.randn(*shape, 2), torch.zeros(shape), torch.randint(2, shape),
+        *(torch.randn(shape) for _ in range(5)),
+    ]  # fmt: skip
+    return Learner(ppo_lstm.update, adam(agent), [agent, ARGS], inputs)
 
 
-def measure(args, name):
+def make_dqn(batch_size: int = 128) -> Learner:
+    network = dqn.QNetwork(VECTORS)
+    actions = torch.randint(4, (batch_size, 1))
+    inputs = [torch.randn(batch_size, 8), actions, torch.randn(batch_size)]
+    return Learner(dqn.update, adam(network), [network], inputs)
+
+
+def make_dqn_atari(obs: torch.Tensor, actions: torch.Tensor) -> Learner:
+    network, target_network = dqn_atari.QNetwork(PIXELS), dqn_atari.QNetwork(PIXELS)
+    inputs = [obs, actions, obs.flip(0), torch.randn(len(obs)), torch.zeros(len(obs))]
+    return Learner(dqn_atari.update, adam(network), [network, target_network, ARGS], inputs)
+
+
+def ways(args: Args, name: str) -> Any:
+    """Yield each way's name, and a learner's tensors and step."""
+    for compiled in (False, True) if args.compile and name in COMPILED else (False,):
+        learner = make(name, args.device, compiled)
+        yield "compiled" if compiled else "eager", learner.inputs, learner.step
+        if args.device == "cuda":
+            learner = make(name, args.device, compiled)
+            way = "one graph, compiled" if compiled else "one graph"
+            yield way, learner.inputs, learner.graph()
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """Return a scalar that tells a script's steps apart: the loss of the values, or of DQN."""
+    return (outputs["value_loss"] if isinstance(outputs, dict) else outputs[0]).clone()
+
+
+def measure(args: Args, name: str) -> None:
     synchronize = torch.cuda.synchronize if args.device == "cuda" else lambda: None
-    found, losses = {}, {}
-    for way, step in ways(args, name):
-        synchronize()
+    medians, losses = {}, {}
+    for way, inputs, step in ways(args, name):
         start = time.perf_counter()
-        losses[way] = torch.stack([step().clone() for _ in range(WARM_UP)]).cpu()
-        if "graph" not in way:  # a capture has taken as many steps already
-            losses[way] = torch.stack([step().clone() for _ in range(WARM_UP)]).cpu()
+        losses[way] = torch.stack([loss_of(step(*inputs)) for _ in range(FIRST)]).cpu()
         first, seconds = time.perf_counter() - start, []
         for _ in range(args.rounds):
             start = time.perf_counter()
             for _ in range(args.steps):
-                step()
+                step(*inputs)
             synchronize()
             seconds.append((time.perf_counter() - start) / args.steps)
-        found[way] = statistics.median(seconds)
+        medians[way] = statistics.median(seconds)
         apart = (losses[way] - losses["eager"]).abs().max().item()
         print(
-            f"{name}, {way}: {found[way] * 1000:.3f} ms, {found['eager'] / found[way]:.2f} times "
-            f"eager; losses differ "
-            f"by {apart:.1e}; first steps {first:.1f} s",
+            f"{name}, {way}: {medians[way] * 1000:.3f} ms, "
+            f"{medians['eager'] / medians[way]:.2f} times eager; losses differ by {apart:.1e}; "
+            f"first steps {first:.1f} s",
             flush=True,
         )
 
 
-def main():
+def main() -> None:
     args = tyro.cli(Args)
     Distribution.set_default_validate_args(False)
     torch.set_num_threads(1)
-    print(
-        torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
-        "torch",
-        torch.__version__,
-        flush=True,
-    )
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    print(where, "torch", torch.__version__, flush=True)
     for name in args.scripts:
         measure(args, name)
 

@@ -1,0 +1,172 @@
+"""A script's gradient step as one CUDA graph. On machines without a GPU only its plain way runs."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch.distributions import Distribution
+
+from clusterenv_runtime.script import CudaGraph
+from clusterenv_runtime.script.checkpoint import load_part
+from experiments.benchmarks.steps import SCRIPTS, loss_of, make
+
+from . import scripts
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+STEPS = 10  # of which three are eager, and the fourth is captured
+RATES = 2**-10, 2**-9, 2**-11  # exact in float32, so that a number is the same as a tensor
+
+
+@pytest.fixture(autouse=True)
+def as_in_the_scripts(monkeypatch):
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    yield
+    Distribution.set_default_validate_args(before)
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def minibatch(learner, number):
+    """Return tensors that differ from step to step: each is shifted by another number of rows."""
+    return [value.roll(number * row, 0) for row, value in enumerate(learner.inputs)]
+
+
+def take(learner, step, numbers):
+    """Take steps by their numbers, each at its own rate; return their losses."""
+    losses = []
+    for number in numbers:
+        learner.optimizer.param_groups[0]["lr"] = RATES[number % len(RATES)]
+        losses.append(loss_of(step(*minibatch(learner, number))))
+    return torch.stack(losses)
+
+
+def weights(learner):
+    return torch.cat([value.detach().flatten() for value in learner.fixed[0].parameters()])
+
+
+def assert_same(name, got, expected, before, most=0.01):
+    """Weights differ by at most a small share of what training has changed."""
+    share = ((got - expected).abs().mean() / (expected - before).abs().mean()).item()
+    print(f"{name}: a difference of {share:.1e} of the change")
+    assert share <= most
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_on_a_cpu_a_step_is_a_call_of_the_function(name):
+    plain, wrapped = make(name, "cpu"), make(name, "cpu")
+    number = 1 if "atari" in name else 3
+    before = weights(plain)
+    expected = take(plain, plain.step, range(number))
+    assert torch.equal(take(wrapped, wrapped.graph(), range(number)), expected)
+    assert torch.equal(weights(wrapped), weights(plain))
+    assert not torch.equal(weights(plain), before)
+
+
+def test_a_step_gets_what_is_fixed_and_then_its_tensors():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.Adam([parameter], lr=0.5)
+    step = CudaGraph(lambda *arguments: arguments, optimizer, "fixed")
+    tensor = torch.ones(2)
+    assert step(tensor) == (optimizer, "fixed", tensor)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@on_gpu
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_steps_of_a_graph_are_eager_ones(name):
+    eager, replayed = make(name, "cuda"), make(name, "cuda")
+    before = weights(eager)
+    expected = take(eager, eager.step, range(STEPS))
+    got = take(replayed, replayed.graph(), range(STEPS))
+    most = 0.05 if "atari" in name else 0.01  # convolutions may be computed in another way
+    print(f"{name}: losses differ by {(got - expected).abs().max().item():.1e}")
+    torch.testing.assert_close(got, expected, rtol=most, atol=most)
+    assert_same(name, weights(replayed), weights(eager), before, most)
+
+
+@on_gpu
+def test_the_steps_of_a_graph_of_the_compiled_loss_are_eager_ones():
+    eager, replayed = make("ppo", "cuda"), make("ppo", "cuda", compiled=True)
+    before = weights(eager)
+    take(eager, eager.step, range(STEPS))
+    take(replayed, replayed.graph(), range(STEPS))
+    assert_same("ppo, compiled", weights(replayed), weights(eager), before, most=0.05)
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["ppo", "ppo_lstm", "dqn"])
+def test_a_resumed_optimizer_goes_on_at_its_rate(name):
+    whole, first, resumed = (make(name, "cuda") for _ in range(3))
+    before = weights(whole)
+    take(whole, whole.graph(), range(2 * STEPS))
+    take(first, first.graph(), range(STEPS))
+    file = io.BytesIO()
+    state = {"network": first.fixed[0].state_dict(), "optimizer": first.optimizer.state_dict()}
+    torch.save(state, file)
+    file.seek(0)
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    (group,) = state["optimizer"]["param_groups"]
+    assert group["lr"] == RATES[(STEPS - 1) % len(RATES)] and not group["capturable"]
+    resumed.fixed[0].load_state_dict(state["network"])
+    load_part(resumed.optimizer, copy.deepcopy(state["optimizer"]))
+    take(resumed, resumed.graph(), range(STEPS, 2 * STEPS))
+    assert_same(name, weights(resumed), weights(whole), before)
+    # A checkpoint of a GPU's run goes on without one.
+    on_cpu = make(name, "cpu")
+    load_part(on_cpu.optimizer, state["optimizer"])
+    take(on_cpu, on_cpu.graph(), range(2))
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous", "ppo_lstm", "dqn", "dqn_atari"])
+def test_nothing_in_a_step_waits_for_the_gpu(name):
+    learner = make(name, "cuda")
+    step = learner.graph()
+    take(learner, step, range(1))  # which allocates
+    batches = [minibatch(learner, number) for number in range(STEPS)]
+    for number, batch in enumerate(batches, start=2):
+        # A capture, in the fourth step, waits for all that came before it.
+        torch.cuda.set_sync_debug_mode("default" if number == 4 else "error")
+        step(*batch)
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@on_gpu
+def test_what_a_step_returns_is_overwritten_by_the_next_one():
+    learner = make("ppo", "cuda")
+    step = learner.graph()
+    take(learner, step, range(4))
+    one = step(*minibatch(learner, 4))
+    loss = one["value_loss"].item()
+    other = step(*minibatch(learner, 5))
+    assert one["value_loss"].item() == other["value_loss"].item() != loss
+
+
+@on_gpu
+def test_tensors_of_another_shape_are_refused():
+    learner = make("dqn", "cuda")
+    step = learner.graph()
+    step(*learner.inputs)
+    with pytest.raises(ValueError, match=r"got \(1, 8\) torch.float32, expected \(128, 8\)"):
+        step(*(value[:1] for value in learner.inputs))
+
+
+@on_gpu
+def test_a_run_goes_on_from_gpu_to_cpu_and_back(tmp_path):
+    flags = "--env-id CartPole-v1 --num-workers 1 --envs-per-worker 8 --num-steps 32"
+    flags += " --num-minibatches 4 --update-epochs 2 --eval-episodes 2"
+    steps = 8 * 32
+
+    def train(*flags):  # in a new process, which has no CUDA of this one
+        return scripts.train("ppo_clusterenv.py", tmp_path, *flags, CUDA_MODULE_LOADING="LAZY")
+
+    folder, _ = train(*flags.split(), "--total-timesteps", str(3 * steps), "--cuda")
+    for number, where in ((6, "--no-cuda"), (9, "--cuda")):
+        more = ["--resume", f"runs/{folder.name}", "--total-timesteps", str(number * steps), where]
+        folder, summary = train(*more)
+        assert summary["global_step"] == number * steps
+    losses = scripts.scalars(folder, "losses/value_loss")
+    assert len(losses) == 9 and all(0 < loss < 1000 for loss in losses)
