@@ -19,12 +19,6 @@ OF_ENVPOOL = (
 )  # fmt: skip
 
 
-def is_game(env_id: str) -> bool:
-    """Say whether an id is of one of Atari's games, or of no environment that is known here."""
-    spec = gym.registry.get(env_id)
-    return spec is None or "ale_py" in str(spec.entry_point)
-
-
 class EpisodicLife(gym.Wrapper):
     """Ends an episode with each life; the next episode goes on with the game.
 

@@ -13,7 +13,6 @@ from typing import Any
 import gymnasium as gym
 
 from ..errors import printable
-from ..extras.atari import is_game
 
 
 def check(fine: Any, message: Any) -> None:
@@ -85,9 +84,11 @@ def check_discrete(args: Any, space: gym.Space) -> None:
 
 
 def check_game(args: Any) -> None:
-    """Check that the environment is one of Atari's games, as far as is known here."""
+    """Check that the environment is one of Atari's games, or none that is known here."""
+    spec = gym.registry.get(args.env_id)
+    is_game = spec is None or "ale_py" in str(spec.entry_point)
     game = f"--env-id must be one of Atari's games, such as ALE/Pong-v5, got {args.env_id}"
-    check(is_game(args.env_id) or args.env_backend == "envpool", game)
+    check(is_game or args.env_backend == "envpool", game)
 
 
 def check_stacks(
