@@ -78,6 +78,14 @@ class ClusterOptions:
     """goes before each worker's Python, as in `nice -n 19` or, on other machines, `apptainer exec
     image.sif`
     """
+    worker_start: Literal["fork", "spawn"] = "fork"
+    """how workers on this machine start: as forks of one process, where Linux and no
+    `worker_prefix` allow it, or each as a new process
+    """
+    worker_preload: Annotated[str, RunsCode(bool)] = ""
+    """modules that are imported once, before workers are forked, separated by spaces: those that
+    environments need and that take long, such as `mujoco`
+    """
     worker_resources: str = ""
     """each worker's resources, if its launcher knows them: `CPU=4` or, of some launchers, `CPU=2
     GPU=0.5`
@@ -217,6 +225,11 @@ class ClusterOptions:
         _require(
             self.sync_mode != "interval" or self.sync_interval is not None,
             "sync_mode 'interval' needs sync_interval: pull every how many policy versions?",
+        )
+        _require(
+            not self.worker_preload or self.worker_start == "fork" and launcher.can_fork,
+            "worker_preload is for workers that are forked: by the launcher local, on Linux, "
+            "without a worker_prefix",
         )
         program = "".join(launcher.prefix[:1])
         _require(

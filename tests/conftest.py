@@ -1,5 +1,6 @@
 """Bounds in time for every test, and a check that no module leaves workers behind."""
 
+import contextlib
 import os
 import signal
 import tempfile
@@ -39,17 +40,33 @@ def pytest_collection_modifyitems(items):
 
 
 def worker_commands():
-    """The command lines of this process's workers that are alive, by pid."""
-    commands = {}
+    """The command lines of this process's workers that are alive, by pid.
+
+    A forked worker has none of its own, so that is as if it had been started singly.
+    """
+    parents, commands = {}, {}
     for directory in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (directory / "cmdline").read_bytes().split(b"\0")
+            command = (directory / "cmdline").read_bytes().decode().split("\0")
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended in between
-        if parent == os.getpid() and b"clusterenv_runtime.worker" in command:
-            commands[int(directory.name)] = [part.decode() for part in command]
-    return commands
+        parents[int(directory.name)] = parent
+        commands[int(directory.name)] = command
+    servers = {
+        pid
+        for pid, command in commands.items()
+        if parents[pid] == os.getpid() and "clusterenv_runtime.worker.fork_server" in command
+    }
+    workers = {}
+    for pid, parent in parents.items():
+        if parent == os.getpid() and "clusterenv_runtime.worker" in commands[pid]:
+            workers[pid] = commands[pid]
+        elif parent in servers:
+            with contextlib.suppress(FileNotFoundError, ValueError):  # it has just been forked
+                _, index = Path(f"/proc/{pid}/comm").read_text().split()
+                workers[pid] = ["-m", "clusterenv_runtime.worker", "--index", index]
+    return workers
 
 
 @pytest.fixture

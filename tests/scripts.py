@@ -97,12 +97,15 @@ def children_of(pid):
 
 
 def workers_of(pid):
-    """Pids of the worker processes that a head has started."""
-    return [
-        child
-        for child in children_of(pid)
-        if b"clusterenv_runtime.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+    """Pids of the worker processes of a head, forked or not."""
+    workers = []
+    for child in children_of(pid):
+        command = Path(f"/proc/{child}/cmdline").read_bytes()
+        if b"clusterenv_runtime.worker.fork_server" in command:
+            workers += children_of(child)
+        elif b"clusterenv_runtime.worker" in command:
+            workers.append(child)
+    return workers
 
 
 def ranks_of(pid, variable):

@@ -306,7 +306,14 @@ def test_a_flag_of_the_runtime_out_of_range_is_one_line(monkeypatch, flags, says
 
 def test_a_cluster_env_takes_what_the_flags_say(monkeypatch, tmp_path, workers):
     monkeypatch.chdir(tmp_path)
-    flags = ["--interface", "lo", "--num-workers=1", "--kl-threshold=0.5", "--min-workers=1"]
+    flags = [
+        "--worker-start=spawn",
+        "--interface",
+        "lo",
+        "--num-workers=1",
+        "--kl-threshold=0.5",
+        "--min-workers=1",
+    ]
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
     args = parse(dqn_clusterenv.Args)
     assert os.listdir() == []  # a parser makes nothing

@@ -245,14 +245,14 @@ def test_workers_that_say_nothing(instead_of_python, monkeypatch):
         at_most(45),
         pytest.raises(StartupError, match=text),
     ):
-        ClusterEnv([CountingEnv] * 3, 2, startup_timeout=0.5)
+        ClusterEnv([CountingEnv] * 3, 2, startup_timeout=0.5, worker_start="spawn")
     assert len(started) == 2 and all(process.returncode is not None for process in started)
 
 
 def test_workers_that_end_at_once(instead_of_python):
     instead_of_python("exit 9")
     with at_most(), pytest.raises(WorkerDiedError, match="worker [01] .* died: exit code 9"):
-        ClusterEnv([CountingEnv] * 3, 2, startup_timeout=HOUR)
+        ClusterEnv([CountingEnv] * 3, 2, startup_timeout=HOUR, worker_start="spawn")
 
 
 def test_workers_that_take_too_long_to_build(workers, pipe):
@@ -324,7 +324,7 @@ def test_workers_that_do_not_match(workers, instead_of_python, patch, text):
     code = f"{imports}; protocol.{patch}; main()"
     instead_of_python(f'exec {sys.executable} -c "{code}" "$@"')
     with at_most(), pytest.raises(StartupError, match=text):
-        ClusterEnv([CountingEnv] * 2, 2, startup_timeout=HOUR)
+        ClusterEnv([CountingEnv] * 2, 2, startup_timeout=HOUR, worker_start="spawn")
     assert not workers()
 
 

@@ -91,7 +91,8 @@ def resident_bytes(pid):
 
 @pytest.fixture
 def cluster():
-    with ClusterEnv([partial(CountingEnv, length=10**9)] * 2, 2) as envs:
+    # A worker that is no fork has its flags in a command line of its own.
+    with ClusterEnv([partial(CountingEnv, length=10**9)] * 2, 2, worker_start="spawn") as envs:
         envs.reset()
         yield envs
 

@@ -36,7 +36,9 @@ from .test_strangers import GARBAGE, drops
 
 @pytest.fixture(scope="module")
 def cluster():
-    with ClusterEnv([partial(CountingEnv, length=10**6)] * 2, 2, bind_address="127.0.0.1") as envs:
+    # A worker that is no fork has its flags in a command line of its own.
+    options = {"bind_address": "127.0.0.1", "worker_start": "spawn"}
+    with ClusterEnv([partial(CountingEnv, length=10**6)] * 2, 2, **options) as envs:
         envs.reset()
         yield envs
 
@@ -384,7 +386,8 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RL
 from clusterenv_runtime import ClusterEnv
 from tests.conftest import worker_commands
 from tests.envs import CountingEnv
-with ClusterEnv([CountingEnv] * 2, 2, bind_address="127.0.0.1") as envs:
+options = {"bind_address": "127.0.0.1", "worker_start": "spawn"}
+with ClusterEnv([CountingEnv] * 2, 2, **options) as envs:
     envs.reset()
     command = next(iter(worker_commands().values()))
     port = int(command[command.index("--connect") + 1].rpartition(":")[2])
@@ -411,7 +414,7 @@ def test_a_crowd_of_idle_strangers_does_not_use_up_the_open_files(tmp_path):
 def test_ipv6(workers):
     if refusal := refusal_of_ipv6():
         do_without("no IPv6", refusal)
-    with ClusterEnv([CountingEnv] * 2, 2, bind_address="::1") as envs:
+    with ClusterEnv([CountingEnv] * 2, 2, bind_address="::1", worker_start="spawn") as envs:
         addresses = [command[command.index("--connect") + 1] for command in workers().values()]
         assert sum(address.startswith("tcp://[::1]:") for address in addresses) == 2
         envs.reset()

@@ -387,7 +387,7 @@ import time, zmq
 from clusterenv_runtime import ClusterEnv
 from tests.conftest import worker_commands
 from tests.envs import CountingEnv
-with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=1) as envs:
+with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=1, worker_start="spawn") as envs:
     envs.reset()
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.linger, peer.heartbeat_ivl, peer.heartbeat_ttl = 0, 100, 300

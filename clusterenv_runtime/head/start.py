@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -24,6 +25,8 @@ from .recovery import Recovery
 from .supervisor import Supervisor
 from .transport import Transport
 from .worker import Worker
+
+logger = logging.getLogger(__name__)
 
 
 class HeadState(msgspec.Struct, forbid_unknown_fields=True):
@@ -92,6 +95,7 @@ def start_head(
     Raises:
         StartupError, WorkerDiedError: the head cannot listen, or a worker does not come up.
     """
+    began = clock()
     # These are read now, as files: strangers may have used up what a process may open when a
     # worker says hello.
     shared_versions()
@@ -115,10 +119,14 @@ def start_head(
     pool = WorkerPool(Messenger(transport, supervisor, recovery, store, opener))
     flags = options.worker_flags(launcher, transport.address, transport.key_file)
     launcher.resources = options.resources
+    launcher.may_fork = options.worker_start == "fork"
+    launcher.preload = options.worker_preload.split()
     try:
         launcher.prepare(num_workers, flags, transport.directory)
         pool.start(min_workers)
     except BaseException:
         pool.close(timeout=0)
         raise
+    ready = sum(worker.has_been_ready for worker in workers)
+    logger.info("%d workers ready in %.1f s", ready, clock() - began)
     return Head(pool, recovery, store, rule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -44,6 +44,10 @@ class Launcher:
     by_hand = False
     # The resources of each worker, as in {"CPU": 2}; each launcher knows what to do with them.
     resources: Mapping[str, float] = MappingProxyType({})
+    # Whether it can fork workers from one process; whether it may, and what that process imports.
+    can_fork = False
+    may_fork = True
+    preload: Sequence[str] = ()
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         self.log_dir = None if log_dir is None else Path(log_dir)

@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from .base import Exit, Launcher
+from .forking import UNKNOWN, Forked, ForkServer, ForkServerLost, can_fork, shared_server
 from .processes import VARIABLE, kill_marked
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,9 @@ class LocalLauncher(Launcher):
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         super().__init__(log_dir, prefix)
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, subprocess.Popen[bytes] | Forked] = {}
+        self._server: ForkServer | None = None
+        self._lost_servers = 0
         # All processes of this launcher have a mark that begins so; see `processes`. A worker that
         # has workers itself passes its own mark on.
         self._mark = f"{os.environ.get(VARIABLE, '')}{secrets.token_hex(8)}."
@@ -59,19 +63,56 @@ class LocalLauncher(Launcher):
     def start_worker(self, index: int) -> None:
         mark = f"{self._mark}{secrets.token_hex(4)}."
         with self.output(index) as output:
-            # A process group of its own, so that Ctrl-C reaches the head alone, which then stops
-            # its workers in order. It is no session, as Linux may share the cores out between
-            # sessions, whatever the niceness of their processes.
-            process = subprocess.Popen(
-                self.command(index),
-                env=self.environment(mark),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                process_group=0,
-            )
+            process = self._fork(index, mark, output) or self._spawn(index, mark, output)
         self._marks[process.pid] = mark
         self._processes[index] = process
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether this system forks, and the command is no other than `_fork` has it."""
+        is_plain = type(self).command is LocalLauncher.command and not self.prefix
+        return is_plain and can_fork()
+
+    @property
+    def _forks(self) -> bool:
+        return self.may_fork and self.can_fork and self._lost_servers < 2
+
+    def _fork(self, index: int, mark: str, output: IO[bytes] | None) -> Forked | None:
+        """Fork a worker; return None if that is not possible here.
+
+        Raises:
+            OSError: it cannot be forked now.
+            StartupError: a module to preload cannot be imported.
+        """
+        variables = self.environment(mark)
+        arguments = self.arguments(index)[2:]  # without those that name the module
+        while self._forks:
+            try:
+                if self._server is None:
+                    self._server = shared_server(variables, self.preload)
+                with contextlib.ExitStack() as opened:
+                    outputs = [opened.enter_context(_writable(output, file)) for file in (1, 2)]
+                    return self._server.fork(mark, arguments, variables, outputs)
+            except ForkServerLost:
+                self._server = None
+                self._lost_servers += 1
+                if not self._forks:
+                    text = "the process that forks workers was lost twice: they are started singly"
+                    logger.warning(text)
+        return None
+
+    def _spawn(self, index: int, mark: str, output: IO[bytes] | None) -> subprocess.Popen[bytes]:
+        # A process group of its own, so that Ctrl-C reaches the head alone, which then stops its
+        # workers in order. It is no session, as Linux may share the cores out between sessions,
+        # whatever the niceness of their processes.
+        return subprocess.Popen(
+            self.command(index),
+            env=self.environment(mark),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            process_group=0,
+        )
 
     def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes] | None]:
         """Open the file to which a command's output goes; None is this process's output."""
@@ -94,6 +135,8 @@ class LocalLauncher(Launcher):
         code = self._processes[index].poll()
         if code is None:
             return None
+        if code == UNKNOWN:
+            return Exit("it ended, and so did the process that it was forked from", by_signal=True)
         if code >= 0:  # above 128 it stands for a signal, if the prefix is a shell
             return Exit(f"exit code {code}", by_signal=128 < code <= 192)
         names = {number.value: number.name for number in signal.Signals}
@@ -121,14 +164,29 @@ class LocalLauncher(Launcher):
             time.sleep(0.01)
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
+@contextlib.contextmanager
+def _writable(output: IO[bytes] | None, file: int) -> Iterator[int]:
+    """Open what a worker writes to in place of ``file``: an output, or this process's own."""
+    if output is not None:
+        yield output.fileno()
+        return
+    try:
+        os.fstat(file)
+    except OSError:  # it is closed
+        with open(os.devnull, "ab") as null:
+            yield null.fileno()
+    else:
+        yield file
+
+
+def kill_group(process: subprocess.Popen[bytes] | Forked) -> None:
     """Kill a process with its group: what its environments have started may have outlived it."""
     process.kill()  # it may have left the group
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _await(processes: list[subprocess.Popen[bytes]], deadline: float) -> bool:
+def _await(processes: list[subprocess.Popen[bytes] | Forked], deadline: float) -> bool:
     """Wait until these have ended, or a time of `time.monotonic`; return whether they have."""
     for process in processes:
         try:

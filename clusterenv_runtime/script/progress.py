@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from contextlib import suppress
@@ -41,6 +42,9 @@ class Progress:
         self.bar = progress.Progress(*columns, console=console)
         self._prints = not is_quiet and (not console.is_terminal or console.is_dumb_terminal)
         self._number = self._printed = 0
+        logging.basicConfig(format="%(message)s")
+        if not is_quiet:  # the runtime then says how long the workers took to start
+            logging.getLogger(__package__.partition(".")[0]).setLevel(logging.INFO)
 
     def begin(self, number: int, done: int) -> None:
         """Begin with so many iterations ``done``, of a ``number``."""

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import StartupError
@@ -28,8 +29,8 @@ class Output(io.FileIO):
         return len(data)
 
 
-def parse() -> argparse.Namespace:
-    """Parse the command line."""
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line, or these arguments."""
     parser = argparse.ArgumentParser(
         prog="clusterenv_runtime.worker", description="A ClusterEnv environment worker."
     )
@@ -41,12 +42,20 @@ def parse() -> argparse.Namespace:
     add("--head-pid", type=int, help="the head's, if it is this process's parent")
     add("--head-directory", metavar="DIR", help="to remove, should that parent vanish")
     add("--key-file", metavar="FILE", help="the run's keys, for tcp; only its owner may read it")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Be a worker until the head says that it is enough, or is gone."""
-    args = parse()
+def main(
+    arguments: list[str] | None = None, head_has_left: Callable[[], bool] | None = None
+) -> None:
+    """Be a worker until the head says that it is enough, or is gone.
+
+    Args:
+        arguments: instead of the command line's.
+        head_has_left: says whether the head's process has ended, if this one is on its machine;
+            by default it follows from ``--head-pid``.
+    """
+    args = parse(arguments)
     _handle_signals()
     sys.stdout, sys.stderr = map(_output, (1, 2))
     logging.basicConfig(format=f"worker {args.index}: %(message)s")
@@ -55,7 +64,8 @@ def main() -> None:
     except StartupError as error:
         sys.exit(f"error: {error}")
     timeouts = args.startup_timeout, args.head_timeout
-    connection = Connection(args.connect, keys, *timeouts, args.head_pid, args.head_directory)
+    head_has_left = head_has_left or _watch_parent(args.head_pid)
+    connection = Connection(args.connect, keys, *timeouts, head_has_left, args.head_directory)
     worker = Worker(connection)
     try:
         with contextlib.suppress(End):
@@ -65,6 +75,21 @@ def main() -> None:
         worker.close()
         connection.close()
         gc.freeze()  # to collect torch's objects at exit would take most of a second
+
+
+def _watch_parent(head: int | None) -> Callable[[], bool] | None:
+    """Return what says whether the head was this process's parent, and is no more."""
+
+    def has_left() -> bool:
+        return os.getppid() not in (head, 0)  # 0 is a parent outside of this pid namespace
+
+    if head is None:
+        return None
+    if has_left():
+        with contextlib.suppress(OSError):
+            os.kill(head, 0)
+            return None  # the head lives: this process's parent is a --worker-prefix
+    return has_left
 
 
 def _output(file: int) -> io.TextIOWrapper:

@@ -11,6 +11,7 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -44,8 +45,8 @@ class Connection:
         keys: the run's keys, over tcp with CURVE.
         startup_timeout: seconds to try to reach the head.
         timeout: seconds of a silent link before giving up.
-        parent: the head's pid, if the head is this process's parent.
-        directory: a directory to remove when that parent is gone.
+        head_has_left: says whether the head's process has ended; None if that cannot be seen here.
+        directory: a directory to remove when it has.
     """
 
     def __init__(
@@ -54,17 +55,13 @@ class Connection:
         keys: WorkerKeys | None,
         startup_timeout: float,
         timeout: float,
-        parent: int | None,
+        head_has_left: Callable[[], bool] | None,
         directory: str | None,
     ) -> None:
         self._startup_timeout = startup_timeout
-        self._parent = parent
+        self._sees_head = head_has_left is not None
+        self._head_has_left = head_has_left or (lambda: False)
         self._directory = directory
-        if self._parent_has_left():
-            with contextlib.suppress(OSError):
-                os.kill(parent, 0)
-                # The head lives: this process's parent is a --worker-prefix. The link will tell.
-                self._parent = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.routing_id = b"w" + secrets.token_bytes(16)  # nobody can guess and take it
@@ -143,13 +140,8 @@ class Connection:
         self._context.term()
         self._tidy_up()
 
-    def _parent_has_left(self) -> bool:
-        """Return whether the head was this process's parent, and is no more."""
-        # 0 stands for a parent outside of this process's pid namespace.
-        return self._parent is not None and os.getppid() not in (self._parent, 0)
-
     def _tidy_up(self) -> None:
-        if self._parent_has_left() and self._directory is not None:
+        if self._head_has_left() and self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _exit_with_head(self) -> None:
@@ -157,7 +149,7 @@ class Connection:
             logger.error("%s: exiting", self._wait_until_head_is_gone())
             # The links of a process close a moment before it has ended.
             deadline = time.monotonic() + 1
-            while self._parent is not None and not self._parent_has_left():
+            while self._sees_head and not self._head_has_left():
                 if time.monotonic() >= deadline:
                     break
                 time.sleep(0.01)
@@ -176,7 +168,7 @@ class Connection:
         poller = zmq.Poller()
         for each in (self._pulse, *self._monitors):
             poller.register(each, zmq.POLLIN)
-        while not self._parent_has_left():
+        while not self._head_has_left():
             # libzmq tries a link that does not connect again: the network may be down for a moment.
             if connected < 2 and time.monotonic() >= deadline:
                 return gone

@@ -1,0 +1,283 @@
+"""Workers that are forked from one process: the head's side of `worker.fork_server`.
+
+The link to that process is a pair of sockets. Each message is a packet with a JSON object:
+
+- The head sends ``sys_path`` and ``modules``. Once these modules are imported, the answer has
+  ``fault``: None, or a text for the user.
+- For each worker the head sends ``mark``, ``arguments``, ``variables`` and ``unset``, with two
+  descriptors for its output. The answer has ``mark`` and ``pid`` with a descriptor of the process,
+  or ``mark`` and ``errno``.
+- When a worker has ended there comes ``mark`` and ``code``, as `subprocess.Popen.returncode`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ..errors import StartupError
+from .processes import VARIABLE
+
+MAX_MESSAGE = 2**18  # bytes
+READY_S = 60.0  # how long the process may take to import what workers need
+FORK_S = 10.0  # how long it may take to fork
+UNKNOWN = 256  # the code of a worker that has ended when nobody was left to say how
+# Variables that act when an interpreter, a library or torch is loaded, by how they begin.
+AT_LOAD = (
+    "PYTHON",
+    "LD_",
+    "MALLOC_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "TORCH",
+    "PYTORCH",
+)
+
+
+class ForkServerLost(Exception):
+    """The process that forks workers has ended, or does not answer."""
+
+
+class Forked:
+    """A forked worker, with as much of `subprocess.Popen` as launchers use."""
+
+    def __init__(self, server: ForkServer, mark: str, pid: int, file: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+        self._mark = mark
+        self._file = file
+        weakref.finalize(self, os.close, file)
+
+    def poll(self) -> int | None:
+        """Return how it has ended, or None."""
+        if self.returncode is None and self._has_ended(0):
+            self.returncode = self._server.code_of(self._mark)
+        return self.returncode
+
+    def wait(self, timeout: float) -> None:
+        """Wait until it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not.
+        """
+        if not self._has_ended(timeout):
+            raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._file, number)
+
+    def _has_ended(self, timeout: float) -> bool:
+        poll = select.poll()
+        poll.register(self._file, select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
+
+
+class ForkServer:
+    """The process that forks workers.
+
+    It starts at the first `fork`.
+
+    Args:
+        variables: its environment variables.
+        modules: what it imports first.
+    """
+
+    def __init__(self, variables: Mapping[str, str], modules: Sequence[str]) -> None:
+        self._variables = dict(variables)
+        self._codes: dict[str, int] = {}  # of workers that have ended, by mark
+        self._lock = threading.Lock()
+        self._is_started = False
+        self._is_ready = False
+        self._link, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._close = weakref.finalize(self, self._link.close)
+        paths = [path for path in sys.path if path]
+        self._send({"sys_path": paths, "modules": list(modules)}, [])
+
+    def _start(self) -> None:
+        files = self._theirs.detach(), os.pidfd_open(os.getpid())
+        # The lowest may be taken for the outputs, which can be closed here.
+        passed = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3) for file in files]
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "clusterenv_runtime.worker.fork_server", *map(str, passed)],
+                env=self._variables,
+                stdin=subprocess.DEVNULL,
+                pass_fds=passed,
+                process_group=0,  # Ctrl-C reaches the head alone
+            )
+        finally:
+            _close_all([*files, *passed])
+        self._close.detach()
+        self._close = weakref.finalize(self, _close, self._link, process)
+        self._is_started = True
+
+    def fork(
+        self, mark: str, arguments: list[str], variables: Mapping[str, str], outputs: list[int]
+    ) -> Forked:
+        """Fork a worker with these arguments, environment variables, and output and error output.
+
+        Raises:
+            OSError: it cannot be forked now.
+            ForkServerLost: there is no process to fork it.
+            StartupError: a module cannot be imported.
+        """
+        before = self._variables
+        changed = {name: text for name, text in variables.items() if before.get(name) != text}
+        unset = [name for name in before if name not in variables]
+        order = {"mark": mark, "arguments": arguments, "variables": changed, "unset": unset}
+        with self._lock:
+            self._send(order, outputs)
+            # The order comes first. Its worker tidies up if this process is killed from here on.
+            if not self._is_started:
+                self._start()
+            self._await_ready()
+            answer, files = self._receive(FORK_S)
+            while answer["mark"] != mark:  # of another worker, or of an interrupted order
+                _close_all(files)
+                answer, files = self._receive(FORK_S)
+        if "errno" in answer:
+            raise OSError(answer["errno"], os.strerror(answer["errno"]))
+        return Forked(self, mark, answer["pid"], files[0])
+
+    def code_of(self, mark: str) -> int | None:
+        """Return how a worker has ended, or None if that is not known yet."""
+        with self._lock:
+            try:
+                while mark not in self._codes:
+                    _, files = self._receive(0)
+                    _close_all(files)
+            except BlockingIOError:
+                return None
+            except ForkServerLost:
+                return UNKNOWN
+            return self._codes.pop(mark)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the process was there when it was last needed."""
+        return self._close.alive
+
+    def _await_ready(self) -> None:
+        if not self._is_ready:
+            answer, _ = self._receive(READY_S)
+            if answer["fault"] is not None:
+                self._close()
+                raise StartupError(f"worker_preload: {answer['fault']}")
+            self._is_ready = True
+
+    def _send(self, message: dict[str, Any], files: list[int]) -> None:
+        if not self.is_open:
+            raise ForkServerLost
+        try:
+            socket.send_fds(self._link, [json.dumps(message).encode()], files)
+        except ConnectionError:
+            self._lose()
+
+    def _receive(self, seconds: float) -> tuple[dict[str, Any], list[int]]:
+        """Return the next answer with its descriptors, or a worker's end, which is noted.
+
+        Raises:
+            BlockingIOError: there is none, and ``seconds`` is 0.
+            ForkServerLost: there will be none.
+        """
+        if not self.is_open:
+            raise ForkServerLost
+        self._link.settimeout(seconds)
+        try:
+            data, files, _, _ = socket.recv_fds(self._link, MAX_MESSAGE, 1)
+        except (TimeoutError, ConnectionError):
+            self._lose()
+        if not data:
+            self._lose()
+        message = json.loads(data)
+        if "code" in message:
+            self._codes[message["mark"]] = message["code"]
+        return message, list(files)
+
+    def _lose(self) -> NoReturn:
+        self._close()
+        raise ForkServerLost
+
+
+def _close_all(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def _close(link: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """End the process that forks. Its workers stay."""
+    link.close()
+    try:
+        process.wait(1)
+    except subprocess.TimeoutExpired:  # it imports, or is stopped
+        process.kill()
+        process.wait()
+
+
+@dataclass
+class _Shared:
+    """The process that forks for all launchers of this process that need one like it."""
+
+    likeness: Any = None
+    server: ForkServer | None = None
+
+
+_shared = _Shared()
+
+
+def can_fork() -> bool:
+    """Say whether this system has all that forking takes here."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return sys.platform == "linux"
+
+
+def shared_server(variables: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
+    """Return a process that forks workers like a new process with these variables.
+
+    It has torch if this process has. ``preload`` are further modules that it imports.
+
+    """
+    modules = ["clusterenv_runtime.policy.actor"] if "torch" in sys.modules else []
+    modules += preload
+    likeness = (
+        os.getpid(),
+        os.readlink("/proc/self/cwd"),
+        os.getpriority(os.PRIO_PROCESS, 0),
+        os.sched_getaffinity(0),
+        {name: text for name, text in variables.items() if name.startswith(AT_LOAD)},
+        modules,
+    )
+    if _shared.server is None or _shared.likeness != likeness or not _shared.server.is_open:
+        # No worker's mark, but as long as one; see `fork_server`.
+        inherited = os.environ.get(VARIABLE, "")
+        unmarked = re.sub(r"\w", "0", variables[VARIABLE].removeprefix(inherited))
+        _shared.server = ForkServer({**variables, VARIABLE: inherited + unmarked}, modules)
+        _shared.likeness = likeness
+    return _shared.server

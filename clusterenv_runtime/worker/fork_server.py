@@ -1,0 +1,171 @@
+"""The process from which workers are forked: each starts within milliseconds, and they share the
+memory of what is imported here.
+
+This process imports what all workers need. It uses nothing of torch, and has no threads, no keys
+and no other socket than its link to the head. It ends when the head ends or closes the link. The
+messages on the link are described in `launchers.forking`, which has the head's side of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import one_line
+from ..launchers.forking import MAX_MESSAGE
+from ..launchers.processes import VARIABLE
+from .__main__ import main as be_worker
+
+Order = dict[str, Any]
+
+
+class ForkServer:
+    """Forks a worker for each order of the head, and reports how it ends.
+
+    Args:
+        link: to the head.
+        head: a descriptor of the head's process.
+    """
+
+    def __init__(self, link: socket.socket, head: int) -> None:
+        self._link = link
+        self._head = head
+        self._workers: dict[int, tuple[int, str]] = {}  # by descriptor: pid and mark
+        self._mark = os.environ[VARIABLE]
+        self._poll = select.poll()
+        self._poll.register(self._head, select.POLLIN)
+        self._poll.register(link, select.POLLIN)
+
+    def prepare(self) -> None:
+        """Import what the head names, and say that this process is ready."""
+        order, _ = self._receive()
+        sys.path.extend(path for path in order["sys_path"] if path not in sys.path)
+        fault = None
+        for module in order["modules"]:
+            try:
+                importlib.import_module(module)
+            except Exception as error:
+                fault = f"cannot import {module}: {one_line(error)}"
+                break
+        gc.collect()
+        gc.freeze()  # a worker's collections would copy the pages of all these objects
+        self._send({"fault": fault})
+
+    def serve(self) -> Order | None:
+        """Fork workers until the head is gone. In a worker, return its order; here, None."""
+        while True:
+            ready = [file for file, _ in self._poll.poll()]
+            for file in self._workers.keys() & set(ready):
+                self._report_end(file)
+            if self._link.fileno() in ready:
+                order, outputs = self._receive()
+                if not order:
+                    return None
+                if self._fork(order["mark"]):
+                    self._become_worker(order, outputs)
+                    return order
+                for output in outputs:
+                    os.close(output)
+            elif self._head in ready:  # a fork of the head may hold the link open
+                return None
+
+    def head_has_left(self) -> bool:
+        """Say whether the head's process has ended."""
+        poll = select.poll()
+        poll.register(self._head, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _fork(self, mark: str) -> bool:
+        """Fork. Return whether this is the new process, whose mark is shown from the start."""
+        _show_mark(mark)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _show_mark(self._mark)
+            self._send({"mark": mark, "errno": error.errno})
+            return False
+        if pid == 0:
+            return True
+        _show_mark(self._mark)
+        with contextlib.suppress(OSError):  # the worker does it, too, and may have ended
+            os.setpgid(pid, pid)
+        file = os.pidfd_open(pid)
+        self._workers[file] = pid, mark
+        self._poll.register(file, select.POLLIN)
+        self._send({"mark": mark, "pid": pid}, [file])
+        return False
+
+    def _become_worker(self, order: Order, outputs: list[int]) -> None:
+        self._link.close()
+        for file in self._workers:
+            os.close(file)
+        os.setpgid(0, 0)
+        for file, output in zip((1, 2), outputs, strict=True):
+            os.dup2(output, file)
+            os.close(output)
+        for name in order["unset"]:
+            os.environ.pop(name, None)
+        os.environ.update(order["variables"])
+        np.random.seed()  # as Python seeds its own generator anew in each fork
+        index = order["arguments"][order["arguments"].index("--index") + 1]
+        Path("/proc/self/comm").write_text(f"worker {index}")  # the name that `top` shows
+
+    def _report_end(self, file: int) -> None:
+        pid, mark = self._workers.pop(file)
+        self._poll.unregister(file)
+        os.close(file)
+        _, status = os.waitpid(pid, 0)
+        self._send({"mark": mark, "code": os.waitstatus_to_exitcode(status)})
+
+    def _send(self, message: dict[str, Any], files: list[int] = []) -> None:  # noqa: B006
+        with contextlib.suppress(OSError):  # the head is gone, which `serve` will see
+            socket.send_fds(self._link, [json.dumps(message).encode()], files)
+
+    def _receive(self) -> tuple[Order, list[int]]:
+        """Return the next message and its descriptors; an empty one if the link is closed."""
+        try:
+            data, files, _, _ = socket.recv_fds(self._link, MAX_MESSAGE, 2)
+        except ConnectionError:  # the head has left without reading all
+            return {}, []
+        return json.loads(data or b"{}"), list(files)
+
+
+def _show_mark(mark: str) -> None:
+    """Write a mark where the system shows this process's variables, over another of its length."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    data = os.fsencode(mark)
+    ctypes.memmove(getenv(os.fsencode(VARIABLE)), data, len(data))
+
+
+def main() -> None:
+    """Fork workers until the head is gone; each worker ends here as well."""
+    while (file := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass  # an output that is closed must not become the next descriptor
+    os.close(file)
+    link, head = map(int, sys.argv[1:])
+    server = ForkServer(socket.socket(fileno=link), head)
+    server.prepare()
+    order = server.serve()
+    if order is None:
+        os._exit(0)  # there is nothing to tidy up
+    be_worker(order["arguments"], server.head_has_left)
+    # The interpreter's own end would write to the shared memory of all objects, which copies it.
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

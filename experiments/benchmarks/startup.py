@@ -1,0 +1,111 @@
+"""How soon workers act, and what memory they take.
+
+    python -m experiments.benchmarks.startup
+
+Each row makes CartPole's environments, one for each worker: forked, started singly, with
+Gymnasium's `AsyncVectorEnv`, and with Stable-Baselines3's `SubprocVecEnv` if it is installed.
+Prints the seconds from the construction to the end of the first rollout of 32 steps (the first 32
+steps of those that do not act), and the proportional set size of all processes but this one. Each
+row is a program of its own, so nothing is left of the row before.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import gymnasium as gym
+import torch
+import tyro
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+
+WAYS = "fork", "spawn", "AsyncVectorEnv", "SubprocVecEnv"
+STEPS = 32
+
+
+@dataclass
+class Args:
+    workers: tuple[int, ...] = (1, 8, 32, 128)
+    """numbers of workers"""
+    ways: tuple[str, ...] = WAYS
+    """how they are started"""
+    limit: float = 300
+    """seconds a row may take"""
+
+
+def descendants(pid):
+    """The processes that a process has started, and those that these have started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in children for each in (int(child), *descendants(child))]
+
+
+def mebibytes():
+    """The proportional set size of all processes that this one has started."""
+    kibibytes = 0
+    for pid in descendants(os.getpid()):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        kibibytes += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return kibibytes / 1024
+
+
+def cluster_env(env_fns, way):
+    envs = ClusterEnv(env_fns, len(env_fns), worker_start=way, startup_timeout=300)
+    envs.reset(seed=1)
+    envs.rollout(CategoricalPolicy(torch.nn.Linear(4, 2)), STEPS)
+    return envs
+
+
+def vector_env(env_fns):
+    envs = gym.vector.AsyncVectorEnv(env_fns)
+    envs.reset(seed=1)
+    for _ in range(STEPS):
+        envs.step(envs.action_space.sample())
+    return envs
+
+
+def subproc_vec_env(env_fns):
+    from stable_baselines3.common.vec_env import SubprocVecEnv
+
+    envs = SubprocVecEnv(env_fns)
+    envs.reset()
+    for _ in range(STEPS):
+        envs.step([0] * len(env_fns))
+    return envs
+
+
+def measure(way, number):
+    """Print one row."""
+    env_fns = [partial(gym.make, "CartPole-v1")] * number
+    start = time.perf_counter()
+    if way == "AsyncVectorEnv":
+        envs = vector_env(env_fns)
+    elif way == "SubprocVecEnv":
+        envs = subproc_vec_env(env_fns)
+    else:
+        envs = cluster_env(env_fns, way)
+    seconds = time.perf_counter() - start
+    memory = mebibytes()
+    start = time.perf_counter()
+    envs.close()
+    closing = time.perf_counter() - start
+    print(f"| {way} | {number} | {seconds:.1f} | {memory:,.0f} | {closing:.1f} |", flush=True)
+
+
+def main(args):
+    print("| workers | number | s to the first rollout | MiB | s to close |\n|---|---|---|---|---|")
+    sys.stdout.flush()
+    for number in args.workers:
+        for way in args.ways:
+            code = f"from experiments.benchmarks.startup import measure; measure({way!r}, {number})"
+            try:
+                subprocess.run([sys.executable, "-c", code], timeout=args.limit, check=True)
+            except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+                print(f"| {way} | {number} | {type(error).__name__} | | |", flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

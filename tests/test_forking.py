@@ -1,0 +1,236 @@
+"""Workers that are forked from one process, and that process."""
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from functools import partial
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, StartupError
+
+from .envs import CountingEnv
+from .patience import assert_ended, wait_until
+from .scripts import ROOT
+
+
+def server_of(pid):
+    """The process from which a worker was forked."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+class TellingEnv(CountingEnv):
+    """Says what a worker's process is."""
+
+    def tell(self):
+        return {
+            "pid": os.getpid(),
+            "group": os.getpgid(0),
+            "name": Path("/proc/self/comm").read_text().strip(),
+            "niceness": os.nice(0),
+            "threads": os.environ["OMP_NUM_THREADS"],
+            "told": ascii(os.environ.get("TOLD")),
+            "numpy": float(np.random.random()),
+            "python": random.random(),
+            "modules": [name for name in ("torch", "wave") if name in sys.modules],
+        }
+
+
+def test_workers_are_forked_from_one_process_and_are_what_they_were_as_processes_of_their_own(
+    monkeypatch,
+):
+    monkeypatch.setenv("TOLD", "later \udcff")  # after the process that forks has started, maybe
+    with ClusterEnv([TellingEnv] * 3, 3) as envs:
+        told = envs.call("tell")
+        pids = [each["pid"] for each in told]
+        (server,) = {server_of(pid) for pid in pids}
+        assert server != os.getpid()
+        assert [each["group"] for each in told] == pids
+        assert [each["name"] for each in told] == ["worker 0", "worker 1", "worker 2"]
+        assert {each["niceness"] for each in told} == {os.nice(0)}
+        assert {each["threads"] for each in told} == {os.environ.get("OMP_NUM_THREADS", "1")}
+        assert {each["told"] for each in told} == {ascii("later \udcff")}
+        for generator in ("numpy", "python"):  # each draws its own numbers
+            assert len({each[generator] for each in told}) == 3
+        assert all("torch" in each["modules"] for each in told)  # as this process has it
+    monkeypatch.delenv("TOLD")
+    with ClusterEnv([TellingEnv], 1) as envs:
+        (told,) = envs.call("tell")
+        assert told["told"] == "None"
+        assert server_of(told["pid"]) == server  # it forks for the next `ClusterEnv`, too
+
+
+def test_the_process_that_forks_has_one_thread_one_socket_and_no_keys():
+    with ClusterEnv([TellingEnv] * 2, 2, bind_address="127.0.0.1") as envs:
+        server = Path(f"/proc/{server_of(envs.call('tell')[0]['pid'])}")
+        assert len(list((server / "task").iterdir())) == 1
+        files = [os.readlink(file) for file in (server / "fd").iterdir()]
+        assert sum(file.startswith("socket:") for file in files) == 1
+        assert not any("clusterenv-" in file for file in files)
+
+
+def test_spawned_workers_are_children_of_the_head():
+    with ClusterEnv([TellingEnv] * 2, 2, worker_start="spawn") as envs:
+        assert {server_of(each["pid"]) for each in envs.call("tell")} == {os.getpid()}
+
+
+def test_modules_are_imported_once_before_workers_are_forked():
+    with ClusterEnv([TellingEnv], 1, worker_preload="colorsys wave") as envs:
+        assert "wave" in envs.call("tell")[0]["modules"]
+    with ClusterEnv([TellingEnv], 1) as envs:
+        assert "wave" not in envs.call("tell")[0]["modules"]
+
+
+def test_a_module_that_cannot_be_preloaded_is_one_line():
+    text = "worker_preload: cannot import nonesuch: ModuleNotFoundError: No module named 'nonesuch'"
+    with pytest.raises(StartupError, match=f"^{text}$"):
+        ClusterEnv([CountingEnv], 1, worker_preload="nonesuch")
+
+
+@pytest.mark.parametrize(
+    "options", [{"worker_start": "spawn"}, {"worker_prefix": "nice -n 0"}, {"launcher": "external"}]
+)
+def test_preloading_is_for_workers_that_are_forked(options):
+    with pytest.raises(ValueError, match="^worker_preload is for workers that are forked"):
+        ClusterEnv([CountingEnv], 1, worker_preload="wave", **options)
+
+
+def test_workers_outlive_the_process_that_they_were_forked_from(workers, caplog):
+    with ClusterEnv([TellingEnv] * 2, 2) as envs:
+        envs.reset()
+        for lost in range(3):
+            before = [each["pid"] for each in envs.call("tell")]
+            if lost < 2:
+                server = server_of(before[1])
+                os.kill(server, signal.SIGKILL)
+                assert_ended([server])
+                assert [each["pid"] for each in envs.call("tell")] == before
+            os.kill(before[1], signal.SIGKILL)
+            wait_until(lambda: envs.step([0, 0])[3][1])  # noqa: B023
+            pid = envs.call("tell")[1]["pid"]
+            assert pid not in before
+            # Another process forks this one; but after two have died each is started singly.
+            assert (server_of(pid) == os.getpid()) == (lost >= 1), lost
+        reasons = [restart["reason"] for restart in envs.restarts]
+        assert len(reasons) == 3 and all("died" in reason for reason in reasons)
+    warnings = [record.message for record in caplog.records if "singly" in record.message]
+    assert warnings == ["the process that forks workers was lost twice: they are started singly"]
+    assert not workers()
+
+
+def test_a_fork_that_fails_is_tried_again(tmp_path, monkeypatch, caplog):
+    (tmp_path / "no_forks.py").write_text(
+        textwrap.dedent(
+            """
+            import errno, os
+            fork, times = os.fork, 0
+            def refuse():
+                global times
+                times += 1
+                if times in (3, 4):
+                    raise BlockingIOError(errno.EAGAIN, "no")
+                return fork()
+            os.fork = refuse
+            """
+        )
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with ClusterEnv([TellingEnv] * 2, 2, worker_preload="no_forks") as envs:
+        envs.reset()
+        pid = envs.call("tell")[1]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: envs.step([0, 0])[3][1])
+        assert envs.call("tell")[1]["pid"] != pid
+        assert len(envs.restarts) == 1  # refused attempts are none
+    text = "worker 1 cannot be started, which is tried again for up to 60 s: "
+    assert any(record.message.startswith(text) for record in caplog.records)
+
+
+def test_how_a_forked_worker_ended_is_told_with_the_name_of_the_signal():
+    with ClusterEnv([TellingEnv] * 2, 2) as envs:
+        envs.reset()
+        os.kill(envs.call("tell")[0]["pid"], signal.SIGSEGV)
+        wait_until(lambda: envs.step([0, 0])[3][0])
+        assert envs.restarts[0]["reason"].endswith("died: killed by SIGSEGV")
+
+
+class OddEnv(CountingEnv):
+    """Starts threads and processes and draws, in its constructor, in `reset` and in `render`."""
+
+    def __init__(self):
+        super().__init__()
+        self.begin()
+
+    def begin(self):
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+        thread.join()
+        assert subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True).stdout
+        os.environ["SDL_VIDEODRIVER"] = "dummy"
+        env = gym.make("CartPole-v1", render_mode="rgb_array")
+        env.reset()
+        self.shape = env.render().shape
+        env.close()
+        assert torch.ones(300, 300).matmul(torch.ones(300, 300)).sum() == 300**3
+
+    def reset(self, **kwargs):
+        self.begin()
+        return super().reset(**kwargs)
+
+    def render(self):
+        self.begin()
+        return self.shape
+
+
+def test_environments_start_threads_and_processes_and_draw():
+    policy = CategoricalPolicy(torch.nn.Linear(1, 2))
+    with ClusterEnv([OddEnv] * 2, 2) as envs:
+        envs.reset(seed=1)
+        assert envs.render() == ((400, 600, 3),) * 2
+        assert envs.single_observation_space.shape == (1,) or policy
+
+
+@pytest.mark.parametrize("closed", ["", "<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_head_with_closed_streams_forks_workers(tmp_path, closed):
+    code = f"""
+    import json, os
+    from clusterenv_runtime import ClusterEnv
+    from tests.test_forking import TellingEnv, server_of
+    with ClusterEnv([TellingEnv] * 2, 2) as envs:
+        envs.reset()
+        envs.step([0, 0])
+        pids = [each["pid"] for each in envs.call("tell")]
+        told = [os.getpid(), *map(server_of, pids)]
+        with open({str(tmp_path / "told")!r}, "w") as file:
+            json.dump(told, file)
+    """
+    path = tmp_path / "head.py"
+    path.write_text(textwrap.dedent(code))
+    command = f"{sys.executable} {path} {closed}"
+    subprocess.run(command, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    head, *servers = json.loads((tmp_path / "told").read_text())
+    assert servers[0] == servers[1] != head
+
+
+def test_a_thread_of_the_head_changes_nothing(caplog):
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        with caplog.at_level(logging.WARNING), ClusterEnv([partial(CountingEnv)] * 2, 2) as envs:
+            envs.reset()
+            envs.step([0, 0])
+        assert not caplog.records
+    finally:
+        stop.set()
+        thread.join()
