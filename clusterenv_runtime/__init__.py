@@ -32,8 +32,8 @@ from .launchers import Exit, ExternalLauncher, Launcher, LocalLauncher
 from .rollout import Rollout
 
 if TYPE_CHECKING:
+    from .extras.policies import CategoricalPolicy, EpsilonGreedyPolicy, GaussianPolicy
     from .policy.base import Policy
-    from .policy.ready import CategoricalPolicy, EpsilonGreedyPolicy, GaussianPolicy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -62,7 +62,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # The policies bring torch, which a worker that only steps does not need.
     if name in ("CategoricalPolicy", "EpsilonGreedyPolicy", "GaussianPolicy", "Policy"):
-        from .policy import ready
+        from .extras import policies
 
-        return getattr(ready, name)
+        return getattr(policies, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

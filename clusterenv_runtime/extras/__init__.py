@@ -1,4 +1,6 @@
-"""Extensions, which the core never imports: schedulers, adapters, environments in batches."""
+"""Extensions, which the core never imports: schedulers, adapters, environments in batches, and the
+ready-made policies.
+"""
 
 from ..launchers import register
 from .backends import make_vec

@@ -11,7 +11,7 @@ from gymnasium.spaces import Box
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
-from .base import Policy
+from ..policy.base import Policy
 
 
 class CategoricalPolicy(Policy):
@@ -30,9 +30,8 @@ class CategoricalPolicy(Policy):
         return -torch.empty(num_steps, *params.shape).exponential_(generator=generator).log()
 
     def act(self, params: Tensor, noise: Tensor) -> Tensor:
-        return (params + noise).argmax(
-            -1
-        )  # Gumbel-max: a sample of softmax(logits) without computing it
+        # Gumbel-max: a sample of softmax(logits) without computing it
+        return (params + noise).argmax(-1)
 
     def distribution(self, params: Tensor) -> Distribution:
         return Categorical(logits=params)
@@ -58,10 +57,10 @@ class GaussianPolicy(Policy):
             raise TypeError(
                 f"actor_logstd must be an nn.Parameter, got a {type(actor_logstd).__name__}"
             )
-        self.actor_mean, self.actor_logstd = actor_mean, actor_logstd
-        self._bounds = (
-            None if space is None else (space.low, space.high)
-        )  # no buffers: these travel once
+        self.actor_mean = actor_mean
+        self.actor_logstd = actor_logstd
+        # no buffers: these travel once
+        self._bounds = None if space is None else (space.low, space.high)
 
     def forward(self, observations: Any) -> Tensor:
         mean = self.actor_mean(observations)
@@ -119,10 +118,8 @@ class EpsilonGreedyPolicy(Policy):
         median one, in the mean over all these states, so that the unit of reward does not matter,
         nor how much worse the worst action is.
         """
-        behavior, params = (
-            behavior.double(),
-            params.double(),
-        )  # values may be large beside what they differ by
+        # values may be large beside what they differ by
+        behavior, params = behavior.double(), params.double()
         temperature = (params.amax(-1) - params.quantile(0.5, -1)).mean().clamp(min=1e-8)
         # Not Categorical's, which is inf where a probability underflows.
         old, new = (values.div(temperature).log_softmax(-1) for values in (behavior, params))
