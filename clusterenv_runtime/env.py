@@ -18,14 +18,13 @@ from .head.interrupts import interruptible
 from .head.start import start_head
 from .head.stepping import Stepper
 from .head.vector_api import VectorApi
-from .options import parse_options, with_options
+from .options import parse_options
 from .rollout import Rollout
 
 if TYPE_CHECKING:
     from .policy.base import Policy
 
 
-@with_options
 class ClusterEnv(VectorApi):
     """A vector environment on worker processes, and rollouts by workers that act on their own copy
     of the policy.

@@ -5,30 +5,24 @@ They are the keyword arguments of `ClusterEnv`, and flags of the scripts.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import ipaddress
-import math
 import os
 import re
 import shutil
 import socket
+import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
 
 from .launchers import Launcher, is_ours, make_launcher
 from .policy.sync import SyncRule
 from .wire.security import HeadKeys, read_key_file
-
-
-@dataclass(frozen=True)
-class Range:
-    """The values that an option may have, in words and as a function."""
-
-    text: str
-    holds: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -42,22 +36,19 @@ class RunsCode:
     holds: Callable[[Any], bool]
 
 
+LARGEST = sys.float_info.max
 # The types of options and flags. None of these ranges has a NaN in it.
-Positive = Annotated[int, Range("at least 1", lambda value: value >= 1)]
-NotNegative = Annotated[int, Range("at least 0", lambda value: value >= 0)]
-PositiveNumber = Annotated[float, Range("a number > 0", lambda value: value > 0)]
-NotNegativeNumber = Annotated[float, Range("a number >= 0", lambda value: 0 <= value < math.inf)]
-Number = Annotated[float, Range("a finite number", math.isfinite)]
-Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
-Seconds = Annotated[float, Range("a number of seconds > 0", lambda value: value > 0)]
-Nats = Annotated[float, Range("a number of nats >= 0", lambda value: value >= 0)]
-Port = Annotated[int, Range("from 0 to 65535", lambda value: 0 <= value < 2**16)]
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+PositiveNumber = Annotated[float, Meta(gt=0)]
+NotNegativeNumber = Annotated[float, Meta(ge=0, le=LARGEST)]
+Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+Nats = Annotated[float, Meta(ge=0)]
+Port = Annotated[int, Meta(ge=0, lt=2**16)]
 # slurm/train.sh has the same rule for names.
-_NAME = Range(
-    "of letters, digits and -_.+=, not begin with a dot",
-    re.compile(r"[\w+=-][\w.+=-]*").fullmatch,
-)
-Name = Annotated[str, _NAME]
+Name = Annotated[str, Meta(pattern=r"^[\w+=-][\w.+=-]*\Z")]
 LauncherName = Annotated[str, RunsCode(lambda value: not is_ours(value))]
 # Gymnasium imports the module before the colon.
 EnvId = Annotated[str, RunsCode(lambda value: ":" in str(value))]
@@ -284,38 +275,26 @@ def _check_address(text: str) -> None:
     _require(not is_all, f"bind_address must be one address, not all of them ({text})")
 
 
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
-
-
-def _parts(options: Any) -> Iterator[tuple[str, Any, Any, tuple[Any, ...]]]:
-    """Return each field's name and value with its type and its marks, also those of a union."""
-    for name, hint in _hints(type(options)).items():
-        for part in (hint, *typing.get_args(hint)):
-            yield name, getattr(options, name), part, getattr(part, "__metadata__", ())
-
-
 def check_ranges(options: Any) -> None:
-    """Raise ValueError if a field is neither None nor in its `Range` or `Literal`."""
-    for name, value, kind, marks in _parts(options):
-        if value is None:
-            continue
-        if typing.get_origin(kind) is Literal:
-            words = " or ".join(map(repr, typing.get_args(kind)))
-            _require(value in typing.get_args(kind), f"{name} must be {words}, got {value!r}")
-        for mark in marks:
-            if isinstance(mark, Range):
-                _require(mark.holds(value), f"{name} must be {mark.text}, got {value!r}")
+    """Raise ValueError if a field is not of its type, or is out of its range."""
+    for name, hint in typing.get_type_hints(type(options), include_extras=True).items():
+        value = getattr(options, name)
+        try:
+            msgspec.convert(value.item() if isinstance(value, np.generic) else value, hint)
+        except msgspec.ValidationError as error:
+            words = (
+                f", one of {typing.get_args(hint)}" if typing.get_origin(hint) is Literal else ""
+            )
+            raise ValueError(f"{name} is {value!r}: {error}{words}") from None
 
 
 def that_run_code(options: Any) -> dict[str, Any]:
     """Return the fields of this dataclass whose values run someone's code, see `RunsCode`."""
     return {
-        name: value
-        for name, value, _, marks in _parts(options)
-        for mark in marks
-        if isinstance(mark, RunsCode) and mark.holds(value)
+        name: getattr(options, name)
+        for name, hint in typing.get_type_hints(type(options), include_extras=True).items()
+        for mark in getattr(hint, "__metadata__", ())
+        if isinstance(mark, RunsCode) and mark.holds(getattr(options, name))
     }
 
 
@@ -346,17 +325,3 @@ def parse_options(
     else:
         launcher = parsed.make_launcher(log_dir)
     return parsed, launcher, parsed.check(launcher)
-
-
-def with_options(cls: type) -> type:
-    """Show the options in the signature of a class that takes them as ``**options``."""
-    own = dict(inspect.signature(cls).parameters)
-    del own["options"]
-    options = inspect.signature(ClusterOptions).parameters
-    more = [
-        parameter.replace(kind=parameter.KEYWORD_ONLY)
-        for name, parameter in options.items()
-        if name not in own
-    ]
-    cls.__signature__ = inspect.Signature([*own.values(), *more])
-    return cls

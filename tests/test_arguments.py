@@ -104,7 +104,7 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
         ),
         (
             "--resume runs/x --kl-threshold -1",
-            "kl_threshold must be a number of nats >= 0, got -1.0",
+            "kl_threshold is -1.0: Expected `float` >= 0.0",
         ),
     ],
 )
@@ -280,15 +280,15 @@ def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypat
     ("flags", "says"),
     [
         ("--min-workers 3", "min_workers must be from 1 to num_workers, 2, got 3"),
-        ("--min-workers 0", "min_workers must be at least 1, got 0"),
-        ("--max-worker-restarts -1", "max_worker_restarts must be at least 0, got -1"),
-        ("--worker-timeout 0", "worker_timeout must be a number of seconds > 0, got 0.0"),
-        ("--startup-timeout nan", "startup_timeout must be a number of seconds > 0, got nan"),
+        ("--min-workers 0", "min_workers is 0: Expected `int` >= 1"),
+        ("--max-worker-restarts -1", "max_worker_restarts is -1: Expected `int` >= 0"),
+        ("--worker-timeout 0", "worker_timeout is 0.0: Expected `float` > 0.0"),
+        ("--startup-timeout nan", "startup_timeout is nan: Expected `float` > 0.0"),
         (
             "--checkpoint-interval -1",
-            "checkpoint_interval must be a number of seconds >= 0, got -1.0",
+            "checkpoint_interval is -1.0: Expected `float` >= 0.0",
         ),
-        ("--port 65536 --interface lo", "port must be from 0 to 65535, got 65536"),
+        ("--port 65536 --interface lo", "port is 65536: Expected `int` <= 65535"),
         ("--port 5000", "port needs bind_address or interface"),
         (
             "--interface lo --bind-address 127.0.0.1",

@@ -433,7 +433,7 @@ def test_scripts_train_on_them(backend, script, tmp_path):
             "--env-backend vector --env-id CartPole-v1 --env-threads 2",
             "--env-threads needs --env-backend envpool",
         ),
-        ("--env-backend envpool --env-threads 0", "env_threads must be at least 1, got 0"),
+        ("--env-backend envpool --env-threads 0", "env_threads is 0: Expected `int` >= 1"),
         (
             "--env-backend vector --env-id CartPole-v1 --env-kwargs gravity=0",
             "keyword argument 'gravity'",

@@ -270,17 +270,17 @@ def test_a_percent_sign_in_a_log_is_none_to_srun():
         (
             "--run-name ../there",
             {},
-            "run_name must be of letters, digits and -_.+=, not begin with a dot, got",
+            "run_name is '../there': Expected `str` matching regex",
         ),
         (
             "--dry-run --exp-name ../there",
             {},
-            "exp_name must be of letters, digits and -_.+=, not begin with",
+            "exp_name is '../there': Expected `str` matching regex",
         ),
         (
             "--dry-run --exp-name=",
             {},
-            "exp_name must be of letters, digits and -_.+=, not begin with a dot, got ''",
+            "exp_name is '': Expected `str` matching regex",
         ),
     ],
 )

@@ -810,10 +810,13 @@ def gated(building, gate, head):
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ({"min_workers": 0}, "min_workers must be at least 1, got 0"),
+        ({"min_workers": 0}, "min_workers is 0: Expected `int` >= 1"),
         ({"min_workers": 3}, "min_workers must be from 1 to num_workers, 2, got 3"),
-        ({"max_worker_restarts": -1}, "max_worker_restarts must be at least 0, got -1"),
-        ({"on_worker_loss": "cry"}, "on_worker_loss must be 'restart' or 'raise', got 'cry'"),
+        ({"max_worker_restarts": -1}, "max_worker_restarts is -1: Expected `int` >= 0"),
+        (
+            {"on_worker_loss": "cry"},
+            "on_worker_loss is 'cry': Invalid enum value 'cry', one of ('restart', 'raise')",
+        ),
     ],
 )
 def test_arguments_out_of_range(arguments, text):

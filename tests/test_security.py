@@ -240,7 +240,7 @@ EVERYWHERE = "0.0.0.0", "::", "0:0::0", "::ffff:0.0.0.0"
             "security none on lo would let whoever .* execute code as you",
         ),
         ({"interface": "nosuch0"}, "interface must be one of lo, .*got nosuch0"),
-        ({"worker_timeout": 0}, "worker_timeout must be a number of seconds > 0, got 0"),
+        ({"worker_timeout": 0}, "worker_timeout is 0: Expected `float` > 0.0"),
     ],
 )
 def test_arguments_that_would_let_anyone_in_or_are_wrong(workers, arguments, text):

@@ -1,6 +1,7 @@
 """APS: when workers pull, the cost of a pull, and the divergences that decide it."""
 
 import math
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -36,17 +37,18 @@ from .nets import change, divergence_of, linear
     [
         (
             {"sync_mode": "often"},
-            "sync_mode must be 'kl' or 'interval' or 'always' or 'never', got 'often'",
+            "sync_mode is 'often': Invalid enum value 'often', one of "
+            "('kl', 'interval', 'always', 'never')",
         ),
-        ({"kl_threshold": -0.1}, "kl_threshold must be a number of nats >= 0, got -0.1"),
-        ({"kl_threshold": math.nan}, "kl_threshold must be a number of nats >= 0, got nan"),
+        ({"kl_threshold": -0.1}, "kl_threshold is -0.1: Expected `float` >= 0.0"),
+        ({"kl_threshold": math.nan}, "kl_threshold is nan: Expected `float` >= 0.0"),
         ({"sync_mode": "interval"}, "sync_mode 'interval' needs sync_interval"),
-        ({"sync_mode": "interval", "sync_interval": 0}, "sync_interval must be at least 1, got 0"),
-        ({"max_policy_lag": -1}, "max_policy_lag must be at least 0, got -1"),
+        ({"sync_mode": "interval", "sync_interval": 0}, "sync_interval is 0: Expected `int` >= 1"),
+        ({"max_policy_lag": -1}, "max_policy_lag is -1: Expected `int` >= 0"),
     ],
 )
 def test_rules_that_do_not_fit_together(arguments, text):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match=re.escape(text)):
         ClusterOptions(**arguments).check(LocalLauncher())
 
 

@@ -464,8 +464,8 @@ def test_unknown_observation_modes(observation_mode):
     "env_fns, kwargs, error, text",
     [
         ([], {}, ValueError, "env_fns must hold at least one function, got none"),
-        ([CountingEnv], {"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
-        ([CountingEnv], {"num_workers": -1}, ValueError, "num_workers must be at least 1, got -1"),
+        ([CountingEnv], {"num_workers": 0}, ValueError, "num_workers is 0: Expected `int` >= 1"),
+        ([CountingEnv], {"num_workers": -1}, ValueError, "num_workers is -1: Expected `int` >= 1"),
         (
             [CountingEnv],
             {"launcher": "slurp"},
@@ -488,7 +488,7 @@ def test_unknown_observation_modes(observation_mode):
             [CountingEnv],
             {"sync_mode": "often"},
             ValueError,
-            "sync_mode must be 'kl' or 'interval' or",
+            "sync_mode is 'often': Invalid enum value 'often', one of ",
         ),
         (
             [CountingEnv],

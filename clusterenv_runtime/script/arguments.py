@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 import tyro
 
 from ..errors import StartupError, WorkerDiedError
@@ -24,15 +25,15 @@ from ..options import (
     NotNegative,
     Positive,
     PositiveNumber,
-    Range,
     RunsCode,
     check_ranges,
 )
 from .checks import check, one_line_for
 
 T = TypeVar("T", bound="ScriptArgs")
-Seed = Annotated[int, Range("from 0 to 4294967295", lambda value: 0 <= value < 2**32)]
-Interval = Annotated[float, Range("a number of seconds >= 0", lambda value: value >= 0)]
+Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+Interval = Annotated[float, msgspec.Meta(ge=0)]
+Kwargs = Annotated[str, RunsCode(bool)]
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -55,18 +56,6 @@ def read_kwargs(text: str) -> dict[str, Any]:
         except json.JSONDecodeError:
             kwargs[name] = value
     return kwargs
-
-
-def _are_kwargs(text: str) -> bool:
-    try:
-        return read_kwargs(text) is not None
-    except ValueError:
-        return False
-
-
-Kwargs = Annotated[
-    str, Range("name=value pairs, as in 'gravity=-5 enable_wind=true'", _are_kwargs), RunsCode(bool)
-]
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -166,6 +155,9 @@ def parse(script_args: type[T], default: T | None = None) -> T:
     args = tyro.cli(script_args, args=argv, default=default)
     with one_line_for(ValueError):
         check_ranges(args)
+    pairs = "must be name=value pairs, as in 'gravity=-5 enable_wind=true'"
+    with one_line_for(ValueError, text=f"env_kwargs {pairs}"):
+        read_kwargs(args.env_kwargs)
     return args
 
 
