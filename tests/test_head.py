@@ -364,7 +364,7 @@ def test_an_error_ends_its_worker_and_is_raised_once_the_others_have_answered():
     with pytest.raises(ValueError, match="^on purpose$"):
         simulation.pool.gather(seqs)
     assert simulation.workers[1].process.state == State.ENDED and not simulation.recovery.restarts
-    assert not simulation.pool.failures.need_reset  # none of its environments is left to reset
+    assert not simulation.pool.failures.to_reset  # none of its environments is left to reset
     assert simulation.call(0, 2) == [0, 2]
     with pytest.raises(WorkerDiedError, match="worker 1 .*shut down after its error.* is gone"):
         simulation.call(1)

@@ -210,7 +210,6 @@ WRONG_REPLIES = [
     (Reset(), None, []),
     (Reset(), {"a": OBSERVATIONS}, []),
     (Step(), (OBSERVATIONS, np.zeros(2), FLAGS), []),
-    (Step(), [OBSERVATIONS, np.zeros(2), FLAGS, FLAGS], []),
     (Step(), (OBSERVATIONS, np.zeros(3), FLAGS, FLAGS), []),
     (Step(), (OBSERVATIONS, np.zeros(2), np.zeros(2), FLAGS), []),
     (CutOff(), None, []),

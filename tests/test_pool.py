@@ -195,7 +195,7 @@ def test_an_error_of_a_call_ends_its_request_alone():
     with pytest.raises(ValueError, match="on purpose"):
         simulation.call()
     process.answer = Reply(0)
-    assert simulation.call() == [0] and not simulation.pool.failures.need_reset
+    assert simulation.call() == [0] and not simulation.pool.failures.to_reset
 
 
 def test_an_error_that_ends_episodes_leaves_nothing_of_its_worker_to_wait_for():
@@ -205,7 +205,7 @@ def test_an_error_that_ends_episodes_leaves_nothing_of_its_worker_to_wait_for():
     simulation.network.deliver(simulation.workers[0].process.identity, seqs[0], error)
     with pytest.raises(ValueError, match="on purpose"):
         simulation.pool.gather(seqs)
-    assert simulation.pool.failures.need_reset
+    assert simulation.pool.failures.to_reset
 
 
 def test_of_what_was_given_up_only_an_error_that_ends_something_is_raised():
@@ -220,7 +220,7 @@ def test_of_what_was_given_up_only_an_error_that_ends_something_is_raised():
     simulation.network.deliver(process.identity, seqs[1], error)
     with pytest.raises(ValueError, match="on purpose"):
         simulation.pool.wait_until(lambda: False, simulation.never())
-    assert simulation.pool.failures.need_reset and worker.process.state == State.READY
+    assert simulation.pool.failures.to_reset and worker.process.state == State.READY
 
 
 @pytest.mark.parametrize(

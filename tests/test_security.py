@@ -222,7 +222,7 @@ EVERYWHERE = "0.0.0.0", "::", "0:0::0", "::ffff:0.0.0.0"
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ({"security": "tls"}, "security must be 'curve' or 'none', got 'tls'"),
+        ({"security": "tls"}, "security is 'tls': Invalid enum value 'tls', one of"),
         *(
             ({"bind_address": all_}, "bind_address must be one address, not all of them")
             for all_ in EVERYWHERE

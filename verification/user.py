@@ -95,14 +95,14 @@ class User:
         self.call("reset")
         for _ in range(draw.randint(1, 4)):
             # If an interrupt came before the user was told, the requests are still open.
-            while self.envs._pool.failures.need_reset:
+            while self.envs._pool.failures.to_reset:
                 self.call("recv" if self.sent else "reset")
             self.call(draw.choice([name for name in CALLS if self.may(name)]))
             # The user learns, and nobody serves messages.
             self.world.pass_time(draw.choice((0.0, 0.0, 0.5, 5.0)))
         while self.sent:
             self.call("recv")
-        while self.envs._pool.failures.need_reset:
+        while self.envs._pool.failures.to_reset:
             self.call("reset")
         self.check_leftovers()
 

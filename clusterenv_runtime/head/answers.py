@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector.utils import create_empty_array
 
 from ..arrays.frames import Frames
@@ -23,9 +24,6 @@ from ..wire.buffers import Arrays
 from ..wire.codec import unpack
 from ..wire.part import OBSERVATIONS, Layout, RolloutPart, fault_of
 from ..wire.protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
-
-# The arrays that a step gives beside observations, one number for each environment.
-_STEP = {"rewards": np.float64, "terminations": np.bool_, "truncations": np.bool_}
 
 
 class OpenedReply(NamedTuple):
@@ -44,13 +42,16 @@ class Opener:
     """
 
     def __init__(self, envs: EnvLayout) -> None:
-        self._space = space = envs.single_observation_space
-        self._action_space = envs.single_action_space
-        self._info_keys = envs.info_keys
-        self._example = create_empty_array(space, 1)
+        self._envs = envs
         self._stacks = envs.stacks
+        space = envs.single_observation_space
+        one = create_empty_array(space, 1)
+        # By request the space of a reply's value, and a batch of one.
+        numbers = [np.empty(1, dtype) for dtype in (np.float64, np.bool_, np.bool_)]
+        step = spaces.Tuple([space, *[spaces.Discrete(2)] * 3]), (one, *numbers)
+        self._values = {Reset: (space, one), Step: step, CutOff: step}
         self._frames: list[np.ndarray] = []  # of each stack one, ``(1, *frame)``
-        self._sent = map_space(self._as_sent, space, self._stacks, self._example)
+        self._sent = map_space(self._as_sent, space, self._stacks, one)
         self._layout: tuple[dict[str, Any], Layout] | None = None  # and what policy it is of
 
     def _as_sent(self, is_stack: bool, one: Any) -> Any:
@@ -86,27 +87,20 @@ class Opener:
         arrays = Arrays(frames[1:])
         if isinstance(answer, Part):
             policy = published if answer.version >= published.since else asked_at
-            opened = self._open_part(asked, answer, arrays, num_envs, policy, published.version)
+            if not policy.since <= answer.version <= published.version:
+                possible = f"but these are {policy.since} to {published.version}"
+                text = f"it says that it acted on version {answer.version}, {possible}"
+                raise ProtocolError(text)
+            opened = self._open_part(asked, answer, arrays, num_envs, policy)
         else:
-            value, infos = unpack(answer.value, arrays), unpack(answer.infos, arrays)
-            self._check_value(asked, value, num_envs)
-            opened = OpenedReply(value, _checked_infos(infos, num_envs), answer.dropped)
+            opened = self._open_reply(asked, answer, arrays, num_envs)
         arrays.end()
         return opened
 
     def _open_part(
-        self,
-        asked: Collect,
-        answer: Part,
-        arrays: Arrays,
-        num_envs: int,
-        policy: Published,
-        newest: int,
+        self, asked: Collect, answer: Part, arrays: Arrays, num_envs: int, policy: Published
     ) -> RolloutPart:
-        if not policy.since <= answer.version <= newest:
-            possible = f"but these are {policy.since} to {newest}"
-            raise ProtocolError(f"it says that it acted on version {answer.version}, {possible}")
-        if unknown := answer.infos.keys() - self._info_keys:
+        if unknown := answer.infos.keys() - self._envs.info_keys:
             raise ProtocolError(f"infos have {unknown!r:.100}, which nobody asked for")
         sizes = {
             "steps": asked.num_steps,
@@ -120,9 +114,10 @@ class Opener:
         if ends != answer.ends:
             raise ProtocolError(f"final_observations are {answer.ends}, of {ends} ends")
         given = part.actions if policy.is_identity else None
-        if (fault := fault_of(part, self._action_space, given)) is not None:
+        if (fault := fault_of(part, self._envs.single_action_space, given)) is not None:
             raise ProtocolError(fault)
-        self._unfold(part)
+        if part.frames:
+            self._unfold(part)
         return part
 
     def _layout_of(self, example: dict[str, Any]) -> Layout:
@@ -134,8 +129,6 @@ class Opener:
 
     def _unfold(self, part: RolloutPart) -> None:
         """Put stacks of a part's frames where their indices are."""
-        if not part.frames:
-            return
 
         def stacked(is_stack: bool, index: Any) -> Any:
             if not is_stack:
@@ -153,53 +146,34 @@ class Opener:
             # of the others there are few
             setattr(part, name, tree if name == "observations" else map_tree(np.asarray, tree))
 
-    def _check_value(self, asked: Message, value: Any, num_envs: int) -> None:
-        """Raise ProtocolError if this is no value of a reply to a request."""
-        match asked:
-            case Call():
-                if not (isinstance(value, list | tuple) and len(value) == num_envs):
-                    found = type(value).__name__
-                    raise ProtocolError(f"a call gives {num_envs} values, got a {found}")
-            case Reset():
-                self._check_observations(value, num_envs)
-            case Step() | CutOff():
-                if not (isinstance(value, tuple) and len(value) == 1 + len(_STEP)):
-                    raise ProtocolError(f"a step gives four values, got a {type(value).__name__}")
-                self._check_observations(value[0], num_envs)
-                for (name, dtype), array in zip(_STEP.items(), value[1:], strict=True):
-                    _check(name, array, dtype, (num_envs,))
+    def _open_reply(
+        self, asked: Message, answer: Reply, arrays: Arrays, num_envs: int
+    ) -> OpenedReply:
+        value, infos = unpack(answer.value, arrays), unpack(answer.infos, arrays)
 
-    def _check_observations(self, observations: Any, num_envs: int) -> None:
         def check(one: Any, leaf: Any) -> None:
             if isinstance(one, np.ndarray):
-                _check("observations", leaf, one.dtype, (num_envs, *one.shape[1:]))
-            elif not (isinstance(leaf, tuple) and len(leaf) == num_envs):
-                raise TypeError(f"{num_envs} in a tuple are wanted, got a {type(leaf).__name__}")
+                wanted = one.dtype, (num_envs, *one.shape[1:])
+                found = leaf.dtype, leaf.shape
+            else:
+                wanted, found = (tuple, num_envs), (type(leaf), len(leaf))
+            if found != wanted:
+                raise ValueError(f"{wanted} is wanted, got {found}")
 
         try:
-            map_space(check, self._space, self._example, observations)
-        except (LookupError, TypeError, ValueError) as error:
-            raise ProtocolError(f"observations are not of {self._space}: {error!r}") from None
-
-
-def _checked_infos(infos: Any, num_envs: int) -> list[tuple[int, dict[Any, Any]]]:
-    pairs = _converted("infos", infos, list[tuple[int, dict[Any, Any]]])
-    if not all(0 <= env < num_envs for env, _ in pairs):
-        raise ProtocolError("infos are of environments that there are not")
-    return pairs
-
-
-def _converted(name: str, value: Any, kind: Any) -> Any:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise ProtocolError(f"{name}: {error}") from None
-
-
-def _check(name: str, array: Any, dtype: Any, shape: tuple[int, ...]) -> None:
-    """Raise ProtocolError if this is not an array of this dtype and shape."""
-    if not isinstance(array, np.ndarray):
-        raise ProtocolError(f"{name} must be an array, got a {type(array).__name__}")
-    if array.shape != shape or array.dtype != dtype:
-        expected, found = np.dtype(dtype).str, array.dtype.str
-        raise ProtocolError(f"{name} must be {expected} {shape}, got {found} {array.shape}")
+            if type(asked) in self._values:
+                map_space(check, *self._values[type(asked)], value)
+            elif isinstance(asked, Call) and not (type(value) is tuple and len(value) == num_envs):
+                raise ValueError(f"{num_envs} values are wanted, got {value!r:.100}")
+            pairs = msgspec.convert(infos, list[tuple[int, dict[Any, Any]]])
+        except (
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+            msgspec.ValidationError,
+        ) as error:
+            raise ProtocolError(f"no answer to {asked}: {error!r}") from None
+        if not all(0 <= env < num_envs for env, _ in pairs):
+            raise ProtocolError("infos are of environments that there are not")
+        return OpenedReply(value, pairs, answer.dropped)

@@ -48,7 +48,7 @@ class Collector:
         """Raise ValueError or ResetNeeded if no policy can act for so many steps now."""
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
-        if self._pool.workers[0].seeds is None or self._pool.failures.need_reset:
+        if self._pool.workers[0].seeds is None or self._pool.failures.to_reset:
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`.")
         self._assert_arrays()
 
@@ -165,7 +165,7 @@ class Collector:
 
         with self._giving_up_after_errors():
             self._pool.wait_until(
-                lambda: self._pool.failures.are_untold or have_weights(), self.granted
+                lambda: self._pool.failures.untold or have_weights(), self.granted
             )
 
     def _take(self, request: Request) -> RolloutPart:
@@ -182,7 +182,7 @@ class Collector:
     @property
     def _has_raised(self) -> bool:
         """Whether an environment has raised since all were reset, and the user knows."""
-        return self._pool.failures.need_reset and not self._pool.failures.are_untold
+        return bool(self._pool.failures.to_reset) and not self._pool.failures.untold
 
     @contextlib.contextmanager
     def _giving_up_after_errors(self) -> Iterator[None]:

@@ -10,44 +10,28 @@ from ..errors import EnvError, printable
 from ..wire.buffers import MAX_FRAME
 from ..wire.protocol import Error
 
-# Raised again, these would end a loop or a generator of the user.
-FOR_ITERATION = StopIteration, StopAsyncIteration
-
 
 class Failures:
     """The errors of all workers."""
 
     def __init__(self) -> None:
-        self._untold: list[tuple[str, Error]] = []  # with the workers' descriptions
-        self._to_reset = set[int]()  # workers whose environments wait for a reset
-
-    @property
-    def are_untold(self) -> bool:
-        """Whether the user has yet to be told of an error."""
-        return bool(self._untold)
-
-    @property
-    def need_reset(self) -> bool:
-        """Whether environments have raised that were not reset since."""
-        return bool(self._to_reset)
+        # the errors of which the user is not told yet, with the workers' descriptions
+        self.untold: list[tuple[str, Error]] = []
+        self.to_reset = set[int]()  # workers whose environments wait for a reset
 
     def add(self, worker: int, description: str, error: Error) -> None:
         """Note an error of a worker."""
-        self._untold.append((description, error))
+        self.untold.append((description, error))
         if error.fatal:
-            self._to_reset.discard(worker)  # nothing is left to reset
+            self.to_reset.discard(worker)  # nothing is left to reset
         elif error.ends:
-            self._to_reset.add(worker)
+            self.to_reset.add(worker)
 
     def raise_untold(self) -> None:
         """Raise the errors of which the user was not told, if there are any."""
-        if errors := self._untold:
-            self._untold = []
+        if errors := self.untold:
+            self.untold = []
             raise to_exception(errors)
-
-    def were_reset(self) -> None:
-        """Note that all environments were reset."""
-        self._to_reset.clear()
 
 
 def to_exception(errors: list[tuple[str, Error]]) -> Exception:
@@ -57,11 +41,13 @@ def to_exception(errors: list[tuple[str, Error]]) -> Exception:
     and ends. Here a worker ends only if its error is fatal; else it goes on after a reset.
     """
     worker, last = errors[-1]
-    for error in [error for _, error in errors if error.ends and error.env is not None]:
-        gym.logger.error(f"Received the following error from Worker-{error.env} - Shutting it down")
-        gym.logger.error("%s", _lines(error.traceback))
-        if error is last:
-            gym.logger.error("Raising the last exception back to the main process.")
+    for _, error in errors:
+        if error.ends and error.env is not None:
+            which = f"Worker-{error.env}"
+            gym.logger.error(f"Received the following error from {which} - Shutting it down")
+            gym.logger.error("%s", _lines(error.traceback))
+            if error is last:
+                gym.logger.error("Raising the last exception back to the main process.")
     which = "the policy or an environment" if last.env is None else f"environment {last.env}"
     text = f"{printable(last.kind)}: {_lines(last.message)}\n\n{_lines(last.traceback)}"
     env_error = EnvError(f"{which} on {worker} raised {text}")
@@ -82,7 +68,7 @@ def _local_exception(error: Error) -> Exception | None:
     kind = getattr({"builtins": builtins, "gymnasium.error": gym.error}.get(module), name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return None
-    if issubclass(kind, FOR_ITERATION):
+    if issubclass(kind, StopIteration | StopAsyncIteration):  # it would end a loop of the user
         return None
     try:
         return kind(_lines(error.message))

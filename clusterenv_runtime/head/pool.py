@@ -41,7 +41,7 @@ class WorkerPool:
 
         def enough_are_ready() -> bool:
             ready = sum(worker.process.state == State.READY for worker in self.workers)
-            return self.failures.are_untold or ready >= min_workers
+            return bool(self.failures.untold) or ready >= min_workers
 
         self._wait(enough_are_ready)
 
@@ -88,7 +88,7 @@ class WorkerPool:
         def is_answered() -> bool:
             return self._requests.first_answered(seqs) is not None
 
-        self.wait_until(lambda: self.failures.are_untold or is_answered(), seqs)
+        self.wait_until(lambda: self.failures.untold or is_answered(), seqs)
         return self._requests.answered.pop(self._requests.first_answered(seqs))
 
     def forget(self, seqs: Iterable[int]) -> None:

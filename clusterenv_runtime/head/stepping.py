@@ -44,32 +44,29 @@ class Stepper:
         self._blueprint = blueprint
         self._space = blueprint.layout.single_observation_space
         self._copy = copy
-        self._state = AsyncState.DEFAULT
-        self._pending: list[int] = []  # the requests of the call under way, by seq
+        self._under_way = AsyncState.DEFAULT
+        self._seqs: list[int] = []  # of the requests of the call under way
         self._mask: np.ndarray | None = None  # of the reset under way
         self._observations: Any = None  # of all environments, the last ones
         self._lost: list[Worker] = []  # workers replaced after they had answered the last call
-        self._warned: set[str] = set()  # what the user was told of infos
+        self._left_out: set[str] = set()  # the keys of infos of which the user was warned
 
     @property
     def pending(self) -> str:
         """The name of the call that is under way; empty for none."""
-        return "" if self._state == AsyncState.DEFAULT else self._state.value
+        return "" if self._under_way == AsyncState.DEFAULT else self._under_way.value
 
     def reset(self, seed: int | list[int | None] | None, options: dict[str, Any] | None) -> None:
         """Ask for a reset of all environments, or of those of ``options["reset_mask"]``."""
         num_envs = self._blueprint.num_envs
         mask = None
         if options is not None and "reset_mask" in options:
-            self._assert_one_by_one()
             mask = options.pop("reset_mask")
             check_reset_mask(mask, num_envs)
             self._assert_none_has_raised("reset` with a `reset_mask")
             mask = None if mask.all() else mask
-        seeds = seed
-        if seed is None:
-            seeds = [None] * num_envs
-        elif isinstance(seed, int):
+        seeds = [None] * num_envs if seed is None else seed
+        if isinstance(seed, int):
             first = seed + self._blueprint.first_row
             seeds = list(range(first, first + num_envs))
         if len(seeds) != num_envs:
@@ -95,18 +92,16 @@ class Stepper:
             observations = reply.value
             if self._mask is None:
                 worker.episodes = Episodes.begun(observations, worker.num_envs)
+                self._pool.failures.to_reset.clear()
             else:
                 mask = self._mask[worker.rows]
                 observations = worker.episodes.saw_reset(self._space, observations, mask)
             parts.append(observations)
-        if self._mask is None:
-            self._pool.failures.were_reset()
         self._note_losses()
         return self._join(parts), self._infos(replies)
 
     def step(self, actions: Any) -> None:
         """Ask for a step of all environments."""
-        self._assert_one_by_one()
         self._assert_none_has_raised("step")
         space, num_envs = self._blueprint.action_space, self._blueprint.num_envs
         is_array = isinstance(actions, np.ndarray) and actions.ndim > 0
@@ -136,7 +131,6 @@ class Stepper:
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ask for a call of each environment's method, or for its attribute."""
-        self._assert_one_by_one()
         arguments = cloudpickle.dumps((args, kwargs))
         self._ask(AsyncState.WAITING_CALL, lambda _: (Call(name), arguments))
 
@@ -147,7 +141,6 @@ class Stepper:
 
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of each environment, also of those that a replacement builds."""
-        self._assert_one_by_one()
         num_envs = self._blueprint.num_envs
         values = list(values) if isinstance(values, list | tuple) else [values] * num_envs
         if len(values) != num_envs:
@@ -169,56 +162,58 @@ class Stepper:
             raise
 
     def _assert_none_has_raised(self, method: str) -> None:
-        if self._pool.failures.need_reset:
+        if self._pool.failures.to_reset:
             raise ResetNeeded(
                 f"Cannot call `{method}` before all environments are `reset`, as one has raised."
             )
 
-    def _assert_one_by_one(self) -> None:
-        if self._blueprint.steps_together:
+    def _ask(self, state: AsyncState, request: Callable[[Worker], tuple[Message, bytes]]) -> None:
+        workers = self._pool.workers
+        is_reset = state == AsyncState.WAITING_RESET and self._mask is None
+        if self._blueprint.steps_together and not is_reset:
             raise ValueError(
                 "environments that step together are for a policy to act in: "
                 "`rollout`, `send` and `recv`"
             )
-
-    def _ask(self, state: AsyncState, request: Callable[[Worker], tuple[Message, bytes]]) -> None:
-        workers = self._pool.workers
         self._pool.require(*workers)
         requests = [request(worker) for worker in workers]  # may raise, so before any is asked
-        self._pending = []
+        self._seqs = []
         for worker, (message, buffer) in zip(workers, requests, strict=True):
             seq = self._pool.ask(worker, message, buffer)
-            if message == Reset(partial=False) and not worker.has_been_ready:
+            if is_reset and not worker.has_been_ready:
                 self._pool.forget([seq])  # nobody waits for workers that have yet to come
             else:
-                self._pending.append(seq)
+                self._seqs.append(seq)
         self._pool.exchange()
-        self._state = state
+        self._under_way = state
 
     def _replies(self, state: AsyncState, timeout: float | None) -> list[OpenedReply]:
         """Return the replies, one for each worker, with their values unpacked."""
         name = state.value
-        if self._state != state:
+        if self._under_way != state:
             raise NoAsyncCallError(
                 f"Calling `{name}_wait` without any prior call to `{name}_async`.", name
             )
         try:
-            requests = self._pool.gather(self._pending, timeout)
+            requests = self._pool.gather(self._seqs, timeout)
         except DeadlineError as error:
             raise multiprocessing.TimeoutError(
                 f"The call to `{name}_wait` has timed out after {timeout} second(s). {error}"
             ) from None
         finally:
-            self._state = AsyncState.DEFAULT
+            self._under_way = AsyncState.DEFAULT
         self._lost = [request.worker for request in requests if request.process_is_gone]
         replies = {request.worker.index: request.response for request in requests}
-        for key in [key for reply in replies.values() for key in reply.dropped]:
+        dropped = {key for reply in replies.values() for key in reply.dropped}
+        for key in sorted(dropped - self._left_out):
             kinds = "only arrays, numbers, strings and their containers leave a worker"
-            self._warn(f"Info {printable(key)} is left out: {kinds}.")
-        return [replies.get(worker.index) or self._nothing(worker) for worker in self._pool.workers]
-
-    def _nothing(self, worker: Worker) -> OpenedReply:
-        return OpenedReply(create_empty_array(self._space, worker.num_envs), [])
+            gym.logger.warn(f"Info {printable(key)} is left out: {kinds}.")
+        self._left_out |= dropped
+        return [
+            replies.get(worker.index)
+            or OpenedReply(create_empty_array(self._space, worker.num_envs), [])
+            for worker in self._pool.workers
+        ]
 
     def _note_losses(self) -> None:
         """Have the next step tell of episodes that were lost after the response to this call."""
@@ -232,28 +227,16 @@ class Stepper:
             for env, info in reply.infos
         ]
 
-    def _warn(self, text: str) -> None:
-        """Warn once of something about infos, and of a hundred things at most."""
-        if text not in self._warned and len(self._warned) < 100:
-            self._warned.add(text)
-            gym.logger.warn(text)
-
     def _join(self, parts: Sequence[Any]) -> Any:
         """Join the workers' observations. Without ``copy`` the arrays are the same each time."""
         if self._copy or self._observations is None:
-            self._observations = map_space(_concatenate, self._space, *parts)
-        else:
-            self._observations = map_space(
-                _concatenate_into, self._space, self._observations, *parts
-            )
+            num_envs = self._blueprint.num_envs
+            self._observations = create_empty_array(self._space, num_envs, np.empty)
+        self._observations = map_space(_joined, self._space, self._observations, *parts)
         return self._observations
 
 
-def _concatenate(*leaves: Any) -> Any:
-    if isinstance(leaves[0], np.ndarray):
-        return np.concatenate(leaves)
+def _joined(out: Any, *leaves: Any) -> Any:
+    if isinstance(out, np.ndarray):
+        return np.concatenate(leaves, out=out)
     return tuple(item for leaf in leaves for item in leaf)
-
-
-def _concatenate_into(out: Any, *leaves: Any) -> Any:
-    return np.concatenate(leaves, out=out) if isinstance(out, np.ndarray) else _concatenate(*leaves)
