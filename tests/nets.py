@@ -65,7 +65,7 @@ def divergence_of(policy, observations, params):
     return divergence(
         policy,
         [
-            Seen(states[None], np.asarray(old)[None], np.ones((1, len(states)), bool), None)
+            [Seen(states[None], np.asarray(old)[None], np.ones((1, len(states)), bool), None)]
             for states, old in parts
         ],
     )

@@ -73,7 +73,7 @@ def same_weights(policy, other):
 def same(actor, copy):
     """Say whether a worker's policy has the weights that the head believes, to the last bit."""
     weights, _ = flat_weights(actor.policy)
-    return torch.equal(weights.view(torch.int32), copy.weights.tensor.view(torch.int32))
+    return torch.equal(weights.view(torch.int32), copy.weights.view(torch.int32))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_errors_do_not_add_up_and_a_policy_at_rest_is_reached():
         store.publish(policy)
         pull(store, copy, actor)
         weights, _ = flat_weights(policy)
-        errors.append((copy.weights.tensor - weights).square().mean().sqrt().item())
+        errors.append((copy.weights - weights).square().mean().sqrt().item())
     # The error stays within a few updates' length, 0.01, and is gone when there are no more
     # updates.
     assert max(errors[:200]) < 0.03
@@ -133,7 +133,7 @@ def test_after_a_large_change_a_pull_is_of_all_weights():
         levels.append(pull(store, copy, actor)[0])
         assert same(actor, copy)
         weights, _ = flat_weights(policy)
-        assert (copy.weights.tensor - weights).norm() < 0.25 * weights.norm()
+        assert (copy.weights - weights).norm() < 0.25 * weights.norm()
     assert levels == [FROM_ZEROS, FROM_HELD, FROM_ZEROS, FROM_HELD]
 
 
@@ -165,7 +165,7 @@ def test_who_holds_the_same_is_sent_the_same_and_who_came_by_another_way_is_not(
         for index in pulling:
             pull(store, copies[index], actors[index])
     assert copies[0].weights is copies[1].weights
-    assert not torch.equal(copies[0].weights.tensor, copies[2].weights.tensor)
+    assert not torch.equal(copies[0].weights, copies[2].weights)
     assert copies[0].held == copies[2].held == 3
     assert all(map(same, actors, copies))
 

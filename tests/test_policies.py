@@ -29,9 +29,7 @@ from torch.distributions import (
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy, Policy
 from clusterenv_runtime.extras import Together
-from clusterenv_runtime.policy import divergence as divergence_module
 from clusterenv_runtime.policy import probe as probe_module
-from clusterenv_runtime.policy.divergence import params_along
 
 from .envs import CountingEnv, EchoEnv, assert_same
 from .nets import change, divergence_of, linear, params_at
@@ -367,36 +365,6 @@ def test_action_dimensions_are_those_of_the_environments():
             policy.kl(before, params_at(policy, rollout.observations.reshape(-1, 1))).mean().item()
         )
         assert envs.divergence.tolist() == pytest.approx([whole], rel=1e-4)
-
-
-def test_divergence_along_sequences_is_measured_in_passes_that_fit_in_memory(monkeypatch):
-    policy = Window(linear(3, 2))
-    generator = np.random.default_rng(1)
-    observations = generator.normal(size=(6, 25, 1)).astype(np.float32)
-    starts, state = (
-        generator.random((6, 25)) < 0.2,
-        generator.normal(size=(25, 3)).astype(np.float32),
-    )
-    whole = params_along(policy, observations, starts, state)
-    monkeypatch.setattr(divergence_module, "PASS_ELEMENTS", 10)
-    sizes = []
-    policy.actor.register_forward_hook(lambda _, inputs, output: sizes.append(len(output)))
-    assert torch.allclose(params_along(policy, observations, starts, state), whole, atol=1e-6)
-    assert whole.shape == (6, 25, 2) and sizes == [10] * 12 + [5] * 6
-
-
-def test_divergence_is_measured_in_passes_that_fit_in_memory(monkeypatch):
-    class Counting(nn.Linear):
-        def forward(self, x):
-            sizes.append(len(x))
-            return super().forward(x)
-
-    sizes, policy = [], CategoricalPolicy(Counting(100, 3))
-    observations = np.random.default_rng(1).normal(size=(25, 100)).astype(np.float32)
-    whole = params_at(policy, observations)
-    monkeypatch.setattr(divergence_module, "PASS_ELEMENTS", 1000)
-    assert torch.allclose(params_at(policy, observations), whole, atol=1e-6)
-    assert sizes == [25, 10, 10, 5]
 
 
 @pytest.mark.parametrize(

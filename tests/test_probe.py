@@ -362,12 +362,13 @@ def test_what_changes_whenever_it_acts_makes_it_no_other(caplog):
         assert envs.pulls.tolist() == [1]
 
 
-def test_a_policy_that_is_another_each_time_is_warned_of_once(store, caplog):
-    policy = changeable()
+def test_a_policy_that_is_another_each_time_is_warned_of_once(caplog):
+    spaces_here = CountingEnv.observation_space, CountingEnv.action_space
+    store, policy = PolicyStore([PolicyCopy()], *spaces_here, rounds=True), changeable()
     for policy.extra in range(15):
         store.publish(policy)
     (record,) = [
-        record for record in caplog.records if "is another with each version" in record.getMessage()
+        record for record in caplog.records if "has become another 10 times" in record.getMessage()
     ]
     assert "by its .extra," in record.getMessage()
 

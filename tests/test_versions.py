@@ -145,7 +145,7 @@ def test_pulls_and_bytes_are_counted_and_a_state_is_loaded():
         assert each.publish(policy) and each.version == each.published.since == 2
 
 
-def test_it_is_said_once_that_a_policy_is_another_many_times_in_a_row(caplog):
+def test_it_is_said_once_that_a_policy_has_become_another_many_times(caplog):
     _, store = made()
     policy = CategoricalPolicy(linear())
 
@@ -156,14 +156,12 @@ def test_it_is_said_once_that_a_policy_is_another_many_times_in_a_row(caplog):
             store.publish(policy)
 
     publish(MANY_CHANGES, changes=True)  # the first publication is no change
-    assert not caplog.records
     publish(1, changes=False)
-    publish(MANY_CHANGES - 1, changes=True)
     assert not caplog.records
     publish(MANY_CHANGES, changes=True)
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "the policy is another with each version, by its .extra, so workers get all"
+        "the policy has become another 10 times, by its .extra, and workers got all"
     )
 
 
@@ -194,9 +192,7 @@ def test_states_of_the_same_version_add_up_and_those_of_another_take_their_place
     for _ in range(3):
         store.acted(copy, acted(1))
     assert [seen.starts.size for seen in copy.recent] == [12, 12, 12]
-    store.publish(policy)  # this joins them
-    (seen,) = copy.recent
-    assert (seen.observations.shape, seen.params.shape) == ((1, 36, 3), (1, 36, 3))
+    store.publish(policy)
     store.acted(copy, acted(2))
     assert [seen.starts.size for seen in copy.recent] == [12]
 
@@ -266,7 +262,7 @@ def test_a_worker_that_does_not_hold_what_it_was_sent_gets_all_and_is_counted(ca
         assert store.mismatches == mismatches
     said = "worker 0 does not hold the weights it was sent, and gets all; %d so far did not"
     assert caplog.messages == [said % 1, said % 2]
-    assert torch.is_tensor(copy.weights.tensor)
+    assert torch.is_tensor(copy.weights)
 
 
 def test_a_divergence_is_told_for_each_dimension_of_an_action():

@@ -107,8 +107,8 @@ MUTATIONS = {
     ),
     "weights are of the version before": (
         "policy/versions.py",
-        "self._weights = flat_weights(self._policy)",
-        "self._weights = self._weights or flat_weights(self._policy)",
+        "self._weights = weights",
+        "self._weights = self._weights or weights",
     ),
     "two workers that hold different weights share a difference": (
         "policy/versions.py",
@@ -118,7 +118,7 @@ MUTATIONS = {
     ),
     "a worker says what it likes about its version": (
         "head/answers.py",
-        "if not policy.since <= answer.version <= newest:",
+        "if not policy.since <= answer.version <= published.version:",
         "if False:",
     ),
     "what is no message is dropped, and its sender kept": (

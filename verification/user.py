@@ -256,7 +256,7 @@ class User:
             if copy.weights is None:
                 continue
             actor = process.worker._actor
-            if actor.version != copy.held or not torch.equal(actor._held, copy.weights.tensor):
+            if actor.version != copy.held or not torch.equal(actor._held, copy.weights):
                 raise Wrong(
                     f"{process.name} holds version {actor.version}, the head believes "
                     f"{copy.held}, or others"

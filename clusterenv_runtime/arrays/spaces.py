@@ -82,27 +82,16 @@ def is_batched(space: Space) -> bool:
     return all(isinstance(leaf, np.ndarray) for leaf in found)
 
 
-def are_stacks(space: Space, size: int | None) -> Any:
-    """Return of each leaf of ``space`` whether it is a stack of ``size`` frames: so many arrays."""
-
-    def is_stack(leaf: Any) -> bool:
-        return isinstance(leaf, np.ndarray) and leaf.ndim > 2 and leaf.shape[1] == size
-
-    return map_space(is_stack, space, create_empty_array(space, 1))
-
-
 def one_of(space: Space) -> Any:
     """Return a batch of one of ``space``, always the same: of zeros if none can be drawn, and else
     of anything.
     """
     batch = create_empty_array(space, 1)
-    if is_batched(space):
-        with contextlib.suppress(
-            Exception
-        ):  # NumPy draws no numbers from bounds as wide as float64's
-            own = copy.deepcopy(space)  # whose random numbers are nobody else's
-            own.seed(0)
-            batch = concatenate(space, [own.sample()], batch)
+    # NumPy draws no numbers from bounds as wide as float64's.
+    with contextlib.suppress(Exception):
+        own = copy.deepcopy(space)  # whose random numbers are nobody else's
+        own.seed(0)
+        batch = concatenate(space, [own.sample()], batch)
     return batch
 
 
@@ -111,8 +100,9 @@ def are_actions(space: Space, actions: Any, axes: int) -> bool:
     lie beyond its bounds.
     """
     if isinstance(space, spaces.Dict):
-        is_like = isinstance(actions, dict) and actions.keys() >= space.keys()
-        return is_like and all(are_actions(sub, actions[key], axes) for key, sub in space.items())
+        return isinstance(actions, dict) and all(
+            are_actions(sub, actions.get(key), axes) for key, sub in space.items()
+        )
     if isinstance(space, spaces.Tuple):
         is_like = isinstance(actions, tuple) and len(actions) == len(space)
         return is_like and all(
@@ -152,11 +142,6 @@ def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:
         parts = zip(space.spaces, *trees, strict=True)
         return tuple(map_space(function, sub, *leaves) for sub, *leaves in parts)
     return function(*trees)
-
-
-def take(space: Space, batch: Any, indices: Any) -> Any:
-    """Return a copy of these rows of a batch of ``space``, whose leaves are arrays."""
-    return map_space(lambda leaf: leaf[indices], space, batch)
 
 
 def merge_rows(space: Space, mask: np.ndarray, there: Any, elsewhere: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -72,7 +71,8 @@ class Blueprint:
         is_vector = isinstance(env, VectorEnv)
         space = env.single_observation_space if is_vector else env.observation_space
         action_space = env.single_action_space if is_vector else env.action_space
-        self.metadata, self.render_mode = dict(env.metadata), env.render_mode
+        self.metadata = dict(env.metadata)
+        self.render_mode = env.render_mode
         if not self.steps_together:
             self.metadata["autoreset_mode"] = mode
         env.close()
@@ -85,10 +85,10 @@ class Blueprint:
         )
         if frame_stack is not None and not any(leaves(self.layout.stacks)):
             raise ValueError(
-                f"frame_stack is {frame_stack!r}, but no observation is a stack of {frame_stack} "
-                "arrays: "
-                f"{space}; Gymnasium's wrapper FrameStackObservation makes stacks"
+                f"frame_stack is {frame_stack}, but no observation is a stack of {frame_stack} "
+                f"arrays: {space}; Gymnasium's wrapper FrameStackObservation makes stacks"
             )
+        self._registry = packed_registry()
 
     def _count(self, num_envs: int | None) -> int:
         if self.steps_together:
@@ -124,10 +124,6 @@ class Blueprint:
         """Return each worker's rows: contiguous, and of two workers one has one more at most."""
         shares = np.array_split(range(self.num_envs), num_workers)
         return [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
-
-    @functools.cached_property
-    def _registry(self) -> dict[str, bytes | str]:
-        return packed_registry()
 
     def setup(self, rows: slice) -> bytes:
         """Return a cloudpickle of the arguments of `worker.worker.build_environments`."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from gymnasium import Space
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import create_empty_array
 
-from ..arrays.spaces import are_stacks
+from ..arrays.spaces import map_space
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,14 @@ class EnvLayout:
 
     @property
     def stacks(self) -> Any:
-        """Whether each leaf of an observation is a stack of frames, see `are_stacks`."""
-        return are_stacks(self.single_observation_space, self.frame_stack)
+        """Whether each leaf of an observation is a stack of ``frame_stack`` arrays."""
+
+        def is_stack(leaf: Any) -> bool:
+            is_array = isinstance(leaf, np.ndarray)
+            return is_array and leaf.ndim > 2 and leaf.shape[1] == self.frame_stack
+
+        space = self.single_observation_space
+        return map_space(is_stack, space, create_empty_array(space, 1))
 
     def check(self, observation_space: Space, action_space: Space) -> None:
         """Raise RuntimeError if these spaces of an environment here are not those at the head.

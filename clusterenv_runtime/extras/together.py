@@ -7,10 +7,11 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from gymnasium import Space
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import create_empty_array
 
-from ..arrays.spaces import map_space, take
+from ..arrays.spaces import map_space
 from ..envs.layout import EnvLayout
 from ..wire.part import RolloutPart
 from ..worker.transitions import Transitions, stack
@@ -119,7 +120,7 @@ class EnvsTogether:
         space = self._space
         starts = self._lengths == 0
         transitions = Transitions(self._observations, num_steps, starts)
-        finals = [take(space, self._observations, slice(0))]  # the last observations of episodes
+        finals = [_take(space, self._observations, slice(0))]  # the last observations of episodes
         episodes = [np.empty((0, 3))]  # (transition, return, length)
         actor.start(starts)
         for step in range(num_steps):
@@ -164,7 +165,7 @@ class EnvsTogether:
         """Return a copy of some rows of a batch, or of an array of the rows as objects."""
         if isinstance(batch, np.ndarray) and batch.dtype == object:
             batch, rows = stack(self._space, list(batch[rows])), slice(None)
-        return self._of_space(take(self._space, batch, rows))
+        return self._of_space(_take(self._space, batch, rows))
 
     def _keep_infos(
         self, transitions: Transitions, step: int, infos: dict[str, Any], ended: np.ndarray
@@ -182,3 +183,8 @@ class EnvsTogether:
                     if rows.size:
                         values = np.asarray(source[key])[rows]
                         transitions.add_info(key, step * self.num_envs + rows, values)
+
+
+def _take(space: Space, batch: Any, indices: Any) -> Any:
+    """Return a copy of these rows of a batch of ``space``, whose leaves are arrays."""
+    return map_space(lambda leaf: leaf[indices], space, batch)

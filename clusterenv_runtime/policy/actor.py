@@ -121,8 +121,7 @@ class Actor:
         # Copies: `to_env` and the environments may write to them.
         given = self.policy.to_env(map_tree(torch.clone, actions))
         given = map_tree(lambda leaf: leaf.numpy(), given)
-        has_integers = any(leaf.dtype.kind in "iu" for leaf in leaves(given))
-        if has_integers and not self.is_identity:
+        if not self.is_identity:
             self._given.append(map_tree(np.copy, given))
         return given
 
@@ -140,11 +139,10 @@ class Actor:
 
     @property
     def given(self) -> Any:
-        """The actions that the environments got in this rollout, ``(num_steps, num_envs, ...)``.
-
-        None if they are those of the policy, or hold no integers, as only integers can be wrong.
+        """The actions that the environments got in this rollout, ``(num_steps, num_envs, ...)``,
+        where these are not the policy's.
         """
-        return map_tree(lambda *each: np.stack(each), *self._given) if self._given else None
+        return map_tree(lambda *each: np.stack(each), *self._given)
 
     @torch.inference_mode()
     def finish(self) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +14,6 @@ from ..wire.part import RolloutPart
 from .base import Policy
 from .sync import measured_states
 from .tensors import to_tensors
-
-PASS_ELEMENTS = 2**20  # numbers in the observations of one forward pass, which bounds its memory
 
 
 class Seen(NamedTuple):
@@ -69,55 +66,30 @@ class Seen(NamedTuple):
             None if states[0] is None else _concatenate(states, 0),
         )
 
-    def last(self, most: int) -> Seen:
-        """Return at most so many of these states, the last ones, of a policy without a state."""
-        observations, params = map_tree(lambda leaf: leaf[:, -most:], self[:2])
-        return Seen(observations, params, self.starts[:, -most:], None)
-
 
 @torch.no_grad()
-def divergence(policy: Policy, workers: Sequence[Seen]) -> np.ndarray:
+def divergence(policy: Policy, workers: Sequence[Sequence[Seen]]) -> np.ndarray:
     """Return KL(behavior || policy) in nats for each of several workers, a mean over its states."""
-    seen = Seen.join(workers)
+    seen = Seen.join([part for parts in workers for part in parts])
     behavior = map_tree(lambda leaf: torch.as_tensor(leaf, device=policy.device), seen.params)
     params = params_along(policy, seen.observations, seen.starts, seen.states)
     flat = [map_tree(lambda leaf: leaf.flatten(0, 1), tree) for tree in (behavior, params)]
     kl = policy.kl(*flat).view(seen.starts.shape).mean(0)
-    sizes = [each.starts.shape[1] for each in workers]
+    sizes = [sum(part.starts.shape[1] for part in parts) for parts in workers]
     firsts = np.cumsum([0, *sizes[:-1]])
     return np.add.reduceat(kl.cpu().numpy(), firsts) / sizes
 
 
 @torch.no_grad()
 def params_along(policy: Policy, observations: Any, starts: np.ndarray, state: Any) -> Any:
-    """Return the parameters that `Policy.unroll` gives of arrays, in eval mode, as on the workers.
-
-    It takes as many rows at a time as fit in memory.
-    """
-    elements_of_row = sum(leaf[0, 0].size for leaf in leaves(observations))
-    most = max(PASS_ELEMENTS // max(elements_of_row, 1), 1)
-
-    def params_of(rows: slice) -> Any:
-        some = map_tree(lambda leaf: leaf[:, rows], observations)
-        begins = torch.tensor(starts[:, rows], device=policy.device)
-        before = None
-        if state is not None:
-            before = map_tree(lambda leaf: torch.tensor(leaf[rows], device=policy.device), state)
-        return policy.unroll(to_tensors(some, policy, policy.device), begins, before)[0]
-
-    with _evaluating(policy):
-        firsts = range(0, starts.shape[1], most)
-        passes = [params_of(slice(first, first + most)) for first in firsts]
-    return map_tree(lambda *each: torch.cat(each, 1), *passes)
-
-
-@contextlib.contextmanager
-def _evaluating(policy: Policy) -> Iterator[None]:
-    """Have a policy in eval mode for a while."""
+    """Return the parameters that `Policy.unroll` gives of arrays, in eval mode as on workers."""
+    begins = torch.tensor(starts, device=policy.device)
+    if state is not None:
+        state = map_tree(lambda leaf: torch.tensor(leaf, device=policy.device), state)
     training = [module for module in policy.modules() if module.training]
     policy.eval()
     try:
-        yield
+        return policy.unroll(to_tensors(observations, policy, policy.device), begins, state)[0]
     finally:
         for module in training:
             module.training = True

@@ -44,18 +44,14 @@ class Fault(ValueError):
     """What a method of the policy does wrong."""
 
 
-def _rows(tree: Any) -> tuple[int, ...]:
-    return tuple(leaves(tree)[0].shape[:1])
-
-
-# The first axes of the tensors that each method returns, by its arguments.
-AXES: dict[str, Callable[..., tuple[int, ...]]] = {
-    "initial_state": lambda num_envs: (num_envs,),
-    "forward": lambda observations, *state: _rows(observations),
-    "noise": lambda num_steps, params, generator: (num_steps, *_rows(params)),
-    "act": lambda params, noise: _rows(params),
-    "to_env": lambda actions: _rows(actions),
-    "extras": lambda params, actions: (NUM_STEPS, NUM_ENVS),
+# The methods that are tried, with the first axes of the tensors that each returns.
+AXES = {
+    "initial_state": (NUM_ENVS,),
+    "forward": (NUM_ENVS,),
+    "noise": (NUM_STEPS, 1),
+    "act": (NUM_ENVS,),
+    "to_env": (NUM_ENVS,),
+    "extras": (NUM_STEPS, NUM_ENVS),
 }
 
 
@@ -94,8 +90,7 @@ def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
     actor.load_structure(policy)  # not by a pickle, which would replace the user's classes
     acting = actor.policy
     load_weights(acting, *(part.cpu().numpy() for part in flat_weights(policy)))
-    for name in AXES:
-        setattr(acting, name, functools.partial(_call, name, getattr(acting, name)))
+    _check_methods(acting)
     before = layout_of(acting)
     request = Collect(NUM_STEPS, 0, 0, 0.0, numbers_of(policy), states=NUM_STEPS)
     actor.prepare(request, range(NUM_ENVS))
@@ -129,27 +124,31 @@ def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
     )
 
 
-def _call(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call one of the policy's methods, and check what it returns.
+def _check_methods(acting: Policy) -> None:
+    """Have the policy's methods check what they return to the actor, but not to one another."""
+    under_way: list[str] = []
 
-    The policy's own methods may call it with other arguments than a worker does.
-    """
-    if kwargs or len(args) < AXES[name].__code__.co_argcount:
-        return method(*args, **kwargs)
-    axes = AXES[name](*args)
-    with _blamed_on(name):
-        returned = method(*args)
-    if name != "initial_state" or returned is not None:
-        _check_tree(name, returned, axes)
-    return returned
+    def checked(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if under_way:
+            return method(*args, **kwargs)
+        under_way.append(name)
+        try:
+            with _blamed_on(name):
+                returned = method(*args, **kwargs)
+        finally:
+            under_way.clear()
+        if name != "initial_state" or returned is not None:
+            _check_tree(name, returned, AXES[name])
+        return returned
+
+    for name in AXES:
+        setattr(acting, name, functools.partial(checked, name, getattr(acting, name)))
 
 
 @contextlib.contextmanager
 def _blamed_on(name: str) -> Iterator[None]:
     try:
         yield
-    except Fault:  # of a method that this one has called
-        raise
     except Exception as error:
         hint = " (see its float_observations)" if name == "forward" else ""
         raise Fault(f"its {name} fails: {one_line(error)}{hint}") from error

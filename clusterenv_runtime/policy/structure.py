@@ -49,21 +49,19 @@ def layout_of(policy: Policy) -> dict[str, Any]:
     named = [*policy.named_parameters(), *policy.named_buffers()]
     layout: dict[str, Any] = {
         "numbers": tuple(policy.numbers),
-        "order": tuple(name for name, _ in named),
+        "tensors": tuple((name, tensor.shape, tensor.dtype) for name, tensor in named),
     }
-    layout |= {f"tensor {name}": (tensor.shape, tensor.dtype) for name, tensor in named}
     weights = {id(tensor) for _, tensor in named}
     for path, module in policy.named_modules():
         layout[f"module {path}"] = type(module)
         for name, value in vars(module).items():
-            # Of torch's own attributes only hooks may change what the module computes.
-            is_of_torch = name in TORCHS_OWN and not (name.endswith("_hooks") and value)
-            is_number = module is policy and name in policy.numbers
-            if is_of_torch or is_number:
-                continue
-            if name in TORCHS_OWN:  # hooks, by numbers that grow each time one is registered
-                value = list(value.values())
-            layout[f"{path}.{name}"] = _described(value, weights)
+            if name in TORCHS_OWN:
+                # Of these only hooks may change what the module computes; their keys are numbers
+                # that grow each time one is registered.
+                if name.endswith("_hooks") and value:
+                    layout[f"{path}.{name}"] = _described(list(value.values()), weights)
+            elif module is not policy or name not in policy.numbers:
+                layout[f"{path}.{name}"] = _described(value, weights)
     return layout
 
 
@@ -109,33 +107,23 @@ def _described(value: Any, weights: set[int]) -> Any:
 
     ``weights`` are the ids of the tensors that come with each pull, whatever is in them.
     """
-
-    def each(values: Any) -> tuple[Any, ...]:
-        return tuple(_described(item, weights) for item in values)
-
-    if value is None or isinstance(value, bool | int | str | bytes):
-        return value
-    if isinstance(value, float | np.generic):
+    if value is None or isinstance(value, bool | int | float | str | bytes | np.generic):
         return repr(value)  # NaN is like NaN
+    if isinstance(value, torch.Tensor) and id(value) in weights:
+        return torch.Tensor
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        data = value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return value.dtype, value.shape, data
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, torch.Tensor):
-        return torch.Tensor if id(value) in weights else _content(value)
-    if isinstance(value, list | tuple):
-        return type(value), each(value)
-    if isinstance(value, set | frozenset):
-        return type(value), frozenset(each(value))
-    if isinstance(value, dict):
-        return each(value.items())
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
-        return each(vars(value).items())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return each(getattr(value, field.name, None) for field in dataclasses.fields(value))
+        value = vars(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {
+            field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, dict):
+        value = [*value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value), *(_described(item, weights) for item in value)
     return id(value)
-
-
-def _content(tensor: torch.Tensor) -> Any:
-    if tensor.layout != torch.strided or tensor.is_meta:
-        return id(tensor)
-    data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return tensor.dtype, tensor.shape, data

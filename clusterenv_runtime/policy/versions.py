@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 HELD_BYTES = 2**30  # of all the different weights that workers hold
-MANY_CHANGES = 10  # of the policy's structure, in a row
+MANY_CHANGES = 10  # of the policy's structure
 
 
 class Published(NamedTuple):
@@ -39,13 +39,6 @@ class Published(NamedTuple):
     since: int = 1  # the first version of its structure
     example: dict[str, Any] = {}  # what it gives at one state, see `probe`
     is_identity: bool = True  # whether environments get the actions as they are drawn
-
-
-@dataclass(eq=False)
-class HeldWeights:
-    """Weights that some workers hold. No others are equal to them."""
-
-    tensor: torch.Tensor  # (weights,) float32
 
 
 @dataclass(eq=False)
@@ -60,7 +53,7 @@ class PolicyCopy:
     divergence: float = math.inf
     pulls: int = 0  # so far
     recent: list[Seen] = field(default_factory=list)  # its last states under `behavior`, by part
-    weights: HeldWeights | None = None  # None if they are not known to the bit
+    weights: torch.Tensor | None = None  # (weights,) float32; None if not known to the bit
 
     def forget(self) -> None:
         """Another process, or another structure, comes in its place."""
@@ -70,14 +63,6 @@ class PolicyCopy:
         self.divergence = math.inf
         self.recent = []
         self.weights = None
-
-
-class Update(NamedTuple):
-    """What a worker that pulls is sent, and what it then holds."""
-
-    message: Weights
-    buffers: list[Any]
-    weights: HeldWeights | None  # None if the head does not keep them
 
 
 class PolicyStore:
@@ -118,10 +103,14 @@ class PolicyStore:
         self._policy: Policy | None = None
         self._layout: dict[str, Any] = {}  # see `structure.layout_of`
         self._probed: Probed | None = None
-        self._changes = 0  # of the structure, in a row
+        self._changes = 0  # of the structure, by parts of the policy that can be named
         self._has_warned = False  # that a divergence could not be measured
         self._weights: tuple[torch.Tensor, torch.Tensor] | None = None  # see `flat_weights`
-        self._updates: dict[HeldWeights | None, Update] = {}  # to the version, by what is held
+        # What leads to the version from what a worker holds, a tensor by its identity: a message,
+        # its buffers, and what the worker then holds, or None if the head does not keep that.
+        self._updates: dict[
+            torch.Tensor | None, tuple[Weights, list[Any], torch.Tensor | None]
+        ] = {}
 
     def publish(self, policy: Policy, seen: Any = None) -> bool:
         """Make the current weights of ``policy`` the next version and measure every copy's
@@ -161,7 +150,6 @@ class PolicyStore:
         if self._probed is not None:
             changes -= self._probed.volatile
         if not is_new and not changes:
-            self._changes = 0
             return False
         structure = pickled(policy)
         probed = probe(policy, *self._spaces, seen)
@@ -169,13 +157,12 @@ class PolicyStore:
             text = f"the policy has no KL divergence: {probed.kl_fault}"
             raise ValueError(f"{text}; define its kl, or do without by sync_mode 'always'")
         changed = structure != self.structure
-        self._changes = self._changes + 1 if changed and self.structure else 0
-        if self._changes == MANY_CHANGES and changes:
+        self._changes += bool(changed and self.structure and changes)
+        if self._changes == MANY_CHANGES and changed:
+            text = "the policy has become another %d times, by its %s, and workers got all weights"
+            hint = "is that one of its numbers, or a buffer? See docs/policies.md"
             names = " and ".join(sorted(changes)[:3])
-            text = "the policy is another with each version, by its %s, so workers get all weights"
-            logger.warning(
-                f"{text}: is that one of its numbers, or a buffer? See docs/policies.md", names
-            )
+            logger.warning(f"{text}: {hint}", MANY_CHANGES, names)
         self._policy = policy
         self._layout = layout
         self._probed = probed
@@ -205,7 +192,7 @@ class PolicyStore:
         if not copies or self._probed.kl_fault is not None:
             return
         try:
-            nats = divergence(self._policy, [self._recent(copy) for copy in copies])
+            nats = divergence(self._policy, [copy.recent for copy in copies])
         except Exception as error:
             if len(copies) > 1:  # also sequences of different lengths are measured one by one
                 for copy in copies:
@@ -230,19 +217,9 @@ class PolicyStore:
             copy.recent = []  # states of the same policy add up, except for sequences
         copy.recent.append(Seen.of(part, copy.numbers))
         copy.behavior = part.version
-        while sum(seen.starts.size for seen in copy.recent[1:]) >= self._most(copy):
+        most = len(copy.numbers) * states_of_each_row(KL_STATES, self._num_rows, self._elements)
+        while sum(seen.starts.size for seen in copy.recent) > most and len(copy.recent) > 1:
             del copy.recent[0]
-
-    def _most(self, copy: PolicyCopy) -> int:
-        """Return how many states of a worker, from several parts, its divergence is measured on."""
-        return len(copy.numbers) * states_of_each_row(KL_STATES, self._num_rows, self._elements)
-
-    def _recent(self, copy: PolicyCopy) -> Seen:
-        from .divergence import Seen
-
-        if len(copy.recent) > 1:
-            copy.recent = [Seen.join(copy.recent).last(self._most(copy))]
-        return copy.recent[0]
 
     def requests(self, copies: Sequence[PolicyCopy], num_steps: int) -> list[Collect]:
         """Return what asks each of these workers to act on the published version, or on its own.
@@ -284,25 +261,27 @@ class PolicyStore:
         self.bytes_sent += sum(memoryview(buffer).nbytes for buffer in buffers)
         return message, buffers
 
-    def _encode(self, copy: PolicyCopy) -> Update:
-        """Return what takes a worker from the weights it holds to the published version."""
+    def _encode(self, copy: PolicyCopy) -> tuple[Weights, list[Any], torch.Tensor | None]:
+        """Return what leads from the weights that a worker holds to the published version."""
         from .differences import WHOLE, Difference, checksum
         from .tensors import rounded_sizes
 
         weights, others = self._weights
         exact = others.cpu().numpy().data
         sizes = rounded_sizes(self._policy)
-        held = None if copy.weights is None else copy.weights.tensor.to(weights.device)
+        held = None if copy.weights is None else copy.weights.to(weights.device)
         difference = Difference.between(held, weights, sizes) if self._rounds and sizes else None
         if difference is not None:
             packed = difference.pack()
             if sum(map(len, packed)) < weights.nbytes:
                 after = difference.added_to(held, sizes)
                 message = Weights(self.version, difference.levels, checksum(after, others))
-                kept = HeldWeights(after) if _is_room_for(after, copy, self._copies) else None
-                return Update(message, [*packed, exact], kept)
+                # Without room for them, the head sends all weights again the next time.
+                of_others = {each.weights for each in self._copies if each is not copy} - {None}
+                held_bytes = sum(each.nbytes for each in of_others) + after.nbytes
+                return message, [*packed, exact], after if held_bytes <= HELD_BYTES else None
         message = Weights(self.version, WHOLE, checksum(weights, others))
-        return Update(message, [weights.cpu().numpy().data, exact], None)
+        return message, [weights.cpu().numpy().data, exact], None
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -325,9 +304,3 @@ class PolicyStore:
         for index, copy in enumerate(self._copies):
             copy.forget()
             copy.pulls = each + (index < rest)
-
-
-def _is_room_for(weights: torch.Tensor, copy: PolicyCopy, copies: Sequence[PolicyCopy]) -> bool:
-    """Say whether the head may keep this copy's next weights; if not, it sends all again."""
-    others = {other.weights for other in copies if other is not copy} - {None}
-    return sum(each.tensor.nbytes for each in others) + weights.nbytes <= HELD_BYTES

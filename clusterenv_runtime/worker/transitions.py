@@ -67,7 +67,7 @@ class Transitions:
         Args:
             actor: what acted in them.
             final_observations: a batch of what the steps that ended an episode led to, in order.
-            stacks: which observations are stacks of frames, see `are_stacks`.
+            stacks: which observations are stacks of frames, see `EnvLayout.stacks`.
             episodes: of each that counts step * num_envs + environment, return, and length.
         """
         numbers, returns, lengths = np.array(episodes, np.float64).reshape(-1, 3).T
