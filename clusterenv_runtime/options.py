@@ -139,11 +139,6 @@ class ClusterOptions:
         return SyncRule(self.sync_mode, self.kl_threshold, self.sync_interval, self.max_policy_lag)
 
     @property
-    def rounds(self) -> bool:
-        """Whether the weights that workers pull are rounded."""
-        return self.weights == "difference"
-
-    @property
     def restarts_in_a_row(self) -> int:
         """How many replacements of one worker in a row may die before they step."""
         return self.max_worker_restarts if self.on_worker_loss == "restart" else 0

@@ -109,7 +109,8 @@ def start_head(
     spaces = layout.single_observation_space, layout.single_action_space
     rule = options.rule
     copies = [worker.copy for worker in workers]
-    store = PolicyStore(copies, *spaces, options.rounds, rule.mode == "kl", learners)
+    rounds = options.weights == "difference"
+    store = PolicyStore(copies, *spaces, rounds, rule.mode == "kl", learners)
     recovery = Recovery(rule, store)
     supervisor = Supervisor(workers, launcher, options, clock)
     opener = Opener(layout)

@@ -24,6 +24,7 @@ import torch
 
 SHARE = 0.25  # of a tensor's weights move at most
 FAR = 0.5  # lengths of the weights: a worker that is further off gets all of them
+TINY = torch.finfo(torch.float32).tiny
 SAMPLE = 2**16  # weights of a tensor by which those are found that move
 # How a message tells weights, by the steps up or down that one may go. Exact weights have no steps.
 WHOLE, FROM_ZEROS, FROM_HELD = 0, 127, 1
@@ -80,9 +81,8 @@ class Difference:
         """Return the buffers that carry it: the scales, and the steps, compressed."""
         steps = self.steps
         if self.levels == FROM_HELD:
-            trits = (
-                torch.nn.functional.pad(steps + 1, (0, -len(steps) % 5)).to(torch.uint8).view(-1, 5)
-            )
+            padded = torch.nn.functional.pad(steps + 1, (0, -len(steps) % 5))
+            trits = padded.to(torch.uint8).view(-1, 5)
             steps = (trits * torch.from_numpy(_POWERS).to(trits.device)).sum(1, dtype=torch.uint8)
         # Huffman codes alone: the bytes have no other regularity, and a search for it takes time.
         deflate = zlib.compressobj(wbits=-15, strategy=zlib.Z_HUFFMAN_ONLY)
@@ -109,11 +109,9 @@ def checksum(weights: torch.Tensor, others: torch.Tensor) -> int:
 def _to_bytes(weights: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Return a tensor's weights in steps of a 127th of the largest, and how long a step is."""
     largest = weights.abs().max().item() if len(weights) else 0.0
-    scale = np.float32(largest) / np.float32(FROM_ZEROS)
-    if scale == 0:
-        return torch.zeros_like(weights, dtype=torch.int8), 0.0
-    steps = (weights / float(scale)).round().clamp(-FROM_ZEROS, FROM_ZEROS)
-    return steps.to(torch.int8), float(scale)
+    scale = max(float(np.float32(largest) / np.float32(FROM_ZEROS)), TINY)
+    steps = (weights / scale).round().clamp(-FROM_ZEROS, FROM_ZEROS)
+    return steps.to(torch.int8), scale
 
 
 def _furthest(rest: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -130,7 +128,7 @@ def _furthest(rest: torch.Tensor) -> tuple[torch.Tensor, float]:
     # Moving k weights by their mean distance takes the square of their sum, by k, off the squared
     # distance of all.
     gains = furthest.cumsum(0).square() / torch.arange(1, len(furthest) + 1, device=rest.device)
-    least = sample[gains.argmax()].clamp(min=torch.finfo(torch.float32).tiny)
+    least = sample[gains.argmax()].clamp(min=TINY)
     steps = (rest >= least).view(torch.int8) - (rest <= -least).view(torch.int8)
     moved = (rest * steps).sum(dtype=torch.float64).item()
     return steps, moved / max(steps.count_nonzero().item(), 1)

@@ -149,6 +149,8 @@ def _check_methods(acting: Policy) -> None:
 def _blamed_on(name: str) -> Iterator[None]:
     try:
         yield
+    except Fault:  # of another method, which is named already
+        raise
     except Exception as error:
         hint = " (see its float_observations)" if name == "forward" else ""
         raise Fault(f"its {name} fails: {one_line(error)}{hint}") from error
