@@ -1,62 +1,17 @@
-"""What Gymnasium's spaces mean for batches: which become arrays, and how ``SyncVectorEnv``'s
-arguments are read.
-"""
+"""What Gymnasium's spaces mean for batches: which become arrays, and what is an action."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import Space, spaces
-from gymnasium.vector.utils import (
-    batch_differing_spaces,
-    batch_space,
-    concatenate,
-    create_empty_array,
-)
+from gymnasium.vector.utils import concatenate, create_empty_array
 
 from .trees import map_tree
-
-
-def observation_spaces(
-    mode: str | tuple[Space, Space],
-    single: Space,
-    num_envs: int,
-    env_fns: Sequence[Callable[[], gym.Env]],
-) -> tuple[Space, Space]:
-    """Return the single and the batched space that SyncVectorEnv's ``observation_mode`` asks for.
-
-    ``single`` is the space of the first of ``env_fns``; the others are made only to read their
-    differing spaces.
-
-    Raises:
-        ValueError, TypeError: ``mode`` is not "same", "different" or a tuple of two spaces.
-    """
-    if isinstance(mode, tuple) and len(mode) == 2:
-        if not all(isinstance(space, Space) for space in mode):
-            raise TypeError(
-                f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} "
-                f"and {type(mode[1])}"
-            )
-        return mode[1], mode[0]
-    if mode == "same":
-        return single, batch_space(single, num_envs)
-    if mode == "different":
-        all_spaces = [single]
-        for env_fn in env_fns[1:]:
-            env = env_fn()
-            all_spaces.append(env.observation_space)
-            env.close()
-        return single, batch_differing_spaces(all_spaces)
-    raise ValueError(
-        "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch "
-        "observation "
-        f"space, actual got {mode}"
-    )
 
 
 def check_reset_mask(mask: Any, num_envs: int) -> None:

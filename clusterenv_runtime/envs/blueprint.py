@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import cloudpickle
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from ..arrays.spaces import observation_spaces
 from ..arrays.trees import leaves
 from .layout import EnvLayout
 from .registry import packed_registry
@@ -67,19 +66,19 @@ class Blueprint:
             raise ValueError(f"frame_stack must be an integer from 1, got {frame_stack!r}")
         mode = AutoresetMode(autoreset_mode)
         # This process builds one environment, or all if their spaces differ, to read the spaces.
-        env = self.env_fns(1) if self.steps_together else self.env_fns[0]()
-        is_vector = isinstance(env, VectorEnv)
-        space = env.single_observation_space if is_vector else env.observation_space
-        action_space = env.single_action_space if is_vector else env.action_space
-        self.metadata = dict(env.metadata)
-        self.render_mode = env.render_mode
-        if not self.steps_together:
-            self.metadata["autoreset_mode"] = mode
-        env.close()
-        space, self.observation_space = observation_spaces(
-            observation_mode, space, self.num_envs, self.env_fns
-        )
+        if self.steps_together:
+            envs = self.env_fns(1)
+        else:
+            some = self.env_fns if observation_mode == "different" else self.env_fns[:1]
+            envs = SyncVectorEnv(some, observation_mode=observation_mode, autoreset_mode=mode)
+        self.metadata = dict(envs.metadata)
+        self.render_mode = envs.render_mode
+        space, action_space = envs.single_observation_space, envs.single_action_space
         self.action_space = batch_space(action_space, self.num_envs)
+        self.observation_space = envs.observation_space
+        if observation_mode == "same":
+            self.observation_space = batch_space(space, self.num_envs)
+        envs.close()
         self.layout = EnvLayout(
             space, action_space, observation_mode, mode, tuple(info_keys), frame_stack
         )
