@@ -2,7 +2,8 @@
 says.
 
 What an answer must be follows from the spaces, from the request, and from the policy that was
-published. An observation may hold any value of its dtype, as environments may say what they like.
+published. An array may hold any value of its dtype: a worker itself refuses values that no learner
+can use.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..errors import ProtocolError
 from ..policy.versions import Published
 from ..wire.buffers import Arrays
 from ..wire.codec import unpack
-from ..wire.part import OBSERVATIONS, Layout, RolloutPart, fault_of
+from ..wire.part import OBSERVATIONS, Layout, RolloutPart
 from ..wire.protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
 
 
@@ -42,7 +43,7 @@ class Opener:
     """
 
     def __init__(self, envs: EnvLayout) -> None:
-        self._envs = envs
+        self._info_keys = envs.info_keys
         self._stacks = envs.stacks
         space = envs.single_observation_space
         one = create_empty_array(space, 1)
@@ -100,7 +101,7 @@ class Opener:
     def _open_part(
         self, asked: Collect, answer: Part, arrays: Arrays, num_envs: int, policy: Published
     ) -> RolloutPart:
-        if unknown := answer.infos.keys() - self._envs.info_keys:
+        if unknown := answer.infos.keys() - self._info_keys:
             raise ProtocolError(f"infos have {unknown!r:.100}, which nobody asked for")
         sizes = {
             "steps": asked.num_steps,
@@ -113,9 +114,6 @@ class Opener:
         ends = np.count_nonzero(part.terminations | part.truncations)
         if ends != answer.ends:
             raise ProtocolError(f"final_observations are {answer.ends}, of {ends} ends")
-        given = part.actions if policy.is_identity else None
-        if (fault := fault_of(part, self._envs.single_action_space, given)) is not None:
-            raise ProtocolError(fault)
         if part.frames:
             self._unfold(part)
         return part

@@ -34,7 +34,6 @@ class Probed(NamedTuple):
 
     # The fields of a `RolloutPart` that come from the policy, of one row: arrays ``(1, ...)``.
     example: dict[str, Any]
-    is_identity: bool  # whether environments get the actions as they are drawn
     dimensions: int  # of an action
     volatile: set[str]  # the parts of its layout that change when it acts
     kl_fault: str | None  # why its divergence cannot be measured, if it cannot
@@ -117,7 +116,6 @@ def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
     example |= map_tree(lambda leaf: None if leaf is None else leaf[:1], without_steps)
     return Probed(
         example,
-        actor.is_identity,
         dimensions=max(sum(leaf[0].size for leaf in leaves(given)), 1),
         kl_fault=_fault_of_kl(acting, example["params"]),
         volatile=differences(before, layout_of(acting)),

@@ -38,7 +38,6 @@ class Published(NamedTuple):
     version: int = 0
     since: int = 1  # the first version of its structure
     example: dict[str, Any] = {}  # what it gives at one state, see `probe`
-    is_identity: bool = True  # whether environments get the actions as they are drawn
 
 
 @dataclass(eq=False)
@@ -132,7 +131,16 @@ class PolicyStore:
             check_policy(policy)
         weights = flat_weights(policy)  # before anything changes: there may be no memory for it
         changed = self._update_structure(policy, is_new, seen)
-        self._begin_version(weights, changed)
+        self.version += 1
+        since = self.version if changed else self.published.since
+        self.published = Published(self.version, since, self._probed.example)
+        self._weights = weights  # encoded only when the first worker pulls them
+        self._updates = {}
+        for copy in self._copies:
+            if changed:
+                copy.forget()
+            copy.measured = copy.behavior
+            copy.divergence = math.inf
         self._measure([copy for copy in self._copies if copy.behavior])
         return changed
 
@@ -168,20 +176,6 @@ class PolicyStore:
         self._probed = probed
         self.structure = structure
         return changed
-
-    def _begin_version(self, weights: tuple[torch.Tensor, torch.Tensor], changed: bool) -> None:
-        """Keep these weights. They are encoded only when the first worker pulls them."""
-        self.version += 1
-        since = self.version if changed else self.published.since
-        probed = self._probed
-        self.published = Published(self.version, since, probed.example, probed.is_identity)
-        self._weights = weights
-        self._updates = {}
-        for copy in self._copies:
-            if changed:
-                copy.forget()
-            copy.measured = copy.behavior
-            copy.divergence = math.inf
 
     def _measure(self, copies: list[PolicyCopy]) -> None:
         """Measure how far copies that have acted are from the policy. The divergence stays inf
