@@ -51,9 +51,18 @@ class EnvError(ClusterEnvError):
     """An environment raised on a worker; the text names env, worker and log and holds the remote
     traceback.
 
-    Where the original exception is one of Python's or Gymnasium's, that one is raised and this is
-    its ``__cause__``.
+    This is the ``__cause__`` of the exception that is raised: the environment's own, if its class
+    is imported in this process, or else one of the nearest base class that is. If there is none
+    but `Exception`, this is raised itself.
     """
+
+
+class EnvRaised(Exception):
+    """On a worker: environment ``env`` of it raised this exception's cause, or is to blame."""
+
+    def __init__(self, env: int) -> None:
+        super().__init__(env)
+        self.env = env
 
 
 def printable(text: str, most: int = 1000, keeps: str = "\t") -> str:

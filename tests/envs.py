@@ -208,6 +208,17 @@ class CustomError(Exception):
     """An exception that only tests know."""
 
 
+class NumberedError(Exception):
+    """An exception whose constructor wants more than its text."""
+
+    def __init__(self, text, number):
+        super().__init__(text)
+        self.number = number
+
+    def __reduce__(self):
+        return NumberedError, (*self.args, self.number)
+
+
 class MuteError(Exception):
     """An exception that raises another one when its text or its arguments are read."""
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from clusterenv_runtime import ProtocolError
 from clusterenv_runtime.arrays.spaces import map_space
 from clusterenv_runtime.envs.layout import EnvLayout
+from clusterenv_runtime.errors import EnvRaised
 from clusterenv_runtime.head.answers import Opener, Published
 from clusterenv_runtime.rollout import RolloutPart
 from clusterenv_runtime.wire.buffers import to_buffers
 from clusterenv_runtime.wire.codec import pack
-from clusterenv_runtime.wire.part import fault_of, pack_part
+from clusterenv_runtime.wire.part import check_part, pack_part
 from clusterenv_runtime.wire.protocol import (
     Call,
     Collect,
@@ -341,12 +342,20 @@ def test_what_no_learner_can_use_is_told(name, value, fault):
     found = np.array(getattr(part, name), np.float64)
     found[..., -1] = value
     setattr(part, name, found)
-    assert fault_of(part, None) == fault
+    if fault is None:
+        check_part(part, None)
+        return
+    with pytest.raises((EnvRaised, ValueError)) as caught:
+        check_part(part, None)
+    is_an_environments = name in ("rewards", "episodic_returns")
+    assert isinstance(caught.value, EnvRaised) == is_an_environments
+    assert str(caught.value.__cause__ if is_an_environments else caught.value) == fault
 
 
 @pytest.mark.parametrize("actions", [np.full((6, 2), 2), np.full((6, 2), -1), np.zeros((6, 2))])
 def test_actions_of_another_space_are_told(actions):
     part = a_part(PART_SPACES[0])
     space = spaces.Discrete(2)
-    assert fault_of(part, space, part.actions) is None
-    assert fault_of(part, space, actions) == "actions are not of Discrete(2)"
+    check_part(part, space, part.actions)
+    with pytest.raises(ValueError, match=r"^actions are not of Discrete\(2\)$"):
+        check_part(part, space, actions)

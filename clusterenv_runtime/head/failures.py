@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
-
 import gymnasium as gym
 
 from ..errors import EnvError, printable
 from ..wire.buffers import MAX_FRAME
+from ..wire.exceptions import remade
 from ..wire.protocol import Error
 
 
@@ -51,7 +50,8 @@ def to_exception(errors: list[tuple[str, Error]]) -> Exception:
     which = "the policy or an environment" if last.env is None else f"environment {last.env}"
     text = f"{printable(last.kind)}: {_lines(last.message)}\n\n{_lines(last.traceback)}"
     env_error = EnvError(f"{which} on {worker} raised {text}")
-    exception = _local_exception(last)
+    names = [last.kind, *last.bases]
+    exception = remade(names, _lines(last.message), last.content, last.arrays)
     if exception is None:
         return env_error
     exception.__cause__ = env_error
@@ -60,17 +60,3 @@ def to_exception(errors: list[tuple[str, Error]]) -> Exception:
 
 def _lines(text: str) -> str:
     return printable(text, MAX_FRAME, keeps="\n\t")
-
-
-def _local_exception(error: Error) -> Exception | None:
-    """Make the exception that a worker names, if it is Python's or Gymnasium's of one text."""
-    module, _, name = error.kind.rpartition(".")
-    kind = getattr({"builtins": builtins, "gymnasium.error": gym.error}.get(module), name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        return None
-    if issubclass(kind, StopIteration | StopAsyncIteration):  # it would end a loop of the user
-        return None
-    try:
-        return kind(_lines(error.message))
-    except TypeError:  # UnicodeDecodeError and others want more arguments
-        return None

@@ -4,12 +4,14 @@ comes.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from ..arrays.trees import leaves, map_tree
+from ..errors import EnvRaised
 from ..wire.protocol import Collect, Weights
 from .base import Policy
 from .differences import FROM_HELD, WHOLE, Difference, checksum
@@ -145,9 +147,15 @@ class Actor:
         return map_tree(lambda *each: np.stack(each), *self._given)
 
     @torch.inference_mode()
-    def finish(self) -> dict[str, Any]:
+    def finish(self, observations: Any) -> dict[str, Any]:
         """Return the fields of a `RolloutPart` that come from the policy: actions, their log-probs,
         extras, states and parameters.
+
+        ``observations`` ``(num_steps, num_envs, ...)`` are those it acted on.
+
+        Raises:
+            EnvRaised: it gave NaN for an environment whose observations are not finite.
+            ValueError: it gave NaN for others.
         """
         params, actions = (
             map_tree(lambda *each: torch.stack(each), *trees)
@@ -155,7 +163,7 @@ class Actor:
         )
         # Before torch prints all of them in an error of its own.
         if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in leaves(params)):
-            raise ValueError("params hold NaN: has the policy diverged?")
+            _blame(map_tree(torch.Tensor.numpy, params), observations)
         in_sequence = self._states is not None
         num_steps, states = self._request.num_steps, self._request.states
         measured = torch.from_numpy(measured_states(num_steps, self._rows, states, in_sequence))
@@ -168,3 +176,27 @@ class Actor:
         if in_sequence:
             kept["states"] = self._states
         return {"states": None} | map_tree(lambda leaf: leaf.numpy(), kept)
+
+
+def _blame(params: Any, observations: Any) -> NoReturn:
+    """Raise the error of parameters with NaN, as that of an environment if it gave no numbers."""
+    envs = _where(np.isnan, params).any(0) & _where(_is_no_number, observations).any(0)
+    if not envs.any():
+        raise ValueError("params hold NaN: has the policy diverged?")
+    env = int(envs.argmax())
+    step = int(_where(_is_no_number, observations)[:, env].argmax())
+    text = f"its observation before step {step} of the rollout holds NaN or infinity"
+    raise EnvRaised(env) from ValueError(f"{text}, and so does what the policy makes of it")
+
+
+def _where(is_meant: Callable[[np.ndarray], np.ndarray], tree: Any) -> np.ndarray:
+    """Return ``(num_steps, num_envs)`` bool: whether this holds for a number in the tree there."""
+    found = np.zeros(leaves(tree)[0].shape[:2], bool)
+    for leaf in leaves(tree):
+        if leaf.dtype.kind == "f":
+            found |= is_meant(leaf).reshape(*found.shape, -1).any(-1)
+    return found
+
+
+def _is_no_number(leaf: np.ndarray) -> np.ndarray:
+    return ~np.isfinite(leaf)

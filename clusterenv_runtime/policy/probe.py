@@ -57,13 +57,15 @@ AXES = {
 def probe(policy: Policy, space: Space, action_space: Space, seen: Any) -> Probed:
     """Have a copy of the policy act as on a worker, on the CPU, and check what its methods return.
 
-    ``seen`` are observations of environments. Where there are none yet, the policy gets one that is
-    drawn from the space, or zeros.
+    ``seen`` are observations of environments. Where there are none yet, or some are not finite, the
+    policy gets one that is drawn from the space, or zeros.
 
     Raises:
         ValueError: it cannot act in these environments.
     """
-    made_up = [one_of(space), create_empty_array(space, 1)] if seen is None else []
+    made_up = []
+    if seen is None or not all(np.isfinite(leaf).all() for leaf in leaves(seen)):
+        made_up = [one_of(space), create_empty_array(space, 1)]
     errors = []
     default = torch.get_default_dtype()
     for observations in made_up or [seen]:
@@ -103,7 +105,7 @@ def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
         if state != initial:
             raise Fault(f"its forward returns a state {state}, its initial_state is {initial}")
     with _blamed_on("distribution or log_prob"):
-        kept = actor.finish()
+        kept = actor.finish(map_tree(lambda leaf: leaf[None], observations))
     shape = kept["logprobs"].shape
     if shape != (NUM_STEPS, NUM_ENVS):
         text = f"its log_prob gives {shape} for {(NUM_STEPS, NUM_ENVS)} actions"

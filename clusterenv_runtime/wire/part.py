@@ -12,7 +12,7 @@ from gymnasium import Space
 
 from ..arrays.spaces import are_actions
 from ..arrays.trees import leaves, map_tree
-from ..errors import ProtocolError
+from ..errors import EnvRaised, ProtocolError
 from .buffers import Arrays, to_buffers
 from .protocol import Part
 
@@ -168,31 +168,38 @@ class Layout:
         return RolloutPart(version=answer.version, infos=infos, frames=frames, **fields)
 
 
-def fault_of(part: RolloutPart, action_space: Space, given: Tree = None) -> str | None:
-    """Say which values of a part no learner can use, if some are such. Observations may be whatever
-    there is.
+def check_part(part: RolloutPart, action_space: Space, given: Tree = None) -> None:
+    """Raise an error if values of a part are such that no learner can use them. Observations may
+    be whatever there is.
 
     ``given`` are the actions as the environments got them, None if these cannot be wrong.
+
+    Raises:
+        EnvRaised: they are an environment's. The cause says which.
+        ValueError: they are the policy's.
     """
-    for name in ("rewards", "episodic_returns"):
-        values = getattr(part, name)
+    num_envs = part.rewards.shape[1]
+    steps = {"rewards": np.arange(part.rewards.size), "episodic_returns": part.episodes}
+    for name, numbers in steps.items():
+        values = getattr(part, name).ravel()
         # a learner takes them as float32; NaN is not smaller, either
-        if not _is_tame(values) and not np.abs(values).max() <= MOST:
-            return f"{name} are not all finite numbers of float32"
+        is_wrong = ~(np.abs(values) <= MOST)
+        if is_wrong.any():
+            fault = ValueError(f"{name} are not all finite numbers of float32")
+            raise EnvRaised(int(numbers[is_wrong][0] % num_envs)) from fault
     for name in OF_POLICY:
         for leaf in leaves(getattr(part, name)):
             if leaf is None or leaf.dtype.kind != "f" or _is_tame(leaf):
                 continue
             if name == "actions" and not np.isfinite(leaf).all():
-                return "actions are not all finite"
+                raise ValueError("actions are not all finite")
             if np.isnan(leaf).any():
-                return f"{name} hold NaN: has the policy diverged?"
+                raise ValueError(f"{name} hold NaN: has the policy diverged?")
             if name == "logprobs" and np.isneginf(leaf).any():
                 cause = "has the policy diverged?"
-                return f"logprobs are of actions that cannot have been drawn: {cause}"
+                raise ValueError(f"logprobs are of actions that cannot have been drawn: {cause}")
     if given is not None and not are_actions(action_space, given, len(STEPS)):
-        return f"actions are not of {action_space}"
-    return None
+        raise ValueError(f"actions are not of {action_space}")
 
 
 def _is_tame(numbers: np.ndarray) -> bool:

@@ -21,7 +21,7 @@ import zmq
 from ..errors import printable
 from .buffers import MAX_FRAME
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_DROPPED = 100
 MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `buffers.MAX_FRAME`
 CURVE_BYTES = 33  # that CURVE adds to a frame
@@ -151,12 +151,15 @@ class Pull(Message):
 
 class Error(Message):
     env: int | None
-    kind: str
+    kind: str  # the name of the exception's class
     message: str
     traceback: str
     fatal: bool  # whether the worker ends
     # whether it leaves what it is asked unanswered, but for a `Call`, until it resets all
     ends_episodes: bool = False
+    bases: list[str] = []  # the names of the class's bases
+    content: msgspec.Raw = msgspec.Raw(b"\xc0")  # what `pack_exception` returns
+    arrays: list[bytes] = []
 
     @property
     def ends(self) -> bool:

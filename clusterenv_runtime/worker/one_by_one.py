@@ -14,20 +14,13 @@ from gymnasium.vector.utils import batch_space, concatenate, iterate
 
 from ..arrays.spaces import map_space, merge_rows
 from ..envs.layout import EnvLayout
+from ..errors import EnvRaised
 from ..wire.part import RolloutPart
 from .connection import End
 from .transitions import Transitions, stack
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor
-
-
-class EnvRaised(Exception):
-    """Environment ``env`` of this worker raised this exception's cause."""
-
-    def __init__(self, env: int) -> None:
-        super().__init__(env)
-        self.env = env
 
 
 def stats_key(envs: Sequence[gym.Env]) -> str | None:

@@ -72,6 +72,7 @@ class Transitions:
         """
         numbers, returns, lengths = np.array(episodes, np.float64).reshape(-1, 3).T
         ended = self.terminations | self.truncations
+        given = map_tree(lambda leaf: leaf[:-1], self.observations)
         observations = leaves(self.observations)
         finals = leaves(final_observations)
         frames = []
@@ -94,7 +95,7 @@ class Transitions:
             episodic_lengths=lengths.astype(np.int64),
             infos=self._joined_infos(),
             frames=frames,
-            **actor.finish(),
+            **actor.finish(given),
         )
 
 

@@ -18,19 +18,20 @@ import numpy as np
 from ..envs.blueprint import EnvFns
 from ..envs.layout import EnvLayout
 from ..envs.registry import load_registry
+from ..errors import EnvRaised
 from ..policy.sync import SyncRule
 from ..wire import protocol
 from ..wire.buffers import to_buffers
 from ..wire.codec import pack
-from ..wire.part import fault_of, pack_part
+from ..wire.exceptions import MAX_BYTES, name_of, pack_exception
+from ..wire.part import check_part, pack_part
 from ..wire.protocol import Collect, CutOff, Reset, SetAttr, Setup, Step, Structure, Weights
 from .connection import Connection, End
-from .one_by_one import EnvRaised, EnvsOneByOne
+from .one_by_one import EnvsOneByOne
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor
 
-MAX_TEXT_BYTES = 2**16  # of each text of an error: all three fit in a frame, `codec.MAX_FRAME`
 # After an error in one of these requests, environments must be reset. After an error in `Setup` or
 # `Structure` a worker ends.
 IN_EPISODES = Reset | Step | CutOff | Collect
@@ -103,13 +104,18 @@ class Worker:
         env = None
         if isinstance(error, EnvRaised):
             env, error = self._first_row + error.env, error.__cause__
+        kind, *bases = [_text(partial(name_of, each)) for each in type(error).__mro__]
+        content, arrays = pack_exception(error)
         return protocol.Error(
             env=env,
-            kind=_text(lambda: f"{type(error).__module__}.{type(error).__qualname__}"),
+            kind=kind,
             message=_text(lambda: error.args[0] if len(error.args) == 1 else error),
             traceback=_text(lambda: "".join(traceback.format_exception(error))),
             fatal=fatal,
             ends_episodes=ends_episodes,
+            bases=bases,
+            content=content,
+            arrays=arrays,
         )
 
     def _reply(
@@ -180,8 +186,7 @@ class Worker:
         part = self._envs.collect(self._actor, request.num_steps)
         action_space = self._envs.layout.single_action_space
         given = part.actions if self._actor.is_identity else self._actor.given
-        if (fault := fault_of(part, action_space, given)) is not None:
-            raise ValueError(fault)
+        check_part(part, action_space, given)
         return pack_part(part, waited)
 
     def _pull(self, seq: int | None) -> None:
@@ -216,7 +221,7 @@ def _text(make: Callable[[], Any]) -> str:
         data = str(make()).encode(errors="backslashreplace")  # lone surrogates cannot be sent
     except BaseException:  # the error raises while it is described
         return "<exception str() failed>"
-    if len(data) > MAX_TEXT_BYTES:
-        half = MAX_TEXT_BYTES // 2
+    if len(data) > MAX_BYTES:
+        half = MAX_BYTES // 2
         data = data[:half] + b"\n[...]\n" + data[-half:]
     return data.decode(errors="ignore")  # the cut may have split a character
