@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector.utils import create_empty_array
 
 from ..arrays.frames import Frames
@@ -47,10 +46,9 @@ class Opener:
         self._stacks = envs.stacks
         space = envs.single_observation_space
         one = create_empty_array(space, 1)
-        # By request the space of a reply's value, and a batch of one.
-        numbers = [np.empty(1, dtype) for dtype in (np.float64, np.bool_, np.bool_)]
-        step = spaces.Tuple([space, *[spaces.Discrete(2)] * 3]), (one, *numbers)
-        self._values = {Reset: (space, one), Step: step, CutOff: step}
+        self._observations = space, one
+        # What a step gives beside observations: rewards, terminations and truncations.
+        self._numbers = [np.empty(1, dtype) for dtype in (np.float64, np.bool_, np.bool_)]
         self._frames: list[np.ndarray] = []  # of each stack one, ``(1, *frame)``
         self._sent = map_space(self._as_sent, space, self._stacks, one)
         self._layout: tuple[dict[str, Any], Layout] | None = None  # and what policy it is of
@@ -151,18 +149,23 @@ class Opener:
 
         def check(one: Any, leaf: Any) -> None:
             if isinstance(one, np.ndarray):
-                wanted = one.dtype, (num_envs, *one.shape[1:])
-                found = leaf.dtype, leaf.shape
+                fits = leaf.dtype == one.dtype and leaf.shape == (num_envs, *one.shape[1:])
             else:
-                wanted, found = (tuple, num_envs), (type(leaf), len(leaf))
-            if found != wanted:
-                raise ValueError(f"{wanted} is wanted, got {found}")
+                fits = isinstance(leaf, tuple) and len(leaf) == num_envs
+            if not fits:
+                raise ValueError(f"{num_envs} like {one!r:.100} are wanted, got {leaf!r:.100}")
 
         try:
-            if type(asked) in self._values:
-                map_space(check, *self._values[type(asked)], value)
-            elif isinstance(asked, Call) and not (type(value) is tuple and len(value) == num_envs):
-                raise ValueError(f"{num_envs} values are wanted, got {value!r:.100}")
+            match asked:
+                case Reset():
+                    map_space(check, *self._observations, value)
+                case Step() | CutOff():
+                    observations, *numbers = value
+                    map_space(check, *self._observations, observations)
+                    for one, leaf in zip(self._numbers, numbers, strict=True):
+                        check(one, leaf)
+                case Call() if not (type(value) is tuple and len(value) == num_envs):
+                    raise ValueError(f"{num_envs} values are wanted, got {value!r:.100}")
             pairs = msgspec.convert(infos, list[tuple[int, dict[Any, Any]]])
         except (
             AttributeError,
