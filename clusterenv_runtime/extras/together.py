@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import Space
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import create_empty_array
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from ..arrays.spaces import map_space
 from ..envs.layout import EnvLayout
 from ..wire.part import RolloutPart
+from ..worker.statistics import OwnStatistics, begin_step
 from ..worker.transitions import Transitions, stack
 from .backends import EnvPoolVectorEnv
 
@@ -64,6 +66,18 @@ def autoreset_mode(envs: VectorEnv) -> AutoresetMode:
     return AutoresetMode(envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
 
 
+def key_of_statistics(envs: VectorEnv) -> str | None:
+    """Return the key of the infos that tell of episodes which the environments count themselves.
+
+    Gymnasium's RecordEpisodeStatistics counts, and EnvPool, games of Atari. None stands for others.
+    """
+    while isinstance(envs, VectorWrapper):
+        if isinstance(envs, RecordEpisodeStatistics):
+            return envs._stats_key
+        envs = envs.env
+    return "episode" if isinstance(envs, EnvPoolVectorEnv) else None
+
+
 class EnvsTogether:
     """A worker's environments in one vector environment, in which a policy acts.
 
@@ -90,6 +104,11 @@ class EnvsTogether:
         self._mode = autoreset_mode(envs)
         self.infos: list[Any] = []  # none: the infos of a reset have no place in a rollout
         self._returns, self._lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
+        self._key = key_of_statistics(envs)
+        # Of each environment, where they are not counted together.
+        inside = envs.unwrapped
+        each = inside.envs if self._key is None and isinstance(inside, SyncVectorEnv) else []
+        self._own = [OwnStatistics.of(env) for env in each] or [None] * num_envs
 
     def close(self) -> None:
         """Close the environments."""
@@ -121,11 +140,12 @@ class EnvsTogether:
         starts = self._lengths == 0
         transitions = Transitions(self._observations, num_steps, starts)
         finals = [_take(space, self._observations, slice(0))]  # the last observations of episodes
-        episodes = [np.empty((0, 3))]  # (transition, return, length)
+        episodes: list[Any] = []  # (transition, return, length)
         actor.start(starts)
         for step in range(num_steps):
             self._see(transitions, step)
             actions = actor.act(self._observations, starts)
+            begin_step(self._own)
             seen, rewards, terminations, truncations, infos = self._envs.step(actions)
             ended = terminations | truncations
             transitions.rewards[step] = rewards
@@ -136,22 +156,31 @@ class EnvsTogether:
             self._lengths += 1
             if ended.any():
                 rows = np.flatnonzero(ended)
-                # Environments that count their own episodes know better than the sum of rewards.
-                source = infos if "episode" in infos else infos.get("final_info", {})
-                counts = source.get("_episode", ended)[rows]
-                own = source.get("episode", {"r": self._returns, "l": self._lengths})
-                numbers = step * self.num_envs + rows
-                episodes.append(np.stack([numbers, own["r"][rows], own["l"][rows]], 1)[counts])
-                self._returns[ended] = self._lengths[ended] = 0
                 if self._mode == AutoresetMode.SAME_STEP:
                     finals.append(self._final(infos["final_obs"], rows))
                 else:
                     finals.append(self._final(seen, rows))
                     seen, _ = self._envs.reset(options={"reset_mask": ended})
+                episodes += self._counted(step, rows, infos)
+                self._returns[ended] = self._lengths[ended] = 0
             self._observations, starts = self._of_space(seen), ended
         self._see(transitions, num_steps)
         final = map_space(lambda *leaves: np.concatenate(leaves), space, *finals)
-        return transitions.part(actor, final, self.layout.stacks, np.concatenate(episodes))
+        return transitions.part(actor, final, self.layout.stacks, episodes)
+
+    def _counted(self, step: int, rows: np.ndarray, infos: dict[str, Any]) -> list[Any]:
+        """Return what counts of the episodes that have ended in these rows, which were reset."""
+        own = infos.get(self._key)
+        episodes = []
+        for row in rows.tolist():
+            counts = self._returns[row], self._lengths[row]
+            if self._own[row] is not None:
+                counts = self._own[row].counts(counts)
+            elif own is not None:
+                counts = (own["r"][row], own["l"][row]) if infos[f"_{self._key}"][row] else None
+            if counts is not None:
+                episodes.append((step * self.num_envs + row, *counts))
+        return episodes
 
     def _see(self, transitions: Transitions, step: int) -> None:
         """Write the last observations to this step of the transitions."""

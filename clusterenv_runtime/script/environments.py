@@ -17,7 +17,7 @@ from gymnasium.vector import SyncVectorEnv, VectorEnv
 from ..errors import one_line
 from ..extras.backends import make_vec
 from ..extras.together import AutoresetError, Together
-from ..worker.one_by_one import stats_key
+from ..worker.statistics import OwnStatistics
 from .checks import check
 
 EnvFn = Callable[[], gym.Env]
@@ -152,7 +152,9 @@ def evaluate(
         make_env(args.env_id, 1, False, "", **args.make_kwargs) for _ in range(args.eval_episodes)
     ]
     envs = make_here(args, env_fns, **envpool)
-    key = stats_key(envs.envs) if isinstance(envs, SyncVectorEnv) else None
+    key = None
+    if isinstance(envs, SyncVectorEnv) and all(map(OwnStatistics.of, envs.envs)):
+        key = envs.envs[0].get_wrapper_attr("_stats_key")
     obs, _ = envs.reset(seed=args.seed + 100_000)
     returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
     for _ in range(MOST_STEPS):

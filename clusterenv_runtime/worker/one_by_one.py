@@ -17,21 +17,11 @@ from ..envs.layout import EnvLayout
 from ..errors import EnvRaised
 from ..wire.part import RolloutPart
 from .connection import End
+from .statistics import Counts, OwnStatistics, begin_step
 from .transitions import Transitions, stack
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor
-
-
-def stats_key(envs: Sequence[gym.Env]) -> str | None:
-    """Return the key of the infos under which environments count their own episodes.
-
-    RecordEpisodeStatistics does that. The key is None if not all environments do.
-    """
-    keys = [
-        env.has_wrapper_attr("_stats_key") and env.get_wrapper_attr("_stats_key") for env in envs
-    ]
-    return keys[0] if all(keys) else None
 
 
 class EnvsOneByOne:
@@ -70,7 +60,7 @@ class EnvsOneByOne:
                 built()
         for env in self._envs:
             layout.check(env.observation_space, env.action_space)
-        self._stats_key = stats_key(self._envs)
+        self._own = [OwnStatistics.of(env) for env in self._envs]
         self._seen: list[Any] = [None] * self.num_envs  # each environment's last observation
         self._ended = np.zeros(self.num_envs, bool)  # the episodes that no reset has followed
         self._returns = np.zeros(self.num_envs)
@@ -207,6 +197,7 @@ class EnvsOneByOne:
             if isinstance(actions, dict | tuple):
                 actions = iterate(self._action_space, actions)
             pairs = list(zip(self._envs, actions, strict=True))
+            begin_step(self._own)
             with self._names_env():
                 for i, (env, action) in enumerate(pairs):
                     self._current = i
@@ -220,22 +211,21 @@ class EnvsOneByOne:
                         transitions.terminations[step, i] = terminated
                         transitions.truncations[step, i] = truncated
                         finals.append(deepcopy(self._seen[i]))  # the reset may write to it
-                        counts = self._statistics(i, reward, info)
+                        counts = self._end(i, reward)
                         if counts is not None:
-                            episodes.append((transition, float(counts["r"]), int(counts["l"])))
-                        self._seen[i], _ = env.reset()
+                            episodes.append((transition, *counts))
             starts = transitions.terminations[step] | transitions.truncations[step]
             self._count(transitions.rewards[step], 1, starts)
         return transitions.part(actor, stack(space, finals), self.layout.stacks, episodes)
 
-    def _statistics(self, i: int, reward: float, info: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the return "r" and the length "l" of an episode that has ended.
-
-        None stands for an end that is none to an environment that counts its own episodes.
+    def _end(self, i: int, reward: float) -> Counts | None:
+        """Reset an environment whose episode has ended; return the episode's return and length, or
+        None if it goes on.
         """
-        if self._stats_key is not None:
-            return info.get(self._stats_key)
-        return {"r": self._returns[i] + reward, "l": self._lengths[i] + 1}
+        seen = float(self._returns[i] + reward), int(self._lengths[i] + 1)
+        self._seen[i], _ = self._envs[i].reset()
+        own = self._own[i]
+        return seen if own is None else own.counts(seen)
 
     def close(self) -> None:
         """Close the environments."""

@@ -60,7 +60,7 @@ class Transitions:
         actor: Actor,
         final_observations: Any,
         stacks: Any,
-        episodes: list[tuple[int, float, int]] | np.ndarray,
+        episodes: list[tuple[int, float, int]],
     ) -> RolloutPart:
         """Return what is sent of these steps.
 
