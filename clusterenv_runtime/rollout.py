@@ -57,7 +57,9 @@ class Rollout:
             begins with.
         policy_versions: ``(num_envs,)`` int64, the version last pulled by the worker that acted.
         episodic_returns: ``(num_episodes,)`` float64, of the episodes that ended here, by step,
-            then environment.
+            then environment: the sums of their rewards. Gymnasium's RecordEpisodeStatistics counts
+            instead, where it is around an environment and has seen the end: so the end of a life is
+            none of an episode if the wrapper that ends it stands around the statistics.
         episodic_lengths: ``(num_episodes,)`` int64, in steps.
     """
 
