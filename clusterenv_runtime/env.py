@@ -93,7 +93,7 @@ class ClusterEnv(VectorApi):
         self.copy = copy
         self._stepper = Stepper(self._head, blueprint, copy)
         self._collector = Collector(self._head, blueprint)
-        self._finalizer = weakref.finalize(self, self._head.close, timeout=2)
+        self._finalizer = weakref.finalize(self, self._head.close, parsed.close_timeout)
         self.closed = False
 
     # Workers act.

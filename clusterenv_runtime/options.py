@@ -114,6 +114,10 @@ class ClusterOptions:
     """
     startup_timeout: Seconds = 60.0
     """how many seconds a worker may take to start, and then to build each of its environments"""
+    close_timeout: Seconds = 30.0
+    """how many seconds a worker may take in the end to finish its step and close its environments,
+    before it is killed
+    """
     bind_address: str | None = None
     """the IP address to listen on, over tcp; by default a socket file, or what the launcher's
     machines reach

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import gymnasium as gym
 import pytest
 
 from clusterenv_runtime import ClusterEnv, LocalLauncher
+from clusterenv_runtime.head import pool
 
 from .envs import BlockingEnv, CountingEnv
 from .patience import HOUR, PATIENCE, assert_ended, at_most, wait_until
@@ -31,7 +33,8 @@ import os, signal, sys
 from functools import partial
 from clusterenv_runtime import ClusterEnv
 from tests.envs import BlockingEnv
-envs = ClusterEnv([partial(BlockingEnv, sys.argv[1])] * 2, 2, worker_timeout=3600)
+env_fns = [partial(BlockingEnv, sys.argv[1])] * 2
+envs = ClusterEnv(env_fns, 2, worker_timeout=3600, close_timeout=1)
 envs.reset()
 """
 
@@ -71,7 +74,9 @@ def test_no_worker_survives_a_head_that_is_stopped(
     assert head.wait() == -number
     if number == signal.SIGINT:
         errors = (tmp_path / "output").read_text()
-        assert errors.count("Traceback") == 1 and errors.endswith("KeyboardInterrupt\n")
+        assert errors.count("Traceback") == 1
+        killed = errors.partition("\nKeyboardInterrupt\n")[-1].splitlines()
+        assert [line.partition(" (")[0] for line in killed] == ["worker 0", "worker 1"]
     assert list(temporary_directory.iterdir()) == []  # also if the head was killed without warning
 
 
@@ -226,6 +231,52 @@ def test_close_closes_the_environments(workers, tmp_path):
         with at_most():
             envs.close(timeout=HOUR)
     envs.close(terminate=True)
+
+
+def test_close_waits_for_environments_and_says_so(tmp_path, monkeypatch, caplog):
+    class ClosingEnv(CountingEnv):
+        def close(self):
+            self.wait()
+            (tmp_path / f"closed-{os.getpid()}").touch()
+
+    monkeypatch.setattr(pool, "NOTICE_S", 0.0)
+    envs = ClusterEnv([CountingEnv, partial(ClosingEnv, delay=1)], 2, close_timeout=HOUR)
+    _, pid = envs.call("pid")
+    envs.reset()
+    with at_most():
+        envs.close()
+    assert os.listdir(tmp_path) == [f"closed-{pid}"]
+    (text,) = caplog.messages
+    assert text.startswith(f"waiting up to {HOUR:g} s until the environments are closed of worker")
+
+
+@pytest.mark.parametrize("finalizes", [False, True])
+def test_those_that_close_kills_are_named(workers, pipe, caplog, finalizes):
+    env_fns = [CountingEnv, partial(BlockingEnv, pipe.path, "close")]
+    envs = ClusterEnv(env_fns, 2, close_timeout=0.5)
+    envs.reset()
+    with at_most():
+        if finalizes:
+            del envs
+            gc.collect()
+        else:
+            envs.close()
+    assert not workers()
+    (text,) = caplog.messages
+    assert re.match(r"worker 1 \(.*\) is killed before its environments are closed$", text)
+
+
+def test_an_environment_that_raises_in_close_keeps_no_other_from_it(tmp_path):
+    class ClosingEnv(CountingEnv):
+        def close(self):
+            if self.count:  # the head has stepped it
+                (tmp_path / f"closed-{self.count}").touch()
+                raise ValueError("in close")
+
+    with ClusterEnv([ClosingEnv] * 2, 1, log_dir=tmp_path / "logs") as envs:
+        envs.set_attr("count", [1, 2])
+    assert sorted(os.listdir(tmp_path)) == ["closed-1", "closed-2", "logs"]
+    assert "ValueError: in close" in (tmp_path / "logs" / "worker-0.log").read_text()
 
 
 @pytest.mark.parametrize("where", ["step", "close"])

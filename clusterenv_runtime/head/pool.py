@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -14,7 +15,10 @@ from .messenger import Messenger
 from .requests import Request
 from .worker import CONNECTED, State, Worker
 
+logger = logging.getLogger(__name__)
 PING_S = 1.0  # how often the head tries whether workers can be reached
+NOTICE_S = 3.0  # after this time the user is told for whom `close` waits
+LEAVE_S = 3.0  # how long a process may take to end once its environments are closed
 
 
 class WorkerPool:
@@ -161,17 +165,31 @@ class WorkerPool:
         with contextlib.ExitStack() as in_the_end:  # even if Ctrl-C is pressed again and again
             in_the_end.callback(let_go_of_ctrl_c)
             in_the_end.callback(self._messenger.transport.close)
-            in_the_end.callback(lambda: self._supervisor.stop(max(deadline - self._clock(), 0)))
+            in_the_end.callback(
+                lambda: self._supervisor.stop(min(max(deadline - self._clock(), 0), LEAVE_S))
+            )
             for worker in self.workers:
                 self._messenger.post(worker, None, Close())
             self.exchange()
+            notice = self._clock() + NOTICE_S
             # The socket stays open until the workers have left: a worker whose link breaks before
             # it has read that it is to close ends as if the head had failed.
-            while self._clock() < deadline and any(
-                worker.process.state in CONNECTED for worker in self.workers
-            ):
+            while self._clock() < deadline and self._connected:
                 self._messenger.exchange(0.01)
                 for worker in self.workers:
                     self._messenger.post(worker, None, Ping())
                 if self.interrupt.is_ctrl_c:
                     deadline = self._clock()
+                if self._clock() >= notice:
+                    notice = math.inf
+                    names = ", ".join(map(self._supervisor.describe, self._connected))
+                    text = "waiting up to %g s until the environments are closed of %s"
+                    logger.warning(text, timeout, names)
+            if timeout > 0:
+                for worker in self._connected:
+                    text = "%s is killed before its environments are closed"
+                    logger.warning(text, self._supervisor.describe(worker))
+
+    @property
+    def _connected(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.process.state in CONNECTED]

@@ -50,6 +50,7 @@ class Head:
     recovery: Recovery
     store: PolicyStore
     rule: SyncRule
+    close_timeout: float  # seconds
     pid: int = field(default_factory=os.getpid)
 
     def close(self, timeout: float) -> None:
@@ -130,4 +131,4 @@ def start_head(
         raise
     ready = sum(worker.has_been_ready for worker in workers)
     logger.info("%d workers ready in %.1f s", ready, clock() - began)
-    return Head(pool, recovery, store, rule)
+    return Head(pool, recovery, store, rule, options.close_timeout)

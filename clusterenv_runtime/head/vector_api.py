@@ -114,13 +114,16 @@ class VectorApi(VectorEnv):
         super().close(**kwargs)
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """End the workers: ask them, after ``timeout`` (3) seconds terminate, then kill them."""
+        """End the workers: ask them, after ``timeout`` seconds terminate, then kill them.
+
+        By default that is the option ``close_timeout``, and with ``terminate`` none.
+        """
         if pending := self._stepper.pending:
             gym.logger.warn(
                 f"Calling `close` while waiting for a pending call to `{pending}` to complete."
             )
         self._finalizer.detach()
-        seconds = 3 if timeout is None else timeout
+        seconds = self._head.close_timeout if timeout is None else timeout
         self._head.close(0 if terminate else seconds)
 
     def __enter__(self) -> Self:

@@ -228,9 +228,10 @@ class EnvsOneByOne:
         return seen if own is None else own.counts(seen)
 
     def close(self) -> None:
-        """Close the environments."""
-        for env in self._envs:
-            env.close()
+        """Close the environments, each of them whatever another raises."""
+        with contextlib.ExitStack() as stack:
+            for env in reversed(self._envs):
+                stack.callback(env.close)
 
 
 def _copy_arrays(value: Any) -> Any:
