@@ -275,6 +275,16 @@ def test_the_core_needs_nothing_of_the_scripts_and_the_extras():
             """sizes=[1,2] name='a b' more='{"c": 1}'""",
             {"sizes": [1, 2], "name": "a b", "more": {"c": 1}},
         ),
+        ('desc=["SFFF","FHFH"]', {"desc": ["SFFF", "FHFH"]}),
+        (
+            'config={"name": "a b", "sizes": [1, 2]} desc=["S F"]\n name="c=d #e" x=',
+            {
+                "config": {"name": "a b", "sizes": [1, 2]},
+                "desc": ["S F"],
+                "name": "c=d #e",
+                "x": "",
+            },
+        ),
     ],
 )
 def test_arguments_of_environments_are_read_from_one_string(text, kwargs):
@@ -292,6 +302,8 @@ def test_arguments_of_environments_are_read_from_one_string(text, kwargs):
         ("a=1 a=2", "a=2 is no name=value, or the second of this name"),
         ("a='", "No closing quotation"),
         ("2a=1", "2a=1 is no name=value"),
+        ("a=['S']", "['S'] is no JSON: Expecting value: line 1 column 2 (char 1)"),
+        ("a=[1]b=2", "b=2 follows a list or an object"),
         ("unheard=1", "--env-kwargs unheard=1: TypeError: "),
         ("gravity=5", "--env-kwargs gravity=5: AssertionError: gravity"),
         ("id=LunarLander-v2", "--env-kwargs id=LunarLander-v2: TypeError: "),

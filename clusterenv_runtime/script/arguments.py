@@ -40,22 +40,48 @@ WORDS = {"true": True, "false": False, "none": None, "null": None}
 def read_kwargs(text: str) -> dict[str, Any]:
     """Return the keyword arguments in a text like ``gravity=-5 enable_wind=true``.
 
-    Values are numbers, booleans, None, JSON's lists and objects, or else texts. Quotes are as in a
-    shell.
+    Values are numbers, booleans, None, JSON's lists and objects, or else texts, which may have
+    quotes as in a shell.
 
     Raises:
         ValueError: a part of the text is no ``name=value``, or a name is there twice.
     """
     kwargs: dict[str, Any] = {}
-    for part in shlex.split(text):
-        name, equals, value = part.partition("=")
+    rest = text.strip()
+    while rest:
+        name, equals, after = rest.partition("=")
         if not (equals and name.isidentifier()) or name in kwargs:
+            part = shlex.split(rest)[0]
             raise ValueError(f"{part} is no name=value, or the second of this name")
-        try:
-            kwargs[name] = WORDS[value.lower()] if value.lower() in WORDS else json.loads(value)
-        except json.JSONDecodeError:
-            kwargs[name] = value
+        kwargs[name], rest = _read_value(after)
+        rest = rest.lstrip()
     return kwargs
+
+
+def _read_value(text: str) -> tuple[Any, str]:
+    """Return the value with which a text begins, and the rest of the text."""
+    if text.startswith(("[", "{")):
+        try:
+            value, end = json.JSONDecoder().raw_decode(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{text} is no JSON: {error}") from None
+        rest = text[end:]
+        if rest and not rest[0].isspace():
+            raise ValueError(f"{rest} follows a list or an object")
+        return value, rest
+    if not text or text[0].isspace():
+        return "", text
+    words = shlex.shlex(text, posix=True)
+    words.whitespace_split = True
+    words.commenters = ""
+    word = words.get_token()
+    rest = words.instream.read()
+    if word.lower() in WORDS:
+        return WORDS[word.lower()], rest
+    try:
+        return json.loads(word), rest
+    except json.JSONDecodeError:
+        return word, rest
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
