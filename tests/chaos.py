@@ -30,7 +30,7 @@ import numpy as np
 from clusterenv_runtime import ClusterEnv, LocalLauncher
 from experiments.figures.network import Network, why_no_namespaces
 
-from .scripts import ROOT, environment, workers_of
+from .scripts import ROOT, environment, fork_server_of, workers_of
 
 FLAGS = {
     "ppo_clusterenv.py": (
@@ -164,18 +164,18 @@ def train(
     )
     flags = [*flags.split(), "--seed", str(seed)]
     if network is not None:
-        flags += ["--bind-address", network.head]
+        flags += ["--bind-address", network.head, "--worker-start", "spawn"]
     rng, done, kinds = (
         random.Random(seed),
         [],
-        itertools.cycle(["kill", "stop"] + ["cut"] * (network is not None)),
+        itertools.cycle(["kill", "stop", "fork"] + ["cut"] * (network is not None)),
     )
     with open(f"{directory}/output", "w") as output:
         process = subprocess.Popen(
             [*command, *flags], cwd=directory, env=environment(), stdout=output, stderr=output
         )
     start = heal_at = next_at = time.monotonic()
-    cut, kind = None, next(kinds)
+    cut, kind, workers = None, next(kinds), {}
     try:
         while process.poll() is None and time.monotonic() < start + timeout:
             time.sleep(0.05)
@@ -192,9 +192,9 @@ def train(
             if kind == "cut" and cut is None:
                 network.cut(index)
                 cut, heal_at = index, now + CUT_SECONDS
-            elif kind == "cut" or not hit(
-                process.pid, index, signal.SIGKILL if kind == "kill" else signal.SIGSTOP
-            ):
+            elif kind == "fork":
+                hit(process.pid, workers, index, kind)  # after two of these there are no more
+            elif kind == "cut" or not hit(process.pid, workers, index, kind):
                 continue  # another worker is still cut off, or this one is being replaced
             done.append((kind, index))
             next_at, kind = now + interval, next(kinds)
@@ -215,14 +215,17 @@ def train(
     )
 
 
-def hit(head, index, number):
-    """Send a worker of this head a signal; say whether there was one."""
+def hit(head, workers, index, kind):
+    """Kill or stop a worker of this head, or kill the process that forks them; say whether there
+    was one. ``workers`` are those that were seen before, as some outlive that process.
+    """
+    number = signal.SIGSTOP if kind == "stop" else signal.SIGKILL
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process is just ending
-        for pid in workers_of(head):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"--index" in words and int(words[words.index(b"--index") + 1]) == index:
-                os.kill(pid, number)
-                return True
+        workers |= workers_of(head)
+        pid = fork_server_of(head) if kind == "fork" else workers.get(index)
+        if pid is not None:
+            os.kill(pid, number)
+            return True
     return False
 
 

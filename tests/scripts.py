@@ -96,15 +96,25 @@ def children_of(pid):
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
-def workers_of(pid):
-    """Pids of the worker processes of a head, forked or not."""
-    workers = []
+def fork_server_of(pid):
+    """The pid of the process that forks a head's workers; None if there is none."""
     for child in children_of(pid):
-        command = Path(f"/proc/{child}/cmdline").read_bytes()
-        if b"clusterenv_runtime.worker.fork_server" in command:
-            workers += children_of(child)
+        if b"clusterenv_runtime.worker.fork_server" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return child
+    return None
+
+
+def workers_of(pid):
+    """Pids of the worker processes of a head, forked or not, by their index."""
+    server = fork_server_of(pid)
+    workers = {}
+    for child in children_of(pid) + ([] if server is None else children_of(server)):
+        name = Path(f"/proc/{child}/comm").read_text()
+        command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        if name.startswith("worker "):  # forked
+            workers[int(name.split()[1])] = child
         elif b"clusterenv_runtime.worker" in command:
-            workers.append(child)
+            workers[int(command[command.index(b"--index") + 1])] = child
     return workers
 
 
@@ -137,7 +147,7 @@ def start_and_await_training(script, directory, *flags):
     for line in process.stdout:
         if line.startswith("step"):
             break
-    return process, workers_of(process.pid)
+    return process, list(workers_of(process.pid).values())
 
 
 def check_refusal(result, says):

@@ -468,7 +468,7 @@ class Together:
         )  # fmt: skip
         wait_until(lambda: self.checkpoint() > after)
         self.learners = self.find_learners()
-        self.workers = [worker for pid in self.learners for worker in workers_of(pid)]
+        self.workers = [worker for pid in self.learners for worker in workers_of(pid).values()]
         assert len(self.workers) == 4
 
     def checkpoint(self):

@@ -146,7 +146,7 @@ def test_it_normalizes_by_what_it_has_seen_also_after_a_kill_and_when_resumed(
     for seen in (3, 8):
         wait_until(lambda seen=seen: rollouts() >= seen or process.poll() is not None)
         assert process.poll() is None, process.stderr.read()
-        os.kill(workers_of(process.pid)[-1], signal.SIGKILL)
+        os.kill(max(workers_of(process.pid).values()), signal.SIGKILL)
     wait_until(lambda: rollouts() >= 14)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=PATIENCE)

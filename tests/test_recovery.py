@@ -617,7 +617,9 @@ def test_a_head_and_a_worker_that_are_stopped_for_less_than_the_timeout_go_on():
                 time.sleep(STOPPED_S)
                 os.kill(pid, signal.SIGCONT)
                 received.append(json.loads(head.stdout.readline()))
-                assert received[-1][-1] == 0, f"{pid} of {[head.pid, *workers]} was stopped"
+                assert received[-1][-1] == 0, (
+                    f"{pid} of {[head.pid, *workers.values()]} was stopped"
+                )
             assert workers_of(head.pid) == workers
         finally:
             head.kill()

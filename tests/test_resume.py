@@ -361,7 +361,7 @@ def test_a_terminal_that_is_lost_has_a_run_save_and_end_but_not_under_nohup(tmp_
     os.close(terminal)
     if shell == "nohup":
         (tmp_path / "go").touch()
-    assert_ended([head, *workers])
+    assert_ended([head, *workers.values()])
     assert process.wait() == {"none": 75, "bash": -signal.SIGHUP, "nohup": 0}[shell]
     step = load_checkpoint(folder)["global_step"]
     assert step == 1280 if shell == "nohup" else 0 < step < 1280
