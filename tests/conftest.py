@@ -48,7 +48,7 @@ def worker_commands():
     for directory in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (directory / "cmdline").read_bytes().decode().split("\0")
+            command = os.fsdecode((directory / "cmdline").read_bytes()).split("\0")
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended in between
         parents[int(directory.name)] = parent

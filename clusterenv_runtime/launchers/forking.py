@@ -13,7 +13,9 @@ The link to that process is a pair of sockets. Each message is a packet with a J
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import functools
 import json
 import os
 import re
@@ -159,8 +161,12 @@ class ForkServer:
             while answer["mark"] != mark:  # of another worker, or of an interrupted order
                 _close_all(files)
                 answer, files = self._receive(FORK_S)
-        if "errno" in answer:
-            raise OSError(answer["errno"], os.strerror(answer["errno"]))
+        number = answer.get("errno")
+        if number is None and not files:  # this process may open no more, so the kernel kept it
+            os.kill(answer["pid"], signal.SIGKILL)
+            number = errno.EMFILE
+        if number is not None:
+            raise OSError(number, os.strerror(number))
         return Forked(self, mark, answer["pid"], files[0])
 
     def code_of(self, mark: str) -> int | None:
@@ -249,6 +255,7 @@ class _Shared:
 _shared = _Shared()
 
 
+@functools.cache  # a later shortage of open files says nothing about the system
 def can_fork() -> bool:
     """Say whether this system has all that forking takes here."""
     try:
