@@ -168,7 +168,7 @@ def train(
     rng, done, kinds = (
         random.Random(seed),
         [],
-        itertools.cycle(["kill", "stop", "fork"] + ["cut"] * (network is not None)),
+        itertools.cycle(["kill", "stop", "fork" if network is None else "cut"]),
     )
     with open(f"{directory}/output", "w") as output:
         process = subprocess.Popen(
