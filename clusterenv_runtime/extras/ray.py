@@ -49,6 +49,7 @@ class Agent:
             write_key_file(file := f"{self._directory.name}/key", keys)
             flags = [*flags, "--key-file", file]
         self._launcher, self._may_end = LocalLauncher(prefix=prefix), threading.Event()
+        self._launcher.may_fork = False  # there is one worker, so nothing would be shared
         self._launcher.prepare(index + 1, flags, self._directory.name)
         self._launcher.start_worker(index)
 
