@@ -7,6 +7,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from clusterenv_runtime.envs.randomness import number_of_globals
 from clusterenv_runtime.head.episodes import Episodes
 from clusterenv_runtime.head.recovery import Recovery
 from clusterenv_runtime.head.requests import Request
@@ -70,7 +71,7 @@ def told():
 
 def test_the_first_process_builds_its_environments_and_no_more(monkeypatch):
     monkeypatch.setattr(sys, "path", ["", "/one", "/another \udcff"])  # "": the head's directory
-    setup = Setup([b"/one", b"/another \xff"], 2)
+    setup = Setup([b"/one", b"/another \xff"], 2, number_of_globals())
     assert Told().orders() == [(None, setup, (b"setup", pickle.dumps(SyncRule())))]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from ..envs.randomness import number_of_globals
 from ..policy.sync import SyncRule
 from ..policy.versions import PolicyStore
 from ..wire.protocol import Collect, CutOff, Message, Reset, SetAttr, Setup, Step, Structure
@@ -44,12 +45,13 @@ class Recovery:
         self._options: dict[str, Any] | None = None  # of the user's last reset of all
         self.attributes: dict[str, list[Any]] = {}  # of all environments, as the user set them
         self.restarts: list[dict[str, Any]] = []  # worker, time, reason and seeds of each
+        self._built_with = number_of_globals()  # seeds what environments draw when they are built
         self.seed = secrets.randbits(62)  # of the noise, until the user gives one
         self._is_loaded = False  # whether that comes from a checkpoint, and no rollout was asked
 
     def orders(self, worker: Worker, unanswered: list[Request]) -> list[Order]:
         """Return what makes a process this worker, and then what it is to answer."""
-        setup = Setup(self._sys_path, worker.numbers.start)
+        setup = Setup(self._sys_path, worker.numbers.start, self._built_with)
         orders: list[Order] = [(None, setup, (worker.setup, self._rule))]
         if self._store.structure:
             orders.append((None, Structure(), (self._store.structure,)))

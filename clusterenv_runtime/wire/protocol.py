@@ -45,6 +45,7 @@ class Setup(Message):
 
     sys_path: list[bytes]  # as the file system has them: not all are UTF-8
     first_row: int
+    seed: int = 0  # of the global generators, while environments are built
 
 
 class Reset(Message):  # pickle of (seeds, options, reset_mask or None)

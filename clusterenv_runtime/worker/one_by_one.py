@@ -14,6 +14,7 @@ from gymnasium.vector.utils import batch_space, concatenate, iterate
 
 from ..arrays.spaces import map_space, merge_rows
 from ..envs.layout import EnvLayout
+from ..envs.randomness import seed_globals
 from ..errors import EnvRaised
 from ..wire.part import RolloutPart
 from .connection import End
@@ -31,6 +32,8 @@ class EnvsOneByOne:
         env_fns: functions that make the environments.
         layout: the spaces and modes that the head expects.
         built: a function that is called after each environment is built.
+        first_row: the number of the first environment.
+        seed: of the global generators, while environments are built.
 
     Attributes:
         infos: pairs of an environment and its info in the order they arose; the head merges them.
@@ -45,7 +48,10 @@ class EnvsOneByOne:
         env_fns: Sequence[Callable[[], gym.Env]],
         layout: EnvLayout,
         built: Callable[[], None] = lambda: None,
+        first_row: int = 0,
+        seed: int = 0,
     ) -> None:
+        self._first_row = first_row
         self.layout, self._space = layout, layout.single_observation_space
         self._mode = layout.autoreset_mode
         self._action_space = batch_space(layout.single_action_space, len(env_fns))
@@ -56,6 +62,7 @@ class EnvsOneByOne:
         with self._names_env():
             for i, env_fn in enumerate(env_fns):
                 self._current = i
+                seed_globals(seed, first_row + i)
                 self._envs.append(env_fn())
                 built()
         for env in self._envs:
@@ -103,6 +110,8 @@ class EnvsOneByOne:
         with self._names_env():
             for i in np.flatnonzero(rows).tolist():
                 self._current = i
+                if seeds[i] is not None:
+                    seed_globals(seeds[i], self._first_row + i)
                 self._seen[i], info = self._envs[i].reset(seed=seeds[i], options=options)
                 self._add_info(i, info)
         self._reset_infos = list(self.infos)

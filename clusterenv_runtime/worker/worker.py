@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import random
 import sys
 import traceback
 from collections import deque
@@ -17,6 +16,7 @@ import numpy as np
 
 from ..envs.blueprint import EnvFns
 from ..envs.layout import EnvLayout
+from ..envs.randomness import seed_globals
 from ..envs.registry import load_registry
 from ..errors import EnvRaised
 from ..policy.sync import SyncRule
@@ -43,15 +43,17 @@ def build_environments(
     layout: EnvLayout,
     registry: dict[str, bytes | str],
     built: Callable[[], None] = lambda: None,
+    first_row: int = 0,
+    seed: int = 0,
 ) -> Any:
-    """Build a worker's environments; the arguments are those of `Blueprint.setup`.
-
-    ``built`` is called after each environment is built, if they are built one by one.
+    """Build a worker's environments; the arguments are those of `Blueprint.setup`, and then of
+    `EnvsOneByOne`.
     """
     load_registry(registry)
     if callable(env_fns):
+        seed_globals(seed, first_row)
         return env_fns.build(layout, num_envs)
-    return EnvsOneByOne(env_fns, layout, built)
+    return EnvsOneByOne(env_fns, layout, built, first_row, seed)
 
 
 class Worker:
@@ -156,12 +158,13 @@ class Worker:
         sys.path.extend(path for path in paths if path not in sys.path)
         self._first_row, self._rule = request.first_row, pickle.loads(rule)
         built = partial(self._connection.send, None, protocol.Built())
-        self._envs = build_environments(*pickle.loads(environments), built)
+        arguments = built, request.first_row, request.seed
+        self._envs = build_environments(*pickle.loads(environments), *arguments)
         self._connection.settle()
 
     def _reset(self, seeds: list[int | None], options: dict[str, Any] | None, mask: Any) -> Any:
         if seeds[0] is not None:
-            _seed_globals([seeds[0], self._first_row])
+            seed_globals(seeds[0], self._first_row)
         only = () if mask is None else (mask,)  # environments that step together take no mask
         observations = self._envs.reset(seeds, options, *only)
         self._connection.waited = 0.0  # the head may have requests from now on
@@ -206,13 +209,6 @@ class Worker:
                 self._answer(seq, message, buffers)
             else:
                 self._later.append((seq, message, buffers))
-
-
-def _seed_globals(seed: list[int]) -> None:
-    """Seed the global generators for environments that draw from them; policies do not."""
-    first, second = np.random.SeedSequence(seed, spawn_key=(0,)).generate_state(2)
-    random.seed(int(first))
-    np.random.seed(second)
 
 
 def _text(make: Callable[[], Any]) -> str:
