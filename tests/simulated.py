@@ -6,6 +6,7 @@ import msgspec
 from gymnasium import spaces
 
 from clusterenv_runtime import Exit, Launcher
+from clusterenv_runtime.envs.likeness import Likeness
 from clusterenv_runtime.head.messenger import Messenger
 from clusterenv_runtime.head.pool import WorkerPool
 from clusterenv_runtime.head.recovery import Recovery
@@ -70,6 +71,9 @@ class Network:
 
     def forget(self, identity):
         self.forgotten.append(identity)
+
+    def restore(self):
+        pass
 
     def drop(self, identity, text):
         self.dropped += 1
@@ -165,7 +169,8 @@ class Simulation:
         self.store = PolicyStore(
             [worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True
         )
-        self.recovery = Recovery(SyncRule(), self.store)
+        likeness = Likeness.of_this_process(self.launcher)
+        self.recovery = Recovery(SyncRule(), self.store, likeness)
         options = ClusterOptions(
             startup_timeout=STARTUP_S, worker_timeout=SILENCE_S, max_worker_restarts=max_restarts
         )

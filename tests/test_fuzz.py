@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 import zmq
 
-from clusterenv_runtime import ClusterEnv
+from clusterenv_runtime import ClusterEnv, Launcher
 from clusterenv_runtime.envs.blueprint import Blueprint
+from clusterenv_runtime.envs.likeness import Likeness
 from clusterenv_runtime.policy.sync import SyncRule
 from clusterenv_runtime.wire.buffers import to_buffers
 from clusterenv_runtime.wire.codec import pack
@@ -160,7 +161,8 @@ def test_a_worker_drops_what_it_cannot_decode():
     ):
         head = Head(socket, directory)
         own = Reply(pack((head.process.pid,), []), pack([], []))
-        assert isinstance(head.ask(Setup([], 0), setup, pickle.dumps(SyncRule())), Reply)
+        likeness = pickle.dumps(Likeness.of_this_process(Launcher()))
+        assert isinstance(head.ask(Setup(0), setup, pickle.dumps(SyncRule()), likeness), Reply)
         for _ in range(10):
             for number in range(FRAMES // 10):
                 (header, *_) = mutated(rng, rng.choice(originals)[:1])

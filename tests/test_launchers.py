@@ -22,6 +22,7 @@ from clusterenv_runtime.errors import StartupError
 from clusterenv_runtime.extras.slurm import Allocation, SlurmLauncher, srun_command
 from clusterenv_runtime.head import supervisor
 from clusterenv_runtime.launchers import ExternalLauncher, LocalLauncher
+from clusterenv_runtime.launchers.processes import VARIABLE
 from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.wire.security import HeadKeys, WorkerKeys, read_key_file
 
@@ -80,7 +81,7 @@ def path(tmp_path):
 def test_a_dry_run_prints_what_would_run_and_leaves_nothing(
     tmp_path, monkeypatch, capsys, path, golden, flags, env
 ):
-    for name in ("PYTHONPATH", "OMP_NUM_THREADS"):
+    for name in ("PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"PATH": path, **env}.items():
         monkeypatch.setenv(name, value)
@@ -93,6 +94,7 @@ def test_a_dry_run_prints_what_would_run_and_leaves_nothing(
     assert not exit.value.code
     text = capsys.readouterr().out.replace(sys.executable, "PYTHON").replace(str(tmp_path), "HERE")
     text = re.sub(r"--head-pid \d+", "--head-pid PID", text.replace(str(ROOT), "ROOT"))
+    text = text.replace("PYTHON -B ", "PYTHON ")  # this process may have that flag
     file = ROOT / "tests" / "golden" / f"dry_run_{golden}.txt"
     assert text == file.read_text() and not (tmp_path / "runs").exists()
 
@@ -112,7 +114,8 @@ def test_a_steps_environment_has_no_mark_and_nothing_that_makes_srun_divide_the_
         monkeypatch.setenv(name, "1")
     for name in ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPU_BIND_TYPE"):
         monkeypatch.setenv(name, "1")
-    launcher, names = SlurmLauncher(), ("SLURM", "SRUN", "CLUSTERENV")
+    launcher, names = SlurmLauncher(), ("SLURM", "SRUN", VARIABLE)
+    launcher.prepare(1, [], "")
     kept = {name for name in launcher.environment("a mark") if name.startswith(names)}
     shared = {"SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPU_BIND_TYPE"}
     assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"} | shared
@@ -387,9 +390,10 @@ def test_workers_started_by_hand_train_and_are_awaited_again(tmp_path):
 
     def start(line):
         command = shlex.split(line)
-        assert command[:3] == ["env", "OMP_NUM_THREADS=1", "python"]
+        variables = [f"{name}=1" for name in ("OMP_NUM_THREADS", "PYTHONHASHSEED")]
+        assert command[:4] == ["env", *variables, "python"]
         workers.append(
-            subprocess.Popen([sys.executable, *command[3:]], cwd=tmp_path, env=environment())
+            subprocess.Popen([sys.executable, *command[4:]], cwd=tmp_path, env=environment())
         )
 
     try:

@@ -58,10 +58,11 @@ def test_temporary_files_and_modules_may_be_in_a_directory_of_any_name(odd, addr
     assert result.stdout == "[[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]\n", result.stderr
 
 
-def test_the_commands_of_workers_name_such_a_directory_as_it_is(odd, tmp_path):
-    command = [sys.executable, str(ROOT / ppo.SCRIPT), *ppo.TINY, "--dry-run"]
-    variables = environment(PYTHONPATH=f"{ROOT}{os.pathsep}{odd}", PYTHONIOENCODING="utf-8:strict")
-    result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True)
+def test_the_commands_of_workers_name_such_a_directory_as_it_is(odd):
+    flags = [*ppo.TINY, "--launcher", "external", "--interface", "lo", "--dry-run"]
+    command = [sys.executable, str(ROOT / ppo.SCRIPT), *flags]
+    variables = environment(PYTHONIOENCODING="utf-8:strict")
+    result = subprocess.run(command, cwd=odd, env=variables, capture_output=True)
     assert (result.returncode, result.stderr) == (0, b"")
     lines = result.stdout.splitlines()
     assert len(lines) == 2 and all(os.fsencode(odd) in line for line in lines)

@@ -1,12 +1,13 @@
 """The messages that make a worker's process that worker, without processes."""
 
 import pickle
-import sys
 
 import cloudpickle
 import numpy as np
 import pytest
 
+from clusterenv_runtime import Launcher
+from clusterenv_runtime.envs.likeness import Likeness
 from clusterenv_runtime.envs.randomness import number_of_globals
 from clusterenv_runtime.head.episodes import Episodes
 from clusterenv_runtime.head.recovery import Recovery
@@ -44,7 +45,8 @@ class Told:
         self.store = PolicyStore(
             [worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True
         )
-        self.recovery = Recovery(SyncRule(), self.store)
+        self.likeness = Likeness.of_this_process(Launcher())
+        self.recovery = Recovery(SyncRule(), self.store, self.likeness)
         self.seeds = [5, None, 7, None]
 
     def reset(self, options=None):
@@ -69,10 +71,10 @@ def told():
     return Told()
 
 
-def test_the_first_process_builds_its_environments_and_no_more(monkeypatch):
-    monkeypatch.setattr(sys, "path", ["", "/one", "/another \udcff"])  # "": the head's directory
-    setup = Setup([b"/one", b"/another \xff"], 2, number_of_globals())
-    assert Told().orders() == [(None, setup, (b"setup", pickle.dumps(SyncRule())))]
+def test_the_first_process_builds_its_environments_and_no_more(told):
+    ((seq, setup, (environments, rule, likeness)),) = told.orders()
+    assert (seq, setup, environments) == (None, Setup(2, number_of_globals()), b"setup")
+    assert (pickle.loads(rule), pickle.loads(likeness)) == (SyncRule(), told.likeness)
 
 
 def test_a_process_is_told_the_policys_structure_then_what_was_set_then_to_reset_then_what_is_asked(

@@ -4,6 +4,7 @@ misuse as clearly.
 
 import dataclasses
 import enum
+import importlib
 import multiprocessing
 import os
 import random
@@ -678,11 +679,16 @@ class CountingWith(CountingEnv):
         super().__init__()
 
 
-def test_what_workers_register_once_more_they_do_not_talk_about(tmp_path):
+def test_what_workers_register_once_more_they_do_not_talk_about(tmp_path, monkeypatch):
     env_id = "ClusterTest/Counting-v0"
 
-    def make():  # as the import of a package such as ale_py does
-        gym.register(env_id, entry_point=CountingEnv)
+    entry_point = "tests.envs:CountingEnv"
+    text = f"import gymnasium as gym\ngym.register({env_id!r}, {entry_point!r})\n"
+    (tmp_path / "registers_again.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make():
+        importlib.import_module("registers_again")
         return gym.make(env_id)
 
     with registered(env_id, CountingEnv), warnings.catch_warnings():

@@ -40,6 +40,9 @@ class Network:
         received, world.arrived = world.arrived, []
         return received, closed
 
+    def restore(self) -> None:
+        """Do nothing: there is no directory."""
+
     def forget(self, identity: bytes) -> None:
         """Do nothing: there is no state to forget."""
 

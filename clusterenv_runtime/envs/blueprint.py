@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
@@ -14,6 +13,7 @@ from gymnasium.vector.utils import batch_space
 from ..arrays.trees import leaves
 from .layout import EnvLayout
 from .registry import packed_registry
+from .script import dumps_noting
 
 
 class Vectorized(Protocol):
@@ -87,7 +87,8 @@ class Blueprint:
                 f"frame_stack is {frame_stack}, but no observation is a stack of {frame_stack} "
                 f"arrays: {space}; Gymnasium's wrapper FrameStackObservation makes stacks"
             )
-        self._registry = packed_registry()
+        self._of_script: dict[str, Any] = {}
+        self._registry = packed_registry(self._of_script)
 
     def _count(self, num_envs: int | None) -> int:
         if self.steps_together:
@@ -125,9 +126,15 @@ class Blueprint:
         return [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
 
     def setup(self, rows: slice) -> bytes:
-        """Return a cloudpickle of the arguments of `worker.worker.build_environments`."""
+        """Return a cloudpickle of what a worker builds, and of what it then has of the script.
+
+        They are the arguments of `worker.worker.build_environments`, and then the classes and
+        functions of the script that came along, by name.
+        """
         env_fns = self.env_fns if self.steps_together else self.env_fns[rows]
-        return cloudpickle.dumps((env_fns, rows.stop - rows.start, self.layout, self._registry))
+        of_script = self._of_script
+        setup = env_fns, rows.stop - rows.start, self.layout, self._registry, of_script
+        return dumps_noting(setup, of_script)
 
 
 def _check_info_keys(info_keys: Sequence[str]) -> None:

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
-import warnings
+import traceback
 from functools import partial
 from typing import Any, NoReturn
 
-import cloudpickle
 import gymnasium as gym
+from gymnasium.envs import registration
 from gymnasium.envs.registration import EnvSpec
 
 from ..errors import one_line
+from .script import dumps_noting
 
-# Gymnasium's warning about an environment that is registered a second time.
-OVERRIDING = r".*Overriding environment .* already in registry"
+IMPORT = importlib._bootstrap._find_and_load.__code__.co_filename  # of Python's own code
 
 
-def packed_registry() -> dict[str, bytes | str]:
-    """Return by id a cloudpickle of each environment that is not Gymnasium's own.
+def packed_registry(of_script: dict[str, Any]) -> dict[str, bytes | str]:
+    """Return by id a cloudpickle of each environment that is registered here.
 
-    A string in its place says why there is none.
+    A string in its place says why there is none. ``of_script`` is as in `script.dumps_noting`.
     """
-    return {
-        env_id: _packed(spec)
-        for env_id, spec in gym.registry.items()
-        if not str(spec.entry_point).startswith("gymnasium.")
-    }
+    return {env_id: _packed(spec, of_script) for env_id, spec in gym.registry.items()}
 
 
-def _packed(spec: EnvSpec) -> bytes | str:
+def _packed(spec: EnvSpec, of_script: dict[str, Any]) -> bytes | str:
     try:
-        return cloudpickle.dumps(spec)
+        return dumps_noting(spec, of_script)
     except Exception as error:  # an argument's own code may raise anything
         return f"it cannot be pickled: {one_line(error)}"
 
@@ -41,17 +38,48 @@ def load_registry(packed: dict[str, bytes | str]) -> None:
 
     An environment that cannot be registered here says why when it is made: most are never made.
     """
-    for env_id, data in packed.items():
-        if isinstance(data, bytes):
-            try:
-                gym.registry[env_id] = pickle.loads(data)
-                continue
-            except Exception as error:  # a module may be missing here
-                data = f"it cannot be unpickled: {one_line(error)}"
-        reason = f"{env_id} is registered at the head, but not here: {data}"
-        gym.registry[env_id] = EnvSpec(env_id, entry_point=partial(_raise, reason))
-    # A package that is imported from now on registers its environments a second time.
-    warnings.filterwarnings("ignore", OVERRIDING)
+    heads = {env_id: _unpacked(env_id, data) for env_id, data in packed.items()}
+    registry = Registry(gym.registry, heads)
+    for module in (gym, gym.envs, registration):
+        module.registry = registry
+
+
+def _unpacked(env_id: str, data: bytes | str) -> EnvSpec:
+    if isinstance(data, bytes):
+        try:
+            return pickle.loads(data)
+        except Exception as error:  # a module may be missing here
+            data = f"it cannot be unpickled: {one_line(error)}"
+    reason = f"{env_id} is registered at the head, but not here: {data}"
+    return EnvSpec(env_id, entry_point=partial(_raise, reason))
+
+
+class Registry(dict[str, EnvSpec]):
+    """What is registered here, and what is registered at the head.
+
+    The head's entries hold, whatever modules register that are imported here later. An environment
+    that registers one itself replaces it, as it would at the head.
+    """
+
+    def __init__(self, here: dict[str, EnvSpec], heads: dict[str, EnvSpec]) -> None:
+        super().__init__({**here, **heads})
+        self._heads = frozenset(heads)
+
+    def __contains__(self, env_id: object) -> bool:
+        # Gymnasium warns of an environment that is here and registered a second time.
+        return super().__contains__(env_id) and not self._is_held(env_id)
+
+    def __setitem__(self, env_id: str, spec: EnvSpec) -> None:
+        if not self._is_held(env_id):
+            super().__setitem__(env_id, spec)
+
+    def _is_held(self, env_id: object) -> bool:
+        return env_id in self._heads and _is_importing()
+
+
+def _is_importing() -> bool:
+    frames = traceback.walk_stack(None)
+    return any(frame.f_code.co_filename == IMPORT for frame, _ in frames)
 
 
 def _raise(text: str, **_: Any) -> NoReturn:

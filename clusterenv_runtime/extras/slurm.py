@@ -12,17 +12,18 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from ..errors import StartupError
-from ..launchers.base import Exit, Launcher
+from ..launchers.base import WORKER, Exit, Launcher
 from ..launchers.local import LocalLauncher, kill_group
 from ..launchers.processes import VARIABLE
+from ..launchers.python import python_command
 
 logger = logging.getLogger(__name__)
 # srun divides a step by these variables.
@@ -162,6 +163,16 @@ class SlurmLauncher(LocalLauncher):
         self._patience: dict[int, float] = {}
 
     @property
+    def same_python(self) -> bool:
+        return not self.prefix
+
+    def variables(self) -> dict[str, str]:
+        if not self.prefix:
+            return super().variables()
+        paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
+        return {**super().variables(), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+    @property
     def _own_cores(self) -> int:
         """The number of cores that each worker has to itself; 0 if workers share all cores."""
         return _own_cores_of(self.resources)
@@ -199,7 +210,7 @@ class SlurmLauncher(LocalLauncher):
             ) from None
 
     def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
-        super(LocalLauncher, self).prepare(num_workers, flags, directory)
+        super().prepare(num_workers, flags, directory)
         self._places = self._allocation.places(num_workers, self._own_cores)
         if sum(self._allocation.free.values()) < num_workers:
             logger.warning(
@@ -209,8 +220,9 @@ class SlurmLauncher(LocalLauncher):
             )
 
     def command(self, index: int) -> list[str]:
-        # A prefix is that of a container, where this Python's path means nothing.
-        worker = [*self.prefix, "python" if self.prefix else sys.executable, *self.arguments(index)]
+        worker = python_command(WORKER, *self.worker_flags(index))
+        if self.prefix:  # that of a container, where this Python's path means nothing
+            worker = [*self.prefix, "python", *self.arguments(index)]
         place = index, self._places[index], self._allocation.het
         return srun_command(*place, self.log(index), worker, self._own_cores)
 

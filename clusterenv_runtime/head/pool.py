@@ -146,6 +146,7 @@ class WorkerPool:
             self.interrupt.raise_requested()
             if worker.process.identity is not None:
                 self._messenger.transport.forget(worker.process.identity)
+            self._messenger.transport.restore()
             try:
                 self._supervisor.replace(worker, reason)
             except WorkerDiedError:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import secrets
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,10 +12,12 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from ..envs.likeness import Likeness
 from ..envs.randomness import number_of_globals
 from ..policy.sync import SyncRule
 from ..policy.versions import PolicyStore
 from ..wire.protocol import Collect, CutOff, Message, Reset, SetAttr, Setup, Step, Structure
+from .edits import Edits
 from .requests import Request
 from .worker import Worker
 
@@ -38,10 +38,11 @@ class Recovery:
     environments, the next step says that the old episodes are truncated.
     """
 
-    def __init__(self, rule: SyncRule, store: PolicyStore) -> None:
+    def __init__(self, rule: SyncRule, store: PolicyStore, likeness: Likeness) -> None:
         self._rule = pickle.dumps(rule)
+        self._likeness = pickle.dumps(likeness)
+        self._edits = Edits()
         self._store = store
-        self._sys_path = [os.fsencode(path) for path in sys.path if path]
         self._options: dict[str, Any] | None = None  # of the user's last reset of all
         self.attributes: dict[str, list[Any]] = {}  # of all environments, as the user set them
         self.restarts: list[dict[str, Any]] = []  # worker, time, reason and seeds of each
@@ -51,8 +52,9 @@ class Recovery:
 
     def orders(self, worker: Worker, unanswered: list[Request]) -> list[Order]:
         """Return what makes a process this worker, and then what it is to answer."""
-        setup = Setup(self._sys_path, worker.numbers.start, self._built_with)
-        orders: list[Order] = [(None, setup, (worker.setup, self._rule))]
+        setup = Setup(worker.numbers.start, self._built_with)
+        buffers = worker.setup, self._rule, self._likeness
+        orders: list[Order] = [(None, setup, buffers)]
         if self._store.structure:
             orders.append((None, Structure(), (self._store.structure,)))
         for name, values in self.attributes.items():
@@ -78,7 +80,8 @@ class Recovery:
         self.restarts.append(
             {"worker": worker.index, "time": time.time(), "reason": reason, "seeds": worker.seeds}
         )
-        logger.warning("%s; another is started, replacement %d of this worker", reason, number)
+        text = "%s; another is started, replacement %d of this worker%s"
+        logger.warning(text, reason, number, self._edits.describe())
 
     def number(self, worker: Worker, request: Collect) -> None:
         """Say in a request to act which rollout it is, and so which noise it draws."""

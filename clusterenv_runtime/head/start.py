@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ..envs.blueprint import Blueprint
+from ..envs.likeness import Likeness
 from ..launchers import Launcher
 from ..options import ClusterOptions
 from ..policy.sync import SyncRule
@@ -100,6 +101,7 @@ def start_head(
     # These are read now, as files: strangers may have used up what a process may open when a
     # worker says hello.
     shared_versions()
+    likeness = Likeness.of_this_process(launcher)
     num_workers = min(options.num_workers, blueprint.num_envs)
     min_workers = min(options.min_workers or num_workers, num_workers)
     workers = [
@@ -112,7 +114,7 @@ def start_head(
     copies = [worker.copy for worker in workers]
     rounds = options.weights == "difference"
     store = PolicyStore(copies, *spaces, rounds, rule.mode == "kl", learners)
-    recovery = Recovery(rule, store)
+    recovery = Recovery(rule, store, likeness)
     supervisor = Supervisor(workers, launcher, options, clock)
     opener = Opener(layout)
     transport = make_transport(

@@ -85,8 +85,8 @@ class Received:
 class Transport:
     """Sends and receives messages, all in `exchange`.
 
-    A simulation of it needs `exchange`, `drop`, `forget`, `close`, and the attributes `address`,
-    `key_file` and `directory`.
+    A simulation of it needs `exchange`, `drop`, `forget`, `restore`, `close`, and the attributes
+    `address`, `key_file` and `directory`.
 
     Args:
         bind_address: an IP address or network interface to listen on over tcp; None for a socket
@@ -128,7 +128,8 @@ class Transport:
             if bind_address and security == "curve":
                 keys = keys or HeadKeys.make()
                 self.key_file = Path(self.directory) / "key"
-                write_key_file(self.key_file, keys.workers())
+                self._keys = keys.workers()
+                write_key_file(self.key_file, self._keys)
                 self._gate = Gate(self._context, self._socket, keys)
             self._bind(listening_address(bind_address, port or "*", self.directory))
         except BaseException:
@@ -222,6 +223,26 @@ class Transport:
     def forget(self, identity: bytes) -> None:
         """Keep nothing of a worker that is lost."""
         self._pulses.pop(protocol.pulse_of(identity), None)
+
+    def restore(self) -> None:
+        """Make the private directory again, with what is in it, if somebody has removed that.
+
+        Raises:
+            StartupError: it cannot be made.
+        """
+        is_file = self.address.startswith("ipc://")
+        needed = self.key_file or self.address.removeprefix("ipc://")
+        if not (self.key_file or is_file) or os.path.exists(needed):
+            return
+        logger.warning("%s was removed, which new workers need: it is made again", self.directory)
+        try:
+            os.makedirs(self.directory, mode=0o700, exist_ok=True)
+            if self.key_file:
+                write_key_file(self.key_file, self._keys)
+        except OSError as error:
+            raise StartupError(f"cannot make {self.directory} again: {error}") from None
+        if is_file:  # the connections of the other workers stay
+            self._bind(self.address)
 
     def drop(self, identity: bytes, text: str) -> None:
         """Count a message that is not for us, and log it once for each of a hundred peers."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+WORKER = "clusterenv_runtime.worker"  # the module that workers run
+
 
 @dataclass(frozen=True)
 class Exit:
@@ -40,6 +42,8 @@ class Launcher:
     name = "of your own"
     # Whether workers may run on other machines, so that the head must listen over tcp.
     remote = True
+    # Whether workers run the same Python as this process, with the same packages.
+    same_python = False
     # Whether you start the workers, with your own copy of keys that you have made.
     by_hand = False
     # The resources of each worker, as in {"CPU": 2}; each launcher knows what to do with them.
@@ -50,7 +54,8 @@ class Launcher:
     preload: Sequence[str] = ()
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
-        self.log_dir = None if log_dir is None else Path(log_dir)
+        # This process may change its directory.
+        self.log_dir = None if log_dir is None else Path(log_dir).absolute()
         try:
             self.prefix = shlex.split(prefix)
         except ValueError as error:
@@ -64,7 +69,7 @@ class Launcher:
 
         None stands for the system's directory of temporary files.
         """
-        return None if self.log_dir is None else self.log_dir.absolute()
+        return self.log_dir
 
     def address(self, num_workers: int) -> str | None:
         """Return the address to listen on over tcp, if the user gives none.
@@ -94,7 +99,11 @@ class Launcher:
 
     def arguments(self, index: int) -> list[str]:
         """Return the arguments of a worker's Python."""
-        return ["-m", "clusterenv_runtime.worker", "--index", str(index), *self.flags]
+        return ["-m", WORKER, *self.worker_flags(index)]
+
+    def worker_flags(self, index: int) -> list[str]:
+        """Return the flags of a worker."""
+        return ["--index", str(index), *self.flags]
 
     def command(self, index: int) -> list[str]:
         """Return the command that starts a worker."""

@@ -7,6 +7,7 @@ import shlex
 
 from ..errors import print_line
 from .base import Launcher
+from .python import hash_seed
 
 
 class ExternalLauncher(Launcher):
@@ -20,7 +21,8 @@ class ExternalLauncher(Launcher):
     by_hand = True
 
     def command(self, index: int) -> list[str]:
-        return [*self.prefix, "env", "OMP_NUM_THREADS=1", "python", *self.arguments(index)]
+        variables = ["OMP_NUM_THREADS=1", f"PYTHONHASHSEED={hash_seed()}"]
+        return [*self.prefix, "env", *variables, "python", *self.arguments(index)]
 
     def start(self) -> None:
         print("run these, each once, wherever you like:")

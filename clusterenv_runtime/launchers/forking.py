@@ -2,8 +2,8 @@
 
 The link to that process is a pair of sockets. Each message is a packet with a JSON object:
 
-- The head sends ``sys_path`` and ``modules``. Once these modules are imported, the answer has
-  ``fault``: None, or a text for the user.
+- The head sends ``modules``. Once these modules are imported, the answer has ``fault``: None, or a
+  text for the user.
 - For each worker the head sends ``mark``, ``arguments``, ``variables`` and ``unset``, with two
   descriptors for its output. The answer has ``mark`` and ``pid`` with a descriptor of the process,
   or ``mark`` and ``errno``.
@@ -32,6 +32,8 @@ from typing import Any, NoReturn
 
 from ..errors import StartupError
 from .processes import VARIABLE
+from .python import python_command
+from .start import PATH
 
 MAX_MESSAGE = 2**18  # bytes
 READY_S = 60.0  # how long the process may take to import what workers need
@@ -40,6 +42,7 @@ UNKNOWN = 256  # the code of a worker that has ended when nobody was left to say
 # Variables that act when an interpreter, a library or torch is loaded, by how they begin.
 AT_LOAD = (
     "PYTHON",
+    PATH,
     "LD_",
     "MALLOC_",
     "OMP_",
@@ -116,8 +119,7 @@ class ForkServer:
         self._is_ready = False
         self._link, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._close = weakref.finalize(self, self._link.close)
-        paths = [path for path in sys.path if path]
-        self._send({"sys_path": paths, "modules": list(modules)}, [])
+        self._send({"modules": list(modules)}, [])
 
     def _start(self) -> None:
         files = self._theirs.detach(), os.pidfd_open(os.getpid())
@@ -125,7 +127,7 @@ class ForkServer:
         passed = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3) for file in files]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "clusterenv_runtime.worker.fork_server", *map(str, passed)],
+                python_command("clusterenv_runtime.worker.fork_server", *map(str, passed)),
                 env=self._variables,
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
@@ -275,7 +277,6 @@ def shared_server(variables: Mapping[str, str], preload: Sequence[str]) -> ForkS
     modules += preload
     likeness = (
         os.getpid(),
-        os.readlink("/proc/self/cwd"),
         os.getpriority(os.PRIO_PROCESS, 0),
         os.sched_getaffinity(0),
         {name: text for name, text in variables.items() if name.startswith(AT_LOAD)},

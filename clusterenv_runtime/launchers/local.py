@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import secrets
@@ -12,12 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from .base import Exit, Launcher
+from .base import WORKER, Exit, Launcher
 from .forking import UNKNOWN, Forked, ForkServer, ForkServerLost, can_fork, shared_server
 from .processes import VARIABLE, kill_marked
+from .python import current_directory, hash_seed, import_path, python_command
+from .start import PATH
 
 logger = logging.getLogger(__name__)
 # Somebody may have put a link in the place of a log.
@@ -29,6 +31,7 @@ class LocalLauncher(Launcher):
 
     name = "local"
     remote = False
+    same_python = True
     directory = None  # the system's directory of temporary files
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
@@ -36,29 +39,32 @@ class LocalLauncher(Launcher):
         self._processes: dict[int, subprocess.Popen[bytes] | Forked] = {}
         self._server: ForkServer | None = None
         self._lost_servers = 0
+        # These are this process's when `prepare` is called.
+        self._environment: dict[str, str] = {}
+        self._cwd: str | None = None
         # All processes of this launcher have a mark that begins so; see `processes`. A worker that
         # has workers itself passes its own mark on.
         self._mark = f"{os.environ.get(VARIABLE, '')}{secrets.token_hex(8)}."
         self._marks: dict[int, str] = {}  # by pid
 
     def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
-        flags = [*flags, "--head-directory", directory, "--head-pid", str(os.getpid())]
+        if not self.remote:
+            flags = [*flags, "--head-directory", directory, "--head-pid", str(os.getpid())]
         super().prepare(num_workers, flags, directory)
+        self._environment = {**os.environ, **self.variables(), PATH: json.dumps(import_path())}
+        self._cwd = current_directory()
 
     def command(self, index: int) -> list[str]:
-        return [*self.prefix, sys.executable, *self.arguments(index)]
+        return [*self.prefix, *python_command(WORKER, *self.worker_flags(index))]
 
     def variables(self) -> dict[str, str]:
-        paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
-        return {
-            # One thread of BLAS each: a worker's cores are for its environments.
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        }
+        # One thread of BLAS each: a worker's cores are for its environments.
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        return {"OMP_NUM_THREADS": threads, "PYTHONHASHSEED": hash_seed()}
 
     def environment(self, mark: str) -> dict[str, str]:
         """Return the environment variables of a command; see `processes` for the mark."""
-        return {**os.environ, **self.variables(), VARIABLE: mark}
+        return {**self._environment, VARIABLE: mark}
 
     def start_worker(self, index: int) -> None:
         mark = f"{self._mark}{secrets.token_hex(4)}."
@@ -85,14 +91,12 @@ class LocalLauncher(Launcher):
             StartupError: a module to preload cannot be imported.
         """
         variables = self.environment(mark)
-        arguments = self.arguments(index)[2:]  # without those that name the module
         while self._forks:
             try:
                 if self._server is None:
                     self._server = shared_server(variables, self.preload)
-                with contextlib.ExitStack() as opened:
-                    outputs = [opened.enter_context(_writable(output, file)) for file in (1, 2)]
-                    return self._server.fork(mark, arguments, variables, outputs)
+                with _outputs(output) as outputs:
+                    return self._server.fork(mark, self.worker_flags(index), variables, outputs)
             except ForkServerLost:
                 self._server = None
                 self._lost_servers += 1
@@ -105,14 +109,16 @@ class LocalLauncher(Launcher):
         # A process group of its own, so that Ctrl-C reaches the head alone, which then stops its
         # workers in order. It is no session, as Linux may share the cores out between sessions,
         # whatever the niceness of their processes.
-        return subprocess.Popen(
-            self.command(index),
-            env=self.environment(mark),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            process_group=0,
-        )
+        with _outputs(output) as (stdout, stderr):
+            return subprocess.Popen(
+                self.command(index),
+                env=self.environment(mark),
+                cwd=self._cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                process_group=0,
+            )
 
     def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes] | None]:
         """Open the file to which a command's output goes; None is this process's output."""
@@ -165,18 +171,23 @@ class LocalLauncher(Launcher):
 
 
 @contextlib.contextmanager
-def _writable(output: IO[bytes] | None, file: int) -> Iterator[int]:
-    """Open what a worker writes to in place of ``file``: an output, or this process's own."""
-    if output is not None:
-        yield output.fileno()
-        return
+def _outputs(output: IO[bytes] | None) -> Iterator[list[int]]:
+    """Open a worker's two outputs: this one, or this process's own as far as they are open."""
+    with open(os.devnull, "ab") as null:
+        if output is not None:
+            yield [output.fileno()] * 2
+        else:
+            own = (1, sys.__stdout__), (2, sys.__stderr__)
+            yield [file if _is_open(file, stream) else null.fileno() for file, stream in own]
+
+
+def _is_open(file: int, stream: Any) -> bool:
+    """Say whether this process has an output. If it started without, the file is another one."""
     try:
         os.fstat(file)
-    except OSError:  # it is closed
-        with open(os.devnull, "ab") as null:
-            yield null.fileno()
-    else:
-        yield file
+    except OSError:
+        return False
+    return stream is not None
 
 
 def kill_group(process: subprocess.Popen[bytes] | Forked) -> None:

@@ -39,11 +39,10 @@ class Message(msgspec.Struct, tag=True):
 
 
 # Head to worker. Comments name the buffers that follow the header.
-# cloudpickle of what `worker.build_environments` takes; pickle of a `sync.SyncRule`
+# cloudpickle of what `Blueprint.setup` describes; pickles of a `sync.SyncRule` and a `Likeness`
 class Setup(Message):
     """Build the environments. From now on pull by this rule."""
 
-    sys_path: list[bytes]  # as the file system has them: not all are UTF-8
     first_row: int
     seed: int = 0  # of the global generators, while environments are built
 

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,7 @@ def main(
     finally:
         worker.close()
         connection.close()
+        warnings.simplefilter("ignore", ResourceWarning)  # its pulse lives as long as this process
         gc.freeze()  # to collect torch's objects at exit would take most of a second
 
 

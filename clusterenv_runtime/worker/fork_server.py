@@ -18,6 +18,7 @@ import os
 import select
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,6 @@ class ForkServer:
     def prepare(self) -> None:
         """Import what the head names, and say that this process is ready."""
         order, _ = self._receive()
-        sys.path.extend(path for path in order["sys_path"] if path not in sys.path)
         fault = None
         for module in order["modules"]:
             try:
@@ -118,6 +118,7 @@ class ForkServer:
         for name in order["unset"]:
             os.environ.pop(name, None)
         os.environ.update(order["variables"])
+        time.tzset()
         np.random.seed()  # as Python seeds its own generator anew in each fork
         index = order["arguments"][order["arguments"].index("--index") + 1]
         Path("/proc/self/comm").write_text(f"worker {index}")  # the name that `top` shows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import sys
 import traceback
@@ -153,13 +152,17 @@ class Worker:
                 self._load_structure(buffers[0])
         return None
 
-    def _set_up(self, request: Setup, environments: Any, rule: Any) -> None:
-        paths = map(os.fsdecode, request.sys_path)
-        sys.path.extend(path for path in paths if path not in sys.path)
+    def _set_up(self, request: Setup, environments: Any, rule: Any, likeness: Any) -> None:
         self._first_row, self._rule = request.first_row, pickle.loads(rule)
+        likeness = pickle.loads(likeness)
+        likeness.take()
+        # Modules are imported without the head's filters, as there they may be older than these.
+        *arguments, of_script = pickle.loads(environments)
+        vars(sys.modules["__main__"]).update(of_script)
+        likeness.filter_warnings()
         built = partial(self._connection.send, None, protocol.Built())
-        arguments = built, request.first_row, request.seed
-        self._envs = build_environments(*pickle.loads(environments), *arguments)
+        arguments += built, request.first_row, request.seed
+        self._envs = build_environments(*arguments)
         self._connection.settle()
 
     def _reset(self, seeds: list[int | None], options: dict[str, Any] | None, mask: Any) -> Any:

@@ -1,0 +1,53 @@
+"""How a Python like this one is started: with its flags, and with its `sys.path`."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import subprocess
+import sys
+from contextlib import suppress
+
+from . import start
+
+
+def current_directory() -> str | None:
+    """Return the current directory; None if it has been removed."""
+    with suppress(FileNotFoundError):
+        return os.getcwd()
+    return None
+
+
+def import_path() -> list[str]:
+    """Return `sys.path` for another process, whatever its directory is.
+
+    A relative entry may have been used before this process changed its directory.
+    """
+    directories = filter(None, [multiprocessing.process.ORIGINAL_DIR, current_directory()])
+    directories = list(dict.fromkeys(directories))
+    path = []
+    for entry in sys.path:
+        if not isinstance(entry, str):  # imports skip it
+            continue
+        if os.path.isabs(entry):
+            path.append(entry)
+        else:
+            path += [os.path.normpath(os.path.join(each, entry)) for each in directories]
+    return path
+
+
+def hash_seed() -> str:
+    """Return the seed by which all workers hash strings: this process's, if it can be known."""
+    seed = os.environ.get("PYTHONHASHSEED", "random")
+    return "1" if seed in ("", "random") else seed
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module in a Python like this one.
+
+    The variable `start.PATH` has the `sys.path` of the process.
+    """
+    flags = subprocess._args_from_interpreter_flags()  # as `multiprocessing` does
+    for name, value in sys._xoptions.items():
+        flags += ["-X", name if value is True else f"{name}={value}"]
+    return [sys.executable, *flags, start.__file__, module, *arguments]

@@ -1,0 +1,300 @@
+"""What a worker's process is: what the head's was when the `ClusterEnv` was made."""
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from clusterenv_runtime import ClusterEnv
+
+from .envs import CountingEnv
+from .patience import wait_until
+from .scripts import ROOT
+
+# A script whose process differs in all that a process can differ in, and which tells the facts
+# about itself and about its two workers: the first ones, and their replacements.
+SCRIPT = """
+import dataclasses, json, locale, multiprocessing, os, pathlib, pickle, resource, signal, subprocess
+import sys, typing, warnings
+import numpy as np
+import gymnasium as gym
+from clusterenv_runtime import ClusterEnv
+import simlib
+
+@dataclasses.dataclass
+class State:
+    number: int = 0
+
+class Alarm(UserWarning):
+    pass
+
+def double(state):
+    return State(2 * state.number)
+
+def facts():
+    child = subprocess.run(["env"], capture_output=True, text=True).stdout.splitlines()
+    variables = dict(line.split("=", 1) for line in child if "=" in line)
+    for name in "CLUSTERENV_WORKER", "OMP_NUM_THREADS", "_":
+        variables.pop(name, None)
+    return json.loads(json.dumps({
+        "path": [str(path) for path in sys.path if isinstance(path, str)],
+        "directory": os.getcwd(),
+        "argv": sys.argv,
+        "flags": [getattr(sys.flags, name) for name in dir(sys.flags) if name[0].islower()
+                  and not callable(getattr(sys.flags, name))],
+        "xoptions": sys._xoptions,
+        "warnings": sorted(map(repr, warnings.filters)),
+        "key": bytes(multiprocessing.current_process().authkey).hex(),
+        "method": multiprocessing.get_start_method(allow_none=True),
+        "umask": pathlib.Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],
+        "niceness": os.nice(0),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "limits": [resource.getrlimit(limit) for limit in (resource.RLIMIT_NOFILE,
+                   resource.RLIMIT_CORE, resource.RLIMIT_STACK, resource.RLIMIT_AS)],
+        "locale": locale.setlocale(locale.LC_ALL),
+        "variables": variables,
+        "recursion": sys.getrecursionlimit(),
+        "simlib": simlib.WHO,
+        "file": sys.modules["__main__"].__file__,
+        "hints": str(typing.get_type_hints(State)),
+    }))
+
+class Env(gym.Env):
+    observation_space = gym.spaces.Box(-99, 99, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, shared):
+        self.shared = shared
+
+    def tell(self):
+        state = pickle.loads(pickle.dumps(State(3)))
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            state = pool.apply(double, (state,))
+        order = " ".join(set("red green blue ball key box door wall lava goal".split()))
+        return {**facts(), "shared": self.shared["level"], "state": state.number, "order": order}
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 1.0, False, False, {}
+
+if __name__ == "__main__":
+    sys.path.insert(1, pathlib.Path("/tmp"))
+    sys.path.insert(1, "relative")
+    os.umask(0o027)
+    os.nice(3)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, 1024))
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.environ["TOLD"] = "yes"
+    os.environ.pop("GONE")
+    locale.setlocale(locale.LC_NUMERIC, "C.UTF-8")
+    warnings.filterwarnings("ignore", "a text", Alarm)
+    sys.setrecursionlimit(1234)
+    shared = multiprocessing.Manager().dict(level=7)
+    head = facts()
+    envs = ClusterEnv([lambda: Env(shared)] * 2, 2, worker_start=sys.argv[1])
+    envs.reset()
+    told = list(envs.call("tell"))
+    # A replacement is what the first one was, whatever the head is now.
+    pids = [envs._head.pool.workers[i].process.pid for i in (0, 1)]
+    os.chdir("/")
+    os.umask(0o077)
+    os.environ["TOLD"] = "no"
+    sys.argv.append("more")
+    sys.path.insert(0, "/nowhere")
+    sys.setrecursionlimit(2345)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (600, 1024))
+    warnings.simplefilter("error", Alarm)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    while len(envs.restarts) < 2:
+        envs.step([0, 0])
+    told += envs.call("tell")
+    envs.close()
+    print(json.dumps([head, *told]))
+"""
+
+
+def start(tmp_path, flags, words, **variables):
+    """Run the script from another directory than its own; return the facts that it tells."""
+    for folder, who in (("script", "beside"), ("installed", "installed")):
+        (tmp_path / folder / "simlib").mkdir(parents=True)
+        (tmp_path / folder / "simlib" / "__init__.py").write_text(f"WHO = {who!r}\n")
+    (tmp_path / "script" / "train.py").write_text(SCRIPT)
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "secrets.py").write_text("raise SystemExit('not the standard library')\n")
+    (tmp_path / "installed" / "pathlib.py").write_text("raise SystemExit('a backport')\n")
+    site = f"import sys; sys.path += [{str(tmp_path / 'installed')!r}, {str(ROOT)!r}]"
+    (tmp_path / "script" / "sitecustomize.py").write_text(site)
+    env = {**os.environ, "GONE": "so", **variables}
+    env["PYTHONPATH"] = str(tmp_path / "script")
+    command = [sys.executable, *flags, str(tmp_path / "script" / "train.py"), *words]
+    result = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("how", "flags"),
+    [
+        ("fork", ["-X", "utf8", "-W", "ignore::ImportWarning"]),
+        ("spawn", ["-O", "-X", "faulthandler"]),
+    ],
+)
+def test_workers_and_their_replacements_are_the_process_that_the_head_was(tmp_path, how, flags):
+    head, *told = start(tmp_path, flags, [how, "--level", "3"])
+    directory = str(tmp_path / "here")
+    assert head["simlib"] == "beside" and head["directory"] == directory
+    head["path"] = [os.path.join(directory, path) for path in head["path"]]
+    head |= {"shared": 7, "state": 6}
+    orders = {each.pop("order") for each in told}
+    assert len(orders) == 1
+    for name in head:
+        for each in told:
+            assert each[name] == head[name], name
+
+
+def test_warnings_are_errors_where_they_are_at_the_head(tmp_path):
+    start(tmp_path, ["-W", "error"], ["fork"])
+
+
+LATER = """
+import gymnasium as gym
+gym.register("Again-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=5)
+gym.register("MountainCar-v0", "gymnasium.envs.classic_control:MountainCarEnv")
+"""
+
+
+def made(env_id, module=None):
+    """An environment whose constructor imports a module, which registers environments."""
+    if module is not None:
+        importlib.import_module(module)
+    return gym.make(env_id)
+
+
+def own(row):
+    """An environment that registers itself for its row."""
+    entry = "gymnasium.envs.classic_control:CartPoleEnv"
+    gym.register("Own-v0", entry, max_episode_steps=2 + row)
+    return gym.make("Own-v0")
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Registrations that end with the test."""
+    before = dict(gym.registry)
+    monkeypatch.setattr("gymnasium.logger.min_level", gym.logger.ERROR)
+    yield gym.registry
+    gym.registry.clear()
+    gym.registry.update(before)
+
+
+def ends(env_fns, kind=ClusterEnv):
+    """The steps, of ten, in which each environment's episodes are truncated."""
+    envs = kind(env_fns)
+    envs.reset(seed=1)
+    ends = [envs.step(np.ones(len(env_fns), int))[3].tolist() for _ in range(10)]
+    envs.close()
+    return ends
+
+
+@pytest.mark.parametrize("module", [None, "later"])
+def test_registrations_are_the_heads_whatever_is_imported_later(
+    tmp_path, monkeypatch, registry, module
+):
+    (tmp_path / "later.py").write_text(LATER)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("later")
+    entry = "gymnasium.envs.classic_control:MountainCarEnv"
+    wrapper = gym.wrappers.TransformReward.wrapper_spec(func=lambda reward: 7 * reward)
+    for env_id, steps in (("MountainCarLong-v0", 9), ("MountainCar-v0", 7), ("Again-v0", 3)):
+        gym.register(
+            env_id,
+            entry,
+            reward_threshold=-1.0,
+            nondeterministic=True,
+            max_episode_steps=steps,
+            order_enforce=False,
+            disable_env_checker=True,
+            additional_wrappers=(wrapper,),
+            kwargs={"goal_velocity": 0.01},
+        )
+        env_fns = [lambda env_id=env_id: made(env_id, module)] * 2
+        assert ends(env_fns).index([True, True]) == steps - 1
+        with ClusterEnv(env_fns) as envs:
+            envs.reset()
+            assert envs.step([1, 1])[1].tolist() == [-7, -7]
+            assert envs.get_attr("goal_velocity") == (0.01, 0.01)
+
+
+def test_an_environment_that_registers_itself_is_obeyed(registry):
+    own(9)
+    env_fns = [lambda row=row: own(row) for row in range(4)]
+    assert ends(env_fns) == ends(env_fns, gym.vector.SyncVectorEnv)
+
+
+def test_a_replacement_by_other_code_is_said(tmp_path, monkeypatch, caplog):
+    module = tmp_path / "edited.py"
+    module.write_text("from tests.envs import CountingEnv as Env\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    env = importlib.import_module("edited").Env
+    with ClusterEnv([env] * 2, 2) as envs:
+        envs.reset()
+        for number in range(2):
+            os.kill(envs._head.pool.workers[0].process.pid, signal.SIGKILL)
+            while len(envs.restarts) == number:
+                envs.step([0, 0])
+            if number == 0:
+                module.write_text("# edited\n" + module.read_text())
+    first, second = [record.message for record in caplog.records if "died" in record.message]
+    assert "changed" not in first
+    assert second.endswith(f"; it runs code that was changed since the others started: {module}")
+
+
+@pytest.mark.parametrize("address", [None, "127.0.0.1"])
+def test_a_removed_directory_is_made_again_for_replacements(address, caplog):
+    with ClusterEnv([CountingEnv] * 2, 2, bind_address=address) as envs:
+        envs.reset()
+        directory = envs._head.pool._messenger.transport.directory
+        shutil.rmtree(directory)
+        os.kill(envs._head.pool.workers[0].process.pid, signal.SIGKILL)
+        wait_until(lambda: envs.step([0, 0])[3][0])
+        assert [restart["worker"] for restart in envs.restarts] == [0]
+        assert os.stat(directory).st_mode & 0o777 == 0o700
+    assert not os.path.exists(directory)
+    assert any("was removed" in record.message for record in caplog.records)
+
+
+def test_closed_outputs_are_none_of_a_workers(tmp_path):
+    code = """
+    import os
+    import numpy as np
+    from clusterenv_runtime import ClusterEnv
+    from tests.envs import CountingEnv
+    class Env(CountingEnv):
+        def tell(self):
+            print("talks", flush=True)
+            return os.readlink("/proc/self/fd/1")
+    for how in "fork", "spawn":
+        with ClusterEnv([Env], 1, worker_start=how) as envs:
+            envs.reset()
+            envs.step([0])
+            with open("told", "a") as file:
+                print(*envs.call("tell"), file=file)
+    """
+    (tmp_path / "head.py").write_text(textwrap.dedent(code))
+    command = f"{sys.executable} head.py <&- >&- 2>&-"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, shell=True, cwd=tmp_path, env=env, check=True)
+    assert (tmp_path / "told").read_text().split() == [os.devnull] * 2
