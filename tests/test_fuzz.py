@@ -162,7 +162,7 @@ def test_a_worker_drops_what_it_cannot_decode():
         head = Head(socket, directory)
         own = Reply(pack((head.process.pid,), []), pack([], []))
         likeness = pickle.dumps(Likeness.of_this_process(Launcher()))
-        assert isinstance(head.ask(Setup(0), setup, pickle.dumps(SyncRule()), likeness), Reply)
+        assert isinstance(head.ask(Setup(0, 1), setup, pickle.dumps(SyncRule()), likeness), Reply)
         for _ in range(10):
             for number in range(FRAMES // 10):
                 (header, *_) = mutated(rng, rng.choice(originals)[:1])
