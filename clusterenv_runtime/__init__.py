@@ -29,7 +29,7 @@ from .errors import (
     WorkerDiedError,
 )
 from .launchers import Exit, ExternalLauncher, Launcher, LocalLauncher
-from .rollout import Rollout
+from .rollout import Evaluation, Rollout
 
 if TYPE_CHECKING:
     from .extras.policies import CategoricalPolicy, EpsilonGreedyPolicy, GaussianPolicy
@@ -44,6 +44,7 @@ __all__ = [
     "DeadlineError",
     "EnvError",
     "EpsilonGreedyPolicy",
+    "Evaluation",
     "Exit",
     "ExternalLauncher",
     "Frames",

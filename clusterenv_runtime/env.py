@@ -14,15 +14,19 @@ from gymnasium.vector import AutoresetMode
 from .envs.blueprint import Blueprint, EnvFns
 from .errors import Interrupted
 from .head.collect import Collector
+from .head.evaluation import evaluate
 from .head.interrupts import interruptible
 from .head.start import start_head
 from .head.stepping import Stepper
 from .head.vector_api import VectorApi
 from .options import parse_options
-from .rollout import Rollout
+from .rollout import Evaluation, Rollout
 
 if TYPE_CHECKING:
     from .policy.base import Policy
+
+# Some environments end no episode; Atari's games end after 27,000.
+MAX_STEPS = 30_000
 
 
 class ClusterEnv(VectorApi):
@@ -156,6 +160,49 @@ class ClusterEnv(VectorApi):
         """
         self._assert_is_running()
         return self._collector.recv(worker)
+
+    @interruptible
+    def evaluate(
+        self,
+        policy: Policy,
+        episodes: int,
+        *,
+        seed: int = 100_000,
+        deterministic: bool = False,
+        max_steps: int = MAX_STEPS,
+    ) -> Evaluation:
+        """Have the workers play ``episodes`` episodes by ``policy``, and return their returns.
+
+        All environments play at once, each its share, so that long episodes count like short ones.
+        An episode is one that `Rollout.episodic_returns` counts, of Atari a whole game. It begins
+        with a reset by its own seed, ``seed`` plus its number, from which the policy's noise
+        follows, too: so an evaluation is the same on any number of workers, except where a matrix
+        product rounds differently.
+
+        Training goes on after it as before, also with rollouts that are outstanding: versions,
+        pulls and noise are as they were. Environments that have played begin another episode with
+        the next rollout, by seeds that follow from those of the last `reset`; before the next
+        `step`, `reset` them.
+
+        Args:
+            policy: what is to act. It need not be the published one.
+            episodes: how many.
+            seed: that of the first one; the others have the next ones.
+            deterministic: whether the policy takes the mode of its distribution in place of
+                actions that it draws.
+            max_steps: an episode is left after so many, with a warning, and counts as far as it
+                went.
+
+        Raises:
+            ResetNeeded: an environment has raised.
+            AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
+            TypeError, ValueError: the policy cannot act here, its distribution has no mode, an
+                argument is out of range, or an episode's return is not finite.
+        """
+        self._assert_idle("evaluate")
+        self._collector.assert_arrays()
+        with self._collector.giving_up_after_errors():
+            return evaluate(self._head, policy, episodes, seed, deterministic, max_steps)
 
     def interrupt(self) -> None:
         """Make the wait for workers that is under way, or else the next one, raise `Interrupted`

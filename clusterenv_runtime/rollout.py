@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays.frames import join
 from .arrays.trees import map_tree
 from .wire.part import AXES, ENDS, EPISODES, RolloutPart
+
+
+class Evaluation(NamedTuple):
+    """The episodes of an evaluation, in the order of their seeds: what `ClusterEnv.evaluate`
+    returns.
+    """
+
+    returns: np.ndarray  # (episodes,) float64, as `Rollout.episodic_returns`
+    lengths: np.ndarray  # (episodes,) int64, in steps
+    # (episodes,) bool; the others were left after ``max_steps``, and count as far as they went
+    ended: np.ndarray
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,15 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from ..arrays.spaces import map_space
 from ..envs.layout import EnvLayout
 from ..wire.part import RolloutPart
-from ..worker.statistics import OwnStatistics, begin_step
+from ..wire.protocol import Evaluate
+from ..worker.games import Scores
+from ..worker.statistics import Counts, OwnStatistics, begin_step
 from ..worker.transitions import Transitions, stack
 from .backends import EnvPoolVectorEnv
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor
+    from ..policy.player import Player
 
 
 class AutoresetError(ValueError):
@@ -39,7 +43,7 @@ class Together:
         self._make = make
 
     def __call__(self, num_envs: int) -> VectorEnv:
-        """Make ``num_envs`` environments, to read their spaces or to evaluate a policy in them.
+        """Make ``num_envs`` environments.
 
         Raises:
             AutoresetError: their autoreset mode is "NextStep", or they do not say it.
@@ -144,43 +148,86 @@ class EnvsTogether:
         actor.start(starts)
         for step in range(num_steps):
             self._see(transitions, step)
-            actions = actor.act(self._observations, starts)
-            begin_step(self._own)
-            seen, rewards, terminations, truncations, infos = self._envs.step(actions)
+            seen, rewards, terminations, truncations, infos = self._step(
+                actor.act(self._observations, starts)
+            )
             ended = terminations | truncations
             transitions.rewards[step] = rewards
             transitions.terminations[step] = terminations
             transitions.truncations[step] = truncations
             self._keep_infos(transitions, step, infos, ended)
-            self._returns += rewards
-            self._lengths += 1
             if ended.any():
-                rows = np.flatnonzero(ended)
-                if self._mode == AutoresetMode.SAME_STEP:
-                    finals.append(self._final(infos["final_obs"], rows))
-                else:
-                    finals.append(self._final(seen, rows))
-                    seen, _ = self._envs.reset(options={"reset_mask": ended})
-                episodes += self._counted(step, rows, infos)
-                self._returns[ended] = self._lengths[ended] = 0
+                led_to = infos["final_obs"] if self._mode == AutoresetMode.SAME_STEP else seen
+                finals.append(self._final(led_to, np.flatnonzero(ended)))
+                seen, counted = self._end(ended, seen, infos)
+                for row, counts in counted.items():
+                    episodes.append((step * self.num_envs + row, *counts))
             self._observations, starts = self._of_space(seen), ended
         self._see(transitions, num_steps)
         final = map_space(lambda *leaves: np.concatenate(leaves), space, *finals)
         return transitions.part(actor, final, self.layout.stacks, episodes)
 
-    def _counted(self, step: int, rows: np.ndarray, infos: dict[str, Any]) -> list[Any]:
-        """Return what counts of the episodes that have ended in these rows, which were reset."""
+    def evaluate(self, player: Player, request: Evaluate, scores: Scores) -> None:
+        """Play the episodes of an evaluation: of each environment the first ones after a reset.
+
+        An environment that has played its own goes on until all have.
+        """
+        waiting = [deque(numbers) for numbers in request.episodes]
+        totals, steps = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
+        pairs = zip(waiting, request.seeds, strict=True)
+        seeds = [request.seed + numbers[0] if numbers else seed for numbers, seed in pairs]
+        self.reset(seeds, None)
+        starts = np.ones(self.num_envs, bool)
+        was_left = np.zeros(self.num_envs, bool)
+        while not scores.are_complete:
+            under_way = [numbers[0] if numbers else None for numbers in waiting]
+            actions = player.act(self._observations, starts, under_way)
+            seen, rewards, terminations, truncations, infos = self._step(actions)
+            totals += rewards
+            steps += 1
+            ended = terminations | truncations
+            counted: dict[int, Counts] = {}
+            if ended.any():
+                seen, counted = self._end(ended, seen, infos)
+            for row, number in enumerate(under_way):
+                if number is None or not (row in counted or steps[row] >= request.max_steps):
+                    continue
+                if not (was_left[row] and row in counted):
+                    counts = counted.get(row, (totals[row], steps[row]))
+                    scores.add(number, *counts, row in counted)
+                    waiting[row].popleft()
+                # Of an episode that is left the rest belongs to no other one.
+                was_left[row] = row not in counted
+                totals[row] = steps[row] = 0
+            self._observations, starts = self._of_space(seen), ended
+
+    def _step(self, actions: Any) -> tuple[Any, ...]:
+        begin_step(self._own)
+        results = self._envs.step(actions)
+        self._returns += results[1]
+        self._lengths += 1
+        return results
+
+    def _end(
+        self, ended: np.ndarray, seen: Any, infos: dict[str, Any]
+    ) -> tuple[Any, dict[int, Counts]]:
+        """Have the environments reset whose episodes have ended; return the observations, and what
+        counts of the episodes, by row.
+        """
+        if self._mode == AutoresetMode.DISABLED:
+            seen, _ = self._envs.reset(options={"reset_mask": ended})
         own = infos.get(self._key)
-        episodes = []
-        for row in rows.tolist():
+        counted = {}
+        for row in np.flatnonzero(ended).tolist():
             counts = self._returns[row], self._lengths[row]
             if self._own[row] is not None:
                 counts = self._own[row].counts(counts)
             elif own is not None:
                 counts = (own["r"][row], own["l"][row]) if infos[f"_{self._key}"][row] else None
             if counts is not None:
-                episodes.append((step * self.num_envs + row, *counts))
-        return episodes
+                counted[row] = counts
+        self._returns[ended] = self._lengths[ended] = 0
+        return seen, counted
 
     def _see(self, transitions: Transitions, step: int) -> None:
         """Write the last observations to this step of the transitions."""

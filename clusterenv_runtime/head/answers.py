@@ -23,7 +23,7 @@ from ..policy.versions import Published
 from ..wire.buffers import Arrays
 from ..wire.codec import unpack
 from ..wire.part import OBSERVATIONS, Layout, RolloutPart
-from ..wire.protocol import Call, Collect, CutOff, Message, Part, Reply, Reset, Step
+from ..wire.protocol import Call, Collect, CutOff, Evaluate, Message, Part, Reply, Reset, Step
 
 
 class OpenedReply(NamedTuple):
@@ -49,6 +49,8 @@ class Opener:
         self._observations = space, one
         # What a step gives beside observations: rewards, terminations and truncations.
         self._numbers = [np.empty(1, dtype) for dtype in (np.float64, np.bool_, np.bool_)]
+        # What an evaluation gives: returns, lengths, and which episodes have ended.
+        self._scores = [np.empty(1, dtype) for dtype in (np.float64, np.int64, np.bool_)]
         self._frames: list[np.ndarray] = []  # of each stack one, ``(1, *frame)``
         self._sent = map_space(self._as_sent, space, self._stacks, one)
         self._layout: tuple[dict[str, Any], Layout] | None = None  # and what policy it is of
@@ -147,13 +149,13 @@ class Opener:
     ) -> OpenedReply:
         value, infos = unpack(answer.value, arrays), unpack(answer.infos, arrays)
 
-        def check(one: Any, leaf: Any) -> None:
+        def check(one: Any, leaf: Any, number: int = num_envs) -> None:
             if isinstance(one, np.ndarray):
-                fits = leaf.dtype == one.dtype and leaf.shape == (num_envs, *one.shape[1:])
+                fits = leaf.dtype == one.dtype and leaf.shape == (number, *one.shape[1:])
             else:
-                fits = isinstance(leaf, tuple) and len(leaf) == num_envs
+                fits = isinstance(leaf, tuple) and len(leaf) == number
             if not fits:
-                raise ValueError(f"{num_envs} like {one!r:.100} are wanted, got {leaf!r:.100}")
+                raise ValueError(f"{number} like {one!r:.100} are wanted, got {leaf!r:.100}")
 
         try:
             match asked:
@@ -164,6 +166,10 @@ class Opener:
                     map_space(check, *self._observations, observations)
                     for one, leaf in zip(self._numbers, numbers, strict=True):
                         check(one, leaf)
+                case Evaluate():
+                    number = sum(map(len, asked.episodes))
+                    for one, leaf in zip(self._scores, value, strict=True):
+                        check(one, leaf, number)
                 case Call() if not (type(value) is tuple and len(value) == num_envs):
                     raise ValueError(f"{num_envs} values are wanted, got {value!r:.100}")
             pairs = msgspec.convert(infos, list[tuple[int, dict[Any, Any]]])

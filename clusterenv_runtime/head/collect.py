@@ -50,9 +50,10 @@ class Collector:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
         if self._pool.workers[0].seeds is None or self._pool.failures.to_reset:
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`.")
-        self._assert_arrays()
+        self.assert_arrays()
 
-    def _assert_arrays(self) -> None:
+    def assert_arrays(self) -> None:
+        """Raise ValueError if no policy can act on the observations."""
         if not is_batched(self._space):
             raise ValueError(
                 f"a policy needs observations that become arrays, got {self._space}: leave out "
@@ -62,7 +63,7 @@ class Collector:
 
     def publish(self, policy: Policy) -> int:
         """Make the policy's weights the next version, and return its number."""
-        self._assert_arrays()
+        self.assert_arrays()
         workers = self._pool.workers
         if self._store.publish(policy, workers[0].episodes.seen):
             for worker in workers:  # nobody waits until they have loaded it
@@ -124,7 +125,7 @@ class Collector:
             seqs = [seq for seq, index in self.granted.items() if index == worker][:1]
         if not seqs or self.overlapped is not None:
             raise NoAsyncCallError("Calling `recv` without any prior call to `send`.", "recv")
-        with self._giving_up_after_errors():
+        with self.giving_up_after_errors():
             request = self._pool.first(seqs)
         del self.granted[request.seq]
         part, rows = self._take(request), request.worker.rows
@@ -163,7 +164,7 @@ class Collector:
                 for worker in pulling
             )
 
-        with self._giving_up_after_errors():
+        with self.giving_up_after_errors():
             self._pool.wait_until(
                 lambda: self._pool.failures.untold or have_weights(), self.granted
             )
@@ -173,6 +174,8 @@ class Collector:
         worker, part = request.worker, request.response
         worker.episodes = Episodes.begun(part.next_observations, worker.num_envs)
         worker.rollouts = request.message.rollout + 1
+        if request.seq > worker.evaluated:
+            worker.evaluated = 0
         if request.process_is_gone:  # its replacement holds no weights
             worker.episodes.lost()
         else:
@@ -185,7 +188,7 @@ class Collector:
         return bool(self._pool.failures.to_reset) and not self._pool.failures.untold
 
     @contextlib.contextmanager
-    def _giving_up_after_errors(self) -> Iterator[None]:
+    def giving_up_after_errors(self) -> Iterator[None]:
         """Give up all outstanding requests if this raises the error of an environment."""
         try:
             yield

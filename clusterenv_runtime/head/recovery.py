@@ -102,6 +102,7 @@ class Recovery:
         given = [seed - row for row, seed in zip(rows, seeds, strict=True) if seed is not None]
         for worker in workers:
             worker.seeds = seeds[worker.rows]
+            worker.evaluated = 0
             worker.episodes.reset()
         if given and not self._is_loaded:
             self.seed = given[0] % 2**62

@@ -63,7 +63,7 @@ class Stepper:
         if options is not None and "reset_mask" in options:
             mask = options.pop("reset_mask")
             check_reset_mask(mask, num_envs)
-            self._assert_none_has_raised("reset` with a `reset_mask")
+            self._assert_none_waits_for_reset("reset` with a `reset_mask")
             mask = None if mask.all() else mask
         seeds = [None] * num_envs if seed is None else seed
         if isinstance(seed, int):
@@ -102,7 +102,7 @@ class Stepper:
 
     def step(self, actions: Any) -> None:
         """Ask for a step of all environments."""
-        self._assert_none_has_raised("step")
+        self._assert_none_waits_for_reset("step")
         space, num_envs = self._blueprint.action_space, self._blueprint.num_envs
         is_array = isinstance(actions, np.ndarray) and actions.ndim > 0
         if not (is_array and isinstance(space, Box | MultiDiscrete)):
@@ -161,10 +161,14 @@ class Stepper:
             self._recovery.attributes = before
             raise
 
-    def _assert_none_has_raised(self, method: str) -> None:
+    def _assert_none_waits_for_reset(self, method: str) -> None:
         if self._pool.failures.to_reset:
             raise ResetNeeded(
                 f"Cannot call `{method}` before all environments are `reset`, as one has raised."
+            )
+        if any(worker.evaluated for worker in self._pool.workers):
+            raise ResetNeeded(
+                f"Cannot call `{method}` after `evaluate` before all environments are `reset`."
             )
 
     def _ask(self, state: AsyncState, request: Callable[[Worker], tuple[Message, bytes]]) -> None:

@@ -151,7 +151,8 @@ class VectorApi(VectorEnv):
     def _assert_idle(self, method: str) -> None:
         self._assert_is_running()
         pending = self._stepper.pending
-        if self._collector.granted and method != "send":  # one `send` after another is fine
+        # What a policy is asked to do is done in order.
+        if self._collector.granted and method not in ("send", "evaluate"):
             pending = pending or "send"
         if pending:
             raise AlreadyPendingCallError(

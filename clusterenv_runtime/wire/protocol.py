@@ -84,6 +84,22 @@ class Collect(Message):
     rollout: int = 0  # the number of this rollout since the seed was given, for `sync.noise_seed`
 
 
+class Evaluate(Message):
+    """Play episodes by a policy, in environments that are then reset before they act again.
+
+    The buffers are a cloudpickle of the policy without its weights, and its weights, whole. The
+    value of the reply is the returns, the lengths, and which episodes have ended, in the order of
+    their numbers: float64, int64 and bool.
+    """
+
+    episodes: list[list[int]]  # of each environment, the numbers of those that it plays
+    seed: int  # episode i is reset with this plus i
+    deterministic: bool
+    max_steps: int  # of an episode
+    numbers: list[float]  # the policy's, see `Policy.numbers`
+    seeds: list[int | None]  # of the reset that follows
+
+
 class Structure(
     Message
 ):  # cloudpickle of the policy without its weights, which the worker then pulls
@@ -171,7 +187,18 @@ class Error(Message):
 
 
 Request = (
-    Setup | Reset | Step | CutOff | Call | SetAttr | Structure | Collect | Weights | Ping | Close
+    Setup
+    | Reset
+    | Step
+    | CutOff
+    | Call
+    | SetAttr
+    | Structure
+    | Collect
+    | Evaluate
+    | Weights
+    | Ping
+    | Close
 )
 Answer = Hello | Built | Reply | Part | Pull | Error
 encode = msgspec.msgpack.Encoder().encode  # of (seq, message)

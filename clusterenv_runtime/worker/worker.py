@@ -24,8 +24,19 @@ from ..wire.buffers import to_buffers
 from ..wire.codec import pack
 from ..wire.exceptions import MAX_BYTES, name_of, pack_exception
 from ..wire.part import check_part, pack_part
-from ..wire.protocol import Collect, CutOff, Reset, SetAttr, Setup, Step, Structure, Weights
+from ..wire.protocol import (
+    Collect,
+    CutOff,
+    Evaluate,
+    Reset,
+    SetAttr,
+    Setup,
+    Step,
+    Structure,
+    Weights,
+)
 from .connection import Connection, End
+from .games import Scores
 from .one_by_one import EnvsOneByOne
 
 if TYPE_CHECKING:
@@ -33,7 +44,7 @@ if TYPE_CHECKING:
 
 # After an error in one of these requests, environments must be reset. After an error in `Setup` or
 # `Structure` a worker ends.
-IN_EPISODES = Reset | Step | CutOff | Collect
+IN_EPISODES = Reset | Step | CutOff | Collect | Evaluate
 
 
 def build_environments(
@@ -66,6 +77,8 @@ class Worker:
         self._first_row, self._rule = 0, SyncRule()
         self._actor: Actor | None = None
         self._has_failed = False  # whether an environment has raised since all were reset
+        # The arguments of the reset that is to follow an evaluation.
+        self._next_reset: tuple[list[int | None], None, Any] | None = None
 
     def run(self) -> None:
         """Answer requests until the head says `Close`, or until an error ends the worker."""
@@ -81,7 +94,7 @@ class Worker:
 
     def _answer(self, seq: int | None, request: protocol.Request, buffers: list[Any]) -> None:
         if isinstance(request, Reset) and not request.partial:
-            self._has_failed = False
+            self._has_failed, self._next_reset = False, None
         if self._has_failed and isinstance(request, IN_EPISODES):
             return  # the head has given it up since
         try:
@@ -150,6 +163,8 @@ class Worker:
                 self._envs.set_attr(request.name, pickle.loads(buffers[0]))
             case Structure():
                 self._load_structure(buffers[0])
+            case Evaluate():
+                return self._evaluate(request, *buffers)
         return None
 
     def _set_up(self, request: Setup, environments: Any, rule: Any, likeness: Any) -> None:
@@ -174,13 +189,10 @@ class Worker:
         return observations
 
     def _load_structure(self, structure: Any) -> None:
-        # This imports torch, which a worker that only steps does not need.
+        _import_torch()
         from ..policy.actor import Actor
 
         if self._actor is None:
-            import torch
-
-            torch.set_num_threads(1)  # the machine's other cores have workers of their own
             self._actor = Actor()
         self._actor.load_structure(pickle.loads(structure))
 
@@ -189,11 +201,25 @@ class Worker:
             self._pull(seq)
         self._actor.prepare(request, range(self._first_row, self._first_row + self._envs.num_envs))
         waited, self._connection.waited = self._connection.waited, 0.0
+        if self._next_reset is not None:
+            self._reset(*self._next_reset)
+            self._next_reset = None
         part = self._envs.collect(self._actor, request.num_steps)
         action_space = self._envs.layout.single_action_space
         given = part.actions if self._actor.is_identity else self._actor.given
         check_part(part, action_space, given)
         return pack_part(part, waited)
+
+    def _evaluate(self, request: Evaluate, structure: Any, *weights: Any) -> tuple[np.ndarray, ...]:
+        _import_torch()
+        from ..policy.player import Player
+
+        player = Player(request, pickle.loads(structure), weights)
+        seed_globals(request.seed, self._first_row)
+        scores = Scores(request)
+        mask = self._envs.evaluate(player, request, scores)
+        self._next_reset = request.seeds, None, mask
+        return scores.arrays()
 
     def _pull(self, seq: int | None) -> None:
         """Ask for weights, and again for all of them if a difference did not fit."""
@@ -212,6 +238,13 @@ class Worker:
                 self._answer(seq, message, buffers)
             else:
                 self._later.append((seq, message, buffers))
+
+
+def _import_torch() -> None:
+    """Import torch, which a worker that only steps does not need."""
+    import torch
+
+    torch.set_num_threads(1)  # the machine's other cores have workers of their own
 
 
 def _text(make: Callable[[], Any]) -> str:

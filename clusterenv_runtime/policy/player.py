@@ -1,0 +1,102 @@
+"""A policy that plays the episodes of an evaluation on a worker. This module imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..arrays.trees import map_tree
+from ..wire.protocol import Evaluate
+from .base import Policy
+from .sync import noise_seed
+from .tensors import empty_copy, load_weights, to_tensors
+
+NOISE_STEPS = 128  # steps of one episode for which noise is drawn at once
+
+
+class Player:
+    """Acts in a batch of environments. It shares nothing with the policy that acts in training.
+
+    The noise follows from the evaluation's seed and the number of the episode, whichever
+    environment plays it.
+
+    Args:
+        request: the evaluation.
+        structure: the policy without its weights.
+        weights: what `tensors.flat_weights` returns, as buffers.
+    """
+
+    def __init__(self, request: Evaluate, structure: Policy, weights: Sequence[Any]) -> None:
+        self._request = request
+        self._policy = empty_copy(structure, "cpu").eval()
+        load_weights(self._policy, *weights)
+        for name, number in zip(self._policy.numbers, request.numbers, strict=True):
+            setattr(self._policy, name, number)
+        self._state: Any = None
+        self._noises: list[EpisodeNoise] = []
+
+    @torch.inference_mode()
+    def act(self, observations: Any, starts: np.ndarray, numbers: Sequence[int | None]) -> Any:
+        """Return one action per environment, as the environments take them.
+
+        Args:
+            observations: a batch ``(num_envs, ...)``.
+            starts: ``(num_envs,)`` bool, which of these are the first of an episode.
+            numbers: of the evaluation's episode that each environment plays; None after its last.
+        """
+        tensors = to_tensors(observations, self._policy)
+        params = self._params(tensors, torch.from_numpy(starts))
+        if self._request.deterministic:
+            actions = self._policy.distribution(params).mode
+        else:
+            actions = self._policy.act(params, self._noise(params, numbers))
+        # A copy: `to_env` and the environments may write to it.
+        given = self._policy.to_env(map_tree(torch.clone, actions))
+        return map_tree(lambda leaf: leaf.numpy(), given)
+
+    def _params(self, observations: Any, starts: torch.Tensor) -> Any:
+        if self._state is None:
+            self._state = self._policy.initial_state(len(starts))
+        if self._state is None:
+            return self._policy(observations)
+        state = self._policy.started(self._state, starts)
+        # A copy: `forward` may write to it.
+        params, self._state = self._policy(observations, map_tree(torch.clone, state))
+        return params
+
+    def _noise(self, params: Any, numbers: Sequence[int | None]) -> Any:
+        """Return the noise of the next step of each environment's episode."""
+        if not self._noises:
+            self._noises = [EpisodeNoise(self._policy, self._request.seed) for _ in numbers]
+        steps = []
+        for place, (noise, number) in enumerate(zip(self._noises, numbers, strict=True)):
+            own = map_tree(lambda leaf: leaf[place : place + 1], params)  # noqa: B023
+            steps.append(noise.next(number, own))
+        return map_tree(lambda *each: torch.cat(each), *steps)
+
+
+class EpisodeNoise:
+    """The noise of one episode after another."""
+
+    def __init__(self, policy: Policy, seed: int) -> None:
+        self._policy = policy
+        self._seed = seed
+        self._generator = torch.Generator()
+        self._number: int | None = None  # of the episode
+        self._step = 0
+        self._drawn: Any = None  # (NOISE_STEPS, 1, ...)
+
+    def next(self, number: int | None, params: Any) -> Any:
+        """Return the noise ``(1, ...)`` of the next step of this episode; for None, of any."""
+        if number not in (None, self._number):
+            self._number = number
+            self._step = 0
+            self._generator.manual_seed(noise_seed(self._seed, number, 0))
+        place = self._step % NOISE_STEPS
+        if place == 0:
+            self._drawn = self._policy.noise(NOISE_STEPS, params, self._generator)
+        self._step += 1
+        return map_tree(lambda leaf: leaf[place], self._drawn)

@@ -1,0 +1,264 @@
+"""The evaluation of a policy on the workers."""
+
+import os
+import signal
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.error import ResetNeeded
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torch import nn
+from torch.distributions import Distribution
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime.extras.together import Together
+from clusterenv_runtime.head.evaluation import shares_of
+
+from .envs import CountingEnv, assert_same
+from .nets import linear
+from .test_episodes import game_of_lives, limit_outside
+
+FIELDS = "observations actions logprobs rewards terminations truncations next_observations"
+
+
+class Seeded(gym.Env):
+    """Its episodes are as long as the seed says, and its rewards the action's number.
+
+    Each process may have ``most`` of it.
+    """
+
+    observation_space = spaces.Box(-np.inf, np.inf, (1,))
+    action_space = spaces.Discrete(2)
+    number = 0
+
+    def __init__(self, most=100):
+        if Seeded.number == most:
+            raise RuntimeError("only so many in a process")
+        Seeded.number += 1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.length = int(self.np_random.integers(2, 30))
+        self.steps = 0
+        return self.np_random.normal(size=1).astype(np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        observation = self.np_random.normal(size=1).astype(np.float32)
+        return observation, float(action), False, self.steps == self.length, {}
+
+
+def made(num_workers=2, num_envs=4, **options):
+    return ClusterEnv([Seeded] * num_envs, num_workers, **options)
+
+
+def expected(policy, episodes, seed, env=None):
+    """The returns of a policy's most likely actions."""
+    env, returns = env or Seeded(), []
+    for number in range(episodes):
+        observation, _ = env.reset(seed=seed + number)
+        total, truncated = 0, False
+        while not truncated:
+            with torch.no_grad():
+                action = policy(torch.as_tensor(observation)[None]).argmax().item()
+            observation, reward, _, truncated, _ = env.step(action)
+            total += reward
+        returns.append(total)
+    return returns
+
+
+def test_each_episode_has_its_seed_and_all_count():
+    policy = CategoricalPolicy(linear(1, 2))
+    with made() as envs:
+        found = envs.evaluate(policy, 10, seed=50, deterministic=True)
+    assert found.returns.tolist() == expected(policy, 10, 50)
+    assert found.ended.all()
+
+
+def test_it_is_the_same_on_any_number_of_workers_and_environments():
+    policy = CategoricalPolicy(linear(1, 2))
+    results = []
+    for num_workers, num_envs in (1, 3), (2, 4), (3, 11):
+        with made(num_workers, num_envs) as envs:
+            results.append(envs.evaluate(policy, 7))
+    for found in results[1:]:
+        assert_same(found, results[0])
+    assert len(set(results[0].returns)) > 2
+
+
+def test_shares_differ_by_one_and_are_spread():
+    for episodes, num_envs in (20, 64), (20, 7), (3, 3), (1, 5):
+        shares = shares_of(episodes, num_envs)
+        assert sum(shares, []) == list(range(episodes))
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+    assert [sum(map(len, half)) for half in np.split(np.array(shares_of(20, 64), object), 2)] == [
+        10, 10,
+    ]  # fmt: skip
+
+
+def test_training_goes_on_unharmed():
+    """Those that did not play go on where they were; versions, pulls and noise are as without."""
+    policy, other = CategoricalPolicy(linear(1, 2)), CategoricalPolicy(nn.Linear(1, 2))
+    rollouts = {}
+    for evaluates in False, True:
+        torch.manual_seed(1)
+        with made(2, 4) as envs:
+            envs.reset(seed=1)
+            found = [envs.rollout(policy, 9)]
+            if evaluates:  # in environments 1 and 3
+                envs.evaluate(other, 2)
+                envs.evaluate(policy, 2)
+            found += [envs.rollout(policy, 9), envs.rollout(policy, 9)]
+            rollouts[evaluates] = found, envs.state_dict()
+    (before, state), (after, other_state) = rollouts.values()
+    del state["waiting_seconds"], other_state["waiting_seconds"]
+    assert state == other_state
+    for one, two in zip(before, after, strict=True):
+        for name in FIELDS.split():
+            here, there = getattr(one, name), getattr(two, name)
+            rows = [0, 2]
+            axis = 0 if name == "next_observations" else 1
+            assert_same(here.take(rows, axis), there.take(rows, axis), name)
+    assert after[1].starts[[1, 3]].all()
+    assert not np.array_equal(before[1].observations[:, 1], after[1].observations[:, 1])
+
+
+def test_what_follows_is_not_what_was_evaluated():
+    """Each evaluation has the same seeds, and training after it must not repeat itself."""
+    policy = CategoricalPolicy(linear(1, 2))
+    with made(1, 2) as envs:
+        envs.reset(seed=1)
+        seen = []
+        for _ in range(3):
+            envs.evaluate(policy, 2)
+            seen.append(envs.rollout(policy, 9).observations)
+    assert len({array.tobytes() for array in seen}) == 3
+
+
+def test_outstanding_rollouts_come_after_it():
+    policy = CategoricalPolicy(linear(1, 2))
+    with made() as envs:
+        envs.reset(seed=1)
+        envs.publish(policy)
+        envs.send(5)
+        before = envs.evaluate(policy, 6)
+        parts = [envs.recv()[1] for _ in range(2)]
+        assert all(part.rewards.shape == (5, 2) for part in parts)
+        first = envs.rollout(policy, 5, overlap=True)
+        assert_same(envs.evaluate(policy, 6), before)
+        second = envs.rollout(policy, 5)
+        assert first.rewards.shape == second.rewards.shape == (5, 4)
+
+
+def test_a_loop_that_steps_must_reset():
+    with made(1, 2) as envs:
+        envs.evaluate(CategoricalPolicy(linear(1, 2)), 2)  # before the first reset
+        envs.reset(seed=1)
+        envs.step(np.zeros(2, int))
+        envs.evaluate(CategoricalPolicy(linear(1, 2)), 1)
+        with pytest.raises(ResetNeeded, match="Cannot call `step` after `evaluate` before all"):
+            envs.step(np.zeros(2, int))
+        envs.reset()
+        envs.step(np.zeros(2, int))
+
+
+def test_an_environment_that_exists_once_in_a_process_is_evaluated():
+    with ClusterEnv([partial(Seeded, 1)] * 2, 2) as envs:
+        assert len(envs.evaluate(CategoricalPolicy(linear(1, 2)), 5).returns) == 5
+
+
+def test_a_worker_that_dies_is_replaced_and_plays_again(workers, tmp_path):
+    gate = tmp_path / "gate"
+    policy = CategoricalPolicy(linear(1, 2))
+    with ClusterEnv([partial(CountingEnv, 3, gate=gate)] * 2, 2) as envs:
+        pid = next(iter(workers()))
+
+        signal.signal(signal.SIGALRM, lambda *_: (os.kill(pid, signal.SIGKILL), gate.touch()))
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        assert envs.evaluate(policy, 4).returns.tolist() == [6] * 4
+        assert len(envs.restarts) == 1
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(
+    ("make", "returns", "lengths"), [(game_of_lives, 21, 6), (limit_outside, 6, 3)]
+)
+def test_episodes_are_those_that_count(together, make, returns, lengths):
+    env_fns, options = [make] * 2, {}
+    if together:
+        mode = AutoresetMode.SAME_STEP
+        env_fns = Together(lambda num: SyncVectorEnv([make] * num, autoreset_mode=mode))
+        options = {"num_envs": 2}
+    with ClusterEnv(env_fns, 1, **options) as envs:
+        found = envs.evaluate(CategoricalPolicy(linear(1, 2)), 5)
+        assert (found.returns.tolist(), found.lengths.tolist()) == ([returns] * 5, [lengths] * 5)
+        envs.reset(seed=1)
+        assert envs.rollout(CategoricalPolicy(linear(1, 2)), 7).starts.all()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_episode_that_does_not_end_is_left_with_a_warning(together, caplog):
+    make, options = partial(CountingEnv, 10**9), {}
+    env_fns = [make]
+    if together:
+        env_fns, options = Together(lambda num: SyncVectorEnv(
+            [make] * num, autoreset_mode=AutoresetMode.DISABLED)), {"num_envs": 1}  # fmt: skip
+    with ClusterEnv(env_fns, 1, **options) as envs:
+        found = envs.evaluate(CategoricalPolicy(linear(1, 2)), 1, max_steps=4)
+    assert (found.returns.tolist(), found.lengths.tolist()) == ([10], [4])
+    assert not found.ended.any()
+    assert "1 of 1 episodes of the evaluation had not ended after 4 steps" in caplog.text
+
+
+class NoMode(CategoricalPolicy):
+    def distribution(self, params):
+        class Odd(Distribution):
+            has_enumerate_support = False
+
+            def log_prob(self, value):
+                return torch.zeros(value.shape)
+
+        return Odd(validate_args=False)
+
+    def kl(self, behavior, params):
+        return torch.zeros(len(params))
+
+
+def test_misuse_is_one_line():
+    policy = CategoricalPolicy(linear(1, 2))
+    with made(1, 1) as envs:
+        for arguments, text in (
+            ({"episodes": 0}, "episodes must be at least 1, got 0"),
+            ({"episodes": 1, "seed": -1}, "seed must be at least 0, got -1"),
+            ({"episodes": 1, "max_steps": 0}, "max_steps must be at least 1, got 0"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                envs.evaluate(policy, **arguments)
+        with pytest.raises(ValueError, match="the policy cannot act on"):
+            envs.evaluate(CategoricalPolicy(linear(3, 2)), 1)
+        with pytest.raises(TypeError, match="a Policy is wanted"):
+            envs.evaluate(linear(1, 2), 1)
+        envs.evaluate(NoMode(linear(1, 2)), 1)
+        with pytest.raises(ValueError, match="has no mode: .* evaluate it with its noise"):
+            envs.evaluate(NoMode(linear(1, 2)), 1, deterministic=True)
+
+
+def test_an_error_names_the_environment_and_needs_a_reset():
+    class Raises(CountingEnv):
+        def step(self, action):
+            raise KeyError("broken")
+
+    with ClusterEnv([Raises, CountingEnv], 2) as envs:
+        policy = CategoricalPolicy(linear(1, 2))
+        with pytest.raises(KeyError, match="broken") as error:
+            envs.evaluate(policy, 2)
+        assert "environment 0" in str(error.value.__cause__)
+        with pytest.raises(ResetNeeded, match="Cannot call `evaluate` before calling `reset`"):
+            envs.evaluate(policy, 2)
+        envs.reset()
+        assert envs.evaluate(policy, 1).returns.tolist() == [15]
