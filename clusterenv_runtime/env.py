@@ -202,7 +202,8 @@ class ClusterEnv(VectorApi):
         self._assert_idle("evaluate")
         self._collector.assert_arrays()
         with self._collector.giving_up_after_errors():
-            return evaluate(self._head, policy, episodes, seed, deterministic, max_steps)
+            spaces = self.single_observation_space, self.single_action_space
+            return evaluate(self._head, spaces, policy, episodes, seed, deterministic, max_steps)
 
     def interrupt(self) -> None:
         """Make the wait for workers that is under way, or else the next one, raise `Interrupted`

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
+from gymnasium import Space
 from gymnasium.error import ResetNeeded
 
 from ..rollout import Evaluation
@@ -20,12 +21,22 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate(
-    head: Head, policy: Policy, episodes: int, seed: int, deterministic: bool, max_steps: int
+    head: Head,
+    spaces: tuple[Space, Space],
+    policy: Policy,
+    episodes: int,
+    seed: int,
+    deterministic: bool,
+    max_steps: int,
 ) -> Evaluation:
-    """Have the workers play episodes; see `ClusterEnv.evaluate`.
+    """Have the workers play episodes in environments of these spaces, of an observation and an
+    action; see `ClusterEnv.evaluate`.
 
     The policy is not published, and no worker pulls: each evaluation brings its own weights.
     """
+    # This brings torch, as the policy has by now.
+    from ..policy.player import packed
+
     least = {"episodes": (episodes, 1), "seed": (seed, 0), "max_steps": (max_steps, 1)}
     for name, (number, smallest) in least.items():
         if number < smallest:
@@ -34,7 +45,7 @@ def evaluate(
     if pool.failures.to_reset:
         raise ResetNeeded("Cannot call `evaluate` before calling `reset`, as one has raised.")
     seen = pool.workers[0].episodes.seen
-    numbers, buffers = head.store.whole(policy, seen, deterministic)
+    numbers, buffers = packed(policy, *spaces, seen, deterministic)
     shares = shares_of(episodes, pool.workers[-1].rows.stop)
     pool.require(*pool.workers)
     seqs = []

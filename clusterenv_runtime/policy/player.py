@@ -1,4 +1,7 @@
-"""A policy that plays the episodes of an evaluation on a worker. This module imports torch."""
+"""A policy that plays the episodes of an evaluation: how it travels, and how it acts on a worker.
+
+This module imports torch.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,41 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import Space
 
 from ..arrays.trees import map_tree
+from ..errors import one_line
 from ..wire.protocol import Evaluate
 from .base import Policy
+from .probe import probe
+from .structure import check_policy, pickled
 from .sync import noise_seed
-from .tensors import empty_copy, load_weights, to_tensors
+from .tensors import empty_copy, flat_weights, load_weights, numbers_of, to_tensors
 
 NOISE_STEPS = 128  # steps of one episode for which noise is drawn at once
+
+
+def packed(
+    policy: Policy, space: Space, action_space: Space, seen: Any, deterministic: bool
+) -> tuple[list[float], list[Any]]:
+    """Return the numbers of a policy that is to play, and as buffers its structure and its weights.
+
+    The arguments are those of `probe`, and `Evaluate.deterministic`.
+
+    Raises:
+        TypeError: it is no `Policy`.
+        ValueError: it cannot play in these environments.
+    """
+    check_policy(policy)
+    params = probe(policy, space, action_space, seen).example["params"]
+    if deterministic:
+        try:
+            policy.distribution(map_tree(torch.from_numpy, params)).mode  # noqa: B018
+        except Exception as error:
+            text = f"the policy's distribution has no mode: {one_line(error)}"
+            raise ValueError(f"{text}; evaluate it with its noise") from error
+    weights = [part.cpu().numpy().data for part in flat_weights(policy)]
+    return numbers_of(policy), [pickled(policy), *weights]
 
 
 class Player:

@@ -180,12 +180,3 @@ def _fault_of_kl(policy: Policy, params: Any) -> str | None:
         )
     except Exception as error:
         return one_line(error)
-
-
-def mode_fault(policy: Policy, params: Any) -> str | None:
-    """Return why the most likely actions at one state cannot be told; None if they can."""
-    try:
-        policy.distribution(map_tree(torch.from_numpy, params)).mode  # noqa: B018
-        return None
-    except Exception as error:
-        return one_line(error)

@@ -144,29 +144,6 @@ class PolicyStore:
         self._measure([copy for copy in self._copies if copy.behavior])
         return changed
 
-    def whole(self, policy: Policy, seen: Any, has_mode: bool) -> tuple[list[float], list[Any]]:
-        """Return the numbers of a policy that is evaluated, and as buffers its structure and its
-        weights.
-
-        Nothing is published. ``has_mode`` says whether its distribution must have a mode.
-
-        Raises:
-            TypeError, ValueError: as for `publish`.
-        """
-        from .probe import mode_fault, probe
-        from .structure import check_policy, pickled
-        from .tensors import flat_weights, numbers_of
-
-        check_policy(policy)
-        probed = self._probed if policy is self._policy else probe(policy, *self._spaces, seen)
-        fault = mode_fault(policy, probed.example["params"]) if has_mode else None
-        if fault is not None:
-            text = f"the policy's distribution has no mode: {fault}"
-            raise ValueError(f"{text}; evaluate it with its noise")
-        weights, others = flat_weights(policy)
-        exact = [part.cpu().numpy().data for part in (weights, others)]
-        return numbers_of(policy), [pickled(policy), *exact]
-
     def _update_structure(self, policy: Policy, is_new: bool, seen: Any) -> bool:
         """Notice whether anything but weights and numbers has changed, and try the policy then.
 
