@@ -37,7 +37,6 @@ from clusterenv_runtime.script import (
     check_game,
     check_memory,
     check_stacks,
-    evaluate,
     parse,
     read_spaces,
     seeded_device,
@@ -284,14 +283,9 @@ if __name__ == "__main__":
             writer.add_scalar("throughput/consumed_sps", learned / run.seconds, run.global_step)
             writer.add_scalar("throughput/replay_ratio", learned / run.global_step, run.global_step)
 
-        def act(obs):  # as the workers act, with epsilon at its end
-            actions = q_network(torch.as_tensor(obs, device=device)).argmax(dim=1).cpu().numpy()
-            explore = np.random.rand(len(actions)) < args.end_e
-            actions[explore] = np.random.randint(envs.single_action_space.n, size=explore.sum())
-            return actions
-
+        policy.epsilon = args.end_e
         run.finish(
-            evaluate(args, make_env, act, **ENVPOOL),
+            run.evaluate(policy),
             gradient_steps=count.gradient_steps,
             transitions_inserted=rb.inserted,
             policy_versions=envs.policy_version,

@@ -35,7 +35,6 @@ from clusterenv_runtime.script import (
     check_batches,
     check_game,
     check_stacks,
-    evaluate,
     parse,
     read_spaces,
     seeded_device,
@@ -342,9 +341,4 @@ if __name__ == "__main__":
             writer.add_scalar("charts/learning_rate", lrnow, run.global_step)
             run.logs.add_times(collect_start, learn_start, args.batch_size, run.global_step)
 
-        def act(obs):  # as the workers act
-            action, _, _, _ = agent.get_action_and_value(torch.as_tensor(obs, device=device))
-            return action.cpu().numpy()
-
-        returns = evaluate(args, make_env, act, **ENVPOOL)
-        run.finish(returns, updates=run.global_step // args.batch_size)
+        run.finish(run.evaluate(policy), updates=run.global_step // args.batch_size)

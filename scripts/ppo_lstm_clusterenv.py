@@ -34,7 +34,6 @@ from clusterenv_runtime.script import (
     check_batches,
     check_discrete,
     check_vectors,
-    evaluate,
     parse,
     read_spaces,
     seeded_device,
@@ -340,11 +339,4 @@ if __name__ == "__main__":
             writer.add_scalar("charts/learning_rate", lrnow, run.global_step)
             run.logs.add_times(collect_start, learn_start, args.batch_size, run.global_step)
 
-        lstm_state = [state.to(device) for state in policy.initial_state(args.eval_episodes)]
-
-        def act(obs):  # as the workers act, in one episode each
-            global lstm_state
-            logits, lstm_state = policy(torch.Tensor(obs).to(device), lstm_state)
-            return Categorical(logits=logits).sample().cpu().numpy()
-
-        run.finish(evaluate(args, make_env, act), updates=run.global_step // args.batch_size)
+        run.finish(run.evaluate(policy), updates=run.global_step // args.batch_size)

@@ -33,7 +33,6 @@ from clusterenv_runtime.script import (
     check_batches,
     check_discrete,
     check_vectors,
-    evaluate,
     parse,
     read_spaces,
     seeded_device,
@@ -339,8 +338,4 @@ if __name__ == "__main__":
             writer.add_scalar("charts/learning_rate", lrnow, run.global_step)
             run.logs.add_times(collect_start, learn_start, args.batch_size, run.global_step)
 
-        def act(obs):  # as the workers act
-            action, _, _, _ = agent.get_action_and_value(torch.Tensor(obs).to(device))
-            return action.cpu().numpy()
-
-        run.finish(evaluate(args, make_env, act), updates=run.global_step // args.batch_size)
+        run.finish(run.evaluate(policy), updates=run.global_step // args.batch_size)

@@ -3,12 +3,15 @@
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import scripts.ppo_atari_clusterenv as script
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.envs.layout import EnvLayout
 from clusterenv_runtime.extras import make_vec
 from clusterenv_runtime.extras.together import EnvsTogether
-from clusterenv_runtime.script import environments, evaluate, read_spaces
+from clusterenv_runtime.script import by_backend, read_spaces
 from clusterenv_runtime.wire.part import pack_part
 from clusterenv_runtime.worker.one_by_one import EnvsOneByOne
 
@@ -88,9 +91,27 @@ def test_an_episode_is_a_life_and_the_statistics_are_of_games():
     )
 
 
-def evaluated(env_id, backend, act):
-    args = script.Args(env_id=env_id, env_backend=backend, eval_episodes=2)
-    return evaluate(args, script.make_env, act, **script.ENVPOOL)
+class Same(CategoricalPolicy):
+    """Takes all actions as likely, or only the first."""
+
+    float_observations = False
+
+    def __init__(self, num_actions, only_first=False):
+        super().__init__(nn.Linear(1, 1))
+        logits = torch.zeros(num_actions)
+        logits[0] = 1000 * only_first
+        self.register_buffer("logits", logits)
+
+    def forward(self, observations):
+        return self.logits.expand(len(observations), -1)
+
+
+def evaluated(env_id, backend, policy):
+    args = script.Args(env_id=env_id, env_backend=backend)
+    make = [script.make_env(env_id, 1, False, "")] * 2
+    env_fns = by_backend(args, make, **script.ENVPOOL)
+    with ClusterEnv(env_fns, 1, num_envs=2) as envs:
+        return envs.evaluate(policy, 3)
 
 
 @pytest.mark.parametrize(
@@ -99,37 +120,13 @@ def evaluated(env_id, backend, act):
 def test_evaluated_are_whole_games_of_rewards_as_they_are(env_id, backend):
     if backend == "envpool":
         pytest.importorskip("envpool")
-    rng = np.random.default_rng(1)
-    returns = evaluated(env_id, backend, lambda obs: rng.integers(18, size=len(obs)))
+    returns, _, ended = evaluated(env_id, backend, Same(18))
     assert (returns > 0).any() and (returns % 20 == 0).all()  # the first targets are worth 20 each
+    assert ended.all()
 
 
-def test_whoever_never_fires_is_evaluated_for_all_lives(caplog):
-    assert evaluated("ALE/Breakout-v5", "gymnasium", lambda obs: np.zeros(len(obs), int)).shape == (
-        2,
-    )
-    assert not caplog.text  # they have ended
-
-
-def test_an_evaluation_that_does_not_end_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(environments, "MOST_STEPS", 20)
-    evaluated("ALE/Breakout-v5", "gymnasium", lambda obs: np.zeros(len(obs), int))
-    assert "2 of 2 episodes of the evaluation had not ended after 20 steps" in caplog.text
-
-
-def test_statistics_are_taken_under_any_name():
-    def make_env(env_id, idx, capture_video, run_name):
-        def thunk():
-            env = gym.wrappers.RecordEpisodeStatistics(
-                gym.make(env_id, max_episode_steps=9), stats_key="games"
-            )
-            return gym.wrappers.TransformReward(env, lambda reward: 0)
-
-        return thunk
-
-    args = script.Args(env_id="CartPole-v1", eval_episodes=3)
-    returns = evaluate(args, make_env, lambda obs: np.arange(len(obs)) % 2)
-    assert (returns >= 8).all() and (returns <= 9).all()
+def test_whoever_never_fires_is_evaluated_for_all_lives():
+    assert evaluated("ALE/Breakout-v5", "gymnasium", Same(4, only_first=True)).ended.all()
 
 
 def test_a_seed_begins_a_new_game():
@@ -175,7 +172,7 @@ class AtRandom:
         self.actions.append(self.rng.integers(self.num_actions, size=len(starts)))
         return self.actions[-1]
 
-    def finish(self):
+    def finish(self, observations):
         shape = len(self.actions), len(self.actions[0])
         return {
             "actions": np.array(self.actions), "logprobs": np.zeros(shape, np.float32),

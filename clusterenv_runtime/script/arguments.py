@@ -151,8 +151,9 @@ class ScriptArgs(ClusterOptions):
     save_model: bool = True
     """whether to save the model into the `runs/{run_name}` folder"""
     eval_episodes: NotNegative = 20
-    """the number of episodes of the final evaluation, in environments of this process; 0 for none
-    """
+    """the number of episodes of the final evaluation, on the workers; 0 for none"""
+    eval_deterministic: bool = False
+    """evaluate the policy by its most likely actions, not by actions that it draws"""
     max_seconds: PositiveNumber | None = None
     """stop cleanly after so many seconds of training"""
 

@@ -1,30 +1,22 @@
-"""A script's environments: how they are made, their spaces, and the evaluation of a policy."""
+"""A script's environments: how they are made, and their spaces."""
 
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
-import torch
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
 from ..errors import one_line
 from ..extras.backends import make_vec
 from ..extras.together import AutoresetError, Together
-from ..worker.statistics import OwnStatistics
 from .checks import check
 
 EnvFn = Callable[[], gym.Env]
-logger = logging.getLogger(__name__)
-# An evaluation ends after so many steps, as some environments end no episode; Atari's games end
-# after 27,000.
-MOST_STEPS = 30_000
 # Wrappers that change no step.
 NEUTRAL = "RecordEpisodeStatistics", "PassiveEnvChecker", "OrderEnforcing"
 
@@ -133,47 +125,3 @@ def _parts(env: gym.Env) -> Counter[str]:
     )
     given = (f"{name}={value}" for name, value in arguments.items() if name != "render_mode")
     return parts + Counter([type(inner).__name__, *given])
-
-
-@torch.no_grad()
-def evaluate(
-    args: Any, make_env: Callable[..., EnvFn], act: Callable[[Any], np.ndarray], **envpool: Any
-) -> np.ndarray:
-    """Let ``act`` play one episode in each of `eval_episodes` new environments, of this process;
-    return the returns.
-
-    Environments that count their own episodes (RecordEpisodeStatistics) say when one is over, and
-    what it returned: of Atari a whole game, with rewards as the game gives them. ``envpool`` is as
-    for `by_backend`.
-    """
-    if not args.eval_episodes:
-        return np.empty(0)
-    env_fns = [
-        make_env(args.env_id, 1, False, "", **args.make_kwargs) for _ in range(args.eval_episodes)
-    ]
-    envs = make_here(args, env_fns, **envpool)
-    key = None
-    if isinstance(envs, SyncVectorEnv) and all(map(OwnStatistics.of, envs.envs)):
-        key = envs.envs[0].get_wrapper_attr("_stats_key")
-    obs, _ = envs.reset(seed=args.seed + 100_000)
-    returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    for _ in range(MOST_STEPS):
-        obs, reward, terminations, truncations, infos = envs.step(act(obs))
-        returns += reward * running
-        ended = terminations | truncations
-        if key is not None or "episode" in infos:
-            name = key or "episode"
-            own, ended = (
-                infos.get(name, {"r": returns}),
-                infos.get(f"_{name}", np.zeros_like(running)),
-            )
-            returns = np.where(running & ended, own["r"], returns)
-        running &= ~ended
-        if not running.any():
-            break
-    envs.close()
-    if number := np.count_nonzero(running):
-        text = "%d of %d episodes of the evaluation had not ended after %d steps"
-        counts = f"{text}: what they had returned by then counts"
-        logger.warning(counts, number, args.eval_episodes, MOST_STEPS)
-    return returns

@@ -18,6 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ..env import ClusterEnv
 from ..errors import print_line
+from ..policy.base import Policy
 from ..rollout import Rollout
 from .arguments import ScriptArgs, check_flags
 from .checkpoint import replaced, rng_state, save_checkpoint, save_model, set_rng_state
@@ -32,6 +33,7 @@ from .summary import finite, summary_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+EVALUATION = 100_000  # the seeds of an evaluation are so far from those of training
 ALWAYS_FIXED = "num_envs", "envs_per_worker", "env_kwargs"
 
 
@@ -48,7 +50,7 @@ class Run:
                 run.add_episodes(rollout)
                 run.global_step += args.batch_size
                 run.report(rollout, versions=iteration)
-            run.finish(evaluate(args, make_env, act))
+            run.finish(run.evaluate(policy))
 
     Args:
         args: the flags of the command line, as `parse` returns them.
@@ -180,7 +182,7 @@ class Run:
 
         They count from 1. Between two of them a checkpoint is written if one is due, and signals
         are heeded. After --max-seconds the next iteration that `report`s is the last. Then there is
-        a checkpoint, and the workers end. Do not leave the loop by ``break``, or there is neither.
+        a checkpoint. Do not leave the loop by ``break``, or there is none.
         """
         done = -(-self.global_step // steps)
         self._number = number
@@ -198,7 +200,6 @@ class Run:
         self._trained_seconds = self.seconds
         self._progress.bar.stop()
         self._try_to_save()
-        self._envs.close()
         self._signals.raise_if_received()
 
     def _is_save_due(self) -> bool:
@@ -250,11 +251,27 @@ class Run:
         """Return the sum of values over all learners."""
         return values
 
+    def evaluate(self, policy: Policy) -> np.ndarray:
+        """Have the workers play --eval-episodes episodes, and return their returns."""
+        args, episodes = self.args, self.args.eval_episodes
+        if not episodes:
+            return np.empty(0)
+        workers = min(self._envs.num_workers, episodes)
+        plurals = "s" * (episodes > 1), "s" * (workers > 1)
+        say(f"evaluating {episodes} episode{plurals[0]} on {workers} worker{plurals[1]}")
+        played = self._envs.evaluate(
+            policy, episodes, seed=args.seed + EVALUATION, deterministic=args.eval_deterministic
+        )
+        return played.returns
+
     def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
-        """Log and print the evaluation, draw the curve, write ``summary.json`` with ``more`` in it.
+        """End the workers, log and print the evaluation, draw the curve, write ``summary.json``
+        with ``more`` in it.
 
         If a file cannot be written, exit with one line.
         """
+        self._envs.close()
+        self._signals.raise_if_received()
         if len(eval_returns):
             self.logs.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
         seconds, mean_return = self._trained_seconds, self.logs.curve.mean_return

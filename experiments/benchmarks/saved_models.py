@@ -3,23 +3,21 @@
     python -m experiments.benchmarks.saved_models runs/HalfCheetah-v5__ppo_continuous__...
 
 For each of the run directories, plays as many episodes with the saved model as the run's own
-evaluation did, in environments of another seed. Prints their mean beside the interval that holds 95
+evaluation did, with other seeds. Prints their mean beside the interval that holds 95
 of the last 100 episodes of training.
 """
 
 import json
-from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import gymnasium as gym
 import msgspec
 import numpy as np
 import torch
 import tyro
 
-from clusterenv_runtime.script import evaluate
+from clusterenv_runtime import ClusterEnv, GaussianPolicy
 from clusterenv_runtime.script.checkpoint import load_checkpoint
 from scripts.ppo_continuous_clusterenv import Agent, make_env
 from scripts.ppo_continuous_clusterenv import Args as ScriptArgs
@@ -32,19 +30,13 @@ class Args:
 
 
 def play(args, model):
-    """Return the returns of a model's episodes, in environments that training did not have."""
-    env = gym.make(args.env_id, **args.make_kwargs)
-    space = env.action_space
-    spaces = Namespace(single_observation_space=env.observation_space, single_action_space=space)
-    agent = Agent(spaces, args.hidden_size)
-    agent.load_state_dict(torch.load(model))
-    torch.manual_seed(args.seed)
-
-    def act(obs):
-        action, _, _, _ = agent.get_action_and_value(torch.Tensor(obs))
-        return action.numpy().clip(space.low, space.high)
-
-    return evaluate(replace(args, seed=args.seed + 1000), make_env, act)
+    """Return the returns of a model's episodes, with seeds that training did not have."""
+    env_fn = make_env(args.env_id, 1, False, "", **args.make_kwargs)
+    with ClusterEnv([env_fn] * args.num_workers, args.num_workers) as envs:
+        agent = Agent(envs, args.hidden_size)
+        agent.load_state_dict(torch.load(model))
+        policy = GaussianPolicy(agent.actor_mean, agent.actor_logstd, envs.single_action_space)
+        return envs.evaluate(policy, args.eval_episodes, seed=args.seed + 200_000).returns
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 
 from tests import forked, scripts
 
-ACTS = 500  # how often the evaluation's function acts
+ACTS = 500  # how often the evaluated policy acts
 NETWORKS = "agent", "q_network", "target_network"
 
 
@@ -55,7 +55,7 @@ class Recording:
     summary: dict[str, Any] = field(default_factory=dict)
     # Observations, (number, ...), and with memory (steps, number, ...).
     acted_on: np.ndarray | None = None
-    # (times, number, ...): the actions of the evaluation's function, at the last step.
+    # (times, number, ...): the actions of the evaluated policy, at the last step.
     acts: np.ndarray | None = None
 
 
@@ -77,27 +77,23 @@ def record(script, directory, *flags, interrupt=None):
     return recording
 
 
-def evaluated(variables, rollout):
-    """Return observations of a rollout, and the actions of a script's `act` on them, time after
+def evaluated(policy, rollout):
+    """Return observations of a rollout, and the actions of an evaluated policy on them, time after
     time.
     """
-    act = variables["act"]
-    if "lstm_state" in variables:
+    generator = torch.Generator().manual_seed(1)
+    obs = rollout.next_observations
+    in_sequence = policy.initial_state(1) is not None
+    if in_sequence:
         obs = rollout.observations[:2]
-
-        def once():
-            act.__globals__["lstm_state"] = variables["policy"].initial_state(obs.shape[1])
-            return [act(each) for each in obs][-1]
-
-    else:
-        obs = rollout.next_observations
-        if obs.ndim == 2:
-            obs = np.concatenate([*rollout.observations, obs])
-
-        def once():
-            return act(obs)
-
-    return obs, np.stack([once() for _ in range(ACTS)])
+    elif obs.ndim == 2:
+        obs = np.concatenate([*rollout.observations, obs])
+    steps = torch.as_tensor(obs if in_sequence else obs[None])
+    steps = steps.float() if policy.float_observations else steps
+    starts = torch.zeros(steps.shape[:2], dtype=bool)
+    params, _ = policy.unroll(steps, starts, policy.initial_state(steps.shape[1]))
+    noise = policy.noise(ACTS, params[-1], generator)
+    return obs, np.stack([policy.to_env(policy.act(params[-1], each)).numpy() for each in noise])
 
 
 def main(output, script, interrupt, *flags):
@@ -108,7 +104,7 @@ def main(output, script, interrupt, *flags):
     original = {
         name: getattr(ClusterEnv, name) for name in ("rollout", "recv", "send", "reset", "publish")
     }
-    keep, add = Run.keep, Run.add_episodes
+    keep, add, evaluates = Run.keep, Run.add_episodes, Run.evaluate
     add_scalars = torch.utils.tensorboard.SummaryWriter.add_scalar
 
     def networks(variables):
@@ -155,6 +151,10 @@ def main(output, script, interrupt, *flags):
         kept[name] = part
         return keep(run, name, part)
 
+    def evaluate(run, policy):
+        kept["evaluated"] = policy
+        return evaluates(run, policy)
+
     def add_scalar(writer, tag, value, step, **kwargs):
         recording.scalars.setdefault(tag, []).append(float(value))
         recording.steps.setdefault(tag, []).append(step)
@@ -162,7 +162,7 @@ def main(output, script, interrupt, *flags):
 
     ClusterEnv.rollout, ClusterEnv.recv = collect("rollout"), collect("recv")
     ClusterEnv.send, ClusterEnv.reset, ClusterEnv.publish = send, reset, publish
-    Run.keep, Run.add_episodes = keep_noted, add_episodes
+    Run.keep, Run.add_episodes, Run.evaluate = keep_noted, add_episodes, evaluate
     torch.utils.tensorboard.SummaryWriter.add_scalar = add_scalar
     torch.set_num_threads(1)  # several threads wait for each other on a busy machine
     sys.argv = [script, *flags]
@@ -174,7 +174,9 @@ def main(output, script, interrupt, *flags):
             if "target_network" in variables:  # a script that acts by this network acts otherwise
                 for parameter in list(variables["target_network"].parameters())[-2:]:
                     parameter.neg_()
-            recording.acted_on, recording.acts = evaluated(variables, recording.calls[-1].rollout)
+            recording.acted_on, recording.acts = evaluated(
+                kept["evaluated"], recording.calls[-1].rollout
+            )
     finally:
         Path(output).write_bytes(pickle.dumps(recording))
 

@@ -1,7 +1,6 @@
 """The scripts' computations, function by function, against definitions and closed forms."""
 
 import importlib
-import itertools
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -226,32 +225,6 @@ def test_importance_weights_multiply_the_policys_loss_alone(ppo):
     np.testing.assert_allclose(new.grad, [-2, -1])
     np.testing.assert_allclose(entropy.grad, [-0.05, -0.05])  # more entropy is less loss
     np.testing.assert_allclose(value.grad, [0.25, 0.75])  # vf_coef * (value - return) / number
-
-
-# The evaluation.
-
-
-@pytest.mark.parametrize("name", [*PPO, *DQN])
-def test_an_evaluation_returns_what_the_policy_earns_in_one_episode_each(name):
-    script = importlib.import_module(name)
-    kind = kind_of(name)
-    args = SimpleNamespace(
-        env_id=f"tests.algorithms.toys:Corridor-{kind}-v0", env_backend="gymnasium",
-        eval_episodes=5, seed=1, make_kwargs={},
-    )  # fmt: skip
-    walks, places = np.array([True, False, True, True, False]), itertools.count()
-
-    def act(_):
-        # A policy that leaves does so in the first place.
-        is_other = walks == (next(places) % 2 == 0 or kind == "atari")
-        return (
-            np.stack([2.0 * is_other - 1] * 2, 1).astype(np.float32)
-            if kind == "box"
-            else is_other.astype(int)
-        )
-
-    returns = script.evaluate(args, script.make_env, act)
-    assert returns.tolist() == np.where(walks, 3, 1).tolist()
 
 
 # Continuous PPO's normalization.
