@@ -37,6 +37,7 @@ from clusterenv_runtime.script import (
     check_game,
     check_memory,
     check_stacks,
+    evaluate,
     parse,
     read_spaces,
     seeded_device,
@@ -285,7 +286,7 @@ if __name__ == "__main__":
 
         policy.epsilon = args.end_e
         run.finish(
-            run.evaluate(policy),
+            evaluate(args, envs, policy),
             gradient_steps=count.gradient_steps,
             transitions_inserted=rb.inserted,
             policy_versions=envs.policy_version,

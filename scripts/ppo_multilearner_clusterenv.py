@@ -33,6 +33,7 @@ from clusterenv_runtime.script import (
     check_batches,
     check_discrete,
     check_vectors,
+    evaluate,
     parse,
     read_spaces,
     seeded_device,
@@ -338,4 +339,4 @@ if __name__ == "__main__":
             writer.add_scalar("charts/learning_rate", lrnow, run.global_step)
             run.logs.add_times(collect_start, learn_start, args.batch_size, run.global_step)
 
-        run.finish(run.evaluate(policy), updates=run.global_step // args.batch_size)
+        run.finish(evaluate(args, envs, policy), updates=run.global_step // args.batch_size)

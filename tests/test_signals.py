@@ -143,5 +143,6 @@ def test_saves_are_due_when_the_interval_is_over_and_at_the_end(
         for _ in run.iterations(3, 8):
             assert not envs.closed
             run.global_step += 8
-        assert envs.closed
+        assert not envs.closed  # the evaluation needs them
+    assert envs.closed
     assert saved_at == at

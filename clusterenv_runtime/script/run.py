@@ -18,7 +18,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ..env import ClusterEnv
 from ..errors import print_line
-from ..policy.base import Policy
 from ..rollout import Rollout
 from .arguments import ScriptArgs, check_flags
 from .checkpoint import replaced, rng_state, save_checkpoint, save_model, set_rng_state
@@ -33,7 +32,6 @@ from .summary import finite, summary_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-EVALUATION = 100_000  # the seeds of an evaluation are so far from those of training
 ALWAYS_FIXED = "num_envs", "envs_per_worker", "env_kwargs"
 
 
@@ -50,7 +48,7 @@ class Run:
                 run.add_episodes(rollout)
                 run.global_step += args.batch_size
                 run.report(rollout, versions=iteration)
-            run.finish(run.evaluate(policy))
+            run.finish(evaluate(args, envs, policy))
 
     Args:
         args: the flags of the command line, as `parse` returns them.
@@ -251,22 +249,8 @@ class Run:
         """Return the sum of values over all learners."""
         return values
 
-    def evaluate(self, policy: Policy) -> np.ndarray:
-        """Have the workers play --eval-episodes episodes, and return their returns."""
-        args, episodes = self.args, self.args.eval_episodes
-        if not episodes:
-            return np.empty(0)
-        workers = min(self._envs.num_workers, episodes)
-        plurals = "s" * (episodes > 1), "s" * (workers > 1)
-        say(f"evaluating {episodes} episode{plurals[0]} on {workers} worker{plurals[1]}")
-        played = self._envs.evaluate(
-            policy, episodes, seed=args.seed + EVALUATION, deterministic=args.eval_deterministic
-        )
-        return played.returns
-
     def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
-        """End the workers, log and print the evaluation, draw the curve, write ``summary.json``
-        with ``more`` in it.
+        """End the workers, log the evaluation, draw the curve, write ``summary.json``.
 
         If a file cannot be written, exit with one line.
         """

@@ -104,7 +104,7 @@ def main(output, script, interrupt, *flags):
     original = {
         name: getattr(ClusterEnv, name) for name in ("rollout", "recv", "send", "reset", "publish")
     }
-    keep, add, evaluates = Run.keep, Run.add_episodes, Run.evaluate
+    keep, add, evaluates = Run.keep, Run.add_episodes, ClusterEnv.evaluate
     add_scalars = torch.utils.tensorboard.SummaryWriter.add_scalar
 
     def networks(variables):
@@ -151,9 +151,9 @@ def main(output, script, interrupt, *flags):
         kept[name] = part
         return keep(run, name, part)
 
-    def evaluate(run, policy):
+    def evaluate(envs, policy, *args, **kwargs):
         kept["evaluated"] = policy
-        return evaluates(run, policy)
+        return evaluates(envs, policy, *args, **kwargs)
 
     def add_scalar(writer, tag, value, step, **kwargs):
         recording.scalars.setdefault(tag, []).append(float(value))
@@ -162,7 +162,7 @@ def main(output, script, interrupt, *flags):
 
     ClusterEnv.rollout, ClusterEnv.recv = collect("rollout"), collect("recv")
     ClusterEnv.send, ClusterEnv.reset, ClusterEnv.publish = send, reset, publish
-    Run.keep, Run.add_episodes, Run.evaluate = keep_noted, add_episodes, evaluate
+    Run.keep, Run.add_episodes, ClusterEnv.evaluate = keep_noted, add_episodes, evaluate
     torch.utils.tensorboard.SummaryWriter.add_scalar = add_scalar
     torch.set_num_threads(1)  # several threads wait for each other on a busy machine
     sys.argv = [script, *flags]
