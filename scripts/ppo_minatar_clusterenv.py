@@ -229,9 +229,8 @@ if __name__ == "__main__":
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
-    device = seeded_device(args)
     # Networks this small gain nothing from more threads, and runs side by side stall each other.
-    torch.set_num_threads(1)
+    device = seeded_device(args, threads=1)
 
     # env setup
     env_fns = [

@@ -18,7 +18,7 @@ import torch
 import tyro
 
 import ppo_clusterenv
-from clusterenv_runtime.script import Counters, Run, environments
+from clusterenv_runtime.script import Counters, Run, environments, seeded_device
 from clusterenv_runtime.script.checkpoint import load_checkpoint, save_checkpoint
 from clusterenv_runtime.script.signals import TOLD
 from docs import flags
@@ -329,3 +329,38 @@ def test_a_minibatch_of_one_is_refused_in_one_line(tmp_path, monkeypatch, script
         "use fewer, or "
     )
     scripts.check_refusal_here(monkeypatch, script, tmp_path, flags.split(), says)
+
+
+# Threads and names.
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "threads", "has"),
+    [(None, None, 1, 1), (None, "2", 1, 3), (2, "3", 1, 2), (None, None, None, 3), (2, None, 1, 2)],
+)
+def test_threads_are_the_flags_or_the_variables_or_the_scripts(
+    monkeypatch, flag, variable, threads, has
+):
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    torch.set_num_threads(3)  # as torch has set them by the variable, or by itself
+    try:
+        args = ppo_clusterenv.Args(torch_threads=flag)
+        seeded_device(args, threads=threads)
+        assert torch.get_num_threads() == has
+    finally:
+        torch.set_num_threads(before)
+        torch.distributions.Distribution.set_default_validate_args(True)
+
+
+def test_a_run_is_named_by_environment_experiment_seed_and_time(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import gymnasium as gym\n"
+        "gym.register('Mine/Cart-v0', 'gymnasium.envs.classic_control:CartPoleEnv')\n"
+    )
+    flags = [*TINY, "--env-id", "mine:Mine/Cart-v0", "--total-timesteps", "64"]
+    scripts.run(SCRIPT, tmp_path, *flags, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    (name,) = os.listdir(tmp_path / "runs")
+    assert re.fullmatch(r"mine-Mine-Cart-v0__ppo_clusterenv__1__\d{8}-\d{6}-\d{3}", name)

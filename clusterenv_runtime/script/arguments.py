@@ -138,6 +138,10 @@ class ScriptArgs(ClusterOptions):
     """seed of the experiment"""
     torch_deterministic: bool = True
     """if toggled, `torch.backends.cudnn.deterministic=True`"""
+    torch_threads: Positive | None = None
+    """the number of threads of torch in the learner; by default `OMP_NUM_THREADS`, or else 1 where
+    networks are small
+    """
     cuda: bool = True
     """if toggled, the learner uses a GPU where there is one"""
     track: Annotated[bool, RunsCode(bool)] = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -10,12 +11,22 @@ import torch
 from torch.distributions import Distribution
 
 
-def seeded_device(args: Any) -> torch.device:
+def seeded_device(args: Any, threads: int | None = None) -> torch.device:
     """Seed all random numbers, and return the learner's device: a GPU if there is one and --cuda.
 
     From here on torch's distributions take their arguments unchecked: a check would wait for the
     GPU. The workers, who act, check theirs.
+
+    Args:
+        args: the script's flags.
+        threads: how many threads torch has here, unless --torch-threads or the variable
+            OMP_NUM_THREADS says so; None for as many as torch takes.
     """
+    if "OMP_NUM_THREADS" in os.environ:
+        threads = None
+    threads = args.torch_threads or threads
+    if threads is not None:
+        torch.set_num_threads(threads)
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)

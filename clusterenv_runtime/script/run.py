@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any, TypeVar
 
 import numpy as np
@@ -294,8 +296,12 @@ def _check_is_alone() -> None:
 
 
 def _new_name(args: ScriptArgs) -> str:
-    env_id, milliseconds = args.env_id.replace("/", "-"), time.time_ns() // 10**6
-    return args.run_name or f"{env_id}__{args.exp_name}__{args.seed}__{milliseconds}"
+    if args.run_name is not None:
+        return args.run_name
+    env_id = re.sub("[/:]", "-", args.env_id)
+    now = datetime.now()
+    time_of_day = f"{now:%H%M%S}-{now.microsecond // 1000:03}"  # jobs of an array start at once
+    return f"{env_id}__{args.exp_name}__{args.seed}__{now:%Y%m%d}-{time_of_day}"
 
 
 def _measured(envs: ClusterEnv, rollout: Rollout) -> np.ndarray:

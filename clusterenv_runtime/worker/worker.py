@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import sys
 import traceback
@@ -244,7 +245,8 @@ def _import_torch() -> None:
     """Import torch, which a worker that only steps does not need."""
     import torch
 
-    torch.set_num_threads(1)  # the machine's other cores have workers of their own
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # the machine's other cores have workers of their own
 
 
 def _text(make: Callable[[], Any]) -> str:
