@@ -66,7 +66,7 @@ class Player:
         for name, number in zip(self._policy.numbers, request.numbers, strict=True):
             setattr(self._policy, name, number)
         self._state: Any = None
-        self._noises: list[EpisodeNoise] = []
+        self._drawn: Any = None  # the noise of the next steps, (NOISE_STEPS, num_envs, ...)
 
     @torch.inference_mode()
     def act(self, observations: Any, starts: np.ndarray, numbers: Sequence[int | None]) -> Any:
@@ -99,34 +99,28 @@ class Player:
 
     def _noise(self, params: Any, numbers: Sequence[int | None]) -> Any:
         """Return the noise of the next step of each environment's episode."""
-        if not self._noises:
-            self._noises = [EpisodeNoise(self._policy, self._request.seed) for _ in numbers]
-        steps = []
-        for place, (noise, number) in enumerate(zip(self._noises, numbers, strict=True)):
-            own = map_tree(lambda leaf: leaf[place : place + 1], params)  # noqa: B023
-            steps.append(noise.next(number, own))
-        return map_tree(lambda *each: torch.cat(each), *steps)
+        if self._drawn is None:
+            self._generators = [torch.Generator() for _ in numbers]
+            self._numbers = [None] * len(numbers)
+            self._steps = np.zeros(len(numbers), np.int64)
+        for place, number in enumerate(numbers):
+            if number not in (None, self._numbers[place]):
+                self._numbers[place] = number
+                self._steps[place] = 0
+                seed = noise_seed(self._request.seed, number, 0)
+                self._generators[place].manual_seed(seed)
+        for place in np.flatnonzero(self._steps % NOISE_STEPS == 0).tolist():
+            self._draw(params, place)
+        steps = torch.from_numpy(self._steps % NOISE_STEPS)
+        places = torch.arange(len(numbers))
+        self._steps += 1
+        return map_tree(lambda leaf: leaf[steps, places], self._drawn)
 
-
-class EpisodeNoise:
-    """The noise of one episode after another."""
-
-    def __init__(self, policy: Policy, seed: int) -> None:
-        self._policy = policy
-        self._seed = seed
-        self._generator = torch.Generator()
-        self._number: int | None = None  # of the episode
-        self._step = 0
-        self._drawn: Any = None  # (NOISE_STEPS, 1, ...)
-
-    def next(self, number: int | None, params: Any) -> Any:
-        """Return the noise ``(1, ...)`` of the next step of this episode; for None, of any."""
-        if number not in (None, self._number):
-            self._number = number
-            self._step = 0
-            self._generator.manual_seed(noise_seed(self._seed, number, 0))
-        place = self._step % NOISE_STEPS
-        if place == 0:
-            self._drawn = self._policy.noise(NOISE_STEPS, params, self._generator)
-        self._step += 1
-        return map_tree(lambda leaf: leaf[place], self._drawn)
+    def _draw(self, params: Any, place: int) -> None:
+        """Draw the noise of the next steps of one environment's episode."""
+        own = map_tree(lambda leaf: leaf[place : place + 1], params)
+        drawn = self._policy.noise(NOISE_STEPS, own, self._generators[place])
+        if self._drawn is None:
+            sizes = [1, len(self._steps)]
+            self._drawn = map_tree(lambda leaf: leaf.repeat(*sizes, *[1] * (leaf.dim() - 2)), drawn)
+        map_tree(lambda room, leaf: room[:, place].copy_(leaf[:, 0]), self._drawn, drawn)

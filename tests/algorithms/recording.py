@@ -98,13 +98,14 @@ def evaluated(policy, rollout):
 
 def main(output, script, interrupt, *flags):
     from clusterenv_runtime import ClusterEnv
+    from clusterenv_runtime import script as harness
     from clusterenv_runtime.script import Run
 
     recording, kept = Recording(), {}
     original = {
         name: getattr(ClusterEnv, name) for name in ("rollout", "recv", "send", "reset", "publish")
     }
-    keep, add, evaluates = Run.keep, Run.add_episodes, ClusterEnv.evaluate
+    keep, add, evaluates = Run.keep, Run.add_episodes, harness.evaluate
     add_scalars = torch.utils.tensorboard.SummaryWriter.add_scalar
 
     def networks(variables):
@@ -151,9 +152,9 @@ def main(output, script, interrupt, *flags):
         kept[name] = part
         return keep(run, name, part)
 
-    def evaluate(envs, policy, *args, **kwargs):
+    def evaluate(args, envs, policy):
         kept["evaluated"] = policy
-        return evaluates(envs, policy, *args, **kwargs)
+        return evaluates(args, envs, policy)
 
     def add_scalar(writer, tag, value, step, **kwargs):
         recording.scalars.setdefault(tag, []).append(float(value))
@@ -162,7 +163,7 @@ def main(output, script, interrupt, *flags):
 
     ClusterEnv.rollout, ClusterEnv.recv = collect("rollout"), collect("recv")
     ClusterEnv.send, ClusterEnv.reset, ClusterEnv.publish = send, reset, publish
-    Run.keep, Run.add_episodes, ClusterEnv.evaluate = keep_noted, add_episodes, evaluate
+    Run.keep, Run.add_episodes, harness.evaluate = keep_noted, add_episodes, evaluate
     torch.utils.tensorboard.SummaryWriter.add_scalar = add_scalar
     torch.set_num_threads(1)  # several threads wait for each other on a busy machine
     sys.argv = [script, *flags]
