@@ -165,7 +165,9 @@ class Simulation:
     def __init__(self, number, max_restarts=3, launcher=Processes, start=True, opener=opens):
         self.network = Network()
         self.launcher = launcher(self.network)
-        self.workers = [Worker(index, slice(index, index + 1), b"setup") for index in range(number)]
+        self.workers = [
+            Worker(index, slice(index, index + 1), b"setup", []) for index in range(number)
+        ]
         self.store = PolicyStore(
             [worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True
         )

@@ -152,7 +152,7 @@ class Head:
 
 def test_a_worker_drops_what_it_cannot_decode():
     rng, originals = random.Random(2), list(valid_messages(to_head=False))
-    setup = Blueprint([CountingEnv], None, "same", "NextStep").setup(slice(0, 1))
+    setup, _ = Blueprint([CountingEnv], None, "same", "NextStep").setup(slice(0, 1))
     sizes, nothing = [], pickle.dumps(((), {}))
     with (
         tempfile.TemporaryDirectory() as directory,

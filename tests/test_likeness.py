@@ -298,3 +298,27 @@ def test_closed_outputs_are_none_of_a_workers(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, shell=True, cwd=tmp_path, env=env, check=True)
     assert (tmp_path / "told").read_text().split() == [os.devnull] * 2
+
+
+class Stored(CountingEnv):
+    """Has a large array, which it changes."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.data = data
+
+    def change(self):
+        before = float(self.data[0])
+        self.data[0] += 1
+        return before
+
+
+def test_a_large_array_is_held_once_and_environments_may_change_it():
+    data = np.full(2**18, 7.0)
+    small = np.zeros(3)
+    with ClusterEnv([lambda: Stored(data)] * 3 + [lambda: Stored(small)], 2) as envs:
+        held = [array for worker in envs._head.pool.workers for array in worker.arrays]
+        assert len(held) == 2 and held[0] is held[1] and len(held[0]) == data.nbytes
+        assert all(len(worker.setup) < 2**20 for worker in envs._head.pool.workers)
+        data[0] = 99  # too late
+        assert envs.call("change") == (7, 8, 7, 0)  # rows of one worker share it, as by `Sync`

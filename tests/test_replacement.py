@@ -37,7 +37,7 @@ class Told:
 
     def __init__(self):
         self.workers = [
-            Worker(index, slice(2 * index, 2 * index + 2), b"setup") for index in (0, 1)
+            Worker(index, slice(2 * index, 2 * index + 2), b"setup", [b"array"]) for index in (0, 1)
         ]
         for worker in self.workers:
             worker.episodes = Episodes.begun(np.zeros((2, 1), np.float32), 2)
@@ -72,8 +72,9 @@ def told():
 
 
 def test_the_first_process_builds_its_environments_and_no_more(told):
-    ((seq, setup, (environments, rule, likeness)),) = told.orders()
-    assert (seq, setup, environments) == (None, Setup(2, number_of_globals()), b"setup")
+    ((seq, setup, (environments, rule, likeness, array)),) = told.orders()
+    assert (seq, setup) == (None, Setup(2, number_of_globals()))
+    assert (environments, array) == (b"setup", b"array")
     assert (pickle.loads(rule), pickle.loads(likeness)) == (SyncRule(), told.likeness)
 
 

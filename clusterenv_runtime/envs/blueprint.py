@@ -13,7 +13,7 @@ from gymnasium.vector.utils import batch_space
 from ..arrays.trees import leaves
 from .layout import EnvLayout
 from .registry import packed_registry
-from .script import dumps_noting
+from .script import LargeArrays, dumps_noting
 
 
 class Vectorized(Protocol):
@@ -89,6 +89,7 @@ class Blueprint:
                 f"arrays: {space}; Gymnasium's wrapper FrameStackObservation makes stacks"
             )
         self._of_script: dict[str, Any] = {}
+        self._large = LargeArrays()
         self._registry = packed_registry(self._of_script)
 
     def _count(self, num_envs: int | None) -> int:
@@ -126,16 +127,17 @@ class Blueprint:
         shares = np.array_split(range(self.num_envs), num_workers)
         return [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
 
-    def setup(self, rows: slice) -> bytes:
+    def setup(self, rows: slice) -> tuple[bytes, list[bytes]]:
         """Return a cloudpickle of what a worker builds, and of what it then has of the script.
 
         They are the arguments of `worker.worker.build_environments`, and then the classes and
-        functions of the script that came along, by name.
+        functions of the script that came along, by name. The large arrays in it are apart.
         """
         env_fns = self.env_fns if self.steps_together else self.env_fns[rows]
         of_script = self._of_script
         setup = env_fns, rows.stop - rows.start, self.layout, self._registry, of_script
-        return dumps_noting(setup, of_script)
+        arrays: list[bytes] = []
+        return dumps_noting(setup, of_script, self._large.collector(arrays)), arrays
 
 
 def _check_info_keys(info_keys: Sequence[str]) -> None:

@@ -53,7 +53,7 @@ class Recovery:
     def orders(self, worker: Worker, unanswered: list[Request]) -> list[Order]:
         """Return what makes a process this worker, and then what it is to answer."""
         setup = Setup(worker.numbers.start, self._built_with)
-        buffers = worker.setup, self._rule, self._likeness
+        buffers = worker.setup, self._rule, self._likeness, *worker.arrays
         orders: list[Order] = [(None, setup, buffers)]
         if self._store.structure:
             orders.append((None, Structure(), (self._store.structure,)))

@@ -105,7 +105,7 @@ def start_head(
     num_workers = min(options.num_workers, blueprint.num_envs)
     min_workers = min(options.min_workers or num_workers, num_workers)
     workers = [
-        Worker(index, rows, blueprint.setup(rows), blueprint.first_row)
+        Worker(index, rows, *blueprint.setup(rows), blueprint.first_row)
         for index, rows in enumerate(blueprint.shares(num_workers))
     ]
     layout = blueprint.layout

@@ -77,6 +77,7 @@ class Worker:
     index: int
     rows: slice  # its environments
     setup: bytes  # cloudpickle of what builds them
+    arrays: list[bytes]  # large ones of that
     offset: int = 0  # of its head's environments among those of all learners
 
     process: Process = field(default_factory=Process)

@@ -39,7 +39,8 @@ class Message(msgspec.Struct, tag=True):
 
 
 # Head to worker. Comments name the buffers that follow the header.
-# cloudpickle of what `Blueprint.setup` describes; pickles of a `sync.SyncRule` and a `Likeness`
+# cloudpickle of what `Blueprint.setup` describes; pickles of a `sync.SyncRule` and a `Likeness`;
+# the large arrays of the first
 class Setup(Message):
     """Build the environments. From now on pull by this rule."""
 

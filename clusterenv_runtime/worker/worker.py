@@ -168,12 +168,15 @@ class Worker:
                 return self._evaluate(request, *buffers)
         return None
 
-    def _set_up(self, request: Setup, environments: Any, rule: Any, likeness: Any) -> None:
+    def _set_up(
+        self, request: Setup, environments: Any, rule: Any, likeness: Any, *arrays: Any
+    ) -> None:
         self._first_row, self._rule = request.first_row, pickle.loads(rule)
         likeness = pickle.loads(likeness)
         likeness.take()
         # Modules are imported without the head's filters, as there they may be older than these.
-        *arguments, of_script = pickle.loads(environments)
+        # Arrays are copied, as environments may write to them.
+        *arguments, of_script = pickle.loads(environments, buffers=map(bytearray, arrays))
         vars(sys.modules["__main__"]).update(of_script)
         likeness.filter_warnings()
         built = partial(self._connection.send, None, protocol.Built())
