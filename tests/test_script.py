@@ -57,8 +57,8 @@ EDITS = [
           'extra = run.keep("extra", nn.Linear(1, 1, bias=False, device=device))',  # a module
           'count = run.keep("count", Counters(epochs=0))'),  # a counter
     # a metric
-    after('        "value_loss": v_loss, "policy_loss": pg_loss, "entropy": entropy_loss,',
-          '"ratio": ratio.mean(),'),
+    after('        "value_loss": v_loss.detach(), "policy_loss": pg_loss.detach(),',
+          '"ratio": ratio.mean().detach(),'),
     after(SHUFFLE, "count.epochs += 1", "extra.weight.data.fill_(count.epochs)"),
 ]  # fmt: skip
 
