@@ -15,6 +15,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector.utils import batch_space
 from scipy import stats
 from torch import nn
 
@@ -332,6 +333,58 @@ def test_fresh_seeds_are_ones_that_every_environment_takes(workers):
         os.kill(next(iter(workers())), signal.SIGKILL)
         envs.rollout(policy, 5)
         assert len(envs.restarts) == 1
+
+
+class OneObject(gym.vector.VectorEnv):
+    """Environments that are one object, and get its ``grade`` as reward."""
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    single_observation_space, single_action_space = spaces.Box(0, 1, (1,)), spaces.Discrete(2)
+    grade = 0.0
+
+    def __init__(self, num_envs):
+        self.num_envs = num_envs
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros((self.num_envs, 1), np.float32), {}
+
+    def step(self, actions):
+        ends = np.zeros(self.num_envs, bool)
+        rewards = np.broadcast_to(self.grade, self.num_envs)
+        return np.zeros((self.num_envs, 1), np.float32), rewards, ends, ends, {}
+
+
+class Graded(CountingEnv):
+    """One environment that gets its ``grade`` as reward."""
+
+    grade = 0.0
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, self.grade, *rest
+
+
+def in_a_loop(num_envs):
+    return SyncVectorEnv([Graded] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+@pytest.mark.parametrize("make", [OneObject, in_a_loop])
+def test_what_is_set_reaches_them_and_their_replacements(make, workers):
+    policy = CategoricalPolicy(linear(1, 2))
+    with ClusterEnv(Together(make), 2, num_envs=4) as envs:
+        envs.reset(seed=1)
+        for grades in (2.5, [1.0, 2.0, 3.0, 4.0]):
+            envs.rollout(policy, 3, overlap=True)
+            envs.set_attr("grade", grades)
+            envs.rollout(policy, 3)
+            os.kill(next(iter(workers())), signal.SIGKILL)
+            rewards = envs.rollout(policy, 3).rewards
+            np.testing.assert_array_equal(rewards, np.broadcast_to(grades, (3, 4)))
+        if make is OneObject:
+            with pytest.raises(AttributeError, match="weight"):
+                envs.set_attr("weight", 1)
 
 
 def test_only_a_policy_steps_them():

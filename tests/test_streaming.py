@@ -316,6 +316,72 @@ def test_overlapped_rollouts_act_on_the_weights_of_their_version_and_are_the_sam
 # Misuse, and errors.
 
 
+class GradedEnv(CountingEnv):
+    """Gets its ``grade`` as reward."""
+
+    def __init__(self):
+        super().__init__()
+        self._grade = 0
+
+    @property
+    def grade(self):
+        return self._grade
+
+    @grade.setter
+    def grade(self, grade):
+        if grade < 0:
+            raise ValueError(f"no grade: {grade}")
+        self._grade = grade
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, self.grade, *rest
+
+
+def test_what_is_set_while_rollouts_are_outstanding_reaches_those_that_are_asked_next():
+    policy = CategoricalPolicy(linear(1, 2))
+    with ClusterEnv([GradedEnv] * 4, 2, worker_timeout=PATIENCE) as envs:
+        envs.reset(seed=1)
+        seen = []
+        for update in range(6):
+            rewards = envs.rollout(policy, 3, overlap=update < 5).rewards
+            assert (rewards == rewards[:1]).all()
+            seen.append(rewards[0].tolist())
+            if update == 1:
+                envs.set_attr("grade", 1)  # the rollout of update 2 is under way
+            if update == 2:
+                envs.set_attr("grade", [2, 3, 4, 5])
+            if update == 4:
+                os.kill(pid_of(envs, 1), signal.SIGKILL)
+        first = [[0] * 4, [0] * 4, [0] * 4, [1] * 4, [2, 3, 4, 5]]
+        assert seen == [*first, [2, 3, 4, 5]]
+        assert envs.get_attr("grade") == (2, 3, 4, 5)
+        envs.send(2)
+        envs.set_attr("grade", 7)
+        envs.send(2)
+        chunks = [envs.recv(worker)[1].rewards for worker in (0, 0, 1, 1)]
+        expected = [[2, 3], [7, 7], [4, 5], [7, 7]]
+        assert [chunk[0].tolist() for chunk in chunks] == expected
+
+
+def pid_of(envs, worker):
+    return envs._pool.workers[worker].process.pid
+
+
+def test_what_cannot_be_set_while_rollouts_are_outstanding_is_an_error_of_a_later_call():
+    policy = CategoricalPolicy(linear(1, 2))
+    with ClusterEnv([GradedEnv] * 4, 2, worker_timeout=PATIENCE) as envs:
+        envs.reset(seed=1)
+        envs.rollout(policy, 3, overlap=True)
+        envs.set_attr("grade", [0, 0, -1, 0])
+        with pytest.raises(ValueError, match="^no grade: -1$") as caught:
+            for _ in range(2):
+                envs.rollout(policy, 3, overlap=True)
+        assert "environment 2 on worker 1" in str(caught.value.__cause__)
+        with pytest.raises(ValueError, match="length equal to the number"):
+            envs.set_attr("grade", [1])
+
+
 def test_no_number_of_answers_is_too_much_for_a_head_that_is_busy():
     def check(seconds):
         with ClusterEnv(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
@@ -117,6 +118,22 @@ class EnvsTogether:
     def close(self) -> None:
         """Close the environments."""
         self._envs.close()
+
+    def set_attr(self, name: str, values: list[Any]) -> None:
+        """Set an attribute of each environment, or of those that are one object.
+
+        That object gets the value that all rows have, or else an array of theirs.
+
+        Raises:
+            AttributeError: there is none of this name.
+        """
+        if hasattr(self._envs, "set_attr"):
+            self._envs.set_attr(name, values)
+            return
+        envs = self._envs.unwrapped
+        getattr(envs, name)
+        is_one = len({pickle.dumps(value) for value in values}) == 1
+        setattr(envs, name, values[0] if is_one else np.array(values))
 
     def reset(self, seeds: list[int | None], options: dict[str, Any] | None) -> Any:
         """Reset all environments; return the observations."""

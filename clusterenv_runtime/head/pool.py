@@ -99,6 +99,12 @@ class WorkerPool:
         """Give up these requests. Their responses are dropped, and errors that end nothing."""
         self._requests.forget(seqs)
 
+    def outstanding(self, seqs: Iterable[int]) -> list[int]:
+        """Return those of these requests that have no response. Drop the responses of others."""
+        waiting = [seq for seq in seqs if seq in self._requests.outstanding]
+        self._requests.forget(set(seqs) - set(waiting))
+        return waiting
+
     def wait_until(self, done: Callable[[], bool], seqs: Collection[int]) -> None:
         """Serve the workers until ``done``, while one of ``seqs`` is outstanding; see `gather`.
 

@@ -46,6 +46,7 @@ class Stepper:
         self._copy = copy
         self._under_way = AsyncState.DEFAULT
         self._seqs: list[int] = []  # of the requests of the call under way
+        self._behind: list[int] = []  # of those for which nobody waits
         self._mask: np.ndarray | None = None  # of the reset under way
         self._observations: Any = None  # of all environments, the last ones
         self._lost: list[Worker] = []  # workers replaced after they had answered the last call
@@ -139,8 +140,12 @@ class Stepper:
         replies = self._replies(AsyncState.WAITING_CALL, timeout)
         return tuple(result for reply in replies for result in reply.value)
 
-    def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of each environment, also of those that a replacement builds."""
+    def set_attr(self, name: str, values: Any, waits: bool) -> None:
+        """Set an attribute of each environment, also of those that a replacement builds.
+
+        Workers do that after all that they were asked before. Unless this ``waits`` for them, a
+        later call raises their errors.
+        """
         num_envs = self._blueprint.num_envs
         values = list(values) if isinstance(values, list | tuple) else [values] * num_envs
         if len(values) != num_envs:
@@ -155,8 +160,13 @@ class Stepper:
             self._ask(
                 AsyncState.WAITING_CALL,
                 lambda worker: (SetAttr(name), cloudpickle.dumps(values[worker.rows])),
+                fits_together=True,
             )
-            self._replies(AsyncState.WAITING_CALL, None)
+            if waits:
+                self._replies(AsyncState.WAITING_CALL, None)
+            else:
+                self._under_way = AsyncState.DEFAULT
+                self._behind = self._pool.outstanding(self._behind) + self._seqs
         except BaseException:
             self._recovery.attributes = before
             raise
@@ -171,10 +181,15 @@ class Stepper:
                 f"Cannot call `{method}` after `evaluate` before all environments are `reset`."
             )
 
-    def _ask(self, state: AsyncState, request: Callable[[Worker], tuple[Message, bytes]]) -> None:
+    def _ask(
+        self,
+        state: AsyncState,
+        request: Callable[[Worker], tuple[Message, bytes]],
+        fits_together: bool = False,
+    ) -> None:
         workers = self._pool.workers
         is_reset = state == AsyncState.WAITING_RESET and self._mask is None
-        if self._blueprint.steps_together and not is_reset:
+        if self._blueprint.steps_together and not (is_reset or fits_together):
             raise ValueError(
                 "environments that step together are for a policy to act in: "
                 "`rollout`, `send` and `recv`"

@@ -93,9 +93,12 @@ class VectorApi(VectorEnv):
     def set_attr(self, name: str, values: Any) -> None:
         """Set attribute ``name`` of each environment, to one value or to a list or tuple of one for
         each.
+
+        While rollouts are outstanding, the value travels behind them: it is set before the first
+        step of what is asked next. An error on a worker is then raised by a later call.
         """
         self._assert_idle("set_attr")
-        self._stepper.set_attr(name, values)
+        self._stepper.set_attr(name, values, waits=not self._collector.granted)
 
     def render(self) -> tuple[Any, ...]:
         return self.call("render")
@@ -151,8 +154,8 @@ class VectorApi(VectorEnv):
     def _assert_idle(self, method: str) -> None:
         self._assert_is_running()
         pending = self._stepper.pending
-        # What a policy is asked to do is done in order.
-        if self._collector.granted and method not in ("send", "evaluate"):
+        # What a policy is asked to do, and what is set, is done in order.
+        if self._collector.granted and method not in ("send", "evaluate", "set_attr"):
             pending = pending or "send"
         if pending:
             raise AlreadyPendingCallError(
