@@ -19,6 +19,13 @@ def say(text: str) -> None:
         print_line(text)
 
 
+class _Saying(logging.Handler):
+    """Prints what is logged, such as how long the workers took to start."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
 def status_of(
     step: int, sps: int, mean_return: float, kl: float, pulls: float, versions: int
 ) -> str:
@@ -42,9 +49,10 @@ class Progress:
         self.bar = progress.Progress(*columns, console=console)
         self._prints = not is_quiet and (not console.is_terminal or console.is_dumb_terminal)
         self._number = self._printed = 0
-        logging.basicConfig(format="%(message)s")
-        if not is_quiet:  # the runtime then says how long the workers took to start
-            logging.getLogger(__package__.partition(".")[0]).setLevel(logging.INFO)
+        if not is_quiet:
+            starts = logging.getLogger("clusterenv_runtime.head.start")
+            starts.setLevel(logging.INFO)
+            starts.handlers = [_Saying()]
 
     def begin(self, number: int, done: int) -> None:
         """Begin with so many iterations ``done``, of a ``number``."""
