@@ -114,7 +114,8 @@ class Likeness:
         if self.before_library is not None:
             path = self.preparation["sys_path"]
             first, last = path[: self.before_library], path[self.before_library :]
-            self.preparation["sys_path"] = [*first, *sys.path, *last]
+            own = [entry for entry in sys.path if entry not in path]
+            self.preparation["sys_path"] = [*first, *own, *last]
         multiprocessing.spawn.prepare(self.preparation)
         if self.directory is not None:
             _try(f"directory {self.directory}", os.chdir, self.directory)
