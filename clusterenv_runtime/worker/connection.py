@@ -106,10 +106,8 @@ class Connection:
     def settle(self) -> None:
         """Wait until the head would notice the end of this process's pulse.
 
-        The head gives the pulse that time to start. On the head's machine its launcher notices.
+        The head gives the pulse that time to start.
         """
-        if self._sees_head:
-            return
         self._is_shown.wait()  # if the pulse never connects, this process ends
         time.sleep(max(self._shown_at + 1.5 * protocol.PULSE_S - time.monotonic(), 0))
 
