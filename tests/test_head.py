@@ -524,7 +524,7 @@ def test_who_answers_twice_is_lost():
 
 
 def test_a_worker_is_described_by_where_it_is_and_what_it_has():
-    worker = Worker(3, slice(4, 6), b"", offset=100)
+    worker = Worker(3, slice(4, 6), b"", [], offset=100)
     assert worker.describe() == "worker 3 (no hello yet, environments 104 to 105)"
     worker.process.host, worker.process.pid, worker.process.ended_because = "node7", 12, "lost"
     assert (

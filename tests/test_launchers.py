@@ -402,6 +402,7 @@ def test_workers_started_by_hand_train_and_are_awaited_again(tmp_path):
         assert shlex.split(lines[0])[-6:-4] == ["--key-file", "key.worker"]
         for line in lines:
             start(line)
+        assert process.stdout.readline().startswith("2 workers ready in ")
         assert process.stdout.readline().startswith("step")
         workers[1].kill()
         # Its command once more.

@@ -17,7 +17,8 @@ from .envs import CountingEnv
 
 @pytest.fixture(scope="module")
 def cluster():
-    with ClusterEnv([partial(CountingEnv, length=10**6)] * 2, 2) as envs:
+    # A worker that is no fork has its flags in a command line of its own.
+    with ClusterEnv([partial(CountingEnv, length=10**6)] * 2, 2, worker_start="spawn") as envs:
         envs.reset()
         yield envs
 

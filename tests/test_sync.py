@@ -516,7 +516,7 @@ def test_the_structure_carries_no_weights():
 
 def test_workers_load_a_published_policy_before_they_answer_the_next_reset():
     policy = CategoricalPolicy(linear(1, 2))
-    with ClusterEnv([CountingEnv] * 2, 2) as envs:
+    with ClusterEnv([CountingEnv] * 2, 2, worker_start="spawn") as envs:  # a fork has torch
         envs.reset()
         assert envs.call("imported", "torch") == (False, False)
         assert envs.publish(policy) == 1
