@@ -19,7 +19,6 @@ import functools
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -31,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..errors import StartupError
-from .processes import VARIABLE
+from .processes import VARIABLE, has_ended
 from .python import python_command
 from .start import PATH
 
@@ -72,7 +71,7 @@ class Forked:
 
     def poll(self) -> int | None:
         """Return how it has ended, or None."""
-        if self.returncode is None and self._has_ended(0):
+        if self.returncode is None and has_ended(self._file):
             self.returncode = self._server.code_of(self._mark)
         return self.returncode
 
@@ -82,7 +81,7 @@ class Forked:
         Raises:
             subprocess.TimeoutExpired: it has not.
         """
-        if not self._has_ended(timeout):
+        if not has_ended(self._file, timeout):
             raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
 
     def terminate(self) -> None:
@@ -94,11 +93,6 @@ class Forked:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._file, number)
-
-    def _has_ended(self, timeout: float) -> bool:
-        poll = select.poll()
-        poll.register(self._file, select.POLLIN)
-        return bool(poll.poll(timeout * 1000))
 
 
 class ForkServer:
@@ -271,7 +265,6 @@ def shared_server(variables: Mapping[str, str], preload: Sequence[str]) -> ForkS
     """Return a process that forks workers like a new process with these variables.
 
     It has torch if this process has. ``preload`` are further modules that it imports.
-
     """
     modules = ["clusterenv_runtime.policy.actor"] if "torch" in sys.modules else []
     modules += preload

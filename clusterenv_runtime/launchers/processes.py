@@ -1,4 +1,5 @@
-"""The processes that a worker's environments have started, wherever they have gone.
+"""Whether a process has ended; and the processes that a worker's environments have started,
+wherever they have gone.
 
 A process can leave its group, and the system forgets a parent that has died. But each process
 inherits the environment variables of its parent, and a worker's variables hold a mark. Only Linux
@@ -10,10 +11,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import signal
 from pathlib import Path
 
 VARIABLE = "CLUSTERENV_WORKER"
+
+
+def has_ended(process: int, timeout: float = 0.0) -> bool:
+    """Wait for up to ``timeout`` seconds until a process has ended, by its descriptor."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
 
 
 def kill_marked(mark: str) -> bool:

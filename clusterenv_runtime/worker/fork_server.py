@@ -19,6 +19,7 @@ import select
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import numpy as np
 
 from ..errors import one_line
 from ..launchers.forking import MAX_MESSAGE
-from ..launchers.processes import VARIABLE
+from ..launchers.processes import VARIABLE, has_ended
 from .__main__ import main as be_worker
 
 Order = dict[str, Any]
@@ -80,12 +81,6 @@ class ForkServer:
                     os.close(output)
             elif self._head in ready:  # a fork of the head may hold the link open
                 return None
-
-    def head_has_left(self) -> bool:
-        """Say whether the head's process has ended."""
-        poll = select.poll()
-        poll.register(self._head, select.POLLIN)
-        return bool(poll.poll(0))
 
     def _fork(self, mark: str) -> bool:
         """Fork. Return whether this is the new process, whose mark is shown from the start."""
@@ -162,7 +157,7 @@ def main() -> None:
     order = server.serve()
     if order is None:
         os._exit(0)  # there is nothing to tidy up
-    be_worker(order["arguments"], server.head_has_left)
+    be_worker(order["arguments"], partial(has_ended, head))
     # The interpreter's own end would write to the shared memory of all objects, which copies it.
     atexit._run_exitfuncs()
     os._exit(0)
