@@ -16,7 +16,14 @@ from ..wire.protocol import Collect, Weights
 from .base import Policy
 from .differences import FROM_HELD, WHOLE, Difference, checksum
 from .sync import measured_states, noise_seed
-from .tensors import empty_copy, flat_weights, load_weights, rounded_sizes, to_tensors
+from .tensors import (
+    empty_copy,
+    flat_weights,
+    load_weights,
+    rounded_sizes,
+    set_numbers,
+    to_tensors,
+)
 
 
 def is_identity(policy: Policy) -> bool:
@@ -80,8 +87,7 @@ class Actor:
 
     def prepare(self, request: Collect, rows: range) -> None:
         """Take over the request for the next rollout, in environments of these rows."""
-        for name, number in zip(self.policy.numbers, request.numbers, strict=True):
-            setattr(self.policy, name, number)
+        set_numbers(self.policy, request.numbers)
         self._request = request
         self._rows = rows
 

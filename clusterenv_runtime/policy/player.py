@@ -19,7 +19,7 @@ from .base import Policy
 from .probe import probe
 from .structure import check_policy, pickled
 from .sync import noise_seed
-from .tensors import empty_copy, flat_weights, load_weights, numbers_of, to_tensors
+from .tensors import empty_copy, flat_weights, load_weights, numbers_of, set_numbers, to_tensors
 
 NOISE_STEPS = 128  # steps of one episode for which noise is drawn at once
 
@@ -63,8 +63,7 @@ class Player:
         self._request = request
         self._policy = empty_copy(structure, "cpu").eval()
         load_weights(self._policy, *weights)
-        for name, number in zip(self._policy.numbers, request.numbers, strict=True):
-            setattr(self._policy, name, number)
+        set_numbers(self._policy, request.numbers)
         self._state: Any = None
         self._drawn: Any = None  # the noise of the next steps, (NOISE_STEPS, num_envs, ...)
 

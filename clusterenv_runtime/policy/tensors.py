@@ -7,6 +7,7 @@ may be a normalizer's, or an index.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -40,6 +41,12 @@ def numbers_of(policy: Policy) -> list[float]:
             text = f"{name!r} is among the policy's numbers {policy.numbers!r}, but is no number"
             raise ValueError(f"{text}: {value!r}")
     return [float(getattr(policy, name)) for name in policy.numbers]
+
+
+def set_numbers(policy: Policy, numbers: Sequence[float]) -> None:
+    """Undo `numbers_of` in place."""
+    for name, number in zip(policy.numbers, numbers, strict=True):
+        setattr(policy, name, number)
 
 
 def rounded_sizes(policy: Policy) -> list[int]:
