@@ -1,6 +1,7 @@
 """Bounds in time for every test, and a check that no module leaves workers behind."""
 
 import contextlib
+import logging
 import os
 import signal
 import tempfile
@@ -106,13 +107,16 @@ def temporary_directory(monkeypatch, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def own_signal_handlers():
-    """Restore the handlers that a script in this process has set: the next test has its own."""
+def own_handlers():
+    """Restore what a script in this process has set: handlers of signals and of a start's line."""
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
     handlers = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, handlers, strict=True):
         signal.signal(number, handler)
+    starts = logging.getLogger("clusterenv_runtime.head.start")
+    starts.setLevel(logging.NOTSET)
+    starts.handlers = []
 
 
 @pytest.fixture(scope="module", autouse=True)

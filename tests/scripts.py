@@ -23,7 +23,7 @@ TIMES = int(os.environ.get("RESUME_TIMES", 1))  # how often a process is killed 
 # each reset by a worker.
 LASTING_ID = "lasting_env:Lasting-v0"
 LASTING_ENV = """
-import os, pathlib, sys, time
+import os, pathlib, time
 import gymnasium as gym
 from gymnasium.envs.classic_control import CartPoleEnv
 
@@ -31,8 +31,7 @@ class Lasting(CartPoleEnv):
     steps = 0
 
     def reset(self, **kwargs):
-        if sys.argv[1:2] == ["--index"]:
-            pathlib.Path("reset").touch()
+        pathlib.Path("reset").touch()
         return super().reset(**kwargs)
 
     def step(self, action):

@@ -26,6 +26,7 @@ from clusterenv_runtime import (
     StartupError,
     WorkerDiedError,
 )
+from clusterenv_runtime.launchers.base import WORKER
 from clusterenv_runtime.wire.protocol import PROTOCOL_VERSION, Ping, decode_answer, encode
 
 from .envs import BlockingEnv, CountingEnv, FailingEnv, LeavingEnv, assert_same
@@ -214,13 +215,11 @@ def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
 
 @pytest.fixture
 def instead_of_python(monkeypatch, tmp_path):
-    """A function that makes workers run a shell script instead; its arguments are the workers'
-    without ``-m MODULE``.
-    """
+    """A function that makes workers run a shell script instead, with the workers' arguments."""
 
     def replace(script):
         path = tmp_path / "python"
-        path.write_text(f"#!/bin/sh\nshift 2\n{script}\n")
+        path.write_text(f"#!/bin/sh\nuntil [ $1 = {WORKER} ]; do shift; done; shift\n{script}\n")
         path.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(path))
 

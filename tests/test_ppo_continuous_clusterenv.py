@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def keeping_what_it_saw(directory):
         "            np.savez(f'{run.directory.path}/seen-{run.global_step:09d}', "
         "rollout=rollout.observations)\n"
     )
-    (directory / SCRIPT).write_text(text.replace(update, keep + update))
+    (directory / Path(SCRIPT).name).write_text(text.replace(update, keep + update))
 
 
 def moments_of(folder):
@@ -134,7 +135,7 @@ def test_it_normalizes_by_what_it_has_seen_also_after_a_kill_and_when_resumed(
         "9",
     ]
     folder, batch = tmp_path / "runs" / "x", 32 * num_workers
-    command = [sys.executable, SCRIPT]
+    command = [sys.executable, Path(SCRIPT).name]
     process = subprocess.Popen(
         [*command, *flags, "--total-timesteps", str(10**6 * batch)], cwd=tmp_path,
         env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
