@@ -1,9 +1,9 @@
-# make train: LunarLander through two local workers. make test: the whole suite. make test-algorithms: what
-# the scripts compute, learn and resume. make lint: style. make docs: the site.
+# make train: LunarLander through two local workers. make test: the suite. make test-all: also what takes long.
+# make test-algorithms: what the scripts compute, learn and resume. make lint: style. make docs: the site.
 # make figures: a small version of the figures, in runs/quick. make all-figures: those of experiments/figures/, which takes hours.
 PYTHON ?= python3
 
-.PHONY: train test test-algorithms lint docs figures all-figures
+.PHONY: train test test-all test-algorithms lint docs figures all-figures
 train: .venv/installed
 	.venv/bin/python ppo_clusterenv.py
 
@@ -11,6 +11,9 @@ test-algorithms: .venv/installed
 	.venv/bin/python -m pytest -n 2 --dist worksteal tests/algorithms
 
 test: .venv/installed
+	.venv/bin/python -m pytest -n 3 --dist worksteal -m "not long"
+
+test-all: .venv/installed
 	.venv/bin/python -m pytest -n 3 --dist worksteal
 
 # What has finished is skipped, and what has failed is tried again next time. Reversed, PPO comes first.

@@ -1,18 +1,24 @@
-"""Scripts in processes forked from one that has imported torch and other slow modules. That import
-takes longer than many a run.
+"""Scripts in processes forked from one that has imported torch and other slow modules.
+
+That import takes longer than many a run, so what forks workers is forked from there, too.
 """
 
 import atexit
 import functools
 import io
+import json
 import multiprocessing
 import os
 import runpy
+import select
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
+import types
 from pathlib import Path
 
 PRELOADED = [
@@ -46,6 +52,68 @@ def run(script, directory, flags, variables):
     return subprocess.CompletedProcess([script, *flags], process.exitcode, stdout, stderr)
 
 
+class ForkServer:
+    """A process that waits, and becomes the one that forks workers in place of a new Python.
+
+    It is forked before the script has threads or sockets. It has as much of `subprocess.Popen` as
+    `launchers.forking` uses.
+    """
+
+    def __init__(self):
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._link.close()
+            try:
+                self._be_one(theirs)
+            finally:
+                os._exit(1)
+        theirs.close()
+        self._process = os.pidfd_open(self.pid)
+
+    def _be_one(self, link):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        data, files, _, _ = socket.recv_fds(link, 2**20, 2)
+        if not data:
+            os._exit(0)  # the script has forked no workers
+        link.close()
+        os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        os.environ.clear()
+        os.environ.update(json.loads(data))
+        sys.path[:] = json.loads(os.environ.pop("CLUSTERENV_PATH"))
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        sys.argv = ["", *map(str, files)]
+        runpy.run_module("clusterenv_runtime.worker.fork_server", run_name="__main__")
+        os._exit(0)
+
+    def start(self, command, env, pass_fds, **_):
+        socket.send_fds(self._link, [json.dumps(dict(env)).encode()], pass_fds)
+        self._link.close()
+        return self
+
+    def wait(self, timeout=None):
+        if not select.select([self._process], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("fork server", timeout)
+        os.waitpid(self.pid, 0)
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def _prepare_fork_server():
+    """Have the first process that forks workers be one that is there already."""
+    from clusterenv_runtime.launchers import forking
+
+    servers = [ForkServer()]
+
+    def start(*args, **kwargs):
+        start = servers.pop().start if servers else subprocess.Popen
+        return start(*args, **kwargs)
+
+    forking.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
+
+
 def _main(script, directory, flags, variables, stdout, stderr):
     """Be ``python SCRIPT``, from an interpreter's first line to its last."""
     for number, path in ((1, stdout), (2, stderr)):
@@ -67,6 +135,7 @@ def _main(script, directory, flags, variables, stdout, stderr):
     )
     code = 0
     try:
+        _prepare_fork_server()
         runpy.run_path(script, run_name="__main__")
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)

@@ -15,6 +15,8 @@ from clusterenv_runtime import ClusterEnv
 from .envs import assert_same
 from .patience import HOUR
 
+pytestmark = pytest.mark.long
+
 
 def cartpole():
     return gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1"))

@@ -310,6 +310,7 @@ def make_breakout(num_envs, **kwargs):
     return make_vec("vector", "ALE/Breakout-v5", num_envs, episodic_life=True, **kwargs)
 
 
+@pytest.mark.long
 def test_ales_own_version_has_one_thread_and_each_frame_once():
     before = len(os.listdir("/proc/self/task"))
     envs = make_breakout(4)

@@ -12,6 +12,7 @@ from .chaos import train
 from .machine import do_without, refusal_of_namespaces
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "script, flags",
     [

@@ -160,6 +160,7 @@ def test_another_thread_can_wait():  # it may set no handler
 # Real workers.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "call", ["reset", "step", "publish", "rollout", "overlap", "send", "recv", "call"]
 )
@@ -247,6 +248,7 @@ with ClusterEnv([CountingEnv] * 4, 2) as envs:
 """
 
 
+@pytest.mark.long
 def test_ctrl_c_amid_many_rollouts_loses_no_worker():
     command, env = [sys.executable, "-c", PRESSED], {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, env=env, text=True, capture_output=True, timeout=PATIENCE)

@@ -41,6 +41,7 @@ TINY += ["--end-e", "1"]  # a random game is over soon
 SPACE = stacked().observation_space
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["gymnasium", "envpool"])
 def test_run_leaves_summary_and_logs_and_goes_on_with_its_buffer(tmp_path, backend):
     env_id = "ALE/Breakout-v5"

@@ -25,6 +25,8 @@ from experiments.sweeps.estimates import difference, interval, iqm
 from .machine import do_without, refusal_of_namespaces
 from .scripts import ROOT
 
+pytestmark = pytest.mark.long
+
 STEPS = 1000  # of each run, logged every 10, twice as often as the curves have points
 
 

@@ -105,6 +105,7 @@ def test_preloading_is_for_workers_that_are_forked(options):
         ClusterEnv([CountingEnv], 1, worker_preload="wave", **options)
 
 
+@pytest.mark.long
 def test_workers_outlive_the_process_that_they_were_forked_from(workers, caplog):
     with ClusterEnv([TellingEnv] * 2, 2) as envs:
         envs.reset()
@@ -200,6 +201,7 @@ def test_environments_start_threads_and_processes_and_draw():
         assert envs.single_observation_space.shape == (1,) or policy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("closed", ["", "<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_head_with_closed_streams_forks_workers(tmp_path, closed):
     code = f"""

@@ -22,6 +22,8 @@ from .scripts import environment
 from .test_checkpoint import saved_in
 from .test_resume import LONG, check_the_whole_run, steps
 
+pytestmark = pytest.mark.long
+
 
 def limit(process, size):
     _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)

@@ -340,6 +340,7 @@ def test_a_prefix_may_give_the_worker_processes_of_its_own():
         assert envs.call("pid") == (1, 1)
 
 
+@pytest.mark.long
 def test_a_name_is_taken_once_a_run_of_it_has_a_checkpoint(tmp_path):
     (tmp_path / "runs" / "name" / "workers").mkdir(parents=True)  # from an attempt that died young
     flags = [*TINY, "--run-name", "name", "--total-timesteps", "64"]
@@ -364,6 +365,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.long
 def test_workers_started_by_hand_train_and_are_awaited_again(tmp_path):
     subprocess.run(
         [sys.executable, "-m", "clusterenv_runtime.keys", "key"],

@@ -82,6 +82,7 @@ def test_several_learners_learn_what_one_does(tmp_path, number):
     assert_alike(*runs)
 
 
+@pytest.mark.long
 def test_the_pages_diff_gives_the_script_of_atari_several_learners(tmp_path):
     pytest.importorskip("ale_py", reason="Atari is not installed: pip install ale-py")
     diff = re.search(r"```diff\n(.*?)```", (ROOT / "docs" / "learners.md").read_text(), re.S)[1]
@@ -334,6 +335,7 @@ def test_the_checksum_is_of_all_of_a_model():
 
 
 # Mistakes.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "number, script, flags, says",
     [
@@ -401,6 +403,7 @@ def test_a_mistake_is_said_once(tmp_path, number, script, flags, says):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.long
 def test_flags_that_differ_are_named(tmp_path):
     # In place of torchrun's.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -490,6 +493,7 @@ class Together:
         return [line for line in errors.splitlines() if line.startswith(("error", "interrupted"))]
 
 
+@pytest.mark.long
 def test_killed_at_random_moments_a_run_goes_on_from_its_last_checkpoint(tmp_path):
     moment, begin, step = random.Random(1), ["--run-name", "x"], -1
     for number in range(KILLS):
@@ -515,6 +519,7 @@ def test_killed_at_random_moments_a_run_goes_on_from_its_last_checkpoint(tmp_pat
     assert summary["global_step"] == step + 1024
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_learner_that_stops_ends_the_others_by_its_name(tmp_path, rank):
     together = Together(tmp_path, flags=["--checkpoint-interval", "0"])
@@ -526,6 +531,7 @@ def test_a_learner_that_stops_ends_the_others_by_its_name(tmp_path, rank):
     assert re.match(f"error: {name}", line), line
 
 
+@pytest.mark.long
 def test_killed_under_max_restarts_the_run_goes_on_from_its_last_checkpoint(tmp_path):
     together = Together(tmp_path, "--max-restarts", "1", flags=["--checkpoint-interval", "0"])
     before = together.checkpoint()
@@ -539,6 +545,7 @@ def test_killed_under_max_restarts_the_run_goes_on_from_its_last_checkpoint(tmp_
     assert "learner 1 " in killed and interrupted.startswith("interrupted; to go on: ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number, told", [(1, signal.SIGINT), (4, signal.SIGTERM)])
 def test_a_signal_saves_once_and_the_run_goes_on_with_another_number_of_learners(
     tmp_path, number, told
@@ -557,6 +564,7 @@ def test_a_signal_saves_once_and_the_run_goes_on_with_another_number_of_learners
     assert summary["global_step"] == step + 1024
 
 
+@pytest.mark.long
 def test_a_torchrun_that_is_killed_ends_all_and_the_first_saves(tmp_path):
     together = Together(tmp_path, flags=["--checkpoint-interval", "0.5"])
     together.process.kill()
@@ -567,6 +575,7 @@ def test_a_torchrun_that_is_killed_ends_all_and_the_first_saves(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_a_learner_that_raises_says_why_and_the_others_name_it(tmp_path):
     Path(tmp_path, "failing_env.py").write_text(FAILING_ENV)
     flags = *FLAGS, "--env-id", "failing_env:Failing-v0"

@@ -12,6 +12,8 @@ import pytest
 from . import test_ppo_clusterenv as ppo
 from .scripts import ROOT, environment
 
+pytestmark = pytest.mark.long
+
 ODD = os.fsdecode(b"not-utf8-\xff")
 
 # Its environments are of a module that is beside it, so workers must look for it there.

@@ -593,6 +593,7 @@ PAGE = (ROOT / "docs" / "policies.md").read_text()
 PROGRAMS = dict(re.findall(r"## ([^\n]*)\n(?:(?!\n## ).)*?```python\n(.*?)```", PAGE, re.DOTALL))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_programs_of_the_page_print_what_they_say(tmp_path, name):
     (tmp_path / "program.py").write_text(PROGRAMS[name])

@@ -135,6 +135,7 @@ def test_same_seed_gives_the_same_run(trained, tmp_path):
         assert first[key] == second[key]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants a C++ compiler")
 def test_a_compiled_run_is_the_same_to_tolerance(always, tmp_path):
     # All weights: with a rounded difference the last bit may decide which of them move.

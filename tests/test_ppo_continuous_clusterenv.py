@@ -94,6 +94,7 @@ def test_run_leaves_summary_model_and_logs(always):
     }
 
 
+@pytest.mark.long
 def test_the_page_plays_an_episode_with_a_saved_model(tmp_path):
     train(tmp_path, "--run-name", "NAME")
     page = (ROOT / "docs" / "training.md").read_text()
@@ -120,6 +121,7 @@ def test_same_seed_gives_the_same_run_and_the_decoupled_objective_is_plain_ppo_a
     assert losses[0] == pytest.approx(losses[2], abs=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", [1, 4])
 def test_it_normalizes_by_what_it_has_seen_also_after_a_kill_and_when_resumed(
     tmp_path, num_workers

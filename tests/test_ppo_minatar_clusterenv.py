@@ -36,6 +36,7 @@ def test_it_trains_and_what_the_learner_computes_is_what_acted(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
+@pytest.mark.long
 def test_it_resumes(tmp_path):
     flags = [*TINY, "--env-id", "MinAtar/SpaceInvaders-v1", "--run-name", "x"]
     scripts.train(SCRIPT, tmp_path, *flags, "--max-seconds", "0.01")

@@ -726,6 +726,7 @@ def test_deaths_with_answers_in_between_do_not_end_the_run():
             assert len(envs.restarts) == (number - 1) // 2
 
 
+@pytest.mark.long
 def test_close_does_not_wait_for_a_replacement(workers, tmp_path):
     gate = tmp_path / "gate"
     gate.touch()

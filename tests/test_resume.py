@@ -172,6 +172,7 @@ def test_no_state_is_loaded_amid_a_rollout():
 # One process at a time.
 
 
+@pytest.mark.long
 def test_a_run_that_another_process_trains_is_refused_until_that_is_killed(tmp_path):
     flags = [*ppo.TINY, *LONG, "--run-name", "x", "--total-timesteps", "1920"]
     process, _ = scripts.start_and_await_training(ppo.SCRIPT, tmp_path, *flags)
@@ -322,6 +323,7 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     assert_same_state(after, before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shell", ["none", "bash", "nohup"])
 def test_a_terminal_that_is_lost_has_a_run_save_and_end_but_not_under_nohup(tmp_path, shell):
     flags = [
@@ -372,6 +374,7 @@ def test_a_terminal_that_is_lost_has_a_run_save_and_end_but_not_under_nohup(tmp_
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", RUNS)
 def test_kill_at_random_moments_and_resume_to_the_end(tmp_path, script):
     moment = random.Random(1)
@@ -414,6 +417,7 @@ def test_kill_at_random_moments_and_resume_to_the_end(tmp_path, script):
     assert summary["wall_seconds"] > counters[-1][-2]
 
 
+@pytest.mark.long
 def test_without_its_replay_buffer_a_run_collects_first(tmp_path):
     total, flags = 1600, [*dqn.TINY, "--no-save-replay"]
     process, workers = scripts.start_and_await_training(
@@ -435,6 +439,7 @@ def test_without_its_replay_buffer_a_run_collects_first(tmp_path):
     assert summary["transitions_inserted"] == left
 
 
+@pytest.mark.long
 def test_weights_and_biases_get_all_there_is_and_go_on_with_the_same_run(tmp_path):
     folder, _ = ppo.train(tmp_path, "--track", "--capture-video")
     assert list(tmp_path.glob("videos/*/*.mp4"))
@@ -454,6 +459,7 @@ def test_weights_and_biases_get_all_there_is_and_go_on_with_the_same_run(tmp_pat
     assert len(runs) == 2 and len({path.name.rpartition("-")[2] for path in runs}) == 1
 
 
+@pytest.mark.long
 def test_weights_and_biases_without_a_login_is_one_line(tmp_path):
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir(), here.mkdir()

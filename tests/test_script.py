@@ -63,6 +63,7 @@ EDITS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_module_a_counter_and_a_metric_are_a_line_each_and_resumed(tmp_path):
     script, epochs = edited(tmp_path / "scripts", *EDITS), ppo_clusterenv.Args.update_epochs
     flags = [*TINY, "--total-timesteps", "3840", "--checkpoint-interval", "0.1"]

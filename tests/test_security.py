@@ -265,6 +265,7 @@ def test_where_it_cannot_listen_it_says_so():
         ClusterEnv([CountingEnv], 1, bind_address="192.0.2.1")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("security", ["curve", "none"])
 def test_a_port_of_ones_own_and_no_security_if_that_is_allowed(security):
     port = None
@@ -403,6 +404,7 @@ with ClusterEnv([CountingEnv] * 2, 2, **options) as envs:
 """
 
 
+@pytest.mark.long
 def test_a_crowd_of_idle_strangers_does_not_use_up_the_open_files(tmp_path):
     (tmp_path / "crowded.py").write_text(CROWDED)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

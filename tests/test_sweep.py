@@ -24,6 +24,8 @@ from experiments.sweeps.distributions import DISTRIBUTIONS
 from .patience import PATIENCE
 from .scripts import ROOT, alive, children_of, environment
 
+pytestmark = pytest.mark.long
+
 # A program whose return is ten times x. It fails at x = 13, and at x = 99 it waits for a file `go`,
 # but not for ever.
 PROGRAM = """

@@ -15,6 +15,7 @@ from verification.search import MAX_RESTARTS, PROGRAMS, find, first_without_way,
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("calls", "faults", "states"), PROGRAMS)
 def test_no_order_of_events_breaks_the_protocol(calls, faults, states):
     result = search(Model(2, calls, faults, MAX_RESTARTS))
@@ -25,6 +26,7 @@ def test_these_are_more_than_a_million_states():
     assert sum(states for *_, states in PROGRAMS) > 1_000_000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_in_the_model_is_found(bug):
     assert find(bug).problem
@@ -57,6 +59,7 @@ def test_a_seed_always_gives_the_same_run():
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(mutations.MUTATIONS)[:4])
 def test_a_mistake_in_the_runtime_is_found(name):
     is_found, text = mutations.find(name, 3000)

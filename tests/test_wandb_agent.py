@@ -11,6 +11,8 @@ import yaml
 from . import wandb_server
 from .scripts import ROOT, environment
 
+pytestmark = pytest.mark.long
+
 WANDB = str(Path(sys.executable).parent / "wandb")
 TINY = {
     "env_id": "CartPole-v1",

@@ -75,6 +75,14 @@ TESTS = {
     ],
     "head/transport.py": ["test_transport.py", "test_strangers.py", "test_security.py",
         "test_launchers.py"],
+    "script/frame_replay.py": [
+        "algorithms/test_formulas.py", "algorithms/test_training.py", "algorithms/test_resuming.py",
+        "-k", "dqn_atari",
+    ],
+    "script/normalize.py": [
+        "algorithms/test_formulas.py", "algorithms/test_training.py", "algorithms/test_resuming.py",
+        "-k", "ppo_continuous",
+    ],
     "script/checkpoint.py": ["test_checkpoint.py", "test_forged_states.py", "test_arguments.py",
         "test_resume.py"],
 }  # fmt: skip

@@ -508,8 +508,9 @@ def test_a_chunk_whose_frames_have_been_written_over_is_drawn_no_more():
 
 @pytest.mark.parametrize(("size", "num_frames"), [(7, 90), (40, 50)])
 def test_a_buffer_takes_as_many_bytes_as_it_says(dqn, size, num_frames):
-    space = gym.spaces.Box(0, 255, (4, 3, 2), np.uint8)
-    sizes = (size, num_frames) if dqn.__name__ == "scripts.dqn_atari_clusterenv" else (size,)
+    has_frames = dqn.__name__ == "scripts.dqn_atari_clusterenv"
+    space = gym.spaces.Box(0, 255, (4, 3, 2), np.uint8 if has_frames else np.float32)
+    sizes = (size, num_frames) if has_frames else (size,)
     tensors = [
         value for value in vars(dqn.ReplayBuffer(*sizes, space)).values() if torch.is_tensor(value)
     ]

@@ -7,10 +7,13 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from ..test_ppo_clusterenv import TINY
 from .test_sweep_array import ROOT
+
+pytestmark = pytest.mark.long
 
 
 def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):

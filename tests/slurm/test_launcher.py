@@ -14,6 +14,8 @@ import pytest
 from ..patience import PATIENCE
 from . import lab
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path.name for path in (ROOT / "slurm").glob("*.sbatch"))
 # A job with it lasts, and leaves the cores to other tests, until there is a file `go`.

@@ -16,6 +16,8 @@ from ..scripts import children_of, ranks_of
 from ..test_docs import BLOCKS
 from .test_launcher import Job, checkpoints
 
+pytestmark = pytest.mark.long
+
 # The documentation's environment, whose observation is made by all ranks.
 (ENV,) = (code for page, kind, code in BLOCKS if page.stem == "mpi" and kind == "python")
 # The same as mpi4py would do, with Open MPI alone: rank 0 passes its input on, and prints the sum

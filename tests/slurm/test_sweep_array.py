@@ -13,6 +13,8 @@ from ..patience import PATIENCE
 from ..test_sweep import PROGRAM, STOPS
 from . import lab
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

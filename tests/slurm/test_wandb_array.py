@@ -6,7 +6,11 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from .. import wandb_server
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 
