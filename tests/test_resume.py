@@ -306,6 +306,7 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     before = load_checkpoint(folder)
     assert 0 < before["global_step"] < total and before["seconds"] > 0
     (tmp_path / "go").touch()
+    (tmp_path / "reset").unlink()
     # With nothing left to do, the loaded state is saved again, and evaluated.
     resume(script, tmp_path, folder, *LASTING, "--total-timesteps", str(before["global_step"]))
     after = load_checkpoint(folder)

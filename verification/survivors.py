@@ -77,11 +77,11 @@ TESTS = {
         "test_launchers.py"],
     "script/frame_replay.py": [
         "algorithms/test_formulas.py", "algorithms/test_training.py", "algorithms/test_resuming.py",
-        "-k", "dqn_atari",
+        "-k", "dqn_atari or not clusterenv",
     ],
     "script/normalize.py": [
         "algorithms/test_formulas.py", "algorithms/test_training.py", "algorithms/test_resuming.py",
-        "-k", "ppo_continuous",
+        "-k", "ppo_continuous or not clusterenv",
     ],
     "script/checkpoint.py": ["test_checkpoint.py", "test_forged_states.py", "test_arguments.py",
         "test_resume.py"],
