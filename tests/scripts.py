@@ -19,8 +19,8 @@ TIMES = int(os.environ.get("RESUME_TIMES", 1))  # how often a process is killed 
 
 
 # CartPole whose runs last on any machine: after the first STEPS of an environment each step takes
-# a while, until there is a file `go` in the working directory. The file `reset` there is of the first
-# reset.
+# a while, until there is a file `go` in the working directory. The file `reset` there is written at
+# the first reset.
 LASTING_ID = "lasting_env:Lasting-v0"
 LASTING_ENV = """
 import os, pathlib, time

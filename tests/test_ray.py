@@ -23,8 +23,6 @@ from .envs import CountingEnv
 from .patience import HOUR, PATIENCE, assert_ended, wait_until
 from .scripts import ROOT, environment
 
-pytestmark = pytest.mark.long
-
 ray = pytest.importorskip(
     "ray",
     reason="Ray is not installed: pip install -r experiments/benchmarks/peers/requirements-ray.txt",

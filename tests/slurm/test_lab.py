@@ -14,8 +14,6 @@ import pytest
 from ..patience import HOUR, PATIENCE, at_most
 from . import conftest, lab, machine
 
-pytestmark = pytest.mark.long
-
 ROOT = Path(__file__).resolve().parents[2]
 SAY = 'echo "$SLURMD_NODENAME:$SLURM_PROCID"'
 

@@ -14,8 +14,6 @@ import pytest
 from ..patience import PATIENCE
 from . import lab
 
-pytestmark = pytest.mark.long
-
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path.name for path in (ROOT / "slurm").glob("*.sbatch"))
 # A job with it lasts, and leaves the cores to other tests, until there is a file `go`.
@@ -189,6 +187,7 @@ def stub(slurm, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_two_jobs_train_on_the_same_nodes_and_replace_a_killed_worker(train):
     spread = ["--nodes=3", "--ntasks=4"]
     ppo, dqn = (train(file, *spread, flags="--total-timesteps 40000") for file in ("ppo", "dqn"))
@@ -209,6 +208,7 @@ def test_two_jobs_train_on_the_same_nodes_and_replace_a_killed_worker(train):
     assert "died" not in dqn.log()
 
 
+@pytest.mark.long
 def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
     requeued = train("ppo", flags="--total-timesteps 40000")
     timed_out = train("dqn", "--time=60")
@@ -314,6 +314,7 @@ def test_warned_before_it_can_save_a_job_is_requeued_only_if_it_has_time(stub, t
     early.wait()
 
 
+@pytest.mark.long
 def test_preempted_a_job_saves_and_comes_back(stub):
     job = stub()
     job.await_words("began with")
@@ -356,6 +357,7 @@ def test_scancel_leaves_nothing_and_the_job_does_not_come_back(slurm, train):
     assert "requeued" not in job.log()
 
 
+@pytest.mark.long
 def test_a_heterogeneous_job_trains_with_its_workers_in_the_second_part(train):
     job = train("ppo_hetjob", flags="--total-timesteps 20000 --num-minibatches 2")
     places = job.wait_for("the steps", lambda: len(places := job.places()) == 4 and places)
@@ -365,6 +367,7 @@ def test_a_heterogeneous_job_trains_with_its_workers_in_the_second_part(train):
     assert job.wait() and job.summary()["args"]["num_workers"] == 4 and "gpu:1" in str(first)
 
 
+@pytest.mark.long
 def test_learners_on_two_nodes_are_requeued_and_go_on_to_the_end(train):
     job = train("ppo_torchrun", flags="--total-timesteps 40000")
     steps = job.await_training()
@@ -421,6 +424,7 @@ def test_over_a_network_the_head_is_found_and_lost_nodes_are_replaced(slurm_netw
     assert re.search(rf"{lost.replace('-', ' ')} .* died: cut off, or silent for 3 s", job.log())
 
 
+@pytest.mark.long
 def test_learners_find_each_other_over_a_network_and_a_lost_one_is_named(slurm_networked, tmp_path):
     job = Job(slurm_networked, tmp_path, "ppo_torchrun")
     job.await_training()

@@ -13,8 +13,6 @@ from ..patience import PATIENCE
 from ..test_sweep import PROGRAM, STOPS
 from . import lab
 
-pytestmark = pytest.mark.long
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -43,6 +41,7 @@ def submit(slurm, tmp_path):
     return submit
 
 
+@pytest.mark.long
 def test_submitted_alone_it_submits_the_array_and_the_collection_once(slurm, submit, tmp_path):
     (tmp_path / "logs").mkdir()
     options = [
@@ -89,6 +88,7 @@ def test_submitted_alone_it_submits_the_array_and_the_collection_once(slurm, sub
     assert len(list((tmp_path / "out").glob("*/attempt-*"))) == 2
 
 
+@pytest.mark.long
 def test_a_task_that_is_warned_is_requeued_alone_and_goes_on(slurm, submit, tmp_path):
     array = submit(STOPS, "--array=0-1", "--output=%a")
 

@@ -10,11 +10,10 @@ import pytest
 
 from .. import wandb_server
 
-pytestmark = pytest.mark.long
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_each_task_runs_one_configuration(slurm, tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, sys; open(f'ran-{os.environ[\"SLURM_ARRAY_TASK_ID\"]}', 'x').write(sys.argv[1])"
