@@ -1,9 +1,12 @@
 """How soon workers act, and what memory they take.
 
     python -m experiments.benchmarks.startup
+    python -m tests.slurm.lab --cores 17 salloc -N1 -n17 \\
+        python -m experiments.benchmarks.startup --workers 2 8 16 --ways fork slurm
 
 Each row makes CartPole's environments, one for each worker: forked, started singly, with
-Gymnasium's `AsyncVectorEnv`, and with Stable-Baselines3's `SubprocVecEnv` if it is installed.
+Gymnasium's `AsyncVectorEnv`, with Stable-Baselines3's `SubprocVecEnv` if it is installed, or as
+steps of a Slurm job.
 Prints the seconds from the construction to the end of the first rollout of 32 steps (the first 32
 steps of those that do not act), and the proportional set size of all processes but this one. Each
 row is a program of its own, so nothing is left of the row before.
@@ -32,7 +35,7 @@ class Args:
     workers: tuple[int, ...] = (1, 8, 32, 128)
     """numbers of workers"""
     ways: tuple[str, ...] = WAYS
-    """how they are started"""
+    """how they are started; within a job also `slurm`"""
     limit: float = 300
     """seconds a row may take"""
 
@@ -43,17 +46,26 @@ def descendants(pid):
     return [each for child in children for each in (int(child), *descendants(child))]
 
 
-def mebibytes():
+def workers_of_slurm():
+    """The processes of workers that Slurm has started on this machine."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        command = path.read_bytes()
+        if b"clusterenv_runtime.worker\0" in command and b"srun" not in command.split(b"\0")[0]:
+            yield int(path.parent.name)
+
+
+def mebibytes(way):
     """The proportional set size of all processes that this one has started."""
     kibibytes = 0
-    for pid in descendants(os.getpid()):
+    for pid in workers_of_slurm() if way == "slurm" else descendants(os.getpid()):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         kibibytes += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
     return kibibytes / 1024
 
 
 def cluster_env(env_fns, way):
-    envs = ClusterEnv(env_fns, len(env_fns), worker_start=way, startup_timeout=300)
+    how = {"launcher": "slurm"} if way == "slurm" else {"worker_start": way}
+    envs = ClusterEnv(env_fns, len(env_fns), startup_timeout=300, **how)
     envs.reset(seed=1)
     envs.rollout(CategoricalPolicy(torch.nn.Linear(4, 2)), STEPS)
     return envs
@@ -88,7 +100,7 @@ def measure(way, number):
     else:
         envs = cluster_env(env_fns, way)
     seconds = time.perf_counter() - start
-    memory = mebibytes()
+    memory = mebibytes(way)
     start = time.perf_counter()
     envs.close()
     closing = time.perf_counter() - start

@@ -327,6 +327,7 @@ def main() -> None:
     parser.add_argument(
         "--networked", action="store_true", help="each node in its own network namespace; as root"
     )
+    parser.add_argument("--cores", type=int, default=4, help="of each node")
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="what to run, or `install` to install Slurm"
     )
@@ -335,7 +336,7 @@ def main() -> None:
     try:
         if args.command == ["install"]:
             return install()
-        with start(networked=args.networked) as slurm:
+        with start(cpus=args.cores, networked=args.networked) as slurm:
             status = subprocess.run(args.command or ["bash"], env=slurm.env).returncode
     except (LabError, OSError, subprocess.SubprocessError) as error:
         sys.exit(f"error: {error}")
