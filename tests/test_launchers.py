@@ -399,6 +399,7 @@ def test_workers_started_by_hand_train_and_are_awaited_again(tmp_path):
         )
 
     try:
+        assert process.stdout.readline().startswith("runs/")
         assert process.stdout.readline().startswith("run these")
         lines = [process.stdout.readline() for _ in range(2)]
         assert shlex.split(lines[0])[-6:-4] == ["--key-file", "key.worker"]
@@ -432,8 +433,8 @@ def start_script(directory, *command):
 def test_waiting_for_workers_ends_at_once_when_told_to(tmp_path, number, code):
     flags = [*TINY, "--launcher", "external", "--bind-address", "127.0.0.1", "--run-name", "name"]
     process = start_script(tmp_path, str(ROOT / "ppo_clusterenv.py"), *flags)
-    lines = [process.stdout.readline() for _ in range(3)]
-    assert "clusterenv_runtime.worker" in lines[2]
+    lines = [process.stdout.readline() for _ in range(4)]
+    assert "clusterenv_runtime.worker" in lines[3]
     process.send_signal(number)
     _, errors = process.communicate(timeout=PATIENCE)  # for workers it would wait for ever
     assert (process.returncode, errors) == (code, "interrupted\n")

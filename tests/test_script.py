@@ -365,3 +365,36 @@ def test_a_run_is_named_by_environment_experiment_seed_and_time(tmp_path):
     scripts.run(SCRIPT, tmp_path, *flags, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
     (name,) = os.listdir(tmp_path / "runs")
     assert re.fullmatch(r"mine-Mine-Cart-v0__ppo_clusterenv__1__\d{8}-\d{6}-\d{3}", name)
+
+
+def test_an_environment_beside_the_user_is_found_and_a_run_says_what_it_is(tmp_path):
+    """A start says what a run is, and a resumed one what is another than before."""
+    (tmp_path / "my_env.py").write_text(
+        "import gymnasium as gym\n"
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "gym.register('Mine-v0', CartPoleEnv, max_episode_steps=50)\n"
+    )
+    path = {"PYTHONPATH": str(ROOT)}  # and nothing of the current directory
+    flags = [*TINY, "--env-id", "my_env:Mine-v0", "--run-name", "x"]
+    result = scripts.run("ppo_clusterenv.py", tmp_path, *flags, **path)
+    is_run = (
+        "runs/x: 4 environments on 2 workers, 5 iterations of 64 steps, 320 in all; learning on"
+    )
+    assert result.returncode == 0 and result.stdout.startswith(is_run), result.stderr
+    flags = ["--resume", "runs/x", "--env-id", "my_env:Mine-v0", "--gamma", "0.5"]
+    result = scripts.run("ppo_clusterenv.py", tmp_path, *flags, **path)
+    assert result.stdout.splitlines()[1] == "resuming at step 320; gamma 0.99 -> 0.5"
+
+
+@pytest.mark.parametrize(
+    "env_id, says",
+    [
+        ("Pendulum-v1", "scripts/ppo_continuous_clusterenv.py is for continuous actions"),
+        ("ALE/Nonesuch-v5", "Atari's games need ale-py, and scripts/ppo_atari_clusterenv.py"),
+        ("nonesuch:Mine-v0", "No module named 'nonesuch'"),
+        ("nonesuch:Mine-v0", "put it beside the script or into the current directory"),
+    ],
+)
+def test_what_a_script_cannot_train_on_says_what_can(tmp_path, monkeypatch, env_id, says):
+    flags = [*TINY, "--env-id", env_id]
+    scripts.check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path, flags, says)

@@ -19,6 +19,7 @@ import msgspec
 import tyro
 
 from ..errors import StartupError, WorkerDiedError
+from ..launchers.python import current_directory
 from ..options import (
     ClusterOptions,
     Name,
@@ -178,6 +179,9 @@ def parse(script_args: type[T], default: T | None = None) -> T:
     A mistake in one flag ends the process with one line; `check_flags` is for all of them together.
     """
     sys.excepthook = _report
+    # As if the script lay there: --env-id my_env:Mine-v0 imports my_env.
+    if (here := current_directory()) not in (None, *sys.path):
+        sys.path.append(here)
     # W&B agents write booleans as --flag=True; tyro's spelling is --flag and --no-flag
     hints = typing.get_type_hints(script_args)
     booleans = "|".join(name.replace("_", "[-_]") for name, hint in hints.items() if hint is bool)

@@ -14,6 +14,8 @@ import gymnasium as gym
 
 from ..errors import printable
 
+ATARI = "scripts/ppo_atari_clusterenv.py or scripts/dqn_atari_clusterenv.py"
+
 
 def check(fine: Any, message: Any) -> None:
     """Exit with one line, the message, if something is not ``fine``.
@@ -80,7 +82,9 @@ def check_memory(args: Any, num_bytes: int) -> None:
 def check_discrete(args: Any, space: gym.Space) -> None:
     """Check that actions are numbers from 0 on."""
     is_discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
-    check(is_discrete, f"actions must be discrete, from 0, not {space}: {args.env_id}")
+    other = "; scripts/ppo_continuous_clusterenv.py is for continuous actions"
+    hint = other if isinstance(space, gym.spaces.Box) else ""
+    check(is_discrete, f"actions must be discrete, from 0, not {space}: {args.env_id}{hint}")
 
 
 def check_game(args: Any) -> None:
@@ -103,6 +107,8 @@ def check_stacks(
 
 def check_vectors(space: gym.Space) -> None:
     """Check that observations are vectors."""
-    flatten = "have make_env put FlattenObservation around the environment"
+    hint = "have make_env put FlattenObservation around the environment"
+    if len(space.shape or ()) == 3:
+        hint += f", or use {ATARI} for Atari's games"
     is_vector = len(space.shape or ()) == 1
-    check(is_vector, f"observations must be vectors, not {space}; {flatten}")
+    check(is_vector, f"observations must be vectors, not {space}; {hint}")

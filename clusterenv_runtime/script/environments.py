@@ -14,7 +14,7 @@ from gymnasium.vector import SyncVectorEnv, VectorEnv
 from ..errors import one_line
 from ..extras.backends import make_vec
 from ..extras.together import AutoresetError, Together
-from .checks import check
+from .checks import ATARI, check
 
 EnvFn = Callable[[], gym.Env]
 # Wrappers that change no step.
@@ -55,8 +55,13 @@ def read_spaces(
         env = make_here(args, [make_env(args.env_id, 1, False, "", **kwargs)])
         if args.env_backend != "gymnasium":
             check_plain(args, make_env, of_envpool if args.env_backend == "envpool" else ())
-    except (ModuleNotFoundError, gym.error.Error) as error:
-        check(False, error)
+    except ModuleNotFoundError as error:
+        where = "install it, or put it beside the script or into the current directory"
+        says = str(error).rstrip(".")
+        check(False, f"{says}; --env-id {args.env_id}: {where}")
+    except gym.error.Error as error:
+        is_game = args.env_id.startswith("ALE/")
+        check(False, f"{error} Atari's games need ale-py, and {ATARI}" if is_game else error)
     except AutoresetError as error:
         check(False, f"--env-backend {args.env_backend}: {error}")
     except Exception as error:

@@ -6,7 +6,9 @@ import logging
 import math
 import sys
 from contextlib import suppress
+from typing import Any
 
+import torch
 from rich import progress
 from rich.console import Console
 
@@ -24,6 +26,17 @@ class _Saying(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage())
+
+
+def start_of(args: Any, directory: str) -> str:
+    """Return the line that says what a run is."""
+    size = getattr(args, "batch_size", None) or args.chunk_size
+    device = "a GPU" if args.cuda and torch.cuda.is_available() else "the CPU"
+    return (
+        f"{directory}: {args.num_envs} environments on {args.num_workers} workers, "
+        f"{args.num_iterations:,} iterations of {size:,} steps, "
+        f"{args.num_iterations * size:,} in all; learning on {device}"
+    )
 
 
 def status_of(

@@ -27,8 +27,8 @@ from .checks import check, one_line_for
 from .directory import RunDirectory
 from .dry_run import worker_commands
 from .logs import Logs, log_in
-from .progress import Progress, say, status_of
-from .resume import flags_of, name_of, resume_command
+from .progress import Progress, say, start_of, status_of
+from .resume import changes_of, flags_of, name_of, resume_command
 from .signals import Signals
 from .summary import finite, summary_of
 
@@ -102,6 +102,11 @@ class Run:
         self.logs = self._open_logs(self.global_step, not saved, saved.get("wandb_id"))
         self.keep("curve", self.logs.curve)
         self._progress = Progress(is_quiet=not self.writes)
+        if self.writes:
+            say(start_of(args, self.directory.path))
+        if saved and self.writes:
+            changes = ["", *changes_of(args, saved["args"])]
+            say(f"resuming at step {self.global_step:,}{'; '.join(changes)}")
         return self.logs.writer
 
     def _make_signals(self) -> Signals:
