@@ -256,11 +256,25 @@ class Parsed(Exception):
     """A program of ours has understood its flags. The test stops it there."""
 
 
+MY_ENV = """
+import gymnasium as gym
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Mine(CartPoleEnv):
+    def __init__(self, goal=1.0, render_mode=None):
+        super().__init__()
+
+gym.register("Mine-v0", Mine, max_episode_steps=1000)
+"""
+
+
 @pytest.fixture
 def check(tmp_path, monkeypatch):
     """A function that checks how a page calls a program, or that the page says why not."""
     place = tmp_path / "there"
     (place / "runs").mkdir(parents=True)
+    (place / "my_env.py").write_text(MY_ENV)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # scripts add the working directory
     monkeypatch.setenv("CXX", "c++")  # of --compile, which does not start
 
     def stopping(parse):

@@ -383,7 +383,7 @@ def test_an_environment_beside_the_user_is_found_and_a_run_says_what_it_is(tmp_p
     assert result.returncode == 0 and result.stdout.startswith(is_run), result.stderr
     flags = ["--resume", "runs/x", "--env-id", "my_env:Mine-v0", "--gamma", "0.5"]
     result = scripts.run("ppo_clusterenv.py", tmp_path, *flags, **path)
-    assert result.stdout.splitlines()[1] == "resuming at step 320; gamma 0.99 -> 0.5"
+    assert result.stdout.splitlines()[1] == "resuming at step 320; gamma 0.995 -> 0.5"
 
 
 @pytest.mark.parametrize(

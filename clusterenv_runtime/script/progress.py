@@ -28,15 +28,22 @@ class _Saying(logging.Handler):
         say(record.getMessage())
 
 
-def start_of(args: Any, directory: str) -> str:
-    """Return the line that says what a run is."""
-    size = getattr(args, "batch_size", None) or args.chunk_size
+def start_of(args: Any, directory: str, saved: dict[str, Any]) -> str:
+    """Return what a run is, and if it goes on from ``saved``, where and with which other flags."""
+    texts = [f"{directory}: {args.num_envs} environments on {args.num_workers} workers"]
+    size = getattr(args, "batch_size", 0) or getattr(args, "chunk_size", 0)
+    if number := getattr(args, "num_iterations", 0):
+        texts.append(f"{number:,} iterations of {size:,} steps, {number * size:,} in all")
     device = "a GPU" if args.cuda and torch.cuda.is_available() else "the CPU"
-    return (
-        f"{directory}: {args.num_envs} environments on {args.num_workers} workers, "
-        f"{args.num_iterations:,} iterations of {size:,} steps, "
-        f"{args.num_iterations * size:,} in all; learning on {device}"
-    )
+    text = f"{', '.join(texts)}; learning on {device}"
+    if not saved:
+        return text
+    changes = [
+        f"{name} {before} -> {getattr(args, name)}"
+        for name, before in saved["args"].items()
+        if name != "resume" and before != getattr(args, name)
+    ]
+    return "; ".join([f"{text}\nresuming at step {saved['global_step']:,}", *changes])
 
 
 def status_of(

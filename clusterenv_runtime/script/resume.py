@@ -61,12 +61,6 @@ def flags_of(saved: dict[str, Any], args: T, fixed: Iterable[str]) -> T:
     return now
 
 
-def changes_of(args: ScriptArgs, before: dict[str, Any]) -> list[str]:
-    """Return each flag that is another one than before, as ``name before -> now``."""
-    names = [name for name in before if name != "resume" and before[name] != getattr(args, name)]
-    return [f"{name} {before[name]} -> {getattr(args, name)}" for name in names]
-
-
 def resume_command(args: ScriptArgs, directory: str, program: list[str]) -> str:
     """Return the command that goes on with a run, with the flags that are not taken from there.
 

@@ -28,7 +28,7 @@ from .directory import RunDirectory
 from .dry_run import worker_commands
 from .logs import Logs, log_in
 from .progress import Progress, say, start_of, status_of
-from .resume import changes_of, flags_of, name_of, resume_command
+from .resume import flags_of, name_of, resume_command
 from .signals import Signals
 from .summary import finite, summary_of
 
@@ -103,10 +103,7 @@ class Run:
         self.keep("curve", self.logs.curve)
         self._progress = Progress(is_quiet=not self.writes)
         if self.writes:
-            say(start_of(args, self.directory.path))
-        if saved and self.writes:
-            changes = ["", *changes_of(args, saved["args"])]
-            say(f"resuming at step {self.global_step:,}{'; '.join(changes)}")
+            say(start_of(args, self.directory.path, saved))
         return self.logs.writer
 
     def _make_signals(self) -> Signals:
@@ -285,10 +282,8 @@ class Run:
         finally:  # the output comes last, as it is worth no file, but also if there is no file
             pulls = f"{summary['pulls_per_worker']:g} pulls a worker"
             say(f"{self.global_step:,} steps in {seconds:.0f} s; {pulls}")
-            evaluated = (
-                f", in the evaluation {eval_returns.mean():.1f}" if len(eval_returns) else ""
-            )
-            say(f"mean return {mean_return:.1f}{evaluated}; see {self.directory.path}")
+            also = f", in the evaluation {eval_returns.mean():.1f}" if len(eval_returns) else ""
+            say(f"mean return {mean_return:.1f}{also}; see {self.directory.path}")
 
     def _envs_state(self) -> dict[str, Any]:
         return self._envs.state_dict()
