@@ -136,6 +136,7 @@ OF_OTHER_LIBRARIES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", OF_OTHER_LIBRARIES)
 def test_a_program_for_another_library_runs(code):
     library = re.search(r"^from (stable_baselines3|torchrl)", code, re.MULTILINE)[1]

@@ -144,6 +144,7 @@ def test_the_ratio_is_exact_and_nobody_waits_for_a_slow_worker(tmp_path):
     assert summary["gradient_steps"] == (4000 - 100) // 10
 
 
+@pytest.mark.long
 def test_offline_wandb_spellings_of_booleans_and_max_seconds(tmp_path):
     flags = (
         "--track=True --save_model=False --deterministic=true --no_cuda --total-timesteps "

@@ -596,6 +596,7 @@ def test_a_learner_that_raises_says_why_and_the_others_name_it(tmp_path):
     ), line
 
 
+@pytest.mark.long
 def test_a_signal_to_one_learner_ends_all_and_the_first_saves(tmp_path):
     together = Together(tmp_path, flags=["--checkpoint-interval", "0.5"])
     os.kill(together.learners[1], signal.SIGTERM)

@@ -21,6 +21,7 @@ TINY = [
 ]
 
 
+@pytest.mark.long
 def test_it_trains_and_what_the_learner_computes_is_what_acted(tmp_path):
     """At lag 0 the proximal policy is the behavior policy, so the decoupled objective is plain
     PPO's.

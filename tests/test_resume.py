@@ -291,6 +291,7 @@ def has_begun(directory):
     return saved and saved["global_step"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", RUNS)
 def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     flags, unit, _ = RUNS[script]

@@ -246,6 +246,7 @@ def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
     )
 
 
+@pytest.mark.long
 def test_a_run_is_of_one_job_at_a_time_and_goes_on_where_resume_says(stub):
     first = stub("--job-name=a: b")
     first.await_words("began with")
@@ -342,6 +343,7 @@ def test_cores_that_no_worker_uses_are_told(stub):
     job.wait()
 
 
+@pytest.mark.long
 def test_scancel_leaves_nothing_and_the_job_does_not_come_back(slurm, train):
     before = slurm.processes()
     job = train("ppo", "--nodes=3", "--ntasks=4")
