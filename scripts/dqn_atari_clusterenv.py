@@ -174,6 +174,14 @@ def update(optimizer, q_network, target_network, args, obs, actions, next_obs, r
     return loss.detach(), old_val.detach()
 
 
+def frames_of(buffer_size, num_steps, chunk_size):
+    """Return how many frames a buffer of so many transitions needs.
+
+    A chunk begins and ends with whole stacks; so do episodes, for which there is some room, too.
+    """
+    return int(buffer_size * (1 + 2 * FRAME_STACK / num_steps)) + 2 * FRAME_STACK * chunk_size
+
+
 if __name__ == "__main__":
     run = Run(parse(Args), fixed=("env_id", "num_steps", "buffer_size", "train_frequency"))
     args = run.args  # with --resume those of its checkpoint, but for the flags given now
@@ -184,9 +192,7 @@ if __name__ == "__main__":
     check_game(args)
     obs_space, action_space = read_spaces(args, make_env, of_envpool=OF_ENVPOOL)
     check_stacks(args, obs_space, action_space, FRAME_STACK)
-    # A chunk begins and ends with whole stacks; so do episodes, for which there is some room, too.
-    num_frames = int(args.buffer_size * (1 + 2 * FRAME_STACK / args.num_steps))
-    num_frames += 2 * FRAME_STACK * args.chunk_size
+    num_frames = frames_of(args.buffer_size, args.num_steps, args.chunk_size)
     needed = ReplayBuffer.num_bytes(args.buffer_size, num_frames, obs_space)
     check_memory(args, needed)
     writer = run.begin()

@@ -1,0 +1,144 @@
+"""What the scripts' harness computes for all of them: seeds, evaluation, summary and curve."""
+
+import importlib
+import random
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from clusterenv_runtime import Frames
+from clusterenv_runtime.extras.atari import EpisodicLife
+from clusterenv_runtime.script import evaluate, seeded_device
+from clusterenv_runtime.script.checkpoint import rng_state, set_rng_state
+from clusterenv_runtime.script.curve import LearningCurve
+from clusterenv_runtime.script.frame_replay import ReplayBuffer as FrameReplay
+from clusterenv_runtime.script.normalize import NormalizeReward
+from clusterenv_runtime.script.summary import summary_of
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_evaluation_plays_the_policy_as_the_flags_say(deterministic):
+    calls = []
+
+    class Envs:
+        num_workers = 2
+
+        def evaluate(self, policy, episodes, *, seed, deterministic):
+            calls.append((policy, episodes, seed, deterministic))
+            return SimpleNamespace(returns=np.arange(episodes))
+
+    args = SimpleNamespace(seed=7, eval_episodes=3, eval_deterministic=deterministic)
+    assert evaluate(args, Envs(), "policy").tolist() == [0, 1, 2]
+    assert calls == [("policy", 3, 100_007, deterministic)]
+    args.eval_episodes = 0
+    assert evaluate(args, Envs(), "policy").tolist() == [] and len(calls) == 1
+
+
+def test_the_summary_has_mean_and_deviation_of_the_evaluation():
+    args = SimpleNamespace(kl_threshold=0.1, seed=1, env_id="x")
+    envs = {"pulls": 6, "workers": 2, "sync_bytes": 5, "restarts": []}
+    summary = summary_of(args, envs, np.array([1.0, 2.0, 6.0]))
+    assert summary["eval_return_mean"] == 3 and summary["pulls_per_worker"] == 3
+    assert summary["eval_return_std"] == pytest.approx(np.sqrt(14 / 3))
+
+
+def test_all_random_numbers_follow_the_seed_and_go_on():
+    args = SimpleNamespace(seed=5, torch_threads=None, torch_deterministic=True, cuda=False)
+
+    def draw():
+        return random.random(), np.random.random(), torch.rand(1).item()
+
+    seeded_device(args)
+    first = random.Random(5).random(), np.random.RandomState(5).random()
+    assert (*first, torch.rand(1, generator=torch.Generator().manual_seed(5)).item()) == draw()
+    state = rng_state()
+    second = draw()
+    set_rng_state(state)
+    assert draw() == second
+
+
+def test_discounted_returns_begin_anew_where_an_episode_does():
+    def rollout(starts):
+        none = np.zeros((1, 2), bool)
+        rewards = np.array([[1.0, 10.0]])
+        return SimpleNamespace(
+            rewards=rewards, starts=np.array(starts), terminations=none, truncations=none
+        )
+
+    scale = NormalizeReward(2, 0.5)
+    scale(rollout([True, True]))
+    scale(rollout([False, True]))  # the second one was lost
+    seen = np.array([1, 10, 1.5, 10])
+    assert scale.moments.mean == pytest.approx(seen.mean())
+    assert scale.moments.var == pytest.approx(seen.var())
+
+
+def test_the_curve_has_the_last_hundred_episodes_and_goes_on():
+    curve = LearningCurve()
+    curve.add_episodes(np.full(20, 1000.0), np.ones(20))
+    curve.add_episodes(np.arange(100.0), np.ones(100))
+    assert curve.mean_return == 49.5
+    curve.add_point(8, 1.5, 3)
+    curve.add_episodes(np.array([5.0]), np.array([2]))
+    again = LearningCurve()
+    again.load_state_dict(curve.state_dict())
+    assert again.points == [(8, 49.5, 1.5, 3)] and again.mean_return == curve.mean_return
+    scalars = again.add_point(9, 2, 4)
+    assert (scalars["charts/episodic_return"], scalars["charts/episodic_length"]) == (5, 2)
+
+
+def test_a_resumed_buffer_stays_out_of_checkpoints_if_that_is_asked_now():
+    dqn = importlib.import_module("dqn_clusterenv")
+    box = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
+    for make in (
+        lambda saves: dqn.ReplayBuffer(8, box, saves),
+        lambda saves: FrameReplay(8, 90, box, saves),
+    ):
+        now = make(False)
+        now.load_state_dict(make(True).state_dict())
+        assert now.state_dict() == {}
+
+
+@pytest.mark.parametrize("size, num_steps", [(64, 4), (200, 16)])
+def test_a_buffer_of_frames_holds_as_many_transitions_as_are_asked(size, num_steps):
+    script = importlib.import_module("scripts.dqn_atari_clusterenv")
+    space = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
+    buffer = FrameReplay(size, script.frames_of(size, num_steps, 2 * num_steps), space)
+    # Of each environment a whole stack, and then a frame a step; no episode ends.
+    begins = np.array([0, num_steps + 3])
+    index = np.arange(num_steps)[:, None, None] + begins[:, None] + np.arange(4)
+    frames = np.zeros((2 * (num_steps + 3), 1, 1), np.uint8)
+    none = np.zeros((num_steps, 2), bool)
+    chunk = SimpleNamespace(
+        observations=Frames(frames, index.astype(np.int32)), actions=none.astype(int),
+        rewards=none.astype(float), terminations=none, truncations=none,
+        final_observations=np.zeros((0, 4, 1, 1), np.uint8),
+        next_observations=np.zeros((2, 4, 1, 1), np.uint8),
+    )  # fmt: skip
+    for _ in range(3 * size // num_steps):
+        buffer.add(chunk)
+        assert buffer.inserted - buffer.chunks[0][0] >= min(size, buffer.inserted)
+
+
+def test_a_reset_with_a_seed_begins_another_game():
+    seeds = []
+
+    class Game(gym.Env):
+        ale = SimpleNamespace(lives=lambda: 2)
+
+        def reset(self, *, seed=None, options=None):
+            seeds.append(seed)
+            return 0, {}
+
+        def step(self, action):
+            return 0, 0.0, False, False, {}
+
+    env = EpisodicLife(Game())
+    env.reset(seed=1)
+    env.step(0)
+    env.reset()  # goes on with the game
+    env.reset(seed=2)
+    assert seeds == [1, 2]
