@@ -76,11 +76,13 @@ TESTS = {
     "head/transport.py": ["test_transport.py", "test_strangers.py", "test_security.py",
         "test_launchers.py"],
     "script/frame_replay.py": [
-        "algorithms/test_harness.py", "algorithms/test_formulas.py", "algorithms/test_training.py", "algorithms/test_resuming.py",
+        "algorithms/test_harness.py", "algorithms/test_formulas.py",
+        "algorithms/test_training.py", "algorithms/test_resuming.py",
         "-k", "dqn_atari or not clusterenv",
     ],
     "script/normalize.py": [
-        "algorithms/test_harness.py", "algorithms/test_formulas.py", "algorithms/test_training.py", "algorithms/test_resuming.py",
+        "algorithms/test_harness.py", "algorithms/test_formulas.py",
+        "algorithms/test_training.py", "algorithms/test_resuming.py",
         "-k", "ppo_continuous or not clusterenv",
     ],
     "script/checkpoint.py": ["test_checkpoint.py", "test_forged_states.py", "test_arguments.py",
