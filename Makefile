@@ -8,7 +8,7 @@ train: .venv/installed
 	.venv/bin/python ppo_clusterenv.py
 
 test-algorithms: .venv/installed
-	.venv/bin/python -m pytest -n 2 --dist worksteal tests/algorithms
+	.venv/bin/python -m pytest -n 3 --dist worksteal tests/algorithms
 
 test: .venv/installed
 	.venv/bin/python -m pytest -n 3 --dist worksteal -m "not long"

@@ -35,17 +35,18 @@ DQN = {
 PPO_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 7 --eval-episodes 0 --weights float32"
 PPO_FLAGS += " --num-minibatches 2 --update-epochs 3 --gamma 0.9 --gae-lambda 0.8 --clip-coef 0.05"
 PPO_FLAGS += " --ent-coef 0.1 --vf-coef 0.7 --max-policy-lag None"
+ON = "--anneal-lr --norm-adv"  # whatever the defaults are
 WAYS = {  # flags, and the cases of the algorithm that occur
     "decoupled": (
-        "--sync-mode never --clip-rho 1.02 --clip-vloss --max-grad-norm 0.2",
+        f"{ON} --decoupled --sync-mode never --clip-rho 1.02 --clip-vloss --max-grad-norm 0.2",
         {"ratio clipped", "weight truncated", "value clipped", "gradient clipped"},
     ),
     "stale": (
-        "--sync-mode never --no-decoupled --max-grad-norm 0.2",
+        f"{ON} --sync-mode never --no-decoupled --max-grad-norm 0.2",
         {"ratio clipped", "gradient clipped"},
     ),
     "overlap": (
-        "--sync-mode always --overlap --clip-rho 1.02 --max-grad-norm 9",
+        f"{ON} --decoupled --sync-mode always --overlap --clip-rho 1.02 --max-grad-norm 9",
         {"ratio clipped", "weight truncated"},
     ),
     "plain": (
