@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
@@ -20,6 +19,9 @@ import threading
 import traceback
 import types
 from pathlib import Path
+
+from clusterenv_runtime.launchers.processes import has_ended
+from clusterenv_runtime.launchers.start import PATH
 
 PRELOADED = [
     "gymnasium",
@@ -81,7 +83,7 @@ class ForkServer:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         os.environ.clear()
         os.environ.update(json.loads(data))
-        sys.path[:] = json.loads(os.environ.pop("CLUSTERENV_PATH"))
+        sys.path[:] = json.loads(os.environ.pop(PATH))
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         sys.argv = ["", *map(str, files)]
         runpy.run_module("clusterenv_runtime.worker.fork_server", run_name="__main__")
@@ -93,7 +95,7 @@ class ForkServer:
         return self
 
     def wait(self, timeout=None):
-        if not select.select([self._process], [], [], timeout)[0]:
+        if timeout is not None and not has_ended(self._process, timeout):
             raise subprocess.TimeoutExpired("fork server", timeout)
         os.waitpid(self.pid, 0)
 

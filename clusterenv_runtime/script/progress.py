@@ -32,7 +32,8 @@ def start_of(args: Any, directory: str, saved: dict[str, Any]) -> str:
     """Return what a run is, and if it goes on from ``saved``, where and with which other flags."""
     texts = [f"{directory}: {args.num_envs} environments on {args.num_workers} workers"]
     size = getattr(args, "batch_size", 0) or getattr(args, "chunk_size", 0)
-    if number := getattr(args, "num_iterations", 0):
+    number = getattr(args, "num_iterations", 0)
+    if number and size:
         texts.append(f"{number:,} iterations of {size:,} steps, {number * size:,} in all")
     device = "a GPU" if args.cuda and torch.cuda.is_available() else "the CPU"
     text = f"{', '.join(texts)}; learning on {device}"
