@@ -656,7 +656,11 @@ def only_in(pid):
 @pytest.mark.parametrize(
     "argument, reason",
     [
-        (threading.Lock(), "it cannot be pickled: TypeError: cannot pickle '_thread.lock' object"),
+        (
+            threading.local(),
+            "an environment refers to what cannot be copied to its worker: TypeError: cannot pickle "
+            "'_thread._local' object",
+        ),
         (
             OnlyHere(),
             "it cannot be unpickled: ModuleNotFoundError: No module named 'only_at_the_head'",

@@ -29,8 +29,8 @@ def packed_registry(of_script: dict[str, Any]) -> dict[str, bytes | str]:
 def _packed(spec: EnvSpec, of_script: dict[str, Any]) -> bytes | str:
     try:
         return dumps_noting(spec, of_script)
-    except Exception as error:  # an argument's own code may raise anything
-        return f"it cannot be pickled: {one_line(error)}"
+    except TypeError as error:
+        return str(error)
 
 
 def load_registry(packed: dict[str, bytes | str]) -> None:

@@ -1,0 +1,74 @@
+"""What an environment of the script refers to, on its worker."""
+
+import functools
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from clusterenv_runtime import ClusterEnv
+
+from .envs import CountingEnv
+from .scripts import ROOT
+
+# Each environment pickles the function once more, as `multiprocessing` does.
+SCRIPT = """
+import functools, pickle
+from clusterenv_runtime import ClusterEnv
+from tests.envs import CountingEnv
+
+@functools.cache
+def fibonacci(n):
+    "docstring"
+    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+class Env(CountingEnv):
+    @functools.lru_cache(maxsize=3, typed=True)
+    def level(self):
+        return pickle.loads(pickle.dumps(fibonacci))(20)
+
+    def tell(self):
+        return self.level(), fibonacci.__doc__, fibonacci.cache_info().misses
+
+if __name__ == "__main__":
+    fibonacci(30)
+    with ClusterEnv([Env] * 2) as envs:
+        print(envs.call("tell"))
+"""
+
+
+def test_functions_of_the_script_that_remember_results_travel(tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, tmp_path / "script.py"]
+    run = subprocess.run(
+        command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout.strip() == "((6765, 'docstring', 21), (6765, 'docstring', 21))", run.stderr
+
+
+@pytest.mark.parametrize("make", [threading.Lock, threading.RLock, threading.Condition])
+def test_locks_are_new_ones_that_the_environments_of_a_worker_share(make):
+    lock = make()
+
+    class Locked(CountingEnv):
+        @functools.cached_property  # has a lock itself, until Python 3.12
+        def takes_it(self):
+            return lock.acquire(blocking=False)
+
+    with lock, ClusterEnv([Locked] * 3, 2) as envs:
+        is_taken_once = make is threading.Lock  # the others let their thread in again
+        assert envs.get_attr("takes_it") == (True, not is_taken_once, True)
+
+
+def test_what_cannot_be_copied_to_a_worker_is_said():
+    generator = (number for number in ())
+
+    class Generating(CountingEnv):
+        def close(self):
+            generator.close()
+
+    text = "refers to what cannot be copied to its worker: TypeError: cannot pickle 'generator'"
+    with pytest.raises(TypeError, match=text):
+        ClusterEnv([Generating] * 2)
