@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 from .envs.blueprint import Blueprint, EnvFns
 from .errors import Interrupted
 from .head.collect import Collector
-from .head.evaluation import evaluate
+from .head.evaluation import Evaluator
 from .head.interrupts import interruptible
 from .head.start import start_head
 from .head.stepping import Stepper
@@ -24,9 +24,6 @@ from .rollout import Evaluation, Rollout
 
 if TYPE_CHECKING:
     from .policy.base import Policy
-
-# Some environments end no episode; Atari's games end after 27,000.
-MAX_STEPS = 30_000
 
 
 class ClusterEnv(VectorApi):
@@ -97,6 +94,7 @@ class ClusterEnv(VectorApi):
         self.copy = copy
         self._stepper = Stepper(self._head, blueprint, copy)
         self._collector = Collector(self._head, blueprint)
+        self._evaluator = Evaluator(self._head, blueprint)
         self._finalizer = weakref.finalize(self, self._head.close, parsed.close_timeout)
         self.closed = False
 
@@ -162,36 +160,28 @@ class ClusterEnv(VectorApi):
         return self._collector.recv(worker)
 
     @interruptible
-    def evaluate(
-        self,
-        policy: Policy,
-        episodes: int,
-        *,
-        seed: int = 100_000,
-        deterministic: bool = False,
-        max_steps: int = MAX_STEPS,
-    ) -> Evaluation:
+    def evaluate(self, policy: Policy, episodes: int, **options: Any) -> Evaluation:
         """Have the workers play ``episodes`` episodes by ``policy``, and return their returns.
 
-        All environments play at once, each its share, so that long episodes count like short ones.
-        An episode is one that `Rollout.episodic_returns` counts, of Atari a whole game. It begins
-        with a reset by its own seed, ``seed`` plus its number, from which the policy's noise
-        follows, too: so an evaluation is the same on any number of workers, except where a matrix
-        product rounds differently.
+        All environments play at once, each its share: of each its first ones count, so that long
+        episodes count like short ones. An episode is one that `Rollout.episodic_returns` counts, of
+        Atari a whole game. Each environment is reset by a seed of its own, ``seed`` plus its
+        number; its further episodes follow from that, as in all of Gymnasium's vector environments.
+        So does the policy's noise: an evaluation is the same on any number of workers, except where
+        a matrix product rounds differently.
 
         Training goes on after it as before, also with rollouts that are outstanding: versions,
-        pulls and noise are as they were. Environments that have played begin another episode with
-        the next rollout, by seeds that follow from those of the last `reset`; before the next
+        pulls and noise are as they were. Environments of workers that have played begin another
+        episode with the next rollout, by seeds that follow from those of `reset`; before the next
         `step`, `reset` them.
 
         Args:
             policy: what is to act. It need not be the published one.
             episodes: how many.
-            seed: that of the first one; the others have the next ones.
-            deterministic: whether the policy takes the mode of its distribution in place of
-                actions that it draws.
-            max_steps: an episode is left after so many, with a warning, and counts as far as it
-                went.
+            options: ``seed=100_000``, the first environment's. ``deterministic=False``, whether the
+                policy takes the mode of its distribution in place of actions that it draws.
+                ``max_steps=30_000``: after so many an episode counts as far as it went, with a
+                warning. What is left of it is no other episode, unless it is as long again.
 
         Raises:
             ResetNeeded: an environment has raised.
@@ -199,11 +189,31 @@ class ClusterEnv(VectorApi):
             TypeError, ValueError: the policy cannot act here, its distribution has no mode, an
                 argument is out of range, or an episode's return is not finite.
         """
+        self.evaluate_async(policy, episodes, **options)
+        return self.evaluate_wait()
+
+    @interruptible
+    def evaluate_async(self, policy: Policy, episodes: int, **options: Any) -> None:
+        """Begin to `evaluate` the policy as it is now, with the same arguments.
+
+        No other call may begin until `evaluate_wait` has returned.
+        """
         self._assert_idle("evaluate")
         self._collector.assert_arrays()
+        self._evaluator.ask(policy, episodes, **options)
+
+    @interruptible
+    def evaluate_wait(self, timeout: float | None = None) -> Evaluation:
+        """Return what the episodes have returned.
+
+        Raises:
+            multiprocessing.TimeoutError: they have not within ``timeout`` seconds, and go on: call
+                this again. With 0 it only looks.
+            NoAsyncCallError: no evaluation is under way.
+        """
+        self._assert_is_running()
         with self._collector.giving_up_after_errors():
-            spaces = self.single_observation_space, self.single_action_space
-            return evaluate(self._head, spaces, policy, episodes, seed, deterministic, max_steps)
+            return self._evaluator.wait(timeout)
 
     def interrupt(self) -> None:
         """Make the wait for workers that is under way, or else the next one, raise `Interrupted`

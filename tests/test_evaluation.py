@@ -1,7 +1,9 @@
 """The evaluation of a policy on the workers."""
 
+import multiprocessing
 import os
 import signal
+import time
 from functools import partial
 
 import gymnasium as gym
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.error import ResetNeeded
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import nn
 from torch.distributions import Distribution
@@ -56,11 +58,11 @@ def made(num_workers=2, num_envs=4, **options):
     return ClusterEnv([Seeded] * num_envs, num_workers, **options)
 
 
-def expected(policy, episodes, seed, env=None):
-    """The returns of a policy's most likely actions."""
-    env, returns = env or Seeded(), []
+def expected(policy, episodes, seed):
+    """The returns of a policy's most likely actions in one environment, which gets one seed."""
+    env, returns = Seeded(), []
     for number in range(episodes):
-        observation, _ = env.reset(seed=seed + number)
+        observation, _ = env.reset(seed=None if number else seed)
         total, truncated = 0, False
         while not truncated:
             with torch.no_grad():
@@ -71,20 +73,21 @@ def expected(policy, episodes, seed, env=None):
     return returns
 
 
-def test_each_episode_has_its_seed_and_all_count():
+def test_each_environment_has_its_seed_and_its_first_episodes_count():
     policy = CategoricalPolicy(linear(1, 2))
     with made() as envs:
-        found = envs.evaluate(policy, 10, seed=50, deterministic=True)
-    assert found.returns.tolist() == expected(policy, 10, 50)
+        found = envs.evaluate(policy, 30, seed=50, deterministic=True)
+    shares = [expected(policy, share, 50 + row) for row, share in enumerate([7, 8, 7, 8])]
+    assert found.returns.tolist() == sum(shares, [])
     assert found.ended.all()
 
 
-def test_it_is_the_same_on_any_number_of_workers_and_environments():
+def test_it_is_the_same_on_any_number_of_workers():
     policy = CategoricalPolicy(linear(1, 2))
     results = []
-    for num_workers, num_envs in (1, 3), (2, 4), (3, 11):
-        with made(num_workers, num_envs) as envs:
-            results.append(envs.evaluate(policy, 7))
+    for num_workers in 1, 2, 5:
+        with made(num_workers, 6) as envs:
+            results.append(envs.evaluate(policy, 20))
     for found in results[1:]:
         assert_same(found, results[0])
     assert len(set(results[0].returns)) > 2
@@ -93,16 +96,13 @@ def test_it_is_the_same_on_any_number_of_workers_and_environments():
 def test_shares_differ_by_one_and_are_spread():
     for episodes, num_envs in (20, 64), (20, 7), (3, 3), (1, 5):
         shares = shares_of(episodes, num_envs)
-        assert sum(shares, []) == list(range(episodes))
-        sizes = [len(share) for share in shares]
-        assert max(sizes) - min(sizes) <= 1
-    assert [sum(map(len, half)) for half in np.split(np.array(shares_of(20, 64), object), 2)] == [
-        10, 10,
-    ]  # fmt: skip
+        assert sum(shares) == episodes and len(shares) == num_envs
+        assert max(shares) - min(shares) <= 1
+    assert np.sum(np.split(np.array(shares_of(20, 64)), 2), 1).tolist() == [10, 10]
 
 
 def test_training_goes_on_unharmed():
-    """Those that did not play go on where they were; versions, pulls and noise are as without."""
+    """Workers that did not play go on where they were; versions, pulls and noise are as without."""
     policy, other = CategoricalPolicy(linear(1, 2)), CategoricalPolicy(nn.Linear(1, 2))
     rollouts = {}
     for evaluates in False, True:
@@ -110,9 +110,9 @@ def test_training_goes_on_unharmed():
         with made(2, 4) as envs:
             envs.reset(seed=1)
             found = [envs.rollout(policy, 9)]
-            if evaluates:  # in environments 1 and 3
-                envs.evaluate(other, 2)
-                envs.evaluate(policy, 2)
+            if evaluates:  # on the second worker
+                envs.evaluate(other, 1)
+                envs.evaluate(policy, 1, deterministic=True)
             found += [envs.rollout(policy, 9), envs.rollout(policy, 9)]
             rollouts[evaluates] = found, envs.state_dict()
     (before, state), (after, other_state) = rollouts.values()
@@ -121,11 +121,11 @@ def test_training_goes_on_unharmed():
     for one, two in zip(before, after, strict=True):
         for name in FIELDS.split():
             here, there = getattr(one, name), getattr(two, name)
-            rows = [0, 2]
+            rows = [0, 1]
             axis = 0 if name == "next_observations" else 1
             assert_same(here.take(rows, axis), there.take(rows, axis), name)
-    assert after[1].starts[[1, 3]].all()
-    assert not np.array_equal(before[1].observations[:, 1], after[1].observations[:, 1])
+    assert after[1].starts[[2, 3]].all()
+    assert not np.array_equal(before[1].observations[:, 2], after[1].observations[:, 2])
 
 
 def test_what_follows_is_not_what_was_evaluated():
@@ -201,18 +201,54 @@ def test_episodes_are_those_that_count(together, make, returns, lengths):
         assert envs.rollout(CategoricalPolicy(linear(1, 2)), 7).starts.all()
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_an_episode_that_does_not_end_is_left_with_a_warning(together, caplog):
-    make, options = partial(CountingEnv, 10**9), {}
-    env_fns = [make]
-    if together:
-        env_fns, options = Together(lambda num: SyncVectorEnv(
-            [make] * num, autoreset_mode=AutoresetMode.DISABLED)), {"num_envs": 1}  # fmt: skip
-    with ClusterEnv(env_fns, 1, **options) as envs:
-        found = envs.evaluate(CategoricalPolicy(linear(1, 2)), 1, max_steps=4)
-    assert (found.returns.tolist(), found.lengths.tolist()) == ([10], [4])
-    assert not found.ended.any()
-    assert "1 of 1 episodes of the evaluation had not ended after 4 steps" in caplog.text
+@pytest.mark.parametrize(
+    ("length", "returns"),
+    # 1 to 4; and then 5 to 8, or after the rest from 1 on.
+    [(10**9, [10, 26]), (6, [10, 10]), (4, [10, 10])],
+)
+def test_an_episode_that_does_not_end_is_left_with_a_warning(length, returns, caplog):
+    with ClusterEnv([partial(CountingEnv, length)], 1) as envs:
+        found = envs.evaluate(CategoricalPolicy(linear(1, 2)), 2, max_steps=4)
+    assert (found.returns.tolist(), found.lengths.tolist()) == (returns, [4, 4])
+    text = "2 of 2 episodes of the evaluation had not ended after 4 steps"
+    assert found.ended.tolist() == [length == 4] * 2 and (text in caplog.text) == (length > 4)
+
+
+def test_it_goes_on_in_the_background(tmp_path):
+    gate, policy = tmp_path / "gate", CategoricalPolicy(linear(1, 2))
+    with ClusterEnv([partial(CountingEnv, 3, gate=gate)] * 2, 1) as envs:
+        with pytest.raises(NoAsyncCallError, match="without any prior call to `evaluate_async`"):
+            envs.evaluate_wait()
+        envs.evaluate_async(policy, 4)
+        for _ in range(2):
+            with pytest.raises(multiprocessing.TimeoutError, match="`evaluate_wait` has timed out"):
+                envs.evaluate_wait(timeout=0)
+        for method in (envs.reset, partial(envs.rollout, policy, 2)):
+            with pytest.raises(AlreadyPendingCallError, match="pending call to `evaluate`"):
+                method()
+        gate.touch()
+        assert envs.evaluate_wait().returns.tolist() == [6] * 4
+        envs.reset(seed=1)
+        assert envs.rollout(policy, 3).rewards[:, 0].tolist() == [1, 2, 3]
+
+
+def test_closing_does_not_wait_for_its_end(caplog):
+    began = time.monotonic()
+    with ClusterEnv([partial(CountingEnv, 10**9, delay=0.01)], 1) as envs:
+        envs.evaluate_async(CategoricalPolicy(linear(1, 2)), 1)
+    assert time.monotonic() - began < 20 and "killed" not in caplog.text
+
+
+def test_a_return_that_is_no_number_names_its_environment():
+    class Odd(CountingEnv):
+        def step(self, action):
+            observation, _, *others = super().step(action)
+            return observation, np.nan, *others
+
+    with ClusterEnv([CountingEnv, Odd], 1) as envs:
+        with pytest.raises(ValueError, match="not all finite") as error:
+            envs.evaluate(CategoricalPolicy(linear(1, 2)), 2)
+        assert "environment 1" in str(error.value.__cause__)
 
 
 class NoMode(CategoricalPolicy):

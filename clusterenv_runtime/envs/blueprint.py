@@ -26,8 +26,8 @@ class Vectorized(Protocol):
         """Make a worker's environments.
 
         The object has `num_envs`, `layout`, `infos`, `reset(seeds, options)`, `collect(actor,
-        num_steps)`, `evaluate(player, request, scores)`, `set_attr(name, values)` and `close()`,
-        which mean the same as in `worker.one_by_one.EnvsOneByOne`.
+        num_steps)`, `set_attr(name, values)` and `close()`, which mean the same as in
+        `worker.one_by_one.EnvsOneByOne`.
         """
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -17,15 +16,12 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from ..arrays.spaces import map_space
 from ..envs.layout import EnvLayout
 from ..wire.part import RolloutPart
-from ..wire.protocol import Evaluate
-from ..worker.games import Scores
 from ..worker.statistics import Counts, OwnStatistics, begin_step
 from ..worker.transitions import Transitions, stack
 from .backends import EnvPoolVectorEnv
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor
-    from ..policy.player import Player
 
 
 class AutoresetError(ValueError):
@@ -165,10 +161,12 @@ class EnvsTogether:
         actor.start(starts)
         for step in range(num_steps):
             self._see(transitions, step)
-            seen, rewards, terminations, truncations, infos = self._step(
-                actor.act(self._observations, starts)
-            )
+            actions = actor.act(self._observations, starts)
+            begin_step(self._own)
+            seen, rewards, terminations, truncations, infos = self._envs.step(actions)
             ended = terminations | truncations
+            self._returns += rewards
+            self._lengths += 1
             transitions.rewards[step] = rewards
             transitions.terminations[step] = terminations
             transitions.truncations[step] = truncations
@@ -183,47 +181,6 @@ class EnvsTogether:
         self._see(transitions, num_steps)
         final = map_space(lambda *leaves: np.concatenate(leaves), space, *finals)
         return transitions.part(actor, final, self.layout.stacks, episodes)
-
-    def evaluate(self, player: Player, request: Evaluate, scores: Scores) -> None:
-        """Play the episodes of an evaluation: of each environment the first ones after a reset.
-
-        An environment that has played its own goes on until all have.
-        """
-        waiting = [deque(numbers) for numbers in request.episodes]
-        totals, steps = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
-        pairs = zip(waiting, request.seeds, strict=True)
-        seeds = [request.seed + numbers[0] if numbers else seed for numbers, seed in pairs]
-        self.reset(seeds, None)
-        starts = np.ones(self.num_envs, bool)
-        was_left = np.zeros(self.num_envs, bool)
-        while not scores.are_complete:
-            under_way = [numbers[0] if numbers else None for numbers in waiting]
-            actions = player.act(self._observations, starts, under_way)
-            seen, rewards, terminations, truncations, infos = self._step(actions)
-            totals += rewards
-            steps += 1
-            ended = terminations | truncations
-            counted: dict[int, Counts] = {}
-            if ended.any():
-                seen, counted = self._end(ended, seen, infos)
-            for row, number in enumerate(under_way):
-                if number is None or not (row in counted or steps[row] >= request.max_steps):
-                    continue
-                if not (was_left[row] and row in counted):
-                    counts = counted.get(row, (totals[row], steps[row]))
-                    scores.add(number, *counts, row in counted)
-                    waiting[row].popleft()
-                # Of an episode that is left the rest belongs to no other one.
-                was_left[row] = row not in counted
-                totals[row] = steps[row] = 0
-            self._observations, starts = self._of_space(seen), ended
-
-    def _step(self, actions: Any) -> tuple[Any, ...]:
-        begin_step(self._own)
-        results = self._envs.step(actions)
-        self._returns += results[1]
-        self._lengths += 1
-        return results
 
     def _end(
         self, ended: np.ndarray, seen: Any, infos: dict[str, Any]

@@ -167,7 +167,7 @@ class Opener:
                     for one, leaf in zip(self._numbers, numbers, strict=True):
                         check(one, leaf)
                 case Evaluate():
-                    number = sum(map(len, asked.episodes))
+                    number = sum(asked.episodes)
                     for one, leaf in zip(self._scores, value, strict=True):
                         check(one, leaf, number)
                 case Call() if not (type(value) is tuple and len(value) == num_envs):

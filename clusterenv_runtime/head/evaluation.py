@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from typing import TYPE_CHECKING
 
 import numpy as np
-from gymnasium import Space
-from gymnasium.error import ResetNeeded
+from gymnasium.error import NoAsyncCallError, ResetNeeded
 
+from ..envs.blueprint import Blueprint
+from ..errors import DeadlineError
 from ..rollout import Evaluation
 from ..wire.protocol import Evaluate
 from .start import Head
@@ -18,60 +20,101 @@ if TYPE_CHECKING:
     from ..policy.base import Policy
 
 logger = logging.getLogger(__name__)
+# Some environments end no episode; Atari's games end after 27,000.
+MAX_STEPS = 30_000
 
 
-def evaluate(
-    head: Head,
-    spaces: tuple[Space, Space],
-    policy: Policy,
-    episodes: int,
-    seed: int,
-    deterministic: bool,
-    max_steps: int,
-) -> Evaluation:
-    """Have the workers play episodes in environments of these spaces, of an observation and an
-    action; see `ClusterEnv.evaluate`.
+class Evaluator:
+    """The evaluation that is under way, and what becomes of it.
 
-    The policy is not published, and no worker pulls: each evaluation brings its own weights.
+    Args:
+        head: the workers.
+        blueprint: the environments.
     """
-    # This brings torch, as the policy has by now.
-    from ..policy.player import packed
 
-    least = {"episodes": (episodes, 1), "seed": (seed, 0), "max_steps": (max_steps, 1)}
-    for name, (number, smallest) in least.items():
-        if number < smallest:
-            raise ValueError(f"{name} must be at least {smallest}, got {number}")
-    pool = head.pool
-    if pool.failures.to_reset:
-        raise ResetNeeded("Cannot call `evaluate` before calling `reset`, as one has raised.")
-    seen = pool.workers[0].episodes.seen
-    numbers, buffers = packed(policy, *spaces, seen, deterministic)
-    shares = shares_of(episodes, pool.workers[-1].rows.stop)
-    pool.require(*pool.workers)
-    seqs = []
-    for worker in pool.workers:
-        if any(own := shares[worker.rows]):
-            seeds = _seeds_after(worker)
-            request = Evaluate(own, seed, deterministic, max_steps, numbers, seeds)
-            worker.evaluated = pool.ask(worker, request, *buffers)
-            seqs.append(worker.evaluated)
-    parts = [request.response.value for request in pool.gather(seqs)]
-    evaluation = Evaluation(*map(np.concatenate, zip(*parts, strict=True)))
-    if left := np.count_nonzero(~evaluation.ended):
-        text = "%d of %d episodes of the evaluation had not ended after %d steps"
-        counts = f"{text}: what they had returned by then counts"
-        logger.warning(counts, left, episodes, max_steps)
-    return evaluation
+    def __init__(self, head: Head, blueprint: Blueprint) -> None:
+        self._pool = head.pool
+        layout = blueprint.layout
+        self._spaces = layout.single_observation_space, layout.single_action_space
+        self._seqs: list[int] = []  # of the requests of the evaluation under way
+        self._max_steps = 0  # of an episode of it
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self._seqs)
+
+    def ask(
+        self,
+        policy: Policy,
+        episodes: int,
+        seed: int = 100_000,
+        deterministic: bool = False,
+        max_steps: int = MAX_STEPS,
+    ) -> None:
+        """Have the workers play episodes; see `ClusterEnv.evaluate`.
+
+        The policy is not published, and no worker pulls: each evaluation brings its own weights.
+        """
+        # This brings torch, as the policy has by now.
+        from ..policy.whole import packed
+
+        least = {"episodes": (episodes, 1), "seed": (seed, 0), "max_steps": (max_steps, 1)}
+        for name, (number, smallest) in least.items():
+            if number < smallest:
+                raise ValueError(f"{name} must be at least {smallest}, got {number}")
+        self._assert_none_has_raised("evaluate")
+        workers = self._pool.workers
+        seen = workers[0].episodes.seen
+        numbers, buffers = packed(policy, *self._spaces, seen, deterministic)
+        shares = shares_of(episodes, workers[-1].rows.stop)
+        self._pool.require(*workers)
+        self._max_steps = max_steps
+        for worker in workers:
+            if any(own := shares[worker.rows]):
+                seeds = _seeds_after(worker)
+                request = Evaluate(own, seed, deterministic, max_steps, numbers, seeds)
+                worker.evaluated = self._pool.ask(worker, request, *buffers)
+                self._seqs.append(worker.evaluated)
+        self._pool.exchange()
+
+    def wait(self, timeout: float | None) -> Evaluation:
+        """Return what the episodes have returned; see `ClusterEnv.evaluate_wait`."""
+        if not self.is_pending:
+            text = "Calling `evaluate_wait` without any prior call to `evaluate_async`."
+            raise NoAsyncCallError(text, "evaluate")
+        try:
+            self._assert_none_has_raised("evaluate_wait")
+            self._pool.settle(self._seqs, timeout)
+        except DeadlineError as error:
+            text = f"The call to `evaluate_wait` has timed out after {timeout} second(s). {error}"
+            raise multiprocessing.TimeoutError(text) from None
+        except BaseException:
+            self._pool.forget(self._seqs)
+            self._seqs = []
+            raise
+        seqs, self._seqs = self._seqs, []
+        parts = [request.response.value for request in self._pool.gather(seqs)]
+        evaluation = Evaluation(*map(np.concatenate, zip(*parts, strict=True)))
+        if left := np.count_nonzero(~evaluation.ended):
+            text = "%d of %d episodes of the evaluation had not ended after %d steps"
+            counts = f"{text}: what they had returned by then counts"
+            logger.warning(counts, left, len(evaluation.ended), self._max_steps)
+        return evaluation
+
+    def _assert_none_has_raised(self, method: str) -> None:
+        failures = self._pool.failures
+        if failures.to_reset and not failures.untold:
+            raise ResetNeeded(f"Cannot call `{method}` before calling `reset`, as one has raised.")
 
 
-def shares_of(episodes: int, num_envs: int) -> list[list[int]]:
-    """Return which episodes each environment plays: as many as any other, or one more.
+def shares_of(episodes: int, num_envs: int) -> list[int]:
+    """Return how many episodes each environment plays: as many as any other, or one more.
 
     This is settled before they begin. Of the first episodes that end, wherever they do, too many
     would be short.
     """
     firsts = [episodes * row // num_envs for row in range(num_envs + 1)]
-    return [list(range(*pair)) for pair in zip(firsts[:-1], firsts[1:], strict=True)]
+    return np.diff(firsts).tolist()
 
 
 def _seeds_after(worker: Worker) -> list[int | None]:

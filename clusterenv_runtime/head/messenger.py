@@ -13,6 +13,7 @@ from ..wire.protocol import (
     Close,
     Collect,
     Error,
+    Evaluate,
     Hello,
     Message,
     Part,
@@ -178,7 +179,7 @@ class Messenger:
         asked = process.asked[seq]
         # A step may only reset environments whose end the user has seen.
         has_stepped = isinstance(asked, Step) and not worker.episodes.ended.all()
-        if has_stepped or isinstance(asked, Collect):
+        if has_stepped or isinstance(asked, Collect | Evaluate):
             worker.losses = 0
 
     def _refuse(self, worker: Worker, text: str) -> None:

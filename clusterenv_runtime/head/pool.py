@@ -70,8 +70,8 @@ class WorkerPool:
         """Send what was asked."""
         self._messenger.exchange()
 
-    def gather(self, seqs: Collection[int], timeout: float | None = None) -> list[Request]:
-        """Return these requests, once all have a response. If this raises, they are given up.
+    def settle(self, seqs: Collection[int], timeout: float | None = None) -> None:
+        """Wait until all of these requests have a response.
 
         Raises:
             DeadlineError, Interrupted, KeyboardInterrupt: it took too long, or is to end.
@@ -79,8 +79,14 @@ class WorkerPool:
             EnvError: an environment raised. An exception of Python's or Gymnasium's is raised
                 itself, caused by this.
         """
+        self._wait(lambda: self._requests.are_settled(seqs), timeout)
+
+    def gather(self, seqs: Collection[int], timeout: float | None = None) -> list[Request]:
+        """Return these requests, once all have a response; see `settle`. If this raises, they are
+        given up.
+        """
         try:
-            self._wait(lambda: self._requests.are_settled(seqs), timeout)
+            self.settle(seqs, timeout)
             return [self._requests.answered.pop(seq) for seq in seqs]
         except BaseException:
             self._requests.forget(seqs)
@@ -106,7 +112,7 @@ class WorkerPool:
         return waiting
 
     def wait_until(self, done: Callable[[], bool], seqs: Collection[int]) -> None:
-        """Serve the workers until ``done``, while one of ``seqs`` is outstanding; see `gather`.
+        """Serve the workers until ``done``, while one of ``seqs`` is outstanding; see `settle`.
 
         They are served once even if it is done already, as a worker may wait for its weights.
         """

@@ -12,6 +12,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 from gymnasium.vector import VectorEnv
 
 from .collect import Collector
+from .evaluation import Evaluator
 from .interrupts import interruptible
 from .start import Head
 from .stepping import Infos, Stepper
@@ -23,6 +24,7 @@ class VectorApi(VectorEnv):
     _head: Head
     _stepper: Stepper
     _collector: Collector
+    _evaluator: Evaluator
     _finalizer: weakref.finalize
 
     @interruptible
@@ -153,7 +155,7 @@ class VectorApi(VectorEnv):
 
     def _assert_idle(self, method: str) -> None:
         self._assert_is_running()
-        pending = self._stepper.pending
+        pending = self._stepper.pending or ("evaluate" if self._evaluator.is_pending else "")
         # What a policy is asked to do, and what is set, is done in order.
         if self._collector.granted and method not in ("send", "evaluate", "set_attr"):
             pending = pending or "send"

@@ -4,7 +4,7 @@ comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -37,9 +37,14 @@ def layout_of_state(state: Any) -> Any:
 
 
 class Actor:
-    """One forward per step, log-probabilities once per rollout. The policy acts in eval mode."""
+    """One forward per step, log-probabilities once per rollout. The policy acts in eval mode.
 
-    def __init__(self) -> None:
+    Args:
+        takes_mode: whether it takes the mode of the distribution in place of actions that it draws.
+    """
+
+    def __init__(self, takes_mode: bool = False) -> None:
+        self._takes_mode = takes_mode
         self.policy: Policy | None = None
         self.is_identity = True  # whether environments get the policy's actions as they are
         self.version = 0  # of the policy's weights; 0 for none
@@ -61,6 +66,13 @@ class Actor:
         self.is_identity = is_identity(structure)
         self.version = 0
         self._held = None
+
+    def load(self, structure: Policy, weights: Sequence[Any]) -> None:
+        """Become a policy of this structure with these weights, which `flat_weights` returns, as
+        buffers.
+        """
+        self.load_structure(structure)
+        load_weights(self.policy, *weights)
 
     def load_weights(self, message: Weights, buffers: list[Any]) -> None:
         """Become this version; or none, version 0, if the difference is from other weights than
@@ -120,10 +132,7 @@ class Actor:
             self._begin_episodes(starts)
             # A copy: `forward` may write to it, and may return it among the parameters, too.
             params, self.state = self.policy(tensors, map_tree(torch.clone, self.state))
-        step = len(self._actions)
-        if step == 0:
-            self._noise = self._draw(params)
-        actions = self.policy.act(params, map_tree(lambda leaf: leaf[step], self._noise))
+        actions = self._choose(params)
         self._params.append(params)
         self._actions.append(actions)
         # Copies: `to_env` and the environments may write to them.
@@ -132,6 +141,15 @@ class Actor:
         if not self.is_identity:
             self._given.append(map_tree(np.copy, given))
         return given
+
+    def _choose(self, params: Any) -> Any:
+        """Return the policy's actions in the next step."""
+        if self._takes_mode:
+            return self.policy.distribution(params).mode
+        step = len(self._actions)
+        if step == 0:
+            self._noise = self._draw(params)
+        return self.policy.act(params, map_tree(lambda leaf: leaf[step], self._noise))
 
     def _draw(self, params: Any) -> Any:
         """Return the noise of a rollout, each row's by its number; ``params`` are those of the

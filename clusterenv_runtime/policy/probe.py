@@ -22,7 +22,7 @@ from ..wire.protocol import Collect
 from .actor import Actor, layout_of_state
 from .base import Policy
 from .structure import differences, layout_of
-from .tensors import flat_weights, load_weights, numbers_of
+from .tensors import flat_weights, numbers_of
 
 # Of the rollout in which a policy is tried. They are unlike other sizes, such as those of actions,
 # so that a sum over the wrong axis is noticed.
@@ -88,9 +88,9 @@ def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
     rows = np.resize(np.arange(len(leaves(observations)[0])), NUM_ENVS)
     observations = map_tree(lambda leaf: leaf[rows], observations)
     actor = Actor()
-    actor.load_structure(policy)  # not by a pickle, which would replace the user's classes
+    # Not by a pickle, which would replace the user's classes.
+    actor.load(policy, [part.cpu().numpy() for part in flat_weights(policy)])
     acting = actor.policy
-    load_weights(acting, *(part.cpu().numpy() for part in flat_weights(policy)))
     _check_methods(acting)
     before = layout_of(acting)
     request = Collect(NUM_STEPS, 0, 0, 0.0, numbers_of(policy), states=NUM_STEPS)

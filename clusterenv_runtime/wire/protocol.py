@@ -21,7 +21,7 @@ import zmq
 from ..errors import printable
 from .buffers import MAX_FRAME
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 MAX_DROPPED = 100
 MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `buffers.MAX_FRAME`
 CURVE_BYTES = 33  # that CURVE adds to a frame
@@ -89,12 +89,12 @@ class Evaluate(Message):
     """Play episodes by a policy, in environments that are then reset before they act again.
 
     The buffers are a cloudpickle of the policy without its weights, and its weights, whole. The
-    value of the reply is the returns, the lengths, and which episodes have ended, in the order of
-    their numbers: float64, int64 and bool.
+    value of the reply is the returns, the lengths, and which episodes have ended, by environment,
+    then time: float64, int64 and bool.
     """
 
-    episodes: list[list[int]]  # of each environment, the numbers of those that it plays
-    seed: int  # episode i is reset with this plus i
+    episodes: list[int]  # of each environment, how many count
+    seed: int  # environment i is reset with this plus i; of the noise
     deterministic: bool
     max_steps: int  # of an episode
     numbers: list[float]  # the policy's, see `Policy.numbers`

@@ -114,14 +114,16 @@ class Connection:
     def send(self, seq: int | None, message: protocol.Message, *buffers: Any) -> None:
         self._socket.send_multipart(protocol.frames(seq, message, *buffers), copy=False)
 
-    def receive(self) -> tuple[int | None, protocol.Request, list[Any]]:
+    def receive(self, waits: bool = True) -> tuple[int | None, protocol.Request, list[Any]] | None:
         """Return the next message that is no ping: its ``seq``, header and buffers.
+
+        Unless this ``waits``, return None if none has come.
 
         Raises:
             End: the message is `Close`.
         """
         start = time.perf_counter()
-        while True:
+        while waits or self._socket.poll(0):
             header, *buffers = self._socket.recv_multipart(copy=False)
             try:
                 seq, request = protocol.decode_request(header.buffer)
@@ -133,6 +135,7 @@ class Connection:
             if not isinstance(request, protocol.Ping):
                 self.waited += time.perf_counter() - start
                 return seq, request, [buffer.buffer for buffer in buffers]
+        return None
 
     def close(self) -> None:
         """Close the link once all messages have left, and tidy up behind a head that was killed."""

@@ -17,15 +17,12 @@ from ..envs.layout import EnvLayout
 from ..envs.randomness import seed_globals
 from ..errors import EnvRaised
 from ..wire.part import RolloutPart
-from ..wire.protocol import Evaluate
 from .connection import End
-from .games import Game, Scores
 from .statistics import Counts, OwnStatistics, begin_step
 from .transitions import Transitions, stack
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor
-    from ..policy.player import Player
 
 
 class EnvsOneByOne:
@@ -229,35 +226,6 @@ class EnvsOneByOne:
             starts = transitions.terminations[step] | transitions.truncations[step]
             self._count(transitions.rewards[step], 1, starts)
         return transitions.part(actor, stack(space, finals), self.layout.stacks, episodes)
-
-    def evaluate(self, player: Player, request: Evaluate, scores: Scores) -> np.ndarray:
-        """Play the episodes of an evaluation; return ``(num_envs,)`` bool, which environments must
-        be reset.
-        """
-        games = {
-            i: Game(self._envs[i], self._own[i], numbers, request)
-            for i, numbers in enumerate(request.episodes)
-            if numbers
-        }
-        actions_space = batch_space(self.layout.single_action_space, len(games))
-        starts = np.ones(len(games), bool)
-        with self._names_env():
-            for i, game in games.items():
-                self._current = i
-                game.begin()
-        while not scores.are_complete:
-            observations = stack(self._space, [game.seen for game in games.values()])
-            numbers = [game.number for game in games.values()]
-            actions = player.act(observations, starts, numbers)
-            if isinstance(actions, dict | tuple):
-                actions = iterate(actions_space, actions)
-            with self._names_env():
-                turns = zip(games.items(), actions, strict=True)
-                for place, ((i, game), action) in enumerate(turns):
-                    self._current = i
-                    if game.number is not None:
-                        starts[place] = game.step(action, scores)
-        return np.isin(np.arange(self.num_envs), list(games))
 
     def _end(self, i: int, reward: float) -> Counts | None:
         """Reset an environment whose episode has ended; return the episode's return and length, or

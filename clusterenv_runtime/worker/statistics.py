@@ -36,18 +36,14 @@ class OwnStatistics:
         self._ended = self._wrapper.episode_count
         self._begun = self._wrapper.episode_start_time
 
-    @property
-    def have_seen_end(self) -> bool:
-        """Whether they have seen an episode end since the step began."""
-        return self._wrapper.episode_count > self._ended
-
     def counts(self, seen: Counts) -> Counts | None:
         """Return what counts of an episode that has ended, once the environment is reset.
 
         That is what they say; or what the worker has ``seen``, if another episode has begun without
         a word of theirs. None stands for an episode that goes on.
         """
-        if self.have_seen_end and self._wrapper.return_queue:
+        has_seen_end = self._wrapper.episode_count > self._ended
+        if has_seen_end and self._wrapper.return_queue:
             return float(self._wrapper.return_queue[-1]), int(self._wrapper.length_queue[-1])
         return seen if self._wrapper.episode_start_time != self._begun else None
 

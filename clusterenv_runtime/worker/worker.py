@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import sys
@@ -24,7 +25,7 @@ from ..wire import protocol
 from ..wire.buffers import to_buffers
 from ..wire.codec import pack
 from ..wire.exceptions import MAX_BYTES, name_of, pack_exception
-from ..wire.part import check_part, pack_part
+from ..wire.part import RolloutPart, check_part, pack_part
 from ..wire.protocol import (
     Collect,
     CutOff,
@@ -37,8 +38,8 @@ from ..wire.protocol import (
     Weights,
 )
 from .connection import Connection, End
-from .games import Scores
 from .one_by_one import EnvsOneByOne
+from .scores import Scores
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 # After an error in one of these requests, environments must be reset. After an error in `Setup` or
 # `Structure` a worker ends.
 IN_EPISODES = Reset | Step | CutOff | Collect | Evaluate
+EVALUATED_STEPS = 32  # that an evaluation takes at once in each environment
 
 
 def build_environments(
@@ -78,8 +80,8 @@ class Worker:
         self._first_row, self._rule = 0, SyncRule()
         self._actor: Actor | None = None
         self._has_failed = False  # whether an environment has raised since all were reset
-        # The arguments of the reset that is to follow an evaluation.
-        self._next_reset: tuple[list[int | None], None, Any] | None = None
+        # Of the reset that is to follow an evaluation.
+        self._next_seeds: list[int | None] | None = None
 
     def run(self) -> None:
         """Answer requests until the head says `Close`, or until an error ends the worker."""
@@ -95,7 +97,7 @@ class Worker:
 
     def _answer(self, seq: int | None, request: protocol.Request, buffers: list[Any]) -> None:
         if isinstance(request, Reset) and not request.partial:
-            self._has_failed, self._next_reset = False, None
+            self._has_failed, self._next_seeds = False, None
         if self._has_failed and isinstance(request, IN_EPISODES):
             return  # the head has given it up since
         try:
@@ -150,7 +152,9 @@ class Worker:
             case Setup():
                 self._set_up(request, *buffers)
             case Reset():
-                return self._reset(*pickle.loads(buffers[0]))
+                observations = self._reset(*pickle.loads(buffers[0]))
+                self._connection.waited = 0.0  # the head may have requests from now on
+                return observations
             case Step():
                 if self._actor is not None:
                     self._actor.state = None  # a policy remembers nothing of the head's steps
@@ -184,13 +188,13 @@ class Worker:
         self._envs = build_environments(*arguments)
         self._connection.settle()
 
-    def _reset(self, seeds: list[int | None], options: dict[str, Any] | None, mask: Any) -> Any:
+    def _reset(
+        self, seeds: list[int | None], options: dict[str, Any] | None = None, mask: Any = None
+    ) -> Any:
         if seeds[0] is not None:
             seed_globals(seeds[0], self._first_row)
         only = () if mask is None else (mask,)  # environments that step together take no mask
-        observations = self._envs.reset(seeds, options, *only)
-        self._connection.waited = 0.0  # the head may have requests from now on
-        return observations
+        return self._envs.reset(seeds, options, *only)
 
     def _load_structure(self, structure: Any) -> None:
         _import_torch()
@@ -203,27 +207,42 @@ class Worker:
     def _collect(self, seq: int | None, request: Collect) -> tuple[protocol.Part, list[Any]]:
         if self._rule.wants_pull(self._actor.version, request):
             self._pull(seq)
-        self._actor.prepare(request, range(self._first_row, self._first_row + self._envs.num_envs))
         waited, self._connection.waited = self._connection.waited, 0.0
-        if self._next_reset is not None:
-            self._reset(*self._next_reset)
-            self._next_reset = None
-        part = self._envs.collect(self._actor, request.num_steps)
-        action_space = self._envs.layout.single_action_space
-        given = part.actions if self._actor.is_identity else self._actor.given
-        check_part(part, action_space, given)
-        return pack_part(part, waited)
+        if self._next_seeds is not None:
+            self._reset(self._next_seeds)
+            self._next_seeds = None
+        return pack_part(self._act(self._actor, request), waited)
+
+    def _act(self, actor: Actor, request: Collect) -> RolloutPart:
+        """Act and step as a request says."""
+        actor.prepare(request, self._rows)
+        part = self._envs.collect(actor, request.num_steps)
+        given = part.actions if actor.is_identity else actor.given
+        check_part(part, self._envs.layout.single_action_space, given)
+        return part
 
     def _evaluate(self, request: Evaluate, structure: Any, *weights: Any) -> tuple[np.ndarray, ...]:
+        """Play episodes by an actor that shares nothing with that of training."""
         _import_torch()
-        from ..policy.player import Player
+        from ..policy.actor import Actor
 
-        player = Player(request, pickle.loads(structure), weights)
-        seed_globals(request.seed, self._first_row)
-        scores = Scores(request)
-        mask = self._envs.evaluate(player, request, scores)
-        self._next_reset = request.seeds, None, mask
-        return scores.arrays()
+        actor = Actor(request.deterministic)
+        actor.load(pickle.loads(structure), weights)
+        self._next_seeds = request.seeds
+        self._reset([request.seed + row for row in self._rows])
+        scores = Scores(request.episodes, request.max_steps)
+        numbers, seed = request.numbers, request.seed
+        for chunk in itertools.count():
+            collect = Collect(EVALUATED_STEPS, 0, 0, 0.0, numbers, seed=seed, rollout=chunk)
+            scores.add(self._act(actor, collect))
+            if scores.are_complete:
+                return scores.arrays()
+            while (message := self._connection.receive(waits=False)) is not None:
+                self._put_off(*message)  # it was no `Close`, which ends the evaluation
+
+    @property
+    def _rows(self) -> range:
+        return range(self._first_row, self._first_row + self._envs.num_envs)
 
     def _pull(self, seq: int | None) -> None:
         """Ask for weights, and again for all of them if a difference did not fit."""
@@ -238,10 +257,14 @@ class Worker:
             seq, message, buffers = self._connection.receive()
             if isinstance(message, Weights):
                 return message, buffers
-            if isinstance(message, Structure):  # the weights that follow are of this structure
-                self._answer(seq, message, buffers)
-            else:
-                self._later.append((seq, message, buffers))
+            self._put_off(seq, message, buffers)
+
+    def _put_off(self, seq: int | None, message: protocol.Request, buffers: list[Any]) -> None:
+        """Keep a message that comes while a request is answered."""
+        if isinstance(message, Structure):  # the weights that come next are of this structure
+            self._answer(seq, message, buffers)
+        else:
+            self._later.append((seq, message, buffers))
 
 
 def _import_torch() -> None:
