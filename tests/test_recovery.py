@@ -160,6 +160,16 @@ def test_a_worker_lost_while_it_steps(pipe, workers, number):
         with_more_time(check, 1, 20)
 
 
+def test_a_worker_that_is_stopped_as_soon_as_it_is_ready_is_replaced():
+    def check(worker_timeout):
+        with ClusterEnv([CountingEnv], 1, worker_timeout=worker_timeout) as envs:
+            os.kill(pid_of(0), signal.SIGSTOP)
+            assert envs.reset()[0].tolist() == [[0]]
+            assert len(envs.restarts) == 1
+
+    with_more_time(check, 1, 20)
+
+
 def test_workers_that_are_stopped_at_once_are_replaced_at_once():
     """Three of four are stopped: their replacements are started together, while the fourth keeps
     answering.
@@ -530,7 +540,7 @@ def test_what_the_environments_have_started_ends_with_their_worker(tmp_path):
 
 
 def test_pings_that_a_long_step_leaves_unread_are_not_taken_for_death(monkeypatch):
-    monkeypatch.setattr(supervisor, "LOOK_S", 0.001)
+    monkeypatch.setattr(supervisor, "LOOK_HERE_S", 0.001)
     monkeypatch.setattr(pool, "PING_S", 0.001)
 
     def check(worker_timeout):

@@ -15,7 +15,8 @@ from ..options import ClusterOptions
 from .worker import ALIVE, Process, State, Worker
 
 logger = logging.getLogger(__name__)
-LOOK_S = 0.2  # how often the head looks at living processes
+LOOK_S = 0.2  # how often the head looks at living processes,
+LOOK_HERE_S = 0.05  # and at those of this machine, which the system shows at once
 SOON_S = 0.01  # how often it looks while a process is being lost
 # How long it looks for the reason of a loss: a link may break a moment before its process ends.
 REASON_S = 1.0
@@ -123,7 +124,7 @@ class Supervisor:
         now = self.clock()
         reasons = [(worker, self._look_at(worker, now)) for worker in self.workers]
         if now >= self._next_check:
-            self._next_check = now + LOOK_S
+            self._next_check = now + (LOOK_S if self._launcher.remote else LOOK_HERE_S)
             self._check_living(now)
         self.next_look = self._next_check
         if any(worker.process.state in (State.LOST, State.KILLED) for worker in self.workers):
@@ -143,7 +144,7 @@ class Supervisor:
                 self._launcher.kill(index)
                 process.state = State.KILLED
                 process.deadline = now + KILL_S
-        elif process.state == State.KILLED:
+        if process.state == State.KILLED:
             if self._launcher.has_ended(index) or now >= process.deadline:
                 return f"{self.describe(worker)} died: {self._reason(process, now)}"
         elif process.state == State.REFUSED and now >= process.deadline:

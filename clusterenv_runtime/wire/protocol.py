@@ -25,7 +25,7 @@ PROTOCOL_VERSION = 13
 MAX_DROPPED = 100
 MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `buffers.MAX_FRAME`
 CURVE_BYTES = 33  # that CURVE adds to a frame
-PULSE_S = 0.2  # how often a worker shows that it is there
+PULSE_S = 0.05  # how often a worker shows that it is there
 
 Size = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]  # of an axis
 NumberType = Annotated[str, msgspec.Meta(pattern=r"^[<>|][biuf]\d{1,2}$")]  # the dtype of numbers

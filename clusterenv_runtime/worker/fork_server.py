@@ -28,6 +28,7 @@ import numpy as np
 from ..errors import one_line
 from ..launchers.forking import MAX_MESSAGE
 from ..launchers.processes import VARIABLE, has_ended
+from ..wire.protocol import shared_versions
 from .__main__ import main as be_worker
 
 Order = dict[str, Any]
@@ -60,6 +61,7 @@ class ForkServer:
             except Exception as error:
                 fault = f"cannot import {module}: {one_line(error)}"
                 break
+        shared_versions()  # a worker says them in its hello
         gc.collect()
         gc.freeze()  # a worker's collections would copy the pages of all these objects
         self._send({"fault": fault})
