@@ -5,8 +5,8 @@ import json
 import multiprocessing
 import re
 import subprocess
-import threading
 from functools import partial
+from types import SimpleNamespace
 
 import gymnasium as gym
 import msgspec
@@ -49,6 +49,7 @@ ERRORS = {
     "the user's": CustomError("only tests know it"),
     "the user's, with attributes": NumberedError("of a step", np.float32(0.5)),
     "of Gymnasium": gym.error.ResetNeeded("first reset"),
+    "with slots": np.exceptions.AxisError(4, 1),
 }
 PLACES = [
     *((where, row, "one text") for where in ("constructor", "reset", "step") for row in (1, 4)),
@@ -165,16 +166,50 @@ class Loud(OSError):
 def test_no_code_of_an_exceptions_class_is_called_to_make_it_again():
     error = Loud(7, "text")
     error.step = 3
-    data, buffers = pack_exception(error)
+    data, buffers, is_whole = pack_exception(error)
     Loud.calls.clear()
-    again = remade([name_of(Loud)], "", data, buffers)
+    again = remade([name_of(Loud)], "", data, buffers, is_whole)
     assert type(again) is Loud and (again.errno, again.step, str(again)) == (7, 3, str(error))
     assert not Loud.calls
 
 
 @pytest.mark.parametrize("content", [b"\x07", b"\xc1", b"\x92\x07\x07"])
 def test_a_forged_exception_is_not_made(content):
-    assert remade(["builtins.ValueError"], "", msgspec.Raw(content), []) is None
+    assert remade(["builtins.ValueError"], "", msgspec.Raw(content), [], False) is None
+
+
+class Crash(Exception):
+    """An exception whose text is written from an object that cannot be sent."""
+
+    def __init__(self, simulator):
+        self.simulator = simulator
+        self.step = 3
+
+    def __str__(self):
+        return f"the simulator {self.simulator.name} has crashed in step {self.step}"
+
+
+@pytest.mark.parametrize("number", [1, 2])  # the second one is of the same class
+def test_an_exception_that_arrives_in_part_has_its_whole_text(number):
+    error = Crash(SimpleNamespace(name=f"ship {number}"))
+    with pytest.raises(Crash) as caught:
+        run_until_it_raises("step", error, 3)
+    assert (str(caught.value), caught.value.step) == (str(error), 3)
+    assert not hasattr(caught.value, "simulator") and repr(caught.value).startswith("Crash(")
+
+
+class OfIntegers(CountingEnv):
+    def step(self, action):
+        state = np.zeros(1, int)
+        state += 0.5
+        return super().step(action)
+
+
+def test_an_exception_of_numpy_has_its_text():
+    with ClusterEnv([OfIntegers], worker_timeout=HOUR) as envs:
+        envs.reset()
+        with pytest.raises(TypeError, match="^Cannot cast ufunc 'add' output from dtype"):
+            envs.step([0])
 
 
 @pytest.mark.parametrize(
@@ -365,6 +400,6 @@ def test_a_constructor_that_raises_here_starts_no_process(workers, monkeypatch):
         ClusterEnv([partial(FailingEnv, "constructor", ValueError("here")), CountingEnv])
     assert caught.value.__cause__ is None
     with pytest.raises(TypeError, match="pickle"):
-        lock = threading.Lock()
-        ClusterEnv([lambda: CountingEnv(), lambda: lock])
+        generator = (number for number in ())
+        ClusterEnv([lambda: CountingEnv(), lambda: generator])
     assert not workers()

@@ -375,28 +375,30 @@ def test_a_reward_that_is_no_number_stops_the_run_and_names_the_worker(reward):
 
 
 class Unknowing(CountingEnv):
-    """Observes NaN after step ``at``; 0 is the reset."""
+    """Observes ``number`` after step ``at``; 0 is the reset."""
 
-    def __init__(self, at):
+    def __init__(self, at, number):
         super().__init__()
         self.at = at
+        self.number = number
 
     def reset(self, **kwargs):
         observation, info = super().reset(**kwargs)
-        return observation if self.at else observation * np.nan, info
+        return observation if self.at else np.full_like(observation, self.number), info
 
     def step(self, action):
         observation, *rest = super().step(action)
-        return np.where(self.count == self.at, np.nan, observation).astype(np.float32), *rest
+        return np.where(self.count == self.at, self.number, observation).astype(np.float32), *rest
 
 
 @pytest.mark.parametrize("at", [0, 3])
-def test_an_observation_that_is_no_number_is_not_blamed_on_the_policy(at):
-    with ClusterEnv([partial(Unknowing, each) for each in (9, 9, 9, at)], 2) as envs:
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_an_observation_that_is_no_number_is_not_blamed_on_the_policy(at, number):
+    with ClusterEnv([partial(Unknowing, each, number) for each in (9, 9, 9, at)], 2) as envs:
         envs.reset()
         text = f"its observation before step {at} of the rollout holds NaN"
         with pytest.raises(ValueError, match=text) as caught:
-            envs.rollout(CategoricalPolicy(linear(1, 2)), 5)
+            envs.rollout(CategoricalPolicy(torch.nn.Linear(1, 2)), 5)
         assert "environment 3 on worker 1 " in str(caught.value.__cause__) and not envs.restarts
 
 

@@ -658,8 +658,8 @@ def only_in(pid):
     [
         (
             threading.local(),
-            "an environment refers to what cannot be copied to its worker: TypeError: cannot pickle "
-            "'_thread._local' object",
+            "an environment refers to what cannot be copied to its worker: "
+            "TypeError: cannot pickle '_thread._local' object",
         ),
         (
             OnlyHere(),

@@ -51,7 +51,8 @@ def to_exception(errors: list[tuple[str, Error]]) -> Exception:
     text = f"{printable(last.kind)}: {_lines(last.message)}\n\n{_lines(last.traceback)}"
     env_error = EnvError(f"{which} on {worker} raised {text}")
     names = [last.kind, *last.bases]
-    exception = remade(names, _lines(last.message), last.content, last.arrays)
+    text = _lines(last.message)
+    exception = remade(names, text, last.content, last.arrays, last.is_whole)
     if exception is None:
         return env_error
     exception.__cause__ = env_error

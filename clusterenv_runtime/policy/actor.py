@@ -4,8 +4,8 @@ comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -178,22 +178,24 @@ class Actor:
         ``observations`` ``(num_steps, num_envs, ...)`` are those it acted on.
 
         Raises:
-            EnvRaised: it gave NaN for an environment whose observations are not finite.
-            ValueError: it gave NaN for others.
+            EnvRaised: it gave no distribution for an environment whose observations are not finite.
+            ValueError: it gave NaN, or no distribution, for others.
         """
         params, actions = (
             map_tree(lambda *each: torch.stack(each), *trees)
             for trees in (self._params, self._actions)
         )
-        # Before torch prints all of them in an error of its own.
-        if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in leaves(params)):
-            _blame(map_tree(torch.Tensor.numpy, params), observations)
+        try:
+            logprobs = self._logprobs(params, actions)
+        except ValueError:
+            _blame_environment(map_tree(torch.Tensor.numpy, params), observations)
+            raise
         in_sequence = self._states is not None
         num_steps, states = self._request.num_steps, self._request.states
         measured = torch.from_numpy(measured_states(num_steps, self._rows, states, in_sequence))
         kept = {
             "actions": actions,
-            "logprobs": self.policy.distribution(params).log_prob(actions),
+            "logprobs": logprobs,
             "extras": dict(self.policy.extras(params, actions)),
             "params": map_tree(lambda leaf: leaf.flatten(0, 1)[measured], params),
         }
@@ -201,26 +203,28 @@ class Actor:
             kept["states"] = self._states
         return {"states": None} | map_tree(lambda leaf: leaf.numpy(), kept)
 
-
-def _blame(params: Any, observations: Any) -> NoReturn:
-    """Raise the error of parameters with NaN, as that of an environment if it gave no numbers."""
-    envs = _where(np.isnan, params).any(0) & _where(_is_no_number, observations).any(0)
-    if not envs.any():
-        raise ValueError("params hold NaN: has the policy diverged?")
-    env = int(envs.argmax())
-    step = int(_where(_is_no_number, observations)[:, env].argmax())
-    text = f"its observation before step {step} of the rollout holds NaN or infinity"
-    raise EnvRaised(env) from ValueError(f"{text}, and so does what the policy makes of it")
+    def _logprobs(self, params: Any, actions: Any) -> torch.Tensor:
+        # torch would print all of the parameters.
+        if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in leaves(params)):
+            raise ValueError("params hold NaN: has the policy diverged?")
+        return self.policy.distribution(params).log_prob(actions)
 
 
-def _where(is_meant: Callable[[np.ndarray], np.ndarray], tree: Any) -> np.ndarray:
-    """Return ``(num_steps, num_envs)`` bool: whether this holds for a number in the tree there."""
+def _blame_environment(params: Any, observations: Any) -> None:
+    """Raise an error about parameters as that of an environment, if what it gave may be why."""
+    not_finite = _not_finite(observations)
+    envs = _not_finite(params).any(0) & not_finite.any(0)
+    if envs.any():
+        env = int(envs.argmax())
+        step = int(not_finite[:, env].argmax())
+        text = f"its observation before step {step} of the rollout holds NaN or infinity"
+        raise EnvRaised(env) from ValueError(f"{text}, and so does what the policy makes of it")
+
+
+def _not_finite(tree: Any) -> np.ndarray:
+    """Return ``(num_steps, num_envs)`` bool: whether a number in the tree is not finite there."""
     found = np.zeros(leaves(tree)[0].shape[:2], bool)
     for leaf in leaves(tree):
         if leaf.dtype.kind == "f":
-            found |= is_meant(leaf).reshape(*found.shape, -1).any(-1)
+            found |= ~np.isfinite(leaf).reshape(*found.shape, -1).all(-1)
     return found
-
-
-def _is_no_number(leaf: np.ndarray) -> np.ndarray:
-    return ~np.isfinite(leaf)

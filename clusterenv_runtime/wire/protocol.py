@@ -175,8 +175,9 @@ class Error(Message):
     # whether it leaves what it is asked unanswered, but for a `Call`, until it resets all
     ends_episodes: bool = False
     bases: list[str] = []  # the names of the class's bases
-    content: msgspec.Raw = msgspec.Raw(b"\xc0")  # what `pack_exception` returns
+    content: msgspec.Raw = msgspec.Raw(b"\x80")  # what `pack_exception` returns
     arrays: list[bytes] = []
+    is_whole: bool = False
 
     @property
     def ends(self) -> bool:

@@ -122,17 +122,20 @@ class Worker:
         if isinstance(error, EnvRaised):
             env, error = self._first_row + error.env, error.__cause__
         kind, *bases = [_text(partial(name_of, each)) for each in type(error).__mro__]
-        content, arrays = pack_exception(error)
+        content, arrays, is_whole = pack_exception(error)
+        # KeyError writes its key as code.
+        says_key = type(error).__str__ is KeyError.__str__ and len(error.args) == 1
         return protocol.Error(
             env=env,
             kind=kind,
-            message=_text(lambda: error.args[0] if len(error.args) == 1 else error),
+            message=_text(lambda: error.args[0] if says_key else error),
             traceback=_text(lambda: "".join(traceback.format_exception(error))),
             fatal=fatal,
             ends_episodes=ends_episodes,
             bases=bases,
             content=content,
             arrays=arrays,
+            is_whole=is_whole,
         )
 
     def _reply(
