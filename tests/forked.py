@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 import types
 from pathlib import Path
 
@@ -144,7 +143,7 @@ def _main(script, directory, flags, variables, stdout, stderr):
         if isinstance(exit.code, str):
             print(exit.code, file=sys.stderr)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         code = 1
     finally:
         threading._shutdown()

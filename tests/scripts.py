@@ -62,10 +62,10 @@ def lasting(directory, steps, seconds=0.05):
 
 def run(script, directory, *flags, **extra):
     """Run to the end; return how it ended, and its output. Variables that Python itself reads need
-    a new process.
+    a new process, but for PYTHONPATH.
     """
-    if not extra:
-        return forked.run(ROOT / script, directory, flags, environment())
+    if extra.keys() <= {"PYTHONPATH"}:
+        return forked.run(ROOT / script, directory, flags, environment(**extra))
     command = [sys.executable, str(ROOT / script), *flags]
     return subprocess.run(
         command, cwd=directory, env=environment(**extra), capture_output=True, text=True

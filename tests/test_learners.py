@@ -71,7 +71,7 @@ def train_together(number, script, directory, *flags):
 
 
 # Their update is that of one learner.
-@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_several_learners_learn_what_one_does(tmp_path, number):
     flags, runs = [*TINY, *FEW.split()], []
     together = partial(train_together, number, SCRIPT)

@@ -247,7 +247,7 @@ def test_env_that_cannot_be_built_shows_its_own_traceback_once(tmp_path):
 def test_workers_that_do_not_start_are_one_line(tmp_path):
     # A forked worker might be there in time.
     flags = ["--startup-timeout", "0.01", "--worker-start", "spawn"]
-    result = run(tmp_path, *flags, PYTHONPATH=ROOT)
+    result = run(tmp_path, *flags, PYTHONPATH=str(ROOT))
     assert result.returncode == 1 and result.stderr.count("\n") == 1, result.stderr
     assert re.match(
         "error: worker 0 .* did not come up and build the next of its environments within 0.01 s",
