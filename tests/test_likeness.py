@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from clusterenv_runtime import ClusterEnv
 
 from .envs import CountingEnv
-from .patience import wait_until
+from .patience import kill, wait_until
 from .scripts import ROOT
 
 # A script whose process differs in all that a process can differ in, and which tells the facts
@@ -313,12 +314,18 @@ class Stored(CountingEnv):
         return before
 
 
-def test_a_large_array_is_held_once_and_environments_may_change_it():
+@pytest.mark.parametrize("options", [{}, {"worker_start": "spawn"}, {"worker_prefix": "nice -n 0"}])
+def test_a_large_array_is_held_once_and_environments_may_change_it(workers, options):
     data = np.full(2**18, 7.0)
     small = np.zeros(3)
-    with ClusterEnv([lambda: Stored(data)] * 3 + [lambda: Stored(small)], 2) as envs:
+    with ClusterEnv([lambda: Stored(data)] * 3 + [lambda: Stored(small)], 2, **options) as envs:
         held = [array for worker in envs._head.pool.workers for array in worker.arrays]
-        assert len(held) == 2 and held[0] is held[1] and len(held[0]) == data.nbytes
+        assert len(held) == 2 and held[0] is held[1] and len(held[0].data) == data.nbytes
         assert all(len(worker.setup) < 2**20 for worker in envs._head.pool.workers)
         data[0] = 99  # too late
         assert envs.call("change") == (7, 8, 7, 0)  # rows of one worker share it, as by `Sync`
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in workers()]
+        # A prefix may put a worker where it cannot open the head's memory.
+        assert ["memfd:clusterenv" in each for each in maps] == ["worker_prefix" not in options] * 2
+        kill(envs._head.pool.workers[1].process.pid)
+        assert envs.call("change") == (9, 10, 7, 0)

@@ -494,7 +494,7 @@ def test_who_differs_in_what_must_be_shared_is_told_in_what():
 
 @pytest.mark.parametrize(
     ("silence", "interval", "timeout", "told"),
-    [(30, 200, 22500, 22500), (0.4, 100, 300, 300), (0.001, 1, 1, 100), (1e9, 200, 75e7, 65500)],
+    [(30, 50, 22500, 22500), (0.16, 40, 120, 100), (0.001, 1, 1, 100), (1e9, 50, 75e7, 65500)],
 )
 def test_a_socket_takes_no_longer_frame_and_no_longer_silence(silence, interval, timeout, told):
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:

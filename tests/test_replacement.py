@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from clusterenv_runtime import Launcher
+from clusterenv_runtime.envs.large import LargeArray
 from clusterenv_runtime.envs.likeness import Likeness
 from clusterenv_runtime.envs.randomness import number_of_globals
 from clusterenv_runtime.head.episodes import Episodes
@@ -37,7 +38,8 @@ class Told:
 
     def __init__(self):
         self.workers = [
-            Worker(index, slice(2 * index, 2 * index + 2), b"setup", [b"array"]) for index in (0, 1)
+            Worker(index, slice(2 * index, 2 * index + 2), b"setup", [LargeArray(b"array")])
+            for index in (0, 1)
         ]
         for worker in self.workers:
             worker.episodes = Episodes.begun(np.zeros((2, 1), np.float32), 2)
@@ -46,7 +48,7 @@ class Told:
             [worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True
         )
         self.likeness = Likeness.of_this_process(Launcher())
-        self.recovery = Recovery(SyncRule(), self.store, self.likeness)
+        self.recovery = Recovery(SyncRule(), self.store, self.likeness, shares_memory=True)
         self.seeds = [5, None, 7, None]
 
     def reset(self, options=None):

@@ -11,9 +11,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from ..arrays.trees import leaves
+from .large import LargeArray, LargeArrays
 from .layout import EnvLayout
 from .registry import packed_registry
-from .script import LargeArrays, dumps_noting
+from .script import dumps_noting
 
 
 class Vectorized(Protocol):
@@ -127,7 +128,7 @@ class Blueprint:
         shares = np.array_split(range(self.num_envs), num_workers)
         return [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
 
-    def setup(self, rows: slice) -> tuple[bytes, list[bytes]]:
+    def setup(self, rows: slice) -> tuple[bytes, list[LargeArray]]:
         """Return a cloudpickle of what a worker builds, and of what it then has of the script.
 
         They are the arguments of `worker.worker.build_environments`, and then the classes and
@@ -136,7 +137,7 @@ class Blueprint:
         env_fns = self.env_fns if self.steps_together else self.env_fns[rows]
         of_script = self._of_script
         setup = env_fns, rows.stop - rows.start, self.layout, self._registry, of_script
-        arrays: list[bytes] = []
+        arrays: list[LargeArray] = []
         return dumps_noting(setup, of_script, self._large.collector(arrays)), arrays
 
 

@@ -1,4 +1,4 @@
-"""How environments travel: what they have of the script, and the large arrays that they share."""
+"""How environments travel, with what they have of the script."""
 
 from __future__ import annotations
 
@@ -13,35 +13,11 @@ from types import FunctionType
 from typing import Any
 
 import cloudpickle
-import numpy as np
 
 from ..errors import one_line
 
-LARGE = 2**20  # bytes of an array that is held once for all workers
 Cached = type(functools.lru_cache(len))
 LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
-
-
-class LargeArrays:
-    """Copies of large arrays, one for all pickles that have the same array."""
-
-    def __init__(self) -> None:
-        self._copies: dict[tuple[int, int], bytes] = {}  # by address and size
-
-    def collector(self, copies: list[bytes]) -> Callable[[pickle.PickleBuffer], bool]:
-        """Return a ``buffer_callback`` that adds the copy of each large array to ``copies``."""
-
-        def is_small(buffer: pickle.PickleBuffer) -> bool:
-            data = np.frombuffer(buffer.raw(), np.uint8)
-            if data.nbytes < LARGE:
-                return True  # the array remains in the pickle
-            key = data.ctypes.data, data.nbytes
-            if key not in self._copies:
-                self._copies[key] = data.tobytes()
-            copies.append(self._copies[key])
-            return False
-
-        return is_small
 
 
 def dumps_noting(

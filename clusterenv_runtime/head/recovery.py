@@ -38,9 +38,16 @@ class Recovery:
     environments, the next step says that the old episodes are truncated.
     """
 
-    def __init__(self, rule: SyncRule, store: PolicyStore, likeness: Likeness) -> None:
+    def __init__(
+        self,
+        rule: SyncRule,
+        store: PolicyStore,
+        likeness: Likeness,
+        shares_memory: bool = False,
+    ) -> None:
         self._rule = pickle.dumps(rule)
         self._likeness = pickle.dumps(likeness)
+        self._shares_memory = shares_memory  # whether workers can open files of this process
         self._edits = Edits()
         self._store = store
         self._options: dict[str, Any] | None = None  # of the user's last reset of all
@@ -53,7 +60,9 @@ class Recovery:
     def orders(self, worker: Worker, unanswered: list[Request]) -> list[Order]:
         """Return what makes a process this worker, and then what it is to answer."""
         setup = Setup(worker.numbers.start, self._built_with)
-        buffers = worker.setup, self._rule, self._likeness, *worker.arrays
+        setup.shares_memory = self._shares_memory and all(each.place for each in worker.arrays)
+        arrays = [each.place if setup.shares_memory else each.data for each in worker.arrays]
+        buffers = worker.setup, self._rule, self._likeness, *arrays
         orders: list[Order] = [(None, setup, buffers)]
         if self._store.structure:
             orders.append((None, Structure(), (self._store.structure,)))

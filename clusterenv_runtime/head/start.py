@@ -114,7 +114,7 @@ def start_head(
     copies = [worker.copy for worker in workers]
     rounds = options.weights == "difference"
     store = PolicyStore(copies, *spaces, rounds, rule.mode == "kl", learners)
-    recovery = Recovery(rule, store, likeness)
+    recovery = Recovery(rule, store, likeness, launcher.can_fork)
     supervisor = Supervisor(workers, launcher, options, clock)
     opener = Opener(layout)
     transport = make_transport(

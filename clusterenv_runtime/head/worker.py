@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from ..envs.large import LargeArray
 from ..launchers import Exit
 from ..policy.versions import PolicyCopy
 from ..wire.protocol import Collect, Message
@@ -77,7 +78,7 @@ class Worker:
     index: int
     rows: slice  # its environments
     setup: bytes  # cloudpickle of what builds them
-    arrays: list[bytes]  # large ones of that
+    arrays: list[LargeArray]  # of that
     offset: int = 0  # of its head's environments among those of all learners
 
     process: Process = field(default_factory=Process)

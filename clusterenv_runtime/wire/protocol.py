@@ -21,7 +21,7 @@ import zmq
 from ..errors import printable
 from .buffers import MAX_FRAME
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 MAX_DROPPED = 100
 MAX_REQUEST_FRAME = 2**31  # bytes, such as of weights; the head's own limit is `buffers.MAX_FRAME`
 CURVE_BYTES = 33  # that CURVE adds to a frame
@@ -40,12 +40,13 @@ class Message(msgspec.Struct, tag=True):
 
 # Head to worker. Comments name the buffers that follow the header.
 # cloudpickle of what `Blueprint.setup` describes; pickles of a `sync.SyncRule` and a `Likeness`;
-# the large arrays of the first
+# the large arrays of the first, or their places
 class Setup(Message):
     """Build the environments. From now on pull by this rule."""
 
     first_row: int
     seed: int = 0  # of the global generators, while environments are built
+    shares_memory: bool = False  # whether places are sent, for `large.open_array`
 
 
 class Reset(Message):  # pickle of (seeds, options, reset_mask or None)

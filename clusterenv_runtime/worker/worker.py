@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..envs.blueprint import EnvFns
+from ..envs.large import open_array
 from ..envs.layout import EnvLayout
 from ..envs.randomness import seed_globals
 from ..envs.registry import load_registry
@@ -182,8 +183,9 @@ class Worker:
         likeness = pickle.loads(likeness)
         likeness.take()
         # Modules are imported without the head's filters, as there they may be older than these.
-        # Arrays are copied, as environments may write to them.
-        *arguments, of_script = pickle.loads(environments, buffers=map(bytearray, arrays))
+        # Environments may write to arrays.
+        buffers = map(open_array if request.shares_memory else bytearray, arrays)
+        *arguments, of_script = pickle.loads(environments, buffers=buffers)
         vars(sys.modules["__main__"]).update(of_script)
         likeness.filter_warnings()
         built = partial(self._connection.send, None, protocol.Built())
