@@ -4,15 +4,11 @@ repository.
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import importlib
-import inspect
-import textwrap
 from collections.abc import Iterable
 
-from clusterenv_runtime.options import ClusterOptions
-from clusterenv_runtime.script.arguments import ScriptArgs, spell
+from clusterenv_runtime.script.arguments import groups_of, spell
+from clusterenv_runtime.script.flags import text_of
 
 SCRIPTS = {
     "PPO": "ppo_clusterenv",
@@ -35,18 +31,18 @@ generated from the code: `python -m docs.flags > docs/flags.md`.
 def page() -> str:
     """Return the page, in Markdown."""
     kinds = {name: importlib.import_module(module).Args for name, module in SCRIPTS.items()}
-    options, shared = names(ClusterOptions), names(ScriptArgs)
+    groups = {name: groups_of(kind) for name, kind in kinds.items()}
+    shared = groups["PPO"]
     parts = [HEAD]
-    parts += ["## Workers, their link, when they pull, and what", "", table(kinds, options)]
-    parts += ["## The run", "", table(kinds, [name for name in shared if name not in options])]
+    parts += [
+        "## Workers, their link, when they pull, and what",
+        "",
+        table(kinds, shared["workers"]),
+    ]
+    parts += ["## The run", "", table(kinds, shared["run"])]
     for name, kind in kinds.items():
-        own = [flag for flag in names(kind) if flag not in shared]
-        parts += [f"## {name}", "", table({name: kind}, own)]
+        parts += [f"## {name}", "", table({name: kind}, groups[name]["algorithm"])]
     return "\n".join(parts).rstrip() + "\n"
-
-
-def names(kind: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]
 
 
 def table(kinds: dict[str, type], flags: Iterable[str]) -> str:
@@ -54,7 +50,7 @@ def table(kinds: dict[str, type], flags: Iterable[str]) -> str:
     heads = ["flag", *(f"{name}'s default" for name in kinds), ""]
     rows = [heads, ["---"] * len(heads)]
     for flag in flags:
-        texts = dict.fromkeys(text_of(kind, flag) for kind in kinds.values())
+        texts = dict.fromkeys(text_of(kind, flag).replace("|", "\\|") for kind in kinds.values())
         rows.append(
             [
                 f"`{spell(flag)}`",
@@ -70,23 +66,6 @@ def default(kind: type, flag: str) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "" if value in (None, "") else f"`{value}`"
-
-
-def text_of(kind: type, flag: str) -> str:
-    """Return the docstring below a field, of this class or of one that it inherits from, as one
-    line.
-    """
-    for cls in kind.__mro__:
-        body = (
-            ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
-            if cls is not object
-            else []
-        )
-        for statement, after in zip(body, body[1:], strict=False):
-            field = isinstance(statement, ast.AnnAssign) and statement.target.id == flag
-            if field and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                return " ".join(after.value.value.split()).replace("|", "\\|")
-    raise LookupError(f"{kind.__qualname__}.{flag} has no text")
 
 
 if __name__ == "__main__":

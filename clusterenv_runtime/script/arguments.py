@@ -30,6 +30,7 @@ from ..options import (
     check_ranges,
 )
 from .checks import check, one_line_for
+from .flags import names, show_help
 
 T = TypeVar("T", bound="ScriptArgs")
 Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -173,6 +174,16 @@ class ScriptArgs(ClusterOptions):
         return {name: getattr(self, name) for name in names}
 
 
+def groups_of(script_args: type[ScriptArgs]) -> dict[str, list[str]]:
+    """Return the names of a script's flags, by group: those that all scripts have come last."""
+    workers, shared = names(ClusterOptions), names(ScriptArgs)
+    return {
+        "algorithm": [name for name in names(script_args) if name not in shared],
+        "run": [name for name in shared if name not in workers],
+        "workers": workers,
+    }
+
+
 def parse(script_args: type[T], default: T | None = None) -> T:
     """Return the flags of the command line. Flags that are not there are those of ``default``.
 
@@ -187,6 +198,8 @@ def parse(script_args: type[T], default: T | None = None) -> T:
     booleans = "|".join(name.replace("_", "[-_]") for name, hint in hints.items() if hint is bool)
     argv = [re.sub(rf"^--({booleans})=[Tt]rue$", r"--\1", arg) for arg in sys.argv[1:]]
     argv = [re.sub(rf"^--({booleans})=[Ff]alse$", r"--no-\1", arg) for arg in argv]
+    if {"-h", "--help"} & set(argv):
+        show_help(groups_of(script_args), default or script_args())
     args = tyro.cli(script_args, args=argv, default=default)
     with one_line_for(ValueError):
         check_ranges(args)
