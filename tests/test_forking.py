@@ -1,5 +1,6 @@
 """Workers that are forked from one process, and that process."""
 
+import contextlib
 import json
 import logging
 import os
@@ -17,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, StartupError
+from clusterenv_runtime import ClusterEnv, StartupError
 
 from .envs import CountingEnv
+from .machine import do_without
 from .patience import assert_ended, wait_until
 from .scripts import ROOT
 
@@ -194,16 +196,59 @@ class OddEnv(CountingEnv):
 
 
 def test_environments_start_threads_and_processes_and_draw():
-    policy = CategoricalPolicy(torch.nn.Linear(1, 2))
     with ClusterEnv([OddEnv] * 2, 2) as envs:
         envs.reset(seed=1)
         assert envs.render() == ((400, 600, 3),) * 2
-        assert envs.single_observation_space.shape == (1,) or policy
+
+
+class OpenGLEnv(CountingEnv):
+    """Draws by OpenGL in its constructor, in `reset` and in `render`."""
+
+    def __init__(self):
+        super().__init__()
+        self.render()
+
+    def reset(self, **kwargs):
+        self.render()
+        return super().reset(**kwargs)
+
+    def render(self):
+        size = {"width": 64, "height": 48}
+        with contextlib.closing(
+            gym.make("InvertedPendulum-v5", render_mode="rgb_array", **size)
+        ) as env:
+            env.reset(seed=1)
+            return env.render()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("closed", ["", "<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_head_with_closed_streams_forks_workers(tmp_path, closed):
+@pytest.mark.parametrize("preload", ["", "mujoco gymnasium.envs.mujoco"])
+def test_environments_make_opengl_contexts(monkeypatch, preload):
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    code = "import mujoco; mujoco.GLContext(64, 48).make_current()"
+    if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode:
+        do_without("MuJoCo cannot draw by EGL here: apt-get install libegl1 libgl1-mesa-dri")
+    with ClusterEnv([OpenGLEnv] * 2, 2, worker_preload=preload) as envs:
+        envs.reset()
+        one, other = envs.render()
+        assert one.shape == (48, 64, 3) and one.std() > 0
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "command",
+    [
+        "{}",
+        "{} <&-",
+        "{} >&-",
+        "{} 2>&-",
+        "{} <&- >&- 2>&-",
+        "nohup {}",
+        "env -i PYTHONPATH=$PYTHONPATH setsid {}",  # much as cron and systemd start it
+    ],
+)
+def test_a_head_that_is_started_without_a_terminal_forks_workers(tmp_path, command):
     code = f"""
     import json, os
     from clusterenv_runtime import ClusterEnv
@@ -218,8 +263,9 @@ def test_a_head_with_closed_streams_forks_workers(tmp_path, closed):
     """
     path = tmp_path / "head.py"
     path.write_text(textwrap.dedent(code))
-    command = f"{sys.executable} {path} {closed}"
-    subprocess.run(command, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    command = command.format(f"{sys.executable} {path}")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, shell=True, env=env, check=True)
     head, *servers = json.loads((tmp_path / "told").read_text())
     assert servers[0] == servers[1] != head
 
