@@ -36,9 +36,9 @@ from clusterenv_runtime.script import (
     check_discrete,
     check_memory,
     check_vectors,
+    env_setup,
     evaluate,
     parse,
-    read_spaces,
     seeded_device,
 )
 
@@ -221,14 +221,7 @@ if __name__ == "__main__":
     args.num_iterations = args.total_timesteps // args.chunk_size
     check_chunks(args)
     target_every = args.target_network_frequency // args.train_frequency  # in gradient steps
-    obs_space, action_space = read_spaces(args, make_env)
-    check_discrete(args, action_space)
-    check_vectors(obs_space)
-    needed = ReplayBuffer.num_bytes(args.buffer_size, obs_space)
-    check_memory(args, needed)
     writer = run.begin()
-    where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
-    print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
 
     # TRY NOT TO MODIFY: seeding
     # Networks this small gain nothing from more threads, and runs side by side stall each other.
@@ -239,7 +232,15 @@ if __name__ == "__main__":
         make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
-    envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, **run.options())
+    env_fns = by_backend(args, env_fns, make_env)
+    with env_setup(run):
+        envs = ClusterEnv(env_fns, num_envs=args.num_envs, **run.options())
+        check_discrete(args, envs.single_action_space)
+        check_vectors(envs.single_observation_space)
+        needed = ReplayBuffer.num_bytes(args.buffer_size, envs.single_observation_space)
+        check_memory(args, needed)
+    where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
+    print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
     run.keep("envs", envs)
     q_network = run.keep("q_network", QNetwork(envs).to(device))
     duration = args.exploration_fraction * args.total_timesteps

@@ -35,9 +35,8 @@ class ClusterEnv(VectorApi):
     from the head's exceeds ``kl_threshold``.
 
     Args:
-        env_fns: functions that make the environments; the first is also called here, to read the
-            spaces. Or a `Vectorized`, which makes each worker's rows as one vector environment.
-            Only `rollout` and `send` step it.
+        env_fns: functions that make the environments, on workers alone. Or a `Vectorized`, which
+            makes each worker's rows as one vector environment. Only `rollout` and `send` step it.
         num_workers: worker processes; never more than environments. Each gets a contiguous share of
             the rows.
         num_envs: how many environments one function is to make, in all.
@@ -57,7 +56,8 @@ class ClusterEnv(VectorApi):
 
     Raises:
         TypeError, ValueError: there is no such option, or an argument is out of range.
-        RuntimeError: the environments' spaces do not match.
+        SpacesError: the environments' spaces do not match. It is a RuntimeError.
+        Exception: what an environment raised when it was built, caused by an `EnvError`.
         StartupError, WorkerDiedError: a worker does not come up.
     """
 
@@ -87,8 +87,8 @@ class ClusterEnv(VectorApi):
             frame_stack,
             0 if learners is None else learners.first_row,
         )
-        blueprint.describe(self)
         self._head = start_head(blueprint, parsed, launcher, address, learners)
+        blueprint.describe(self)
         self._pool = self._head.pool
         self.num_workers = len(self._pool.workers)
         self.copy = copy

@@ -37,9 +37,9 @@ from clusterenv_runtime.script import (
     check_game,
     check_memory,
     check_stacks,
+    env_setup,
     evaluate,
     parse,
-    read_spaces,
     seeded_device,
 )
 from clusterenv_runtime.script.frame_replay import ReplayBuffer
@@ -190,14 +190,7 @@ if __name__ == "__main__":
     check_chunks(args)
     target_every = args.target_network_frequency // args.train_frequency  # in gradient steps
     check_game(args)
-    obs_space, action_space = read_spaces(args, make_env, of_envpool=OF_ENVPOOL)
-    check_stacks(args, obs_space, action_space, FRAME_STACK)
-    num_frames = frames_of(args.buffer_size, args.num_steps, args.chunk_size)
-    needed = ReplayBuffer.num_bytes(args.buffer_size, num_frames, obs_space)
-    check_memory(args, needed)
     writer = run.begin()
-    where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
-    print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
 
     # TRY NOT TO MODIFY: seeding
     device = seeded_device(args)
@@ -207,8 +200,15 @@ if __name__ == "__main__":
         make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
-    env_fns = by_backend(args, env_fns, **ENVPOOL)
-    envs = ClusterEnv(env_fns, num_envs=args.num_envs, frame_stack=FRAME_STACK, **run.options())
+    env_fns = by_backend(args, env_fns, make_env, OF_ENVPOOL, **ENVPOOL)
+    with env_setup(run):
+        envs = ClusterEnv(env_fns, num_envs=args.num_envs, frame_stack=FRAME_STACK, **run.options())
+        check_stacks(args, envs.single_observation_space, envs.single_action_space, FRAME_STACK)
+        num_frames = frames_of(args.buffer_size, args.num_steps, args.chunk_size)
+        needed = ReplayBuffer.num_bytes(args.buffer_size, num_frames, envs.single_observation_space)
+        check_memory(args, needed)
+    where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
+    print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
     run.keep("envs", envs)
     q_network = run.keep("q_network", QNetwork(envs).to(device))
     duration = args.exploration_fraction * args.total_timesteps

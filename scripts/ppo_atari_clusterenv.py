@@ -35,9 +35,9 @@ from clusterenv_runtime.script import (
     check_batches,
     check_game,
     check_stacks,
+    env_setup,
     evaluate,
     parse,
-    read_spaces,
     seeded_device,
 )
 
@@ -240,8 +240,6 @@ if __name__ == "__main__":
     args.num_iterations = args.total_timesteps // args.batch_size
     check_batches(args)
     check_game(args)
-    obs_space, action_space = read_spaces(args, make_env, of_envpool=OF_ENVPOOL)
-    check_stacks(args, obs_space, action_space, FRAME_STACK)
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
@@ -252,8 +250,10 @@ if __name__ == "__main__":
         make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
-    env_fns = by_backend(args, env_fns, **ENVPOOL)
-    envs = ClusterEnv(env_fns, num_envs=args.num_envs, frame_stack=FRAME_STACK, **run.options())
+    env_fns = by_backend(args, env_fns, make_env, OF_ENVPOOL, **ENVPOOL)
+    with env_setup(run):
+        envs = ClusterEnv(env_fns, num_envs=args.num_envs, frame_stack=FRAME_STACK, **run.options())
+        check_stacks(args, envs.single_observation_space, envs.single_action_space, FRAME_STACK)
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.bfloat16).to(device))
     policy = PixelPolicy(agent.network, agent.actor)

@@ -34,9 +34,9 @@ from clusterenv_runtime.script import (
     check,
     check_batches,
     check_vectors,
+    env_setup,
     evaluate,
     parse,
-    read_spaces,
     seeded_device,
 )
 from clusterenv_runtime.script.normalize import Moments, Normalize, NormalizeReward
@@ -221,11 +221,6 @@ if __name__ == "__main__":
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
     check_batches(args)
-    obs_space, action_space = read_spaces(args, make_env)
-    continuous = isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind == "f"
-    vectors = continuous and len(action_space.shape) == 1
-    check(vectors, f"actions must be continuous vectors, not {action_space}: {args.env_id}")
-    check_vectors(obs_space)
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
@@ -237,7 +232,14 @@ if __name__ == "__main__":
         make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
-    envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, **run.options())
+    env_fns = by_backend(args, env_fns, make_env)
+    with env_setup(run):
+        envs = ClusterEnv(env_fns, num_envs=args.num_envs, **run.options())
+        space = envs.single_action_space
+        continuous = isinstance(space, gym.spaces.Box) and space.dtype.kind == "f"
+        vectors = continuous and len(space.shape) == 1
+        check(vectors, f"actions must be continuous vectors, not {space}: {args.env_id}")
+        check_vectors(envs.single_observation_space)
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))
     obs_moments = run.keep("obs_moments", Moments(envs.single_observation_space.shape))

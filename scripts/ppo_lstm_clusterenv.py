@@ -34,9 +34,9 @@ from clusterenv_runtime.script import (
     check_batches,
     check_discrete,
     check_vectors,
+    env_setup,
     evaluate,
     parse,
-    read_spaces,
     seeded_device,
 )
 
@@ -240,9 +240,6 @@ if __name__ == "__main__":
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
     check_batches(args, of_whole_envs=True)
-    obs_space, action_space = read_spaces(args, make_env)
-    check_discrete(args, action_space)
-    check_vectors(obs_space)
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
@@ -254,7 +251,11 @@ if __name__ == "__main__":
         make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
-    envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, **run.options())
+    env_fns = by_backend(args, env_fns, make_env)
+    with env_setup(run):
+        envs = ClusterEnv(env_fns, num_envs=args.num_envs, **run.options())
+        check_discrete(args, envs.single_action_space)
+        check_vectors(envs.single_observation_space)
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))
     policy = RecurrentPolicy(agent.network, agent.lstm, agent.actor)

@@ -35,9 +35,9 @@ from clusterenv_runtime.script import (
     check,
     check_batches,
     check_discrete,
+    env_setup,
     evaluate,
     parse,
-    read_spaces,
     seeded_device,
 )
 
@@ -221,11 +221,6 @@ if __name__ == "__main__":
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
     check_batches(args)
-    obs_space, action_space = read_spaces(args, make_env)
-    check_discrete(args, action_space)
-    pixels = len(obs_space.shape or ()) == 3 and obs_space.dtype == bool
-    shape = "pixels of MinAtar, (height, width, channels) of booleans"
-    check(pixels, f"observations must be {shape}, not {obs_space}")
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
@@ -237,7 +232,14 @@ if __name__ == "__main__":
         make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
-    envs = ClusterEnv(by_backend(args, env_fns), num_envs=args.num_envs, **run.options())
+    env_fns = by_backend(args, env_fns, make_env)
+    with env_setup(run):
+        envs = ClusterEnv(env_fns, num_envs=args.num_envs, **run.options())
+        check_discrete(args, envs.single_action_space)
+        space = envs.single_observation_space
+        pixels = len(space.shape or ()) == 3 and space.dtype == bool
+        shape = "pixels of MinAtar, (height, width, channels) of booleans"
+        check(pixels, f"observations must be {shape}, not {space}")
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs).to(device))
     # what travels to the workers

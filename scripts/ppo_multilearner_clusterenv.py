@@ -33,9 +33,9 @@ from clusterenv_runtime.script import (
     check_batches,
     check_discrete,
     check_vectors,
+    env_setup,
     evaluate,
     parse,
-    read_spaces,
     seeded_device,
 )
 from clusterenv_runtime.script.learners import LearnersRun
@@ -223,9 +223,6 @@ if __name__ == "__main__":
     learners = run.learners  # as many as torchrun has started
     shares = f"{args.minibatch_size} samples of a minibatch among {learners.world_size} learners"
     check(args.minibatch_size % learners.world_size == 0, f"cannot divide {shares}")
-    obs_space, action_space = read_spaces(args, make_env)
-    check_discrete(args, action_space)
-    check_vectors(obs_space)
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
@@ -237,7 +234,11 @@ if __name__ == "__main__":
         make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
         for i in run.rows  # the environments of this learner
     ]
-    envs = ClusterEnv(by_backend(args, env_fns), num_envs=len(run.rows), **run.options())
+    env_fns = by_backend(args, env_fns, make_env)
+    with env_setup(run):
+        envs = ClusterEnv(env_fns, num_envs=len(run.rows), **run.options())
+        check_discrete(args, envs.single_action_space)
+        check_vectors(envs.single_observation_space)
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))
     policy = CategoricalPolicy(agent.actor)  # what travels to the workers

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from clusterenv_runtime.policy.divergence import Seen, divergence, params_along
+from clusterenv_runtime.policy.versions import PolicyStore
 
 
 def linear(inputs=3, outputs=3, seed=0):
@@ -69,3 +70,10 @@ def divergence_of(policy, observations, params):
             for states, old in parts
         ],
     )
+
+
+def store_in(copies, space, action_space, rounds=True, **options):
+    """Return a store of policies that act in environments of these spaces."""
+    store = PolicyStore(copies, rounds=rounds, **options)
+    store.act_in(space, action_space)
+    return store

@@ -1,5 +1,6 @@
 """Running the training scripts as a user runs them."""
 
+import gc
 import json
 import os
 import runpy
@@ -166,7 +167,9 @@ def check_refusal_here(monkeypatch, script, directory, flags, says):
     monkeypatch.setattr(sys, "argv", [script, *flags])
     with pytest.raises(SystemExit) as exit:
         runpy.run_path(str(ROOT / script), run_name="__main__")
-    line = exit.value.code
+    line = str(exit.value.code)
+    del exit
+    gc.collect()  # of the workers that it may have started
     assert says in line and line.startswith("error: ") and "\n" not in line
     assert os.listdir(directory) == []
 

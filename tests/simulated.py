@@ -6,6 +6,7 @@ import msgspec
 from gymnasium import spaces
 
 from clusterenv_runtime import Exit, Launcher
+from clusterenv_runtime.envs.layout import EnvLayout
 from clusterenv_runtime.envs.likeness import Likeness
 from clusterenv_runtime.head.messenger import Messenger
 from clusterenv_runtime.head.pool import WorkerPool
@@ -157,6 +158,15 @@ def a_part(waited=0.0):
     return Part(1, {}, 0, 0, [], {}, waited)
 
 
+class AnyEnvs:
+    """A blueprint of environments that are as they should be, whatever a worker tells of them."""
+
+    layout = EnvLayout(SPACE, ACTIONS)
+
+    def learn(self, told, rows):
+        pass
+
+
 class Simulation:
     """A pool of ``number`` workers with one environment each, on a `Network`; ``opener`` opens
     their answers.
@@ -168,9 +178,7 @@ class Simulation:
         self.workers = [
             Worker(index, slice(index, index + 1), b"setup", []) for index in range(number)
         ]
-        self.store = PolicyStore(
-            [worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True
-        )
+        self.store = PolicyStore([worker.copy for worker in self.workers], rounds=True)
         likeness = Likeness.of_this_process(self.launcher)
         self.recovery = Recovery(SyncRule(), self.store, likeness)
         options = ClusterOptions(
@@ -178,7 +186,8 @@ class Simulation:
         )
         clock = self.network.clock
         self.supervisor = Supervisor(self.workers, self.launcher, options, clock)
-        messenger = Messenger(self.network, self.supervisor, self.recovery, self.store, opener)
+        parts = self.network, self.supervisor, self.recovery, self.store
+        messenger = Messenger(*parts, AnyEnvs(), make_opener=lambda _: opener)
         self.pool = WorkerPool(messenger)
         self.launcher.prepare(number, [], "nowhere")
         if start:

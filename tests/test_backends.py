@@ -8,6 +8,7 @@ import signal
 import sys
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -23,6 +24,7 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
 from clusterenv_runtime.arrays.spaces import map_space
 from clusterenv_runtime.extras import Together, make_vec
 from clusterenv_runtime.policy.tensors import to_tensors
+from clusterenv_runtime.script.environments import one_line_for_environments
 
 from . import scripts
 from .envs import CountingEnv, RandomEnv, assert_same
@@ -521,9 +523,9 @@ def test_arguments_reach_the_environments_of_training_and_of_the_evaluation(back
     assert (summary["mean_return_100"], summary["eval_return_mean"]) == (7, 7)
 
 
-def test_no_envpool_is_one_line(tmp_path, monkeypatch):
+def test_no_envpool_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "envpool", None)
-    says = "there is no EnvPool here: pip install envpool"
-    scripts.check_refusal_here(
-        monkeypatch, "ppo_clusterenv.py", tmp_path, ["--env-backend", "envpool"], says
-    )
+    args = SimpleNamespace(env_id="CartPole-v1", env_kwargs="", capture_video=False)
+    says = "^error: there is no EnvPool here: pip install envpool; "
+    with pytest.raises(SystemExit, match=says), one_line_for_environments(args):
+        make_vec("envpool", "CartPole-v1", 2)

@@ -19,10 +19,10 @@ from clusterenv_runtime.policy.actor import Actor
 from clusterenv_runtime.policy.differences import FROM_HELD, FROM_ZEROS, WHOLE, Difference
 from clusterenv_runtime.policy.structure import pickled
 from clusterenv_runtime.policy.tensors import flat_weights, rounded_sizes
-from clusterenv_runtime.policy.versions import PolicyCopy, PolicyStore
+from clusterenv_runtime.policy.versions import PolicyCopy
 
 from .envs import CountingEnv
-from .nets import change, linear
+from .nets import change, linear, store_in
 from .patience import kill
 
 
@@ -81,7 +81,7 @@ def same(actor, copy):
 )
 def test_head_and_worker_agree_to_the_last_bit(make):
     policy, copy = CategoricalPolicy(make()), PolicyCopy()
-    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
+    store, actor = store_in([copy], *spaces_of(policy), rounds=True), worker(policy)
     for number in range(50):
         change(policy, 0.01)
         for buffer in policy.buffers():
@@ -100,7 +100,7 @@ def test_head_and_worker_agree_to_the_last_bit(make):
 
 def test_errors_do_not_add_up_and_a_policy_at_rest_is_reached():
     policy, copy = CategoricalPolicy(nn.Linear(100, 100)), PolicyCopy()
-    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
+    store, actor = store_in([copy], *spaces_of(policy), rounds=True), worker(policy)
     errors = []
     for number in range(250):
         if number < 200:
@@ -122,7 +122,7 @@ def test_errors_do_not_add_up_and_a_policy_at_rest_is_reached():
 
 def test_after_a_large_change_a_pull_is_of_all_weights():
     policy, copy = CategoricalPolicy(nn.Linear(100, 100)), PolicyCopy()
-    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
+    store, actor = store_in([copy], *spaces_of(policy), rounds=True), worker(policy)
     levels = []
     for other in (False, False, True, False):
         torch.manual_seed(1)
@@ -142,7 +142,7 @@ def test_a_difference_is_about_a_bit_a_weight_and_all_of_them_eight():
         CategoricalPolicy(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))),
         PolicyCopy(),
     )
-    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
+    store, actor = store_in([copy], *spaces_of(policy), rounds=True), worker(policy)
     sizes = []
     for _ in range(5):
         change(policy, 0.01)
@@ -156,7 +156,7 @@ def test_a_difference_is_about_a_bit_a_weight_and_all_of_them_eight():
 def test_who_holds_the_same_is_sent_the_same_and_who_came_by_another_way_is_not():
     policy, copies = CategoricalPolicy(linear()), [PolicyCopy() for _ in range(3)]
     store, actors = (
-        PolicyStore(copies, *spaces_of(policy), rounds=True),
+        store_in(copies, *spaces_of(policy), rounds=True),
         [worker(policy) for _ in range(3)],
     )
     for pulling in ([0, 1, 2], [0, 1], [0, 1, 2]):
@@ -173,7 +173,7 @@ def test_who_holds_the_same_is_sent_the_same_and_who_came_by_another_way_is_not(
 def test_what_the_head_keeps_is_bounded(monkeypatch):
     policy, copies = CategoricalPolicy(linear()), [PolicyCopy() for _ in range(10)]
     store, actors = (
-        PolicyStore(copies, *spaces_of(policy), rounds=True),
+        store_in(copies, *spaces_of(policy), rounds=True),
         [worker(policy) for _ in range(10)],
     )
     monkeypatch.setattr(versions, "HELD_BYTES", 3 * 4 * sum(rounded_sizes(policy)))
@@ -194,7 +194,7 @@ def test_what_the_head_keeps_is_bounded(monkeypatch):
 
 def test_a_policy_that_is_changed_in_place_has_another_structure():
     policy, copy = CategoricalPolicy(nn.Linear(3, 3)), PolicyCopy()
-    store = PolicyStore([copy], *spaces_of(CategoricalPolicy(nn.Linear(3, 4))), rounds=True)
+    store = store_in([copy], *spaces_of(CategoricalPolicy(nn.Linear(3, 4))), rounds=True)
     changes = []
     for actor in (policy.actor, nn.Linear(3, 3), nn.Linear(3, 4)):
         policy.actor = actor
@@ -208,7 +208,7 @@ def test_a_policy_that_is_changed_in_place_has_another_structure():
 
 def test_after_a_state_is_loaded_a_pull_that_was_under_way_is_answered():
     policy, copy = CategoricalPolicy(linear()), PolicyCopy()
-    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
+    store, actor = store_in([copy], *spaces_of(policy), rounds=True), worker(policy)
     store.publish(policy)
     store.load_state_dict(store.state_dict())
     assert pull(store, copy, actor)[0] == FROM_ZEROS
@@ -217,7 +217,7 @@ def test_after_a_state_is_loaded_a_pull_that_was_under_way_is_answered():
 
 def test_where_new_tensors_are_made_does_not_matter():
     policy, copy = CategoricalPolicy(linear()), PolicyCopy()
-    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
+    store, actor = store_in([copy], *spaces_of(policy), rounds=True), worker(policy)
     for levels in (FROM_ZEROS, FROM_HELD):
         change(policy, 0.01)
         with torch.device("meta"):  # there a tensor has no numbers
@@ -230,7 +230,7 @@ def test_where_new_tensors_are_made_does_not_matter():
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
 def test_weights_that_have_no_difference_travel_whole(value):
     policy, copy = CategoricalPolicy(linear()), PolicyCopy()
-    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
+    store, actor = store_in([copy], *spaces_of(policy), rounds=True), worker(policy)
     store.publish(policy)
     assert pull(store, copy, actor)[0] == FROM_ZEROS
     with torch.no_grad():
@@ -251,7 +251,7 @@ def test_whole_weights_by_option_and_where_a_difference_would_be_larger():
         (True, CategoricalPolicy(nn.Linear(1, 1))),
     ):
         copy = PolicyCopy()
-        store, actor = PolicyStore([copy], *spaces_of(policy), rounds), worker(policy)
+        store, actor = store_in([copy], *spaces_of(policy), rounds), worker(policy)
         for _ in range(3):
             change(policy, 0.1)
             store.publish(policy)
@@ -269,7 +269,7 @@ def test_a_worker_that_holds_something_else_gets_all_weights():
         worker(CategoricalPolicy(linear())),
     )
     store, other = (
-        PolicyStore([each], *spaces_of(policy), rounds=True) for each in (copy, PolicyCopy())
+        store_in([each], *spaces_of(policy), rounds=True) for each in (copy, PolicyCopy())
     )
     store.publish(policy)
     store.pull(copy, 0)  # the worker gets the weights of another head instead
@@ -286,7 +286,7 @@ def test_a_worker_that_holds_something_else_gets_all_weights():
 
 def test_what_is_not_a_difference_is_refused():
     policy, copy = CategoricalPolicy(linear()), PolicyCopy()
-    store, actor = PolicyStore([copy], *spaces_of(policy), rounds=True), worker(policy)
+    store, actor = store_in([copy], *spaces_of(policy), rounds=True), worker(policy)
     store.publish(policy)
     message, (scales, packed, others) = store.pull(copy, 0)
     message.checksum ^= 1
@@ -307,7 +307,7 @@ class Spoiling(CountingEnv):
     def spoil(self):
         (actor,) = [each for each in gc.get_objects() if isinstance(each, Actor)]
         policy, copy = CategoricalPolicy(linear(1, 2, seed=7)), PolicyCopy()
-        store = PolicyStore([copy], *spaces_of(policy), rounds=True)
+        store = store_in([copy], *spaces_of(policy), rounds=True)
         store.publish(policy)
         store.version = actor.version
         pull(store, copy, actor)

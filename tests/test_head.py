@@ -448,7 +448,12 @@ def test_what_a_worker_says_of_an_error_moves_no_cursor():
 )
 def test_an_error_is_told_as_gymnasium_does_if_it_ends_an_environment(env, ends, which, recwarn):
     error = to_exception(
-        [("worker 2", Error(env, "builtins.ValueError", "text", "Traceback", fatal=ends))]
+        [
+            (
+                "worker 2",
+                Error(env, "builtins.ValueError", "text", "Traceback", False, ends_episodes=ends),
+            )
+        ]
     )
     assert type(error) is ValueError and str(error) == "text" and type(error.__cause__) is EnvError
     assert (

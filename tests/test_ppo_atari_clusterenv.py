@@ -11,7 +11,12 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.envs.layout import EnvLayout
 from clusterenv_runtime.extras import make_vec
 from clusterenv_runtime.extras.together import EnvsTogether
-from clusterenv_runtime.script import by_backend, read_spaces
+from clusterenv_runtime.script import by_backend
+from clusterenv_runtime.script.environments import (
+    BackendError,
+    check_plain,
+    one_line_for_environments,
+)
 from clusterenv_runtime.wire.part import pack_part
 from clusterenv_runtime.worker.one_by_one import EnvsOneByOne
 
@@ -109,7 +114,7 @@ class Same(CategoricalPolicy):
 def evaluated(env_id, backend, policy):
     args = script.Args(env_id=env_id, env_backend=backend)
     make = [script.make_env(env_id, 1, False, "")] * 2
-    env_fns = by_backend(args, make, **script.ENVPOOL)
+    env_fns = by_backend(args, make, script.make_env, script.OF_ENVPOOL, **script.ENVPOOL)
     with ClusterEnv(env_fns, 1, num_envs=2) as envs:
         return envs.evaluate(policy, 3)
 
@@ -142,8 +147,7 @@ def test_a_seed_begins_a_new_game():
 
 def test_what_make_env_adds_envpool_has_not():
     pytest.importorskip("envpool")
-    args = script.Args(env_id="Pong-v5", env_backend="envpool")
-    read_spaces(args, script.make_env, script.OF_ENVPOOL)
+    check_plain(script.make_env, "Pong-v5", {}, script.OF_ENVPOOL)
 
     def changed(*arguments, **kwargs):
         return lambda: gym.wrappers.TransformReward(
@@ -151,10 +155,10 @@ def test_what_make_env_adds_envpool_has_not():
         )
 
     with pytest.raises(
-        SystemExit,
+        BackendError,
         match=r"without what make_env does \(TransformReward\): use --env-backend gymnasium",
     ):
-        read_spaces(args, changed, script.OF_ENVPOOL)
+        check_plain(changed, "Pong-v5", {}, script.OF_ENVPOOL)
 
 
 class AtRandom:
@@ -186,7 +190,7 @@ def test_bytes_of_a_step(game):
     make_env = script.make_env(f"ALE/{game}-v5", 0, False, "")
     env = make_env()
     layout = EnvLayout(env.observation_space, env.action_space, frame_stack=4)
-    envs = EnvsOneByOne([make_env] * 2, layout)
+    envs = EnvsOneByOne([make_env] * 2, lambda *_: layout)
     envs.reset([1, 2], None)
     part = envs.collect(AtRandom(env.action_space.n), 128)
     _, buffers = pack_part(part, waited=0.0)
@@ -204,7 +208,7 @@ def test_envpools_lives_go_on_and_its_games_are_counted():
         info_keys=("lives",),
         frame_stack=4,
     )
-    envs = EnvsTogether(games, layout, 2)
+    envs = EnvsTogether(games, lambda *_: layout, 2)
     envs.reset([1, 2], None)
     part = envs.collect(AtRandom(4), 600)
     envs.close()
@@ -221,10 +225,12 @@ def test_envpools_lives_go_on_and_its_games_are_counted():
     assert part.episodic_returns.sum() >= 0 and sum(returns) > 0
 
 
-def test_without_ale_there_is_one_line(tmp_path, monkeypatch):
+def test_without_ale_there_is_one_line(monkeypatch):
     monkeypatch.setattr(gym.envs.registration, "registry", {})
-    says = "Namespace ALE not found. Have you installed the proper package for ALE?"
-    scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, TINY, says)
+    says = "Namespace ALE not found. .* Atari's games need ale-py"
+    args = script.Args()
+    with pytest.raises(SystemExit, match=says), one_line_for_environments(args):
+        script.make_env(args.env_id, 0, False, "")()
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])

@@ -16,10 +16,10 @@ from torch.distributions import Distribution, Normal
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
 from clusterenv_runtime.policy.actor import Actor, is_identity
 from clusterenv_runtime.policy.tensors import flat_weights, load_weights
-from clusterenv_runtime.policy.versions import PolicyCopy, PolicyStore
+from clusterenv_runtime.policy.versions import PolicyCopy
 
 from .envs import CountingEnv
-from .nets import linear
+from .nets import linear, store_in
 
 
 class Number(CategoricalPolicy):
@@ -211,7 +211,7 @@ def validates():
 @pytest.fixture(scope="module")
 def store():
     """A store that publishes policies for a CountingEnv."""
-    return PolicyStore(
+    return store_in(
         [PolicyCopy()], CountingEnv.observation_space, CountingEnv.action_space, rounds=True
     )
 
@@ -364,7 +364,7 @@ def test_what_changes_whenever_it_acts_makes_it_no_other(caplog):
 
 def test_a_policy_that_is_another_each_time_is_warned_of_once(caplog):
     spaces_here = CountingEnv.observation_space, CountingEnv.action_space
-    store, policy = PolicyStore([PolicyCopy()], *spaces_here, rounds=True), changeable()
+    store, policy = store_in([PolicyCopy()], *spaces_here, rounds=True), changeable()
     for policy.extra in range(15):
         store.publish(policy)
     (record,) = [
@@ -403,7 +403,7 @@ class Picky(CategoricalPolicy):
 
 def test_a_policy_is_tried_on_what_environments_give_if_there_is_any():
     space = spaces.Box(0, 255, (1,), np.uint8)
-    store = PolicyStore([PolicyCopy()], space, spaces.Discrete(2), rounds=True)
+    store = store_in([PolicyCopy()], space, spaces.Discrete(2), rounds=True)
     store.publish(Picky())  # zeros will do
     store.publish(Picky(), np.full((3, 1), 10, np.uint8))
     with pytest.raises(
@@ -420,7 +420,7 @@ def test_a_policy_is_tried_on_what_environments_give_if_there_is_any():
 @pytest.mark.parametrize("size", [0, 2, 3, 5])
 def test_no_size_of_actions_hides_a_sum_over_the_wrong_axis(size):
     space = spaces.Box(-1, 1, (size,), np.float32)
-    store = PolicyStore([PolicyCopy()], CountingEnv.observation_space, space, rounds=True)
+    store = store_in([PolicyCopy()], CountingEnv.observation_space, space, rounds=True)
     policy = GaussianPolicy(linear(1, size), nn.Parameter(torch.zeros(1, size)), space)
     store.publish(policy)
     policy.distribution = lambda params: Summed(params[..., :size], 1.0)
@@ -439,7 +439,7 @@ class Summed(Normal):
 def test_the_learners_default_dtype_is_its_own(store):
     policy = GaussianPolicy(linear(1, 2), nn.Parameter(torch.zeros(1, 2)))
     space = spaces.Box(-1, 1, (2,), np.float32)
-    store = PolicyStore([PolicyCopy()], CountingEnv.observation_space, space, rounds=True)
+    store = store_in([PolicyCopy()], CountingEnv.observation_space, space, rounds=True)
     torch.set_default_dtype(torch.float64)
     try:
         store.publish(policy)

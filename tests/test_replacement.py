@@ -15,7 +15,6 @@ from clusterenv_runtime.head.recovery import Recovery
 from clusterenv_runtime.head.requests import Request
 from clusterenv_runtime.head.worker import Worker
 from clusterenv_runtime.policy.sync import SyncRule
-from clusterenv_runtime.policy.versions import PolicyStore
 from clusterenv_runtime.wire.protocol import (
     Call,
     Collect,
@@ -27,6 +26,7 @@ from clusterenv_runtime.wire.protocol import (
     Structure,
 )
 
+from .nets import store_in
 from .simulated import ACTIONS, SPACE
 
 RESET, PARTIAL, CALL = Reset(), Reset(partial=True), Call("name")
@@ -44,9 +44,8 @@ class Told:
         for worker in self.workers:
             worker.episodes = Episodes.begun(np.zeros((2, 1), np.float32), 2)
         self.worker = self.workers[1]
-        self.store = PolicyStore(
-            [worker.copy for worker in self.workers], SPACE, ACTIONS, rounds=True
-        )
+        copies = [worker.copy for worker in self.workers]
+        self.store = store_in(copies, SPACE, ACTIONS)
         self.likeness = Likeness.of_this_process(Launcher())
         self.recovery = Recovery(SyncRule(), self.store, self.likeness, shares_memory=True)
         self.seeds = [5, None, 7, None]

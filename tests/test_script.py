@@ -10,7 +10,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import gymnasium as gym
 import pytest
@@ -151,9 +150,10 @@ MAKE = "gym.make(env_id, **kwargs)"
     ],
 )
 def test_what_a_backend_would_leave_out_is_refused_by_name(make, names):
-    args = SimpleNamespace(env_id="CartPole-v1", env_backend="vector", make_kwargs={})
-    with pytest.raises(SystemExit) as exit:
-        environments.check_plain(args, lambda *_: make)
+    args = ppo_clusterenv.Args(env_id="CartPole-v1", env_backend="vector")
+    made = environments.by_backend(args, [], lambda *_: make)
+    with pytest.raises(SystemExit) as exit, environments.one_line_for_environments(args):
+        made.build(None, 1)
     says = "--env-backend vector makes the environments itself, without what make_env does"
     assert exit.value.code.startswith(f"error: {says} {names}: ")
 
@@ -180,9 +180,9 @@ def test_what_make_env_does_to_an_id_that_only_the_backend_has_is_seen_on_anothe
     def make_env(env_id, *_):
         return lambda: wrap(gym.make(env_id))
 
-    args = SimpleNamespace(env_id="Mars-v0", env_backend="envpool", make_kwargs={})
-    with pytest.raises(SystemExit, match=re.escape(says)) if says else nullcontext():
-        environments.check_plain(args, make_env)
+    refused = pytest.raises(environments.BackendError, match=re.escape(says or ""))
+    with refused if says else nullcontext():
+        environments.check_plain(make_env, "Mars-v0", {})
 
 
 # Flags and imports.

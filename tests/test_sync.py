@@ -25,11 +25,11 @@ from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.policy.structure import pickled
 from clusterenv_runtime.policy.sync import SyncRule, measured_states
 from clusterenv_runtime.policy.tensors import empty_copy, flat_weights, load_weights
-from clusterenv_runtime.policy.versions import PolicyCopy, PolicyStore
+from clusterenv_runtime.policy.versions import PolicyCopy
 from clusterenv_runtime.wire.protocol import Collect
 
 from .envs import CountingEnv, RandomEnv, assert_same
-from .nets import change, divergence_of, linear
+from .nets import change, divergence_of, linear, store_in
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_of_many_rows_fewer_states_of_each_are_kept(num_rows, most):
         [PolicyCopy(range(row, row + 1)) for row in range(num_rows)],
         CategoricalPolicy(linear()),
     )
-    store = PolicyStore(copies, spaces.Box(-1, 1, (3,)), spaces.Discrete(3), rounds=False)
+    store = store_in(copies, spaces.Box(-1, 1, (3,)), spaces.Discrete(3), rounds=False)
     store.publish(policy)
     sizes = ((most // 2, most // 2), (most // 4, most // 2 + most // 4), (most, most), (4000, most))
     for size, expected in sizes if most > 1 else sizes[2:]:
@@ -419,7 +419,7 @@ def test_who_acted_by_no_distribution_pulls_and_the_others_are_measured():
         [PolicyCopy(range(row, row + 1)) for row in range(3)],
         CategoricalPolicy(linear()),
     )
-    store = PolicyStore(copies, spaces.Box(-1, 1, (3,)), spaces.Discrete(3), rounds=False)
+    store = store_in(copies, spaces.Box(-1, 1, (3,)), spaces.Discrete(3), rounds=False)
     store.publish(policy)
     for copy, logit in zip(copies, (0.0, np.inf, 1.0), strict=True):
         params = np.full((4, 3), logit, np.float32)

@@ -15,9 +15,9 @@ from clusterenv_runtime.arrays.trees import leaves
 from clusterenv_runtime.policy import tensors
 from clusterenv_runtime.policy.divergence import params_along
 from clusterenv_runtime.policy.sync import states_of_each_row
-from clusterenv_runtime.policy.versions import MANY_CHANGES, PolicyCopy, PolicyStore
+from clusterenv_runtime.policy.versions import MANY_CHANGES, PolicyCopy
 
-from .nets import change, linear
+from .nets import change, linear, store_in
 from .test_parts import a_part
 
 SPACES = spaces.Box(-1, 1, (3,)), spaces.Discrete(3)
@@ -26,7 +26,7 @@ SPACES = spaces.Box(-1, 1, (3,)), spaces.Discrete(3)
 def made(number=1, **options):
     """Return so many copies and their store."""
     copies = [PolicyCopy(range(2 * each, 2 * each + 2)) for each in range(number)]
-    return copies, PolicyStore(copies, *SPACES, rounds=True, **options)
+    return copies, store_in(copies, *SPACES, rounds=True, **options)
 
 
 def acted(version, num_steps=6, num_envs=2):
@@ -271,7 +271,7 @@ def test_a_divergence_is_told_for_each_dimension_of_an_action():
             return torch.full((len(params),), 6.0)
 
     copy, policy = PolicyCopy(), Far(linear(3, 2), nn.Parameter(torch.zeros(1, 2)))
-    store = PolicyStore([copy], SPACES[0], spaces.Box(-1, 1, (2,)), rounds=True)
+    store = store_in([copy], SPACES[0], spaces.Box(-1, 1, (2,)), rounds=True)
     store.publish(policy)
     store.acted(copy, acted(1))
     store.publish(policy)
@@ -297,7 +297,7 @@ IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
 )
 def test_of_large_observations_and_of_many_rows_fewer_states_are_kept(space, num_workers, each):
     copies = [PolicyCopy(range(2 * index, 2 * index + 2)) for index in range(num_workers)]
-    store = PolicyStore(copies, space, SPACES[1], rounds=True)
+    store = store_in(copies, space, SPACES[1], rounds=True)
     assert states_of_each_row(128, 2 * num_workers, store._elements) == each
     part = a_part(space, num_steps=128, num_envs=2)
     part.params = part.params[: 2 * each]
@@ -318,7 +318,7 @@ class Remembers(CategoricalPolicy):
 
 def test_each_rows_first_steps_are_kept_of_a_policy_with_a_state_and_episodes_begin_after_ends():
     copy = PolicyCopy(range(3))
-    store = PolicyStore([copy], *SPACES, rounds=True)
+    store = store_in([copy], *SPACES, rounds=True)
     policy = Remembers(linear())
     store.publish(policy)
     for number in range(2):  # the second one replaces the first, as they are no sequence

@@ -1,44 +1,53 @@
-"""The environments of a `ClusterEnv`: how many there are, their layout, and who builds them."""
+"""The environments of a `ClusterEnv`: how many there are, who builds them, and their layout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import gymnasium as gym
+import msgspec
 import numpy as np
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
-from gymnasium.vector.utils import batch_space
+from gymnasium import Space
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from ..arrays.trees import leaves
 from .large import LargeArray, LargeArrays
 from .layout import EnvLayout
 from .registry import packed_registry
 from .script import dumps_noting
 
+LayoutOf = Callable[[Space, Space], EnvLayout]  # of an observation space and an action space
+
 
 class Vectorized(Protocol):
     """Makes environments that step together, in which a policy acts."""
 
-    def __call__(self, num_envs: int) -> VectorEnv:
-        """Make ``num_envs`` environments, to read their spaces."""
+    def build(self, layout_of: LayoutOf, num_envs: int) -> Any:
+        """Make a worker's environments. Their layout follows from their spaces.
 
-    def build(self, layout: EnvLayout, num_envs: int) -> Any:
-        """Make a worker's environments.
-
-        The object has `num_envs`, `layout`, `infos`, `reset(seeds, options)`, `collect(actor,
-        num_steps)`, `set_attr(name, values)` and `close()`, which mean the same as in
+        The object has `num_envs`, `layout`, `metadata`, `render_mode`, `spaces`, `infos`,
+        `reset(seeds, options)`, `collect(actor, num_steps)`, `set_attr(name, values)` and
+        `close()`, which mean the same as in
         `worker.one_by_one.EnvsOneByOne`.
         """
 
 
 EnvFns = Sequence[Callable[[], gym.Env]] | Vectorized
+# What a worker tells of its environments once they are built: the spaces of an observation and of
+# an action, the metadata, the render mode, and if they may differ, each one's observation space.
+Told = tuple[Space, Space, dict[str, Any], str | None, list[Space]]
 
 
 class Blueprint:
     """The environments that ``env_fns`` make: one by one, or each worker's rows together.
 
-    The arguments are those of `ClusterEnv`.
+    Only workers make them. What the head must know of them, the first worker that has built its own
+    tells it. The arguments are those of `ClusterEnv`.
+
+    Attributes:
+        layout: the environments' spaces and modes; None until a worker has told.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or does not go with another.
@@ -48,14 +57,18 @@ class Blueprint:
         self,
         env_fns: EnvFns,
         num_envs: int | None,
-        observation_mode: str | tuple[gym.Space, gym.Space],
+        observation_mode: str | tuple[Space, Space],
         autoreset_mode: str | AutoresetMode,
         info_keys: Sequence[str] = (),
         frame_stack: int | None = None,
         first_row: int = 0,
     ) -> None:
         self.first_row = first_row  # among the environments of all learners
-        self.steps_together = callable(env_fns)
+        self.steps_together = hasattr(env_fns, "build")
+        if callable(env_fns) and not self.steps_together:
+            raise TypeError(
+                "env_fns must be a list of functions; one for all environments goes into a Together"
+            )
         self.env_fns = env_fns if self.steps_together else list(env_fns)
         self.num_envs = self._count(num_envs)
         if self.steps_together and observation_mode != "same":
@@ -63,43 +76,28 @@ class Blueprint:
                 f"one function for all environments has observation_mode 'same', got "
                 f"{observation_mode!r}"
             )
+        _check_observation_mode(observation_mode)
         _check_info_keys(info_keys)
         if frame_stack is not None and (type(frame_stack) is not int or frame_stack < 1):
             raise ValueError(f"frame_stack must be an integer from 1, got {frame_stack!r}")
-        mode = AutoresetMode(autoreset_mode)
-        # This process builds one environment, or all if their spaces differ, to read the spaces.
-        if self.steps_together:
-            envs = self.env_fns(1)
-        else:
-            some = self.env_fns if observation_mode == "different" else self.env_fns[:1]
-            envs = SyncVectorEnv(some, observation_mode=observation_mode, autoreset_mode=mode)
-        self.metadata = dict(envs.metadata)
-        self.render_mode = envs.render_mode
-        space, action_space = envs.single_observation_space, envs.single_action_space
-        self.action_space = batch_space(action_space, self.num_envs)
-        self.observation_space = envs.observation_space
-        if observation_mode == "same":
-            self.observation_space = batch_space(space, self.num_envs)
-        envs.close()
-        self.layout = EnvLayout(
-            space, action_space, observation_mode, mode, tuple(info_keys), frame_stack
+        self.observation_mode = observation_mode
+        self._layout_of = partial(
+            EnvLayout.of,
+            observation_mode=observation_mode,
+            autoreset_mode=AutoresetMode(autoreset_mode),
+            info_keys=tuple(info_keys),
+            frame_stack=frame_stack,
         )
-        if frame_stack is not None and not any(leaves(self.layout.stacks)):
-            raise ValueError(
-                f"frame_stack is {frame_stack}, but no observation is a stack of {frame_stack} "
-                f"arrays: {space}; Gymnasium's wrapper FrameStackObservation makes stacks"
-            )
+        self.layout: EnvLayout | None = None
+        self._metadata: dict[str, Any] = {}
+        self._render_mode: str | None = None
+        self._spaces: list[Space | None] = [None] * self.num_envs  # see `Told`
         self._of_script: dict[str, Any] = {}
         self._large = LargeArrays()
         self._registry = packed_registry(self._of_script)
 
     def _count(self, num_envs: int | None) -> int:
         if self.steps_together:
-            if not hasattr(self.env_fns, "build"):
-                raise TypeError(
-                    "env_fns must be a list of functions; one for all environments goes into a "
-                    "Together"
-                )
             if num_envs is None or num_envs < 1:
                 raise ValueError(
                     f"one function for all environments needs num_envs, at least 1, got {num_envs}"
@@ -111,11 +109,41 @@ class Blueprint:
             raise ValueError(f"num_envs is {num_envs}, but there are {len(self.env_fns)} env_fns")
         return len(self.env_fns)
 
+    def learn(self, told: Any, rows: slice) -> None:
+        """Take over what the worker of these rows tells, see `Told`.
+
+        Raises:
+            msgspec.ValidationError: it is nothing of that kind.
+            SpacesError: its spaces are not those of another worker.
+        """
+        space, action_space, metadata, render_mode, spaces = msgspec.convert(told, Told)
+        if self.layout is None:
+            self.layout = self._layout_of(space, action_space)
+            self._metadata = metadata | {"autoreset_mode": self.layout.autoreset_mode}
+            self._render_mode = render_mode
+        else:
+            self.layout.check(space, action_space)
+        self._spaces[rows] = spaces
+
+    @property
+    def action_space(self) -> Space:
+        """The space of all environments' actions."""
+        return batch_space(self.layout.single_action_space, self.num_envs)
+
+    @property
+    def observation_space(self) -> Space:
+        """The space of all environments' observations."""
+        if isinstance(self.observation_mode, tuple):
+            return self.observation_mode[0]
+        if self.observation_mode == "different":
+            return batch_differing_spaces(self._spaces)
+        return batch_space(self.layout.single_observation_space, self.num_envs)
+
     def describe(self, envs: VectorEnv) -> None:
         """Set the attributes that a `VectorEnv` of these environments has."""
         layout = self.layout
         envs.num_envs, envs.env_fns = self.num_envs, self.env_fns
-        envs.metadata, envs.render_mode = self.metadata, self.render_mode
+        envs.metadata, envs.render_mode = self._metadata, self._render_mode
         envs.single_observation_space = layout.single_observation_space
         envs.observation_space = self.observation_space
         envs.single_action_space = layout.single_action_space
@@ -136,9 +164,18 @@ class Blueprint:
         """
         env_fns = self.env_fns if self.steps_together else self.env_fns[rows]
         of_script = self._of_script
-        setup = env_fns, rows.stop - rows.start, self.layout, self._registry, of_script
+        setup = env_fns, rows.stop - rows.start, self._layout_of, self._registry, of_script
         arrays: list[LargeArray] = []
         return dumps_noting(setup, of_script, self._large.collector(arrays)), arrays
+
+
+def _check_observation_mode(mode: Any) -> None:
+    if isinstance(mode, tuple) and len(mode) == 2:
+        if not all(isinstance(space, Space) for space in mode):
+            raise TypeError(f"Expected both elements of observation_mode to be spaces, got {mode}")
+    elif mode not in ("same", "different"):
+        wanted = "'same', 'different', or the spaces of all and of one"
+        raise ValueError(f"Invalid `observation_mode`: {wanted} are possible, got {mode!r}")
 
 
 def _check_info_keys(info_keys: Sequence[str]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+import gymnasium as gym
 import numpy as np
 from gymnasium import Space
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
@@ -12,6 +14,14 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import create_empty_array
 
 from ..arrays.spaces import map_space
+from ..arrays.trees import leaves
+
+
+class SpacesError(RuntimeError, ValueError):
+    """An environment has other spaces than another.
+
+    `SyncVectorEnv` raises now the one, now the other error of Python.
+    """
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,24 @@ class EnvLayout:
     info_keys: tuple[str, ...] = ()
     frame_stack: int | None = None
 
+    @classmethod
+    def of(cls, observation_space: Space, action_space: Space, **modes: Any) -> Self:
+        """Return the layout of environments of which one has these spaces.
+
+        Raises:
+            ValueError: there is a ``frame_stack``, and no observation is such a stack.
+        """
+        if isinstance(modes["observation_mode"], tuple):
+            _, observation_space = modes["observation_mode"]
+        layout = cls(observation_space, action_space, **modes)
+        number = layout.frame_stack
+        if number is not None and not any(leaves(layout.stacks)):
+            raise ValueError(
+                f"frame_stack is {number}, but no observation is a stack of {number} arrays: "
+                f"{observation_space}; Gymnasium's wrapper FrameStackObservation makes stacks"
+            )
+        return layout
+
     @property
     def stacks(self) -> Any:
         """Whether each leaf of an observation is a stack of ``frame_stack`` arrays."""
@@ -36,8 +64,19 @@ class EnvLayout:
         space = self.single_observation_space
         return map_space(is_stack, space, create_empty_array(space, 1))
 
+    def spaces_of(self, envs: Sequence[gym.Env]) -> list[Space]:
+        """Return the observation space of each environment if these may differ, else none.
+
+        Raises:
+            SpacesError: one has other spaces.
+        """
+        for env in envs:
+            self.check(env.observation_space, env.action_space)
+        differ = self.observation_mode == "different"
+        return [env.observation_space for env in envs] if differ else []
+
     def check(self, observation_space: Space, action_space: Space) -> None:
-        """Raise RuntimeError if these spaces of an environment here are not those at the head.
+        """Raise SpacesError if these spaces of another environment are others.
 
         Only with the observation mode "same" must the bounds of its observations be equal, too.
         """
@@ -46,12 +85,12 @@ class EnvLayout:
         if self.observation_mode != "same":
             is_alike = is_space_dtype_shape_equiv(observation_space, ours)
         if not is_alike:
-            raise RuntimeError(
-                f"an environment's observation space is {observation_space}, at the head it is "
-                f"{ours}: observation_mode {self.observation_mode!r} does not allow for that"
+            raise SpacesError(
+                f"an environment's observation space is {observation_space}, another's is {ours}: "
+                f"observation_mode {self.observation_mode!r} does not allow for that"
             )
         if action_space != self.single_action_space:
-            raise RuntimeError(
-                f"an environment's action space is {action_space}, at the head it is "
+            raise SpacesError(
+                f"an environment's action space is {action_space}, another's is "
                 f"{self.single_action_space}"
             )

@@ -14,7 +14,7 @@ from gymnasium.vector.utils import create_empty_array
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from ..arrays.spaces import map_space
-from ..envs.layout import EnvLayout
+from ..envs.blueprint import LayoutOf
 from ..wire.part import RolloutPart
 from ..worker.statistics import Counts, OwnStatistics, begin_step
 from ..worker.transitions import Transitions, stack
@@ -39,8 +39,8 @@ class Together:
     def __init__(self, make: Callable[[int], VectorEnv]) -> None:
         self._make = make
 
-    def __call__(self, num_envs: int) -> VectorEnv:
-        """Make ``num_envs`` environments.
+    def build(self, layout_of: LayoutOf, num_envs: int) -> EnvsTogether:
+        """Make a worker's environments.
 
         Raises:
             AutoresetError: their autoreset mode is "NextStep", or they do not say it.
@@ -55,11 +55,7 @@ class Together:
                 "vector_kwargs={'autoreset_mode': 'SameStep'})), or let the environments step "
                 "one by one"
             )
-        return envs
-
-    def build(self, layout: EnvLayout, num_envs: int) -> EnvsTogether:
-        """Make a worker's environments."""
-        return EnvsTogether(self(num_envs), layout, num_envs)
+        return EnvsTogether(envs, layout_of, num_envs)
 
 
 def autoreset_mode(envs: VectorEnv) -> AutoresetMode:
@@ -86,21 +82,25 @@ class EnvsTogether:
 
     Args:
         envs: the environments.
-        layout: the spaces that the head expects.
+        layout_of: returns the layout of environments of which one has these spaces.
         num_envs: the number of environments that the head expects.
 
     Raises:
-        RuntimeError: there are more or fewer environments, or their spaces are others.
+        RuntimeError: there are more or fewer environments.
     """
 
-    def __init__(self, envs: VectorEnv, layout: EnvLayout, num_envs: int) -> None:
+    def __init__(self, envs: VectorEnv, layout_of: LayoutOf, num_envs: int) -> None:
         if envs.num_envs != num_envs:
             raise RuntimeError(
                 f"the function was asked for {num_envs} environments and made {envs.num_envs}"
             )
-        layout.check(envs.single_observation_space, envs.single_action_space)
-        self.num_envs, self._envs, self.layout = num_envs, envs, layout
-        self._space = layout.single_observation_space
+        self.num_envs = num_envs
+        self.metadata = envs.metadata
+        self.render_mode = envs.render_mode
+        self.layout = layout_of(envs.single_observation_space, envs.single_action_space)
+        self.spaces: list[Space] = []  # none: all have the same
+        self._envs = envs
+        self._space = self.layout.single_observation_space
         self._example = create_empty_array(self._space, 1)
         self._mode = autoreset_mode(envs)
         self.infos: list[Any] = []  # none: the infos of a reset have no place in a rollout

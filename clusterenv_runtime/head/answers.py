@@ -34,6 +34,18 @@ class OpenedReply(NamedTuple):
     dropped: list[str] = []
 
 
+def value_of(answer: Reply, frames: list[Any]) -> Any:
+    """Return the value of an answer, whatever it is.
+
+    Raises:
+        ProtocolError: it is malformed.
+    """
+    arrays = Arrays(frames[1:])
+    value = unpack(answer.value, arrays)
+    arrays.end()
+    return value
+
+
 class Opener:
     """Opens workers' answers, and refuses what cannot be one.
 

@@ -41,7 +41,7 @@ def to_exception(errors: list[tuple[str, Error]]) -> Exception:
     """
     worker, last = errors[-1]
     for _, error in errors:
-        if error.ends and error.env is not None:
+        if error.ends_episodes and error.env is not None:
             which = f"Worker-{error.env}"
             gym.logger.error(f"Received the following error from {which} - Shutting it down")
             gym.logger.error("%s", _lines(error.traceback))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+from ..envs.blueprint import Blueprint
+from ..envs.layout import EnvLayout, SpacesError
 from ..errors import StartupError, printable
 from ..policy.versions import PolicyStore
 from ..wire import protocol
+from ..wire.codec import name_of
 from ..wire.protocol import (
     Built,
     Close,
@@ -22,7 +26,7 @@ from ..wire.protocol import (
     Step,
     Weights,
 )
-from .answers import Opener
+from .answers import Opener, value_of
 from .failures import Failures
 from .recovery import Recovery
 from .requests import Requests
@@ -44,7 +48,8 @@ class Messenger:
         supervisor: Supervisor,
         recovery: Recovery,
         store: PolicyStore,
-        opener: Opener,
+        blueprint: Blueprint,
+        make_opener: Callable[[EnvLayout], Any] = Opener,
     ) -> None:
         self.transport = transport
         self.supervisor = supervisor
@@ -52,7 +57,9 @@ class Messenger:
         self.store = store
         self.requests = Requests()
         self.failures = Failures()
-        self._open = opener
+        self._blueprint = blueprint
+        self._make_opener = make_opener
+        self._open: Any = None  # what that makes once the layout of environments is known
         self._by_identity: dict[bytes, Worker] = {}  # of all processes so far
         self.outbox: list[Outgoing] = []
         self.inbox = deque[Received]()  # messages that are not handled to the end
@@ -166,7 +173,7 @@ class Messenger:
         request = self.requests.outstanding.get(seq)
         if request is None:  # it was given up, or answers an order of `Recovery`
             if seq == process.building:
-                self.supervisor.is_ready(worker)
+                self._take_built(worker, seq, message, frames)
             return
         policies = request.published, self.store.published
         try:
@@ -181,6 +188,25 @@ class Messenger:
         has_stepped = isinstance(asked, Step) and not worker.episodes.ended.all()
         if has_stepped or isinstance(asked, Collect | Evaluate):
             worker.losses = 0
+
+    def _take_built(
+        self, worker: Worker, seq: int, message: Reply | Part, frames: list[Any]
+    ) -> None:
+        """Learn what environments a worker has built; they must be like those of the others."""
+        try:
+            self._blueprint.learn(value_of(message, frames), worker.rows)
+            if self._open is None:
+                layout = self._blueprint.layout
+                self._open = self._make_opener(layout)
+                self.store.act_in(layout.single_observation_space, layout.single_action_space)
+        except SpacesError as error:
+            self.post(worker, None, Close())
+            kind = name_of(type(error))
+            self._take_error(worker, seq, Error(None, kind, str(error), "", fatal=True))
+        except Exception as error:  # anything may be sent
+            self._refuse(worker, f"its answer was wrong: {printable(str(error))}")
+        else:
+            self.supervisor.is_ready(worker)
 
     def _refuse(self, worker: Worker, text: str) -> None:
         self.post(worker, None, Close())

@@ -19,7 +19,6 @@ from ..options import ClusterOptions
 from ..policy.sync import SyncRule
 from ..policy.versions import PolicyStore
 from ..wire.protocol import shared_versions
-from .answers import Opener
 from .messenger import Messenger
 from .pool import WorkerPool
 from .recovery import Recovery
@@ -96,6 +95,7 @@ def start_head(
 
     Raises:
         StartupError, WorkerDiedError: the head cannot listen, or a worker does not come up.
+        EnvError: an environment raised, see `WorkerPool.gather`.
     """
     began = clock()
     # These are read now, as files: strangers may have used up what a process may open when a
@@ -104,23 +104,22 @@ def start_head(
     likeness = Likeness.of_this_process(launcher)
     num_workers = min(options.num_workers, blueprint.num_envs)
     min_workers = min(options.min_workers or num_workers, num_workers)
+    if blueprint.observation_mode == "different":
+        min_workers = num_workers  # each tells what the bounds of its observations are
     workers = [
         Worker(index, rows, *blueprint.setup(rows), blueprint.first_row)
         for index, rows in enumerate(blueprint.shares(num_workers))
     ]
-    layout = blueprint.layout
-    spaces = layout.single_observation_space, layout.single_action_space
     rule = options.rule
     copies = [worker.copy for worker in workers]
     rounds = options.weights == "difference"
-    store = PolicyStore(copies, *spaces, rounds, rule.mode == "kl", learners)
+    store = PolicyStore(copies, rounds, rule.mode == "kl", learners)
     recovery = Recovery(rule, store, likeness, launcher.can_fork)
     supervisor = Supervisor(workers, launcher, options, clock)
-    opener = Opener(layout)
     transport = make_transport(
         address, options.port, options.security, options.keys(), launcher.directory
     )
-    pool = WorkerPool(Messenger(transport, supervisor, recovery, store, opener))
+    pool = WorkerPool(Messenger(transport, supervisor, recovery, store, blueprint))
     flags = options.worker_flags(launcher, transport.address, transport.key_file)
     launcher.resources = options.resources
     launcher.may_fork = options.worker_start == "fork"

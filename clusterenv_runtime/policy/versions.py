@@ -69,8 +69,6 @@ class PolicyStore:
 
     Args:
         copies: all of them.
-        space: the single observation space.
-        action_space: the single action space.
         rounds: whether workers pull rounded differences, see `differences`.
         needs_kl: whether they pull by divergence; else a policy may have none.
         learners: see `ClusterEnv`; None if there is one.
@@ -79,21 +77,18 @@ class PolicyStore:
     def __init__(
         self,
         copies: Sequence[PolicyCopy],
-        space: Space,
-        action_space: Space,
         rounds: bool,
         needs_kl: bool = True,
         learners: Any = None,
     ) -> None:
         self._copies = copies
-        self._spaces = space, action_space
         self._rounds = rounds
         self._needs_kl = needs_kl
         self.learners = learners
         self._own_rows = sum(len(copy.numbers) for copy in copies)
         self._num_rows = self._own_rows  # of all learners, once they have told each other
-        examples = leaves(create_empty_array(space, 1))
-        self._elements = sum(getattr(leaf, "size", 1) for leaf in examples)
+        self._spaces: tuple[Space, Space] | None = None
+        self._elements = 1  # numbers in an observation
         self.version = 0  # +1 at each publish
         self.published = Published()
         self.structure = b""  # the pickled policy without its weights
@@ -110,6 +105,12 @@ class PolicyStore:
         self._updates: dict[
             torch.Tensor | None, tuple[Weights, list[Any], torch.Tensor | None]
         ] = {}
+
+    def act_in(self, space: Space, action_space: Space) -> None:
+        """Note the spaces of an observation and an action in which policies are to act."""
+        self._spaces = space, action_space
+        examples = leaves(create_empty_array(space, 1))
+        self._elements = sum(getattr(leaf, "size", 1) for leaf in examples)
 
     def publish(self, policy: Policy, seen: Any = None) -> bool:
         """Make the current weights of ``policy`` the next version and measure every copy's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -225,5 +226,9 @@ def check_flags(args: ScriptArgs) -> None:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     needs = "--compile needs a C++ compiler, g++ or clang++, and there is none"
     check(compiler or not getattr(args, "compile", False), needs)
+    has_moviepy = importlib.util.find_spec("moviepy") is not None
+    check(
+        has_moviepy or not args.capture_video, "--capture-video needs MoviePy: pip install moviepy"
+    )
     threaded = args.env_backend == "envpool" or args.env_threads == 1
     check(threaded, f"--env-threads needs --env-backend envpool, not {args.env_backend}")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ..errors import CheckpointError, RunLockedError, one_line
@@ -27,6 +29,7 @@ class RunDirectory:
     def __init__(self, path: str) -> None:
         self.path = path
         self.saved: dict[str, Any] = {}
+        self._is_new = False
         self._parts: dict[str, Any] = {}
 
     def load(self, step: int | None = None, locks: bool = True) -> None:
@@ -49,11 +52,19 @@ class RunDirectory:
             one_line_for(OSError, text=f"cannot write to {self.path}"),
             one_line_for(RunLockedError),
         ):
+            self._is_new = not os.path.exists(self.path)
             os.makedirs(self.path, exist_ok=is_resumed or may_exist)
             lock(self.path)
         has_begun = any(name.startswith("checkpoint-") for name in os.listdir(self.path))
         to_go_on = f"to go on: --resume {self.path}, else another --run-name"
         check(is_resumed or not has_begun, f"{self.path} has begun already; {to_go_on}")
+
+    def remove(self) -> None:
+        """Remove it, if `make` has made it."""
+        if self._is_new:
+            shutil.rmtree(self.path, ignore_errors=True)
+            with suppress(OSError):  # other runs are there
+                os.rmdir(os.path.dirname(self.path))
 
     def keep(self, name: str, part: Any) -> None:
         """Have checkpoints hold the state of a part, and load that of `saved`, if there is one."""

@@ -1,60 +1,90 @@
-"""A script's environments: how they are made, and their spaces."""
+"""A script's environments: how workers make them, and what is said if they cannot."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
-from gymnasium.vector import SyncVectorEnv, VectorEnv
+from gymnasium.vector import VectorEnv
 
-from ..errors import one_line
+from ..errors import ClusterEnvError, EnvError, one_line
 from ..extras.backends import make_vec
 from ..extras.together import AutoresetError, Together
 from .checks import ATARI, check
+
+if TYPE_CHECKING:
+    from .run import Run
 
 EnvFn = Callable[[], gym.Env]
 # Wrappers that change no step.
 NEUTRAL = "RecordEpisodeStatistics", "PassiveEnvChecker", "OrderEnforcing"
 
 
-def by_backend(args: Any, env_fns: list[EnvFn], **envpool: Any) -> Any:
-    """Return the first argument of `ClusterEnv`: the functions, or one that makes all environments
-    if --env-backend is another one.
+class BackendError(ValueError):
+    """The environments of a backend would not be those that the script's make_env makes."""
 
-    ``envpool`` are arguments of EnvPool's environments, unless --env-kwargs has others.
+
+def by_backend(
+    args: Any,
+    env_fns: list[EnvFn],
+    make_env: Callable[..., EnvFn],
+    of_envpool: Collection[str] = (),
+    **envpool: Any,
+) -> Any:
+    """Return the first argument of `ClusterEnv`: the functions, or if --env-backend is another one,
+    what makes each worker's environments by that.
+
+    Args:
+        args: the flags.
+        env_fns: what ``make_env`` returns for each environment.
+        make_env: the script's. A backend does not call it, so a worker sees that it does no more
+            than the backend.
+        of_envpool: wrappers of Atari's games by ``make_env`` whose work EnvPool does itself.
+        envpool: arguments of EnvPool's environments, unless --env-kwargs has others.
     """
-    if args.env_backend == "gymnasium":
+    backend, env_id, kwargs = args.env_backend, args.env_id, args.make_kwargs
+    if backend == "gymnasium":
         return env_fns
-    arguments = {"num_threads": args.env_threads, **envpool}
-    if args.env_backend != "envpool":
-        arguments = {}
-    arguments |= args.make_kwargs
-    return Together(partial(make_vec, args.env_backend, args.env_id, **arguments))
+    wrappers, arguments = (), kwargs
+    if backend == "envpool":
+        wrappers = of_envpool
+        arguments = {"num_threads": args.env_threads, **envpool, **kwargs}
+    checks = partial(check_plain, make_env, env_id, kwargs, wrappers)
+    return Together(partial(_make_checked, checks, partial(make_vec, backend, env_id, **arguments)))
 
 
-def make_here(args: Any, env_fns: list[EnvFn], **envpool: Any) -> VectorEnv:
-    """Make the environments in this process, with these functions or with the --env-backend."""
-    made = by_backend(args, env_fns, **envpool)
-    return made(len(env_fns)) if callable(made) else SyncVectorEnv(made)
+def _make_checked(
+    checks: Callable[[], None], make: Callable[..., VectorEnv], num_envs: int
+) -> VectorEnv:
+    checks()
+    return make(num_envs=num_envs)
 
 
-def read_spaces(
-    args: Any, make_env: Callable[..., EnvFn], of_envpool: Collection[str] = ()
-) -> tuple[gym.Space, gym.Space]:
-    """Return the spaces of an environment's observations and actions; if there can be none, exit
-    with one line.
+@contextmanager
+def env_setup(run: Run) -> Iterator[None]:
+    """Make a run's environments in this block, and check their spaces.
 
-    ``of_envpool`` are wrappers of Atari's games by ``make_env`` whose work EnvPool does itself.
+    If flags are wrong, exit with one line. No directory of a new run is left then.
     """
-    kwargs = args.make_kwargs
     try:
-        env = make_here(args, [make_env(args.env_id, 1, False, "", **kwargs)])
-        if args.env_backend != "gymnasium":
-            check_plain(args, make_env, of_envpool if args.env_backend == "envpool" else ())
+        with one_line_for_environments(run.args):
+            yield
+    except SystemExit:
+        run.directory.remove()
+        raise
+
+
+@contextmanager
+def one_line_for_environments(args: Any) -> Iterator[None]:
+    """Exit with one line if environments cannot be made in this block because of flags."""
+    flags = [f"--env-kwargs {args.env_kwargs}"] if args.env_kwargs else []
+    flags += ["--capture-video"] if args.capture_video else []
+    try:
+        yield
     except ModuleNotFoundError as error:
         where = "install it, or put it beside the script or into the current directory"
         says = str(error).rstrip(".")
@@ -62,49 +92,44 @@ def read_spaces(
     except gym.error.Error as error:
         is_game = args.env_id.startswith("ALE/")
         check(False, f"{error} Atari's games need ale-py, and {ATARI}" if is_game else error)
+    except BackendError as error:
+        check(False, f"--env-backend {args.env_backend} {error}")
     except AutoresetError as error:
         check(False, f"--env-backend {args.env_backend}: {error}")
     except Exception as error:
-        if not kwargs:
+        is_ours = isinstance(error, ClusterEnvError) and not isinstance(error, EnvError)
+        if is_ours or not flags:
             raise
-        check(False, f"--env-kwargs {args.env_kwargs}: {one_line(error)}")
-    if args.capture_video:
-        modes = env.metadata.get("render_modes", ())
-        check("rgb_array" in modes, f"--capture-video: {args.env_id} renders no pictures")
-        check(
-            importlib.util.find_spec("moviepy"),
-            "--capture-video needs MoviePy: pip install moviepy",
-        )
-    env.close()
-    return env.single_observation_space, env.single_action_space
+        check(False, f"{' '.join(flags)}: {one_line(error)}")
 
 
-def check_plain(args: Any, make_env: Callable[..., EnvFn], but_for: Collection[str] = ()) -> None:
-    """Exit with one line if ``make_env`` does more than `gym.make`: another --env-backend does not
-    call it.
-
-    That is more than ``but_for``, wrappers of Atari's games.
-    """
-    env_id, kwargs = args.env_id, args.make_kwargs
+def check_plain(
+    make_env: Callable[..., EnvFn],
+    env_id: str,
+    kwargs: dict[str, Any],
+    but_for: Collection[str] = (),
+) -> None:
+    """Raise BackendError if ``make_env`` does more than `gym.make`, but for some wrappers."""
     another, arguments = ("ALE/Pong-v5", {"frameskip": 1}) if but_for else ("CartPole-v1", {})
     if another not in gym.registry:
         return  # ale-py is not here, and there is no game to see it by
+    is_another = False
     try:
         plain = gym.make(env_id, **kwargs)
     except gym.error.Error:  # the backend's alone; what make_env does, it may do to another
-        env_id, kwargs, plain = another, {}, gym.make(another, **arguments)
+        is_another = True
+        env_id, kwargs = another, {}
+        plain = gym.make(another, **arguments)
     try:
         changes = _changes(make_env(env_id, 1, False, "", **kwargs)(), plain, but_for)
     except Exception as error:
-        if env_id == args.env_id:
+        if not is_another:
             raise
         changes = [f"{type(error).__name__} on {env_id}"]
-    without = f"without what make_env does ({', '.join(changes)})"
-    instead = "use --env-backend gymnasium, or take that out of make_env"
-    check(
-        not changes,
-        f"--env-backend {args.env_backend} makes the environments itself, {without}: {instead}",
-    )
+    if changes:
+        without = f"without what make_env does ({', '.join(changes)})"
+        instead = "use --env-backend gymnasium, or take that out of make_env"
+        raise BackendError(f"makes the environments itself, {without}: {instead}")
 
 
 def _changes(env: gym.Env, plain: gym.Env, but_for: Collection[str]) -> list[str]:

@@ -43,11 +43,11 @@ class Run:
         run = Run(parse(Args))
         args = run.args  # with --resume those of the run, but for the flags given now
         writer = run.begin()  # --dry-run ends here
-        envs = run.keep("envs", ClusterEnv(...))
+        with env_setup(run):
+            envs = run.keep("envs", ClusterEnv(...))
         agent = run.keep("agent", Agent(envs))
         with run.training(envs, agent):
             for iteration in run.iterations(args.num_iterations, args.batch_size):
-                run.add_episodes(rollout)
                 run.global_step += args.batch_size
                 run.report(rollout, versions=iteration)
             run.finish(evaluate(args, envs, policy))

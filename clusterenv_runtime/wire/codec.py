@@ -1,7 +1,7 @@
 """Values to bytes and arrays, and back: what may travel to the head, where nothing is unpickled.
 
-A value is arrays, numbers, strings, bytes, None and containers of these, and nothing else. Its
-arrays travel in the buffers of the message, see `buffers`, and the rest as msgpack, with one
+A value is arrays, numbers, strings, bytes, None, spaces, and containers of these, and nothing else.
+Its arrays travel in the buffers of the message, see `buffers`, and the rest as msgpack, with one
 extension for each type that msgpack does not have.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
+from gymnasium import Space
 from gymnasium.spaces import GraphInstance
 
 from ..errors import ProtocolError
@@ -27,8 +28,9 @@ _encode = msgspec.msgpack.Encoder().encode
 # The codes of msgpack's extensions. The data of each is msgpack, too: of a tuple and a
 # GraphInstance of Gymnasium their items, of a dict pairs, of an integer of more than 64 bits a
 # hexadecimal text, of bytes their number, of arrays and scalars of NumPy dtype and shape, of a
-# generator its state.
-TUPLE, GRAPH, DICT, INT, BYTES, ARRAY, SCALAR, GENERATOR = range(8)
+# generator its state, of a frozenset its items, of a dtype its text, of a space of Gymnasium the
+# names of its class and of that class's bases, and its attributes.
+TUPLE, GRAPH, DICT, INT, BYTES, ARRAY, SCALAR, GENERATOR, SET, DTYPE_OF, SPACE = range(11)
 
 
 def pack(value: Any, arrays: list[np.ndarray], dropped: list[str] | None = None) -> msgspec.Raw:
@@ -81,10 +83,41 @@ def _node(value: Any, arrays: list[np.ndarray], dropped: list[str] | None) -> An
         return _node(plain, arrays, dropped)
     if kind is np.random.Generator and type(value.bit_generator) is np.random.PCG64:
         return _extension(GENERATOR, _node(value.bit_generator.state, arrays, None))
+    if kind is frozenset:
+        return _extension(SET, [_node(item, arrays, dropped) for item in value])
+    if isinstance(value, np.dtype):
+        return _extension(DTYPE_OF, value.str)
+    if isinstance(value, Space):
+        # Its generator stays. So does what a class of the user's own has that cannot be sent.
+        attributes = {**vars(value), "_np_random": None}
+        names = [name_of(base) for base in kind.__mro__]
+        return _extension(SPACE, (names, _node(attributes, arrays, [])))
     raise TypeError(
-        f"a {kind.__module__}.{kind.__qualname__} cannot be sent to the head, only arrays, "
-        "numbers, strings, bytes, None and containers of these (nothing is unpickled there)"
+        f"a {name_of(kind)} cannot be sent to the head, only arrays, numbers, strings, bytes, "
+        "None, spaces and containers of these (nothing is unpickled there)"
     )
+
+
+def name_of(kind: type) -> str:
+    """Return the name of a class, with that of its module."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def known_classes(base: type) -> dict[str, type]:
+    """Return by `name_of` the classes of this process that extend another.
+
+    If several have the same name, it is the one that was made first.
+    """
+    known: dict[str, type] = {}
+    for kind in _subclasses(base):
+        known.setdefault(name_of(kind), kind)
+    return known
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for subclass in type.__subclasses__(kind):
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _extension(code: int, content: Any) -> msgspec.msgpack.Ext:
@@ -154,6 +187,9 @@ def unpack(data: msgspec.Raw, arrays: Arrays) -> Any:
         ARRAY: lambda form: take(*form).copy(),
         SCALAR: lambda form: take(*form)[()],
         GENERATOR: _generator,
+        SET: frozenset,
+        DTYPE_OF: np.dtype,
+        SPACE: lambda content: _space(*content),
     }
     decoder = msgspec.msgpack.Decoder(ext_hook=lambda code, data: makers[code](decode(data)))
     decode = decoder.decode
@@ -169,3 +205,12 @@ def _generator(state: dict[str, Any]) -> np.random.Generator:
     bits = np.random.PCG64()  # as Gymnasium's generators have
     bits.state = state  # NumPy refuses the state of another kind
     return np.random.Generator(bits)
+
+
+def _space(names: list[str], attributes: dict[str, Any]) -> Space:
+    """Return a space of the first of these classes that this process knows."""
+    known = known_classes(Space)
+    kind = next(known[name] for name in names if name in known)
+    space = object.__new__(kind)  # none of its own code is called
+    vars(space).update(attributes)
+    return space

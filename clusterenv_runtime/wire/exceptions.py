@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import MemberDescriptorType
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import ClusterEnvError, ProtocolError, printable
 from .buffers import MAX_FRAME, Arrays, to_buffers
-from .codec import pack, unpack
+from .codec import known_classes, pack, unpack
 
 MAX_BYTES = 2**16  # of an exception's data: texts and data fit in a frame, `buffers.MAX_FRAME`
 NOTHING = msgspec.Raw(b"\x80")  # of an empty dict
@@ -27,11 +27,6 @@ class Content(msgspec.Struct):
 
     arguments: tuple[Any, ...] | None = None
     attributes: dict[str, Any] = {}
-
-
-def name_of(kind: type) -> str:
-    """Return the name of a class, with that of its module."""
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _own_of_python(kind: type) -> type:
@@ -77,7 +72,7 @@ def remade(
     """Return an exception of the first of these classes that this process knows and can make.
 
     Args:
-        names: of its class and of that class's bases, see `name_of`.
+        names: of its class and of that class's bases, see `codec.name_of`.
         text: of the exception; its only argument, if its own are not in ``data``.
         data: its arguments and attributes, as `pack_exception` returns them.
         buffers: their arrays.
@@ -91,9 +86,7 @@ def remade(
         printable(each, MAX_FRAME, "\n\t") if isinstance(each, str) else each
         for each in ((text,) if content.arguments is None else content.arguments)
     ]
-    known: dict[str, type[Exception]] = {}
-    for kind in _subclasses(Exception):
-        known.setdefault(name_of(kind), kind)  # a class comes before those that `_saying` makes
+    known = known_classes(Exception)
     for name in names:
         kind = known.get(name)
         if kind is None or issubclass(kind, NEVER):
@@ -125,9 +118,3 @@ def _saying(text: str, kind: type[Exception]) -> type[Exception]:
         return kind
     content = {"__module__": kind.__module__, "__str__": lambda _: text}
     return type(kind.__qualname__, (kind,), content)
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    for subclass in type.__subclasses__(kind):
-        yield subclass
-        yield from _subclasses(subclass)

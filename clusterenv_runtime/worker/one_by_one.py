@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, iterate
 
 from ..arrays.spaces import map_space, merge_rows
-from ..envs.layout import EnvLayout
+from ..envs.blueprint import LayoutOf
 from ..envs.randomness import seed_globals
 from ..errors import EnvRaised
 from ..wire.part import RolloutPart
@@ -30,31 +30,30 @@ class EnvsOneByOne:
 
     Args:
         env_fns: functions that make the environments.
-        layout: the spaces and modes that the head expects.
+        layout_of: returns the layout of environments of which one has these spaces.
         built: a function that is called after each environment is built.
         first_row: the number of the first environment.
         seed: of the global generators, while environments are built.
 
     Attributes:
+        layout: the spaces and modes of all environments, as those of the first one are.
+        spaces: each environment's observation space, if these may differ.
         infos: pairs of an environment and its info in the order they arose; the head merges them.
 
     Raises:
         EnvRaised: an environment raised, here or in a method that calls it.
-        RuntimeError: an environment's spaces are not those of the head.
+        SpacesError: an environment's spaces are not those of the first one.
     """
 
     def __init__(
         self,
         env_fns: Sequence[Callable[[], gym.Env]],
-        layout: EnvLayout,
+        layout_of: LayoutOf,
         built: Callable[[], None] = lambda: None,
         first_row: int = 0,
         seed: int = 0,
     ) -> None:
         self._first_row = first_row
-        self.layout, self._space = layout, layout.single_observation_space
-        self._mode = layout.autoreset_mode
-        self._action_space = batch_space(layout.single_action_space, len(env_fns))
         self.num_envs = len(env_fns)
         self.infos: list[tuple[int, dict[str, Any]]] = []
         self._current: int | None = None  # the environment that is called now
@@ -65,8 +64,14 @@ class EnvsOneByOne:
                 seed_globals(seed, first_row + i)
                 self._envs.append(env_fn())
                 built()
-        for env in self._envs:
-            layout.check(env.observation_space, env.action_space)
+        first = self._envs[0]
+        self.metadata = first.metadata
+        self.render_mode = first.render_mode
+        self.layout = layout_of(first.observation_space, first.action_space)
+        self.spaces = self.layout.spaces_of(self._envs)
+        self._space = self.layout.single_observation_space
+        self._mode = self.layout.autoreset_mode
+        self._action_space = batch_space(self.layout.single_action_space, len(env_fns))
         self._own = [OwnStatistics.of(env) for env in self._envs]
         self._seen: list[Any] = [None] * self.num_envs  # each environment's last observation
         self._ended = np.zeros(self.num_envs, bool)  # the episodes that no reset has followed

@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..envs.blueprint import EnvFns
+from ..envs.blueprint import EnvFns, LayoutOf, Told
 from ..envs.large import open_array
-from ..envs.layout import EnvLayout
 from ..envs.randomness import seed_globals
 from ..envs.registry import load_registry
 from ..errors import EnvRaised
 from ..policy.sync import SyncRule
 from ..wire import protocol
 from ..wire.buffers import to_buffers
-from ..wire.codec import pack
-from ..wire.exceptions import MAX_BYTES, name_of, pack_exception
+from ..wire.codec import name_of, pack
+from ..wire.exceptions import MAX_BYTES, pack_exception
 from ..wire.part import RolloutPart, check_part, pack_part
 from ..wire.protocol import (
     Collect,
@@ -54,7 +53,7 @@ EVALUATED_STEPS = 32  # that an evaluation takes at once in each environment
 def build_environments(
     env_fns: EnvFns,
     num_envs: int,
-    layout: EnvLayout,
+    layout_of: LayoutOf,
     registry: dict[str, bytes | str],
     built: Callable[[], None] = lambda: None,
     first_row: int = 0,
@@ -64,10 +63,17 @@ def build_environments(
     `EnvsOneByOne`.
     """
     load_registry(registry)
-    if callable(env_fns):
+    if hasattr(env_fns, "build"):
         seed_globals(seed, first_row)
-        return env_fns.build(layout, num_envs)
-    return EnvsOneByOne(env_fns, layout, built, first_row, seed)
+        return env_fns.build(layout_of, num_envs)
+    return EnvsOneByOne(env_fns, layout_of, built, first_row, seed)
+
+
+def tell(envs: Any) -> Told:
+    """Return what the head must know of environments that `build_environments` returns."""
+    layout = envs.layout
+    spaces = layout.single_observation_space, layout.single_action_space
+    return *spaces, dict(envs.metadata), envs.render_mode, envs.spaces
 
 
 class Worker:
@@ -144,9 +150,10 @@ class Worker:
     ) -> tuple[protocol.Reply, list[Any]]:
         """Do what a request asks for; return the reply and its buffers."""
         arrays: list[np.ndarray] = []
-        value = pack(self._handle(request, buffers), arrays)
+        dropped: list[str] = []  # keys of infos, and of metadata, that cannot be sent
+        value = self._handle(request, buffers)
+        value = pack(value, arrays, dropped if isinstance(request, Setup) else None)
         infos, self._envs.infos = self._envs.infos, []
-        dropped: list[str] = []  # keys of infos that cannot be sent
         packed = pack(infos, arrays, dropped)
         names = list(dict.fromkeys(dropped))[: protocol.MAX_DROPPED]
         return protocol.Reply(value, packed, names), to_buffers(arrays)
@@ -154,7 +161,7 @@ class Worker:
     def _handle(self, request: protocol.Request, buffers: list[Any]) -> Any:
         match request:
             case Setup():
-                self._set_up(request, *buffers)
+                return self._set_up(request, *buffers)
             case Reset():
                 observations = self._reset(*pickle.loads(buffers[0]))
                 self._connection.waited = 0.0  # the head may have requests from now on
@@ -178,7 +185,7 @@ class Worker:
 
     def _set_up(
         self, request: Setup, environments: Any, rule: Any, likeness: Any, *arrays: Any
-    ) -> None:
+    ) -> Told:
         self._first_row, self._rule = request.first_row, pickle.loads(rule)
         likeness = pickle.loads(likeness)
         likeness.take()
@@ -192,6 +199,7 @@ class Worker:
         arguments += built, request.first_row, request.seed
         self._envs = build_environments(*arguments)
         self._connection.settle()
+        return tell(self._envs)
 
     def _reset(
         self, seeds: list[int | None], options: dict[str, Any] | None = None, mask: Any = None

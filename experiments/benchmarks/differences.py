@@ -49,7 +49,8 @@ def measure(width, rounds, args):
     )
     policy = CategoricalPolicy(net.to("cuda" if args.cuda else "cpu"))
     copies, actor = [PolicyCopy() for _ in range(args.num_workers)], Actor()
-    store = PolicyStore(copies, Box(-1, 1, (8,), np.float32), Discrete(4), rounds)
+    store = PolicyStore(copies, rounds)
+    store.act_in(Box(-1, 1, (8,), np.float32), Discrete(4))
     actor.load_structure(cloudpickle.loads(pickled(policy)))
     rows = []
     for _ in range(1 + args.versions):

@@ -22,7 +22,7 @@ from clusterenv_runtime.wire.buffers import to_buffers
 from clusterenv_runtime.wire.codec import pack
 from clusterenv_runtime.wire.part import pack_part
 from clusterenv_runtime.wire.security import read_key_file
-from clusterenv_runtime.worker.worker import build_environments
+from clusterenv_runtime.worker.worker import build_environments, tell
 
 NO_INFOS = pack([], [])
 spawn = multiprocessing.get_context("spawn")
@@ -76,11 +76,14 @@ class Simulation:
             case protocol.Setup():
                 if self.envs is None:
                     self.rule = pickle.loads(buffers[1])
-                    self.envs = build_environments(*pickle.loads(buffers[0]))
+                    *arguments, _ = pickle.loads(buffers[0])
+                    self.envs = build_environments(*arguments)
                     arrays = []
                     value = pack(self.envs.reset([1] * self.envs.num_envs, None), arrays)
                     self.observations = protocol.Reply(value, NO_INFOS), to_buffers(arrays)
-                self.send(worker, seq, protocol.Reply(NO_INFOS, NO_INFOS))
+                arrays = []
+                told = pack(tell(self.envs), arrays, dropped=[])
+                self.send(worker, seq, protocol.Reply(told, NO_INFOS), to_buffers(arrays))
             case protocol.Structure():
                 worker.version = 0
                 if self.actor is None:
