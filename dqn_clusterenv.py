@@ -1,8 +1,8 @@
 # DQN on environments in worker processes: CleanRL's dqn.py, changed where distribution asks for it
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["clusterenv[scripts]"]
-# tool.uv.sources.clusterenv = { path = ".", editable = true }
+# dependencies = ["clusterenv-runtime[scripts]"]
+# tool.uv.sources.clusterenv-runtime = { path = ".", editable = true }
 # ///
 import itertools
 import os

@@ -1,8 +1,8 @@
 # PPO on environments in worker processes: CleanRL's ppo.py, changed where distribution asks for it
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["clusterenv[scripts]"]
-# tool.uv.sources.clusterenv = { path = ".", editable = true }
+# dependencies = ["clusterenv-runtime[scripts]"]
+# tool.uv.sources.clusterenv-runtime = { path = ".", editable = true }
 # ///
 import os
 import time

@@ -1,8 +1,8 @@
 # PPO on Atari, with each frame once: CleanRL's ppo_atari.py, changed where distribution asks for it
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["clusterenv[scripts,atari]"]
-# tool.uv.sources.clusterenv = { path = "..", editable = true }
+# dependencies = ["clusterenv-runtime[scripts,atari]"]
+# tool.uv.sources.clusterenv-runtime = { path = "..", editable = true }
 # ///
 import os
 import time

@@ -1,8 +1,8 @@
 # PPO with a memory: CleanRL's ppo_atari_lstm.py for vectors, changed for distribution
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["clusterenv[scripts]"]
-# tool.uv.sources.clusterenv = { path = "..", editable = true }
+# dependencies = ["clusterenv-runtime[scripts]"]
+# tool.uv.sources.clusterenv-runtime = { path = "..", editable = true }
 # ///
 import os
 import time

@@ -1,8 +1,8 @@
 # PPO on MinAtar, five games of 10x10 pixels: Atari's kind of learning, in a minute on two cores
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["clusterenv[scripts,minatar]"]
-# tool.uv.sources.clusterenv = { path = "..", editable = true }
+# dependencies = ["clusterenv-runtime[scripts,minatar]"]
+# tool.uv.sources.clusterenv-runtime = { path = "..", editable = true }
 # ///
 import os
 import time

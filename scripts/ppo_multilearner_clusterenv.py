@@ -1,8 +1,8 @@
 # PPO by several learners, which torchrun starts: ppo_clusterenv.py, changed where they share work
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["clusterenv[scripts]"]
-# tool.uv.sources.clusterenv = { path = "..", editable = true }
+# dependencies = ["clusterenv-runtime[scripts]"]
+# tool.uv.sources.clusterenv-runtime = { path = "..", editable = true }
 # ///
 import os
 import time

@@ -94,13 +94,14 @@ def test_the_wheel_holds_the_package_and_so_does_the_one_that_the_sdist_builds(t
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
     for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tree)
-    files = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
+    sources = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
+    files = sources | {"clusterenv_runtime/py.typed"}
     with tarfile.open(build(tree, "sdist")) as sdist:
         sdist.extractall(tmp_path, filter="data")
-    (unpacked,) = tmp_path.glob("clusterenv-*")
+    (unpacked,) = tmp_path.glob("clusterenv_runtime-*")
     assert {str(path.relative_to(unpacked)) for path in unpacked.rglob("*.py")} - {
         "setup.py"
-    } == files
+    } == sources
     wheel = build(unpacked, "wheel")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -111,3 +112,47 @@ def test_the_wheel_holds_the_package_and_so_does_the_one_that_the_sdist_builds(t
     assert "License-Expression: MIT" in metadata and any(
         name.endswith("/licenses/LICENSE") for name in names
     )
+
+
+def strangers(directory):
+    """Put a newer package of another project, which has a name like this one's, into an index."""
+    name = "clusterenv-9.9"
+    with zipfile.ZipFile(directory / f"{name}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("clusterenv/__init__.py", "")
+        wheel.writestr(f"{name}.dist-info/METADATA", "Name: clusterenv\nVersion: 9.9\n")
+        wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}.dist-info/RECORD", "")
+
+
+def told_to_install():
+    """What texts and messages tell users to install, and scripts and pyproject.toml name."""
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in files.stdout.split():
+        if not name.startswith("tests/") and name.endswith((".py", ".md", ".toml", ".txt", ".sh")):
+            text = (ROOT / name).read_text()
+            yield from re.findall(r"\bclusterenv(?:[-_.]runtime)?(?=\[[a-z,]+\])", text)
+
+
+def test_the_package_of_another_project_is_never_installed(tmp_path):
+    assert set(told_to_install()) == {PROJECT["name"]}
+    tree, index = tmp_path / "tree", tmp_path / "index"
+    index.mkdir()
+    shutil.copytree(PACKAGE, tree / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("LICENSE", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tree)
+    shutil.copy(build(tree, "wheel"), index)
+    strangers(index)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    flags = ["--find-links", str(index), "--target", str(tmp_path / "site")]
+    subprocess.run([*command, *flags, f"{PROJECT['name']}[scripts]"], check=True)
+    assert (tmp_path / "site" / "clusterenv_runtime").is_dir()
+    assert not (tmp_path / "site" / "clusterenv").exists()
+
+
+def test_a_report_of_a_problem_has_what_it_needs():
+    command = [sys.executable, "-m", "clusterenv_runtime", "--version"]
+    report = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    for word in ("clusterenv-runtime", "Python", "gymnasium", "torch", "libzmq", "CPUs", "slurm"):
+        assert word in report

@@ -21,7 +21,7 @@ LAYERS = [
     ["head/", "worker/"],
     ["env"],
     ["__init__"],
-    ["extras/"],
+    ["__main__", "extras/"],
     ["script/learners/exchange", "script/learners/watch"],
     ["script/"],
 ]

@@ -86,7 +86,7 @@ class RayLauncher(Launcher):
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         super().__init__(log_dir, prefix)
         if importlib.util.find_spec("ray") is None:
-            raise StartupError("the launcher ray needs Ray: pip install 'clusterenv[ray]'")
+            raise StartupError("the launcher ray needs Ray: pip install 'clusterenv-runtime[ray]'")
         check_address(os.environ.get("RAY_ADDRESS", ""))
         self._prefix, self._has_begun_ray = prefix, False
         self._keys: WorkerKeys | None = None

@@ -17,6 +17,7 @@ __all__ = [
     "LocalLauncher",
     "is_ours",
     "make_launcher",
+    "names",
     "register",
 ]
 GROUP = "clusterenv.launchers"  # of entry points
@@ -39,6 +40,11 @@ def _launchers() -> dict[str, EntryPoint]:
     return {**installed, **_registered}
 
 
+def names() -> list[str]:
+    """Return the names of all launchers that are here."""
+    return sorted(_launchers())
+
+
 def is_ours(name: str) -> bool:
     """Say whether the launcher of this name comes with this package."""
     point = _launchers().get(name)
@@ -56,6 +62,6 @@ def make_launcher(
     """
     launchers = _launchers()
     if name not in launchers:
-        names = ", ".join(map(repr, sorted(launchers)))
-        raise ValueError(f"launcher must be one of {names}, got {name!r}")
+        known = ", ".join(map(repr, names()))
+        raise ValueError(f"launcher must be one of {known}, got {name!r}")
     return launchers[name].load()(log_dir, prefix)

@@ -1,0 +1,44 @@
+"""Prints what a report of a problem needs: ``python -m clusterenv_runtime --version``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+
+import zmq
+
+from . import __version__
+from .launchers import names
+
+PACKAGES = "gymnasium", "numpy", "torch", "cloudpickle", "msgspec", "pyzmq", "ray", "envpool"
+
+
+def report() -> str:
+    """Return the versions of this package and of those that it works with, and the machine."""
+    lines = [f"clusterenv-runtime {__version__}", f"Python {sys.version.split()[0]}"]
+    for name in PACKAGES:
+        try:
+            lines.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    lines.append(f"libzmq {zmq.zmq_version()}, CURVE {'yes' if zmq.has('curve') else 'no'}")
+    lines.append(f"{platform.platform()}, {os.cpu_count()} CPUs")
+    lines.append(f"launchers {', '.join(names())}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the report."""
+    parser = argparse.ArgumentParser(
+        prog="clusterenv_runtime", description="Prints what a report of a problem needs."
+    )
+    parser.add_argument("--version", action="store_true", help="is what it does")
+    parser.parse_args()
+    print(report())
+
+
+if __name__ == "__main__":
+    main()
