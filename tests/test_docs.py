@@ -358,7 +358,7 @@ def check(tmp_path, monkeypatch):
     def pip(flags):
         assert flags[0] == "install"
         for flag in flags[1:]:
-            if re.match(r"[\w.]+\[", flag):
+            if re.match(r"[\w.-]+\[", flag):
                 need = Requirement(re.sub(r"^\.", PROJECT["name"], flag))
                 assert need.name == PROJECT["name"] and need.extras <= EXTRAS.keys()
             elif flag.endswith(".txt"):
