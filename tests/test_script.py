@@ -9,20 +9,25 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
 import pytest
 import torch
 
+import dqn_clusterenv
 import ppo_clusterenv
+from clusterenv_runtime import ClusterEnv
 from clusterenv_runtime.script import Counters, Run, environments, parse, seeded_device
 from clusterenv_runtime.script.checkpoint import load_checkpoint, save_checkpoint
 from clusterenv_runtime.script.flags import names, text_of
+from clusterenv_runtime.script.progress import Progress, start_of
 from clusterenv_runtime.script.signals import TOLD
 from docs import flags
 
 from . import scripts
+from .envs import CountingEnv
 from .scripts import ROOT
 from .test_ppo_clusterenv import TINY
 
@@ -404,3 +409,33 @@ def test_an_environment_beside_the_user_is_found_and_a_run_says_what_it_is(tmp_p
 def test_what_a_script_cannot_train_on_says_what_can(tmp_path, monkeypatch, env_id, says):
     flags = [*TINY, "--env-id", env_id]
     scripts.check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path, flags, says)
+
+
+def test_what_takes_long_before_the_first_report_and_in_the_evaluation_is_told(monkeypatch, capsys):
+    monkeypatch.setattr("clusterenv_runtime.head.pool.SAY_S", 0.05)
+    monkeypatch.setattr("clusterenv_runtime.script.progress.FIRST_WORD_S", 0.2)
+    shown = Progress()
+    with ClusterEnv([partial(CountingEnv, delay=0.1), CountingEnv], 2) as envs:
+        envs.reset()
+        *_, ready = capsys.readouterr().out.splitlines()
+        assert ready.startswith("2 workers ready in ")
+        for expected, is_told in (
+            (lambda: shown.begin(10, 0), True),
+            (lambda: shown.show(0, "step 0"), False),
+            (shown.end, True),
+        ):
+            expected()
+            for _ in range(8):
+                envs.step([0, 0])
+            told = capsys.readouterr().out.splitlines()
+            assert [line for line in told if "waiting for 1 of 2 workers" in line] == told
+            # After 0.2 and 0.4 of 0.8 s.
+            assert 1 <= len(told) <= 3 if is_told else not told
+    assert told[0].startswith("evaluating (0 s so far): ")
+
+
+def test_a_start_counts_the_steps_of_dqns_iterations_by_its_chunks():
+    args = dqn_clusterenv.Args(num_envs=2, batch_size=128)
+    args.chunk_size = 20
+    args.num_iterations = 18
+    assert "18 iterations of 20 steps, 360 in all; " in start_of(args, "runs/x", {})

@@ -16,6 +16,8 @@ from .requests import Request
 from .worker import CONNECTED, State, Worker
 
 logger = logging.getLogger(__name__)
+waits = logging.getLogger(f"{__name__}.waits")
+SAY_S = 5.0  # how often a long wait is logged
 PING_S = 1.0  # how often the head tries whether workers can be reached
 NOTICE_S = 3.0  # after this time the user is told for whom `close` waits
 LEAVE_S = 3.0  # how long a process may take to end once its environments are closed
@@ -122,7 +124,9 @@ class WorkerPool:
 
     def _wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
         """Exchange messages and supervise until ``done``, then raise the errors that came."""
-        deadline = math.inf if timeout is None else self._clock() + timeout
+        began = self._clock()
+        deadline = math.inf if timeout is None else began + timeout
+        next_word = began + SAY_S
         try:
             while True:
                 until = -math.inf if done() else min(deadline, self._supervisor.next_look)
@@ -132,14 +136,27 @@ class WorkerPool:
                 self.interrupt.raise_requested()
                 if done():
                     break
+                if self._clock() >= next_word:
+                    next_word += SAY_S
+                    text = "waiting for %d of %d workers"
+                    waits.info(text, len(self._late), len(self.workers))
                 if self._clock() >= deadline:
-                    late = [worker for worker in self.workers if self._requests.of(worker)]
-                    names = ", ".join(map(self._supervisor.describe, late))
+                    names = ", ".join(map(self._supervisor.describe, self._late))
                     raise DeadlineError(f"No answer from {names}")
         finally:
             if self._messenger.outbox:  # weights, for example, that a worker waits for
                 self.exchange()
         self.failures.raise_untold()
+
+    @property
+    def _late(self) -> list[Worker]:
+        """The workers that start, or have not answered a request."""
+        at_rest = State.READY, State.ENDED
+        return [
+            worker
+            for worker in self.workers
+            if self._requests.of(worker) or worker.process.state not in at_rest
+        ]
 
     def _serve(self, seconds: float) -> None:
         self._messenger.exchange(0 if self._messenger.inbox else seconds)

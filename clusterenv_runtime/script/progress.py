@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +16,8 @@ from rich.console import Console
 
 from ..errors import print_line
 
+FIRST_WORD_S = 5.0  # how long nothing is said of what takes long
+
 
 def say(text: str) -> None:
     """Print a line if it can be written: a full disk, or a lost terminal, ends no run."""
@@ -21,17 +25,22 @@ def say(text: str) -> None:
         print_line(text)
 
 
-class _Saying(logging.Handler):
-    """Prints what is logged, such as how long the workers took to start."""
+class _Telling(logging.Handler):
+    """Passes on what is logged, such as how long the workers took to start."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self._tell = tell
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage())
+        self._tell(record.getMessage())
 
 
 def start_of(args: Any, directory: str, saved: dict[str, Any]) -> str:
     """Return what a run is, and if it goes on from ``saved``, where and with which other flags."""
     texts = [f"{directory}: {args.num_envs} environments on {args.num_workers} workers"]
-    size = getattr(args, "batch_size", 0) or getattr(args, "chunk_size", 0)
+    # DQN's batches are those of its replay.
+    size = getattr(args, "chunk_size", 0) or getattr(args, "batch_size", 0)
     number = getattr(args, "num_iterations", 0)
     if number and size:
         texts.append(f"{number:,} iterations of {size:,} steps, {number * size:,} in all")
@@ -70,18 +79,48 @@ class Progress:
         self.bar = progress.Progress(*columns, console=console)
         self._prints = not is_quiet and (not console.is_terminal or console.is_dumb_terminal)
         self._number = self._printed = 0
+        self._is_quiet = is_quiet
+        self.expect("starting")
         if not is_quiet:
-            starts = logging.getLogger("clusterenv_runtime.head.start")
-            starts.setLevel(logging.INFO)
-            starts.handlers = [_Saying()]
+            for name, tell in ("start", say), ("pool.waits", self.tell):
+                log = logging.getLogger(f"clusterenv_runtime.head.{name}")
+                log.setLevel(logging.INFO)
+                log.handlers = [_Telling(tell)]
+
+    def expect(self, what: str) -> None:
+        """Until the next `show`, `tell` what there is to tell of this."""
+        self._expected = what
+        self._since = time.monotonic()
+        self._next_word = FIRST_WORD_S
+
+    def tell(self, text: str) -> None:
+        """Tell something of what is expected, if it takes long: in plain output after 5 s, and
+        each time it has taken twice as long.
+        """
+        seconds = time.monotonic() - self._since
+        if self._is_quiet or not self._expected or seconds < self._next_word:
+            return
+        line = f"{self._expected} ({seconds:.0f} s so far): {text}"
+        if self._prints or not self.bar.live.is_started:
+            self._next_word *= 2
+            say(line)
+        else:
+            self.bar.update(self._task, status=line)
 
     def begin(self, number: int, done: int) -> None:
         """Begin with so many iterations ``done``, of a ``number``."""
         self._task = self.bar.add_task("train", total=number, completed=done, status="starting")
         self._number = number
         self._printed = done * 20 // number
+        self.expect("collecting the first rollout")
+
+    def end(self) -> None:
+        """End the bar. The evaluation may follow."""
+        self.bar.stop()
+        self.expect("evaluating")
 
     def show(self, iteration: int, status: str) -> None:
+        self.expect("")
         self.bar.update(self._task, completed=iteration, status=status)
         if self._prints and iteration * 20 // self._number > self._printed:
             self._printed = iteration * 20 // self._number

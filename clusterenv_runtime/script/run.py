@@ -196,11 +196,12 @@ class Run:
             if self._is_save_due():
                 self._try_to_save()
                 self._saved_at = time.monotonic()
+            self._progress.tell(f"step {self.global_step:,}")
             yield self._iteration
             if self._stop:
                 break
         self._trained_seconds = self.seconds
-        self._progress.bar.stop()
+        self._progress.end()
         self._try_to_save()
         self._signals.raise_if_received()
 
@@ -246,8 +247,7 @@ class Run:
         """Return mean pulls of workers, mean KL and lag of environments, bytes, and restarts."""
         sums = self._sum(_measured(self._envs, rollout)).tolist()
         workers, pulls, num_envs, kl, rows, lag, sync_bytes, restarts = sums
-        means = pulls / workers, kl / num_envs, lag / max(rows, 1)
-        return *means, int(sync_bytes), int(restarts)
+        return pulls / workers, kl / num_envs, lag / max(rows, 1), int(sync_bytes), int(restarts)
 
     def _sum(self, values: np.ndarray) -> np.ndarray:
         """Return the sum of values over all learners."""
