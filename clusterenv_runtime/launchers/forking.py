@@ -35,6 +35,8 @@ from .python import python_command
 from .start import PATH
 
 MAX_MESSAGE = 2**18  # bytes
+# What a worker that acts imports, with torch.
+ACTING = "clusterenv_runtime.policy.actor", "clusterenv_runtime.extras.policies"
 READY_S = 60.0  # how long the process may take to import what workers need
 FORK_S = 10.0  # how long it may take to fork
 UNKNOWN = 256  # the code of a worker that has ended when nobody was left to say how
@@ -266,8 +268,7 @@ def shared_server(variables: Mapping[str, str], preload: Sequence[str]) -> ForkS
 
     It has torch if this process has. ``preload`` are further modules that it imports.
     """
-    modules = ["clusterenv_runtime.policy.actor"] if "torch" in sys.modules else []
-    modules += preload
+    modules = [*(ACTING if "torch" in sys.modules else ()), *preload]
     likeness = (
         os.getpid(),
         os.getpriority(os.PRIO_PROCESS, 0),

@@ -22,8 +22,7 @@ from ..wire import protocol
 from ..wire.security import WorkerKeys
 
 logger = logging.getLogger(__name__)
-HELLO_S = 5.0  # A worker says hello again after this time without an answer,
-MAX_HELLO_S = 60.0  # then after twice that time and so on, up to this.
+HELLO_S = 5.0  # a worker says hello again after this time without an answer
 # A link that breaks is not made again before the process ends: what the head has not read yet
 # would be lost behind a new link.
 RECONNECT_MS = 2000
@@ -74,8 +73,7 @@ class Connection:
         self._pulse.routing_id = protocol.pulse_of(self._socket.routing_id)
         self._pulse.linger = self._pulse.rcvhwm = 0
         protocol.keep_alive(self._pulse, timeout)
-        self._is_shown = threading.Event()  # whether the pulse is connected
-        self._shown_at = 0.0
+        self._is_settled = threading.Event()  # see `settle`
         self._monitors = [
             _dial(each, address, keys, timeout) for each in (self._pulse, self._socket)
         ]
@@ -89,14 +87,13 @@ class Connection:
         hello = protocol.Hello(
             protocol.PROTOCOL_VERSION, index, host, os.getpid(), protocol.shared_versions()
         )
-        start, pause = time.monotonic(), HELLO_S
+        start = time.monotonic()
         has_warned = False
         self.send(None, hello)
         # The head may not know yet that the worker before this one is dead, so one hello is not
-        # enough. While the head learns it reads nothing, and the queue of its messages is limited.
-        while not self._socket.poll(pause * 1000):
+        # enough.
+        while not self._socket.poll(HELLO_S * 1000):
             self.send(None, hello)
-            pause = min(2 * pause, MAX_HELLO_S)
             waited = time.monotonic() - start
             if waited > self._startup_timeout and not has_warned:
                 has_warned = True
@@ -104,12 +101,8 @@ class Connection:
                 logger.warning(text, waited)
 
     def settle(self) -> None:
-        """Wait until the head would notice the end of this process's pulse.
-
-        The head gives the pulse that time to start.
-        """
-        self._is_shown.wait()  # if the pulse never connects, this process ends
-        time.sleep(max(self._shown_at + 1.5 * protocol.PULSE_S - time.monotonic(), 0))
+        """Wait until the head would notice the end of this process's pulse."""
+        self._is_settled.wait()  # if the pulse never connects, this process ends
 
     def send(self, seq: int | None, message: protocol.Message, *buffers: Any) -> None:
         self._socket.send_multipart(protocol.frames(seq, message, *buffers), copy=False)
@@ -186,8 +179,8 @@ class Connection:
                     return gone
                 connected += 1
                 if each is self._monitors[0]:
-                    self._shown_at = time.monotonic()
-                    self._is_shown.set()
+                    time.sleep(1.5 * protocol.PULSE_S)  # the first sign of it comes after one
+                    self._is_settled.set()
         return gone
 
 
