@@ -267,7 +267,7 @@ if __name__ == "__main__":
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
-    with run.training(envs, q_network):
+    with run.training(envs, q_network, policy):
         # Who may send the next chunk, and whose to take next (None: whichever is ready). Nothing
         # sent is left unused.
         turns = itertools.cycle(range(args.num_workers) if args.deterministic else [None])

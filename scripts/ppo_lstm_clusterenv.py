@@ -265,7 +265,7 @@ if __name__ == "__main__":
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
-    with run.training(envs, agent):
+    with run.training(envs, agent, policy):
         for iteration in run.iterations(args.num_iterations, args.batch_size):
             # Annealing the rate if instructed to do so.
             frac = 1.0 - (iteration - 1.0) / args.num_iterations if args.anneal_lr else 1.0

@@ -14,7 +14,7 @@ import sys
 import typing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
 import tyro
@@ -161,6 +161,8 @@ class ScriptArgs(ClusterOptions):
     """the number of episodes of the final evaluation, on the workers; 0 for none"""
     eval_deterministic: bool = False
     """evaluate the policy by its most likely actions, not by actions that it draws"""
+    eval_interval: Positive | None = None
+    """evaluate the policy also every so many steps, on a worker apart, and keep the best"""
     max_seconds: PositiveNumber | None = None
     """stop cleanly after so many seconds of training"""
 
@@ -168,6 +170,13 @@ class ScriptArgs(ClusterOptions):
     def make_kwargs(self) -> dict[str, Any]:
         """The arguments of the environment's constructor, by name."""
         return read_kwargs(self.env_kwargs)
+
+    @property
+    def of_evaluation(self) -> Self:
+        """The flags of the worker that evaluates while the others train."""
+        port = self.port and self.port + 1
+        own = {"num_workers": 1, "min_workers": None, "port": port, "eval_interval": None}
+        return dataclasses.replace(self, **own)
 
     def options(self) -> dict[str, Any]:
         """Return the flags that are options of `ClusterEnv`, as its keyword arguments."""
@@ -230,5 +239,7 @@ def check_flags(args: ScriptArgs) -> None:
     check(
         has_moviepy or not args.capture_video, "--capture-video needs MoviePy: pip install moviepy"
     )
+    episodes = args.eval_episodes or not args.eval_interval
+    check(episodes, "--eval-interval needs --eval-episodes")
     threaded = args.env_backend == "envpool" or args.env_threads == 1
     check(threaded, f"--env-threads needs --env-backend envpool, not {args.env_backend}")

@@ -1,7 +1,10 @@
-"""The learning curve of a run: its episodes' returns, and the pulls and versions of its policy."""
+"""The learning curve of a run: its episodes' returns, those of its evaluations, and the pulls and
+versions of its policy.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any, BinaryIO
 
@@ -10,12 +13,16 @@ import numpy as np
 
 
 class LearningCurve:
-    """Collects episodes, and points of the curve: (global_step, mean return, pulls per worker,
-    policy versions).
+    """Collects episodes, and points of the curve.
+
+    Attributes:
+        points: (global_step, mean return, pulls per worker, policy versions).
+        evaluations: (global_step, mean return), of the policies that were evaluated on the way.
     """
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float, float, int]] = []
+        self.evaluations: list[tuple[int, float]] = []
         self._recent_returns: deque[float] = deque(maxlen=100)
         self._returns: list[float] = []  # of the episodes since the last point
         self._lengths: list[int] = []
@@ -42,13 +49,21 @@ class LearningCurve:
         """The mean return of the last 100 episodes; NaN before the first."""
         return float(np.mean(self._recent_returns)) if self._recent_returns else float("nan")
 
+    @property
+    def best_return(self) -> float:
+        """The highest mean return of an evaluation; minus infinity before the first."""
+        return max((mean for _, mean in self.evaluations), default=-math.inf)
+
     def state_dict(self) -> dict[str, Any]:
-        recent = list(self._recent_returns)
-        since = {"returns": self._returns, "lengths": self._lengths}
-        return {"points": self.points, "recent": recent, **since}
+        return {
+            "points": self.points, "evaluations": self.evaluations,
+            "recent": list(self._recent_returns), "returns": self._returns,
+            "lengths": self._lengths,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.points = msgspec.convert(state["points"], list[tuple[int, float, float, int]])
+        self.evaluations = msgspec.convert(state["evaluations"], list[tuple[int, float]])
         self._returns = msgspec.convert(state["returns"], list[float])
         self._lengths = msgspec.convert(state["lengths"], list[int])
         self._recent_returns.extend(msgspec.convert(state["recent"], list[float]))
@@ -60,8 +75,11 @@ class LearningCurve:
         steps, returns, pulls, versions = np.array(self.points).reshape(-1, 4).T
         figure = Figure(figsize=(7, 5.5), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-        top.plot(steps, returns, color="#0072B2")
-        top.set(title=title, ylabel="mean return of the last 100 episodes")
+        top.plot(steps, returns, color="#0072B2", label="last 100 episodes")
+        if self.evaluations:
+            top.plot(*zip(*self.evaluations, strict=True), "o-", color="#009E73", label="evaluated")
+            top.legend(frameon=False)
+        top.set(title=title, ylabel="mean return")
         bottom.plot(steps, versions, "--", color="#555555", label="policy versions")
         bottom.plot(steps, pulls, color="#D55E00", label="pulls per worker")
         bottom.set(xlabel="environment steps", ylabel="cumulative number")

@@ -29,4 +29,8 @@ def worker_commands(args: ScriptArgs, log_dir: str) -> list[str]:
     launcher.prepare(args.num_workers, args.worker_flags(launcher, address, key_file), keys)
     variables = [f"{name}={value}" for name, value in launcher.variables().items()]
     before = ["env", *variables] if variables else []
-    return [shlex.join([*before, *launcher.command(index)]) for index in range(args.num_workers)]
+    indices = range(args.num_workers)
+    commands = [shlex.join([*before, *launcher.command(index)]) for index in indices]
+    if args.eval_interval is not None:
+        commands += worker_commands(args.of_evaluation, f"{log_dir}/evaluation")
+    return commands

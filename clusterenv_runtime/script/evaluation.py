@@ -1,16 +1,29 @@
-"""The evaluation of a script's policy."""
+"""The evaluation of a script's policy: after training, and with --eval-interval also meanwhile."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import logging
+import multiprocessing
+import time
+from collections.abc import Callable
+from typing import Any, Self
 
 import numpy as np
+import torch
 
 from ..env import ClusterEnv
 from ..policy.base import Policy
+from .arguments import ScriptArgs
+from .checkpoint import save_model
+from .checks import check
+from .logs import Logs
 from .progress import say
 
+logger = logging.getLogger(__name__)
 FIRST_SEED = 100_000  # so far the seeds are from those of training
+MOST_ROWS = 8  # environments of the worker that evaluates while others train
+LOOK_S = 0.2  # how often it is looked at, and while it is waited for, for signals
 
 
 def evaluate(args: Any, envs: ClusterEnv, policy: Policy) -> np.ndarray:
@@ -22,8 +35,101 @@ def evaluate(args: Any, envs: ClusterEnv, policy: Policy) -> np.ndarray:
     workers = min(envs.num_workers, args.eval_episodes)
     plurals = "s" * (args.eval_episodes > 1), "s" * (workers > 1)
     say(f"evaluating {args.eval_episodes} episode{plurals[0]} on {workers} worker{plurals[1]}")
-    seed = args.seed + FIRST_SEED
-    is_deterministic = args.eval_deterministic
-    return envs.evaluate(
-        policy, args.eval_episodes, seed=seed, deterministic=is_deterministic
-    ).returns
+    return envs.evaluate(policy, args.eval_episodes, **_how(args)).returns
+
+
+def _how(args: Any) -> dict[str, Any]:
+    return {"seed": args.seed + FIRST_SEED, "deterministic": args.eval_deterministic}
+
+
+class Evaluations:
+    """Evaluates the policy every --eval-interval steps while it trains, on a worker of its own; if
+    there is no interval, never.
+
+    One evaluation is under way at most: one that is due waits for the one before.
+
+    Args:
+        args: the script's flags.
+        envs: the environments of training; the worker gets some more of the last ones.
+        policy: what is evaluated; None if the script does not say it.
+        model: what is saved when its policy is the best so far.
+        logs: where the returns go, and the best model.
+    """
+
+    def __init__(
+        self,
+        args: ScriptArgs,
+        envs: ClusterEnv,
+        policy: Policy | None,
+        model: torch.nn.Module,
+        logs: Logs,
+    ) -> None:
+        self._args = args
+        self._policy = policy
+        self._model = model
+        self._logs = logs
+        evaluated = logs.curve.evaluations
+        self._last = evaluated[-1][0] if evaluated else 0  # the step of the last one
+        self._weights: dict[str, Any] | None = None  # of the model that is evaluated now
+        self._next_look = 0.0
+        self._envs: ClusterEnv | None = None
+        if args.eval_interval is not None:
+            check(policy is not None, "--eval-interval: this script gives run.training no policy")
+            self._envs = self._make_envs(envs)
+
+    def _make_envs(self, envs: ClusterEnv) -> ClusterEnv:
+        args, directory = self._args, self._logs.writer.log_dir
+        rows = min(args.eval_episodes, MOST_ROWS, envs.num_envs)
+        made = envs.env_fns
+        if not callable(made):
+            made = made[args.capture_video :][-rows:]
+            rows = len(made)
+            check(rows, "--eval-interval with --capture-video needs a second environment")
+        options = {**args.of_evaluation.options(), "log_dir": f"{directory}/workers/evaluation"}
+        return ClusterEnv(made, num_envs=rows, **options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._envs is not None:
+            self._envs.close()
+
+    def go_on(self, step: int) -> None:
+        """Take the returns that have come, and begin another evaluation if one is due."""
+        if self._envs is None:
+            return
+        if time.monotonic() > self._next_look:  # some scripts' iterations take a millisecond
+            self._look()
+            self._next_look = time.monotonic() + LOOK_S
+        interval = self._args.eval_interval
+        if self._weights is None and step // interval > self._last // interval:
+            self._envs.evaluate_async(self._policy, self._args.eval_episodes, **_how(self._args))
+            self._last = step
+            self._weights = copy.deepcopy(self._model.state_dict())
+
+    def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
+        """Wait for the evaluation that is under way."""
+        while self._weights is not None:
+            raise_if_interrupted()
+            self._look(LOOK_S)
+
+    def _look(self, timeout: float = 0) -> None:
+        if self._weights is None:
+            return
+        try:
+            returns = self._envs.evaluate_wait(timeout).returns
+        except multiprocessing.TimeoutError:
+            return
+        weights, self._weights = self._weights, None
+        mean = float(returns.mean())
+        best = self._logs.curve.best_return
+        self._logs.curve.evaluations.append((self._last, mean))
+        self._logs.writer.add_scalar("eval/return_mean", mean, self._last)
+        if mean > best and self._args.save_model:
+            try:
+                directory = self._logs.writer.log_dir
+                save_model(f"{directory}/{self._args.exp_name}.best.cleanrl_model", weights)
+            except OSError as error:
+                text = "the best model so far, of step %d, is not saved: %s"
+                logger.warning(text, self._last, error.strerror or error)

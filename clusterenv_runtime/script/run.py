@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -20,17 +19,19 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ..env import ClusterEnv
 from ..errors import print_line
+from ..policy.base import Policy
 from ..rollout import Rollout
 from .arguments import ScriptArgs, check_flags
-from .checkpoint import replaced, rng_state, save_checkpoint, save_model, set_rng_state
+from .checkpoint import rng_state, save_checkpoint, save_model, set_rng_state
 from .checks import check, one_line_for
 from .directory import RunDirectory
 from .dry_run import worker_commands
+from .evaluation import Evaluations
 from .logs import Logs, log_in
 from .progress import Progress, say, start_of, status_of
 from .resume import flags_of, name_of, resume_command
 from .signals import Signals
-from .summary import finite, summary_of
+from .summary import finite, summary_of, write_results
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,7 +39,7 @@ ALWAYS_FIXED = "num_envs", "envs_per_worker", "env_kwargs"
 
 
 class Run:
-    """A run of a script, in ``runs/NAME``: its logs, its checkpoints, its loop and its end.
+    """A run of a script, in ``runs/NAME``: logs, checkpoints, evaluations, its loop and its end.
 
         run = Run(parse(Args))
         args = run.args  # with --resume those of the run, but for the flags given now
@@ -46,7 +47,7 @@ class Run:
         with env_setup(run):
             envs = run.keep("envs", ClusterEnv(...))
         agent = run.keep("agent", Agent(envs))
-        with run.training(envs, agent):
+        with run.training(envs, agent, policy):
             for iteration in run.iterations(args.num_iterations, args.batch_size):
                 run.global_step += args.batch_size
                 run.report(rollout, versions=iteration)
@@ -152,16 +153,18 @@ class Run:
             self.save()
         except OSError as error:
             text = "no checkpoint of %s at step %d: %s; training goes on"
-            why = error.strerror or error
-            logger.warning(text, self.directory.path, self.global_step, why)
+            logger.warning(text, self.directory.path, self.global_step, error.strerror or error)
 
     @contextmanager
-    def training(self, envs: ClusterEnv, model: torch.nn.Module) -> Iterator[None]:
+    def training(
+        self, envs: ClusterEnv, model: torch.nn.Module, policy: Policy | None = None
+    ) -> Iterator[None]:
         """Train in this block: the time counts, and a signal writes a checkpoint and ends the run.
 
-        ``model`` is the one that --save-model saves. Build nothing that draws random numbers in
-        here: a resumed run takes up its checkpoint's generators first.
+        ``model`` is what --save-model saves, ``policy`` what --eval-interval evaluates. In here
+        build nothing that draws random numbers: a resumed run takes up its generators first.
         """
+        self._evaluations = Evaluations(self.args, envs, policy, model, self.logs)
         self._envs = envs
         self._model = model
         self._unwritten: dict[str, Any] | None = None
@@ -171,7 +174,7 @@ class Run:
         self._start = time.monotonic() - saved.get("seconds", 0)
         to_go_on = resume_command(self.args, self.directory.path, [*self.program])
         saving = self._signals.saving(envs, self.save, to_go_on)
-        with envs, self.logs.writer, self._progress.bar, saving:
+        with envs, self._evaluations, self.logs.writer, self._progress.bar, saving:
             yield
 
     @property
@@ -193,6 +196,7 @@ class Run:
         self._stop = False
         for self._iteration in range(done + 1, number + 1):
             self._signals.raise_if_received()
+            self._evaluations.go_on(self.global_step)
             if self._is_save_due():
                 self._try_to_save()
                 self._saved_at = time.monotonic()
@@ -258,32 +262,29 @@ class Run:
 
         If a file cannot be written, exit with one line.
         """
+        self._evaluations.finish(self._signals.raise_if_received)
         self._envs.close()
         self._signals.raise_if_received()
         if len(eval_returns):
             self.logs.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
-        seconds, mean_return = self._trained_seconds, self.logs.curve.mean_return
-        summary = finite({
+        seconds, curve = self._trained_seconds, self.logs.curve
+        summary = {
             "global_step": self.global_step, "wall_seconds": seconds,
-            "sps": self.global_step / seconds, **more, "mean_return_100": mean_return,
-            **summary_of(self.args, self._envs_state(), eval_returns),
-        })  # fmt: skip
+            "sps": self.global_step / seconds, **more,
+            **summary_of(self.args, self._envs_state(), curve, eval_returns),
+        }  # fmt: skip
         if self.logs.wandb:
-            self.logs.wandb.summary.update(summary)
-        title = f"{self.args.exp_name} on {self.args.env_id}, seed {self.args.seed}"
+            self.logs.wandb.summary.update(finite(summary))
         try:
             with one_line_for(OSError, text=f"cannot write to {self.directory.path}"):
-                with replaced(f"{self.directory.path}/summary.json") as file:
-                    file.write(json.dumps(summary, indent=2).encode())
-                with replaced(f"{self.directory.path}/learning_curve.png") as file:
-                    self.logs.curve.plot(title, file)
+                write_results(self.directory.path, summary, curve)
                 if self._unwritten:
                     self._write()
         finally:  # the output comes last, as it is worth no file, but also if there is no file
             pulls = f"{summary['pulls_per_worker']:g} pulls a worker"
             say(f"{self.global_step:,} steps in {seconds:.0f} s; {pulls}")
             also = f", in the evaluation {eval_returns.mean():.1f}" if len(eval_returns) else ""
-            say(f"mean return {mean_return:.1f}{also}; see {self.directory.path}")
+            say(f"mean return {curve.mean_return:.1f}{also}; see {self.directory.path}")
 
     def _envs_state(self) -> dict[str, Any]:
         return self._envs.state_dict()

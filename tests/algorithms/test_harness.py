@@ -40,7 +40,7 @@ def test_an_evaluation_plays_the_policy_as_the_flags_say(deterministic):
 def test_the_summary_has_mean_and_deviation_of_the_evaluation():
     args = SimpleNamespace(kl_threshold=0.1, seed=1, env_id="x")
     envs = {"pulls": 6, "workers": 2, "sync_bytes": 5, "restarts": []}
-    summary = summary_of(args, envs, np.array([1.0, 2.0, 6.0]))
+    summary = summary_of(args, envs, LearningCurve(), np.array([1.0, 2.0, 6.0]))
     assert summary["eval_return_mean"] == 3 and summary["pulls_per_worker"] == 3
     assert summary["eval_return_std"] == pytest.approx(np.sqrt(14 / 3))
 

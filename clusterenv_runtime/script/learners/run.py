@@ -13,6 +13,7 @@ import torch
 
 from ...env import ClusterEnv
 from ...errors import LearnerLostError
+from ...policy.base import Policy
 from ...rollout import Rollout
 from ..arguments import ScriptArgs, spell
 from ..checkpoint import has_checkpoint
@@ -103,14 +104,18 @@ class LearnersRun(Run):
                 super().save()
 
     @contextmanager
-    def training(self, envs: ClusterEnv, model: torch.nn.Module) -> Iterator[None]:
+    def training(
+        self, envs: ClusterEnv, model: torch.nn.Module, policy: Policy | None = None
+    ) -> Iterator[None]:
         self._workers = self._workers or SharedWorkers(envs, self.writes)
+        if not self.writes:
+            self.args.eval_interval = None  # the first one evaluates
         self.program = self.learners.command
         self.learners.raise_if_interrupted = self._signals.raise_if_received
         self.learners.note_run(self.name)
         if self.learners.watch is not None:
             self.learners.watch.end = self._signals.interrupt
-        with super().training(envs, model):
+        with super().training(envs, model, policy):
             yield
 
     def iterations(self, number: int, steps: int) -> Iterator[int]:

@@ -1,0 +1,224 @@
+"""The evaluation on a worker apart, while the policy trains."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime.script import Run, ScriptArgs
+from clusterenv_runtime.script.checkpoint import load_checkpoint
+from clusterenv_runtime.script.evaluation import Evaluations
+
+from . import scripts
+from .envs import CountingEnv
+from .nets import linear
+from .patience import PATIENCE, wait_until
+from .test_ppo_clusterenv import SCRIPT, TINY
+
+
+@dataclass
+class Args(ScriptArgs):
+    env_id: str = "Graded"
+    total_timesteps: int = 1000
+    run_name: str = "x"
+    eval_episodes: int = 3
+    num_envs: int = 4
+
+
+class Graded(CountingEnv):
+    """Each step is worth the number in a file, once that is there."""
+
+    def __init__(self, file=None):
+        super().__init__(3, gate=file)
+
+    def step(self, action):
+        observation, _, *others = super().step(action)
+        return observation, float(self.gate.read_text()) if self.gate else 0.0, *others
+
+
+@contextlib.contextmanager
+def training(grade, **flags):
+    """A run whose environments wait for a file with their grade, and its Evaluations."""
+    run = Run(Args(**flags))
+    run.begin()
+    policy = CategoricalPolicy(torch.nn.Linear(1, 2))
+    made = [Graded] * 3 + [partial(Graded, grade)]
+    envs = run.keep("envs", ClusterEnv(made, **run.options()))
+    run.keep("policy", policy)
+    envs.reset(seed=1)
+    with run.training(envs, policy, policy):
+        yield run, policy
+
+
+def best(path="runs/x/experiment.best.cleanrl_model"):
+    return torch.load(path)["actor.bias"].tolist()
+
+
+def give(grade, value):
+    temporary = grade.with_suffix(".tmp")
+    temporary.write_text(value)
+    temporary.rename(grade)
+
+
+def test_the_best_policy_is_kept_as_it_was_when_it_was_sent(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    grade = tmp_path / "grade"
+    flags = {"eval_interval": 50, "eval_episodes": 1, "num_envs": 4}
+    with training(grade, **flags) as (run, policy):
+        evaluations = run._evaluations
+
+        def evaluate(step, bias):
+            """Have a policy evaluated, which changes meanwhile."""
+            policy.actor.bias.data.fill_(bias)
+            evaluations.go_on(step)
+            policy.actor.bias.data.fill_(-1)
+
+        def finish(value):
+            give(grade, value)
+            evaluations.finish(lambda: None)
+            grade.unlink()
+
+        evaluate(49, 1)
+        evaluations.finish(lambda: None)  # none was due
+        assert run.logs.curve.evaluations == []
+        evaluate(60, 2)
+        evaluate(170, 3)  # waits for the one before
+        finish("2")
+        assert best() == [2, 2]
+        evaluate(190, 4)
+        finish("1")
+        assert best() == [2, 2]
+        evaluate(199, 5)  # none is due
+        evaluate(200, 6)
+        finish("3")
+        assert best() == [6, 6]
+        found = [(60, 6.0), (190, 3.0), (200, 9.0)]
+        assert run.logs.curve.evaluations == found
+        run.global_step = 210
+        run.save()
+    steps = [event.step for event in scripts.events_of("runs/x").Scalars("eval/return_mean")]
+    assert steps == [60, 190, 200]
+    assert load_checkpoint("runs/x")["parts"]["curve"]["evaluations"] == found
+
+    args = Args(**flags, resume="runs/x")
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    monkeypatch.setattr("tests.test_eval_interval.Args", lambda **_: args)
+    with training(grade) as (run, policy):
+        policy.actor.bias.data.fill_(7)
+        run._evaluations.go_on(210)  # none is due
+        run._evaluations.go_on(260)
+        give(grade, "2")
+        run._evaluations.finish(lambda: None)
+        assert run.logs.curve.evaluations == [*found, (260, 6.0)]
+        assert best() == [6, 6]
+
+
+def test_a_script_that_says_no_policy_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = Run(Args(eval_interval=8))
+    run.begin()
+    says = "error: --eval-interval: this script gives run.training no policy"
+    with pytest.raises(SystemExit, match=says), run.training(None, linear(1, 2)):
+        pass
+
+
+def test_environments_that_record_videos_are_left_to_training(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "clusterenv_runtime.script.evaluation.ClusterEnv",
+        lambda env_fns, **options: made.append((env_fns, options["num_envs"])),
+    )
+
+    class Envs:
+        env_fns = ["records", "one", "another"]
+        num_envs = 3
+
+    class Logs:
+        class curve:
+            evaluations = []
+
+        class writer:
+            log_dir = "."
+
+    for records in True, False:
+        args = Args(eval_interval=8, capture_video=records, eval_episodes=20)
+        Evaluations(args, Envs, linear(1, 2), None, Logs)
+    assert made == [(["one", "another"], 2), (["records", "one", "another"], 3)]
+    Envs.env_fns = ["records"]
+    args = Args(eval_interval=8, capture_video=True)
+    with pytest.raises(SystemExit, match="needs a second environment"):
+        Evaluations(args, Envs, linear(1, 2), None, Logs)
+
+
+@pytest.mark.long
+def test_training_is_the_same_with_and_without(tmp_path):
+    weights = []
+    for number, flags in enumerate(([], ["--eval-interval", "64"])):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        folder, summary = scripts.train(SCRIPT, directory, *TINY, *flags)
+        weights.append(torch.load(folder / "ppo_clusterenv.cleanrl_model"))
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name])
+    # The last one is the final evaluation.
+    events = scripts.events_of(folder).Scalars("eval/return_mean")
+    logged = [[event.step, event.value] for event in events]
+    assert len(logged) >= 2 and logged[-1][0] == 320
+    np.testing.assert_allclose(sorted(summary["evaluations"]), sorted(logged[:-1]), rtol=1e-6)
+    assert os.path.exists(folder / "ppo_clusterenv.best.cleanrl_model")
+
+
+def evaluating_worker(process):
+    """The pid of the worker that evaluates; None while there is none."""
+    for server in scripts.children_of(process.pid):
+        for pid in [server, *scripts.children_of(server)]:
+            with contextlib.suppress(FileNotFoundError):
+                environ = os.readlink(f"/proc/{pid}/fd/1")
+                if "workers/evaluation/" in environ:
+                    return pid
+    return None
+
+
+@pytest.mark.long
+def test_its_worker_is_replaced_and_ends_with_the_run(tmp_path):
+    flags = [*TINY, "--total-timesteps", "38400", "--eval-interval", "64"]
+    process, _ = scripts.start_and_await_training(SCRIPT, tmp_path, *flags)
+    wait_until(lambda: evaluating_worker(process))
+    worker = evaluating_worker(process)
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: evaluating_worker(process) not in (None, worker))
+    another = evaluating_worker(process)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 75 and time.monotonic() - began < PATIENCE
+    assert "workers/evaluation/worker-0.log" in errors and "another is started" in errors
+    assert errors.splitlines()[-1].startswith("interrupted; to go on:")
+    assert not scripts.alive(another)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [(["--eval-interval", "64", "--eval-episodes", "0"], "--eval-interval needs --eval-episodes")],
+)
+def test_misuse_is_one_line(tmp_path, monkeypatch, flags, says):
+    scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, [*TINY, *flags], says)
+
+
+def test_a_dry_run_has_its_command(tmp_path):
+    result = subprocess.run(
+        [sys.executable, scripts.ROOT / SCRIPT, *TINY, "--eval-interval", "64", "--dry-run",
+         "--num-workers", "1", "--bind-address", "127.0.0.1", "--port", "7000"],
+        cwd=tmp_path, env=scripts.environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    addresses = [line.split("--connect ")[1].split()[0] for line in result.stdout.splitlines()]
+    assert addresses == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]
