@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 
@@ -248,6 +249,21 @@ def test_close_waits_for_environments_and_says_so(tmp_path, monkeypatch, caplog)
     assert os.listdir(tmp_path) == [f"closed-{pid}"]
     (text,) = caplog.messages
     assert text.startswith(f"waiting up to {HOUR:g} s until the environments are closed of worker")
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_close_waits_for_the_threads_of_environments(tmp_path, how):
+    def write():
+        time.sleep(0.5)
+        (tmp_path / "written").touch()
+
+    class WritingEnv(CountingEnv):
+        def close(self):
+            threading.Thread(target=write).start()
+
+    with ClusterEnv([WritingEnv], close_timeout=HOUR, worker_start=how) as envs:
+        envs.reset()
+    assert os.listdir(tmp_path) == ["written"]
 
 
 @pytest.mark.parametrize("finalizes", [False, True])

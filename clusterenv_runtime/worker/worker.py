@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -98,9 +99,12 @@ class Worker:
                 self._answer(*message)
 
     def close(self) -> None:
-        """Close the environments."""
-        if self._envs is not None:
-            self._envs.close()
+        """Close the environments, and wait for the threads that they have started."""
+        try:
+            if self._envs is not None:
+                self._envs.close()
+        finally:
+            threading._shutdown()  # which Python calls at its end; they may still write files
 
     def _answer(self, seq: int | None, request: protocol.Request, buffers: list[Any]) -> None:
         if isinstance(request, Reset) and not request.partial:
