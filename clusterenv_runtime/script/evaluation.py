@@ -81,7 +81,7 @@ class Evaluations:
         args, directory = self._args, self._logs.writer.log_dir
         rows = min(args.eval_episodes, MOST_ROWS, envs.num_envs)
         made = envs.env_fns
-        if not callable(made):
+        if isinstance(made, list):  # else a worker makes as many as it is asked for
             made = made[args.capture_video :][-rows:]
             rows = len(made)
             check(rows, "--eval-interval with --capture-video needs a second environment")
