@@ -320,7 +320,7 @@ def test_a_large_array_is_held_once_and_environments_may_change_it(workers, opti
     small = np.zeros(3)
     with ClusterEnv([lambda: Stored(data)] * 3 + [lambda: Stored(small)], 2, **options) as envs:
         held = [array for worker in envs._head.pool.workers for array in worker.arrays]
-        assert len(held) == 2 and held[0] is held[1] and len(held[0].data) == data.nbytes
+        assert len(held) == 2 and held[0] is held[1] and held[0].end == data.nbytes
         assert all(len(worker.setup) < 2**20 for worker in envs._head.pool.workers)
         data[0] = 99  # too late
         assert envs.call("change") == (7, 8, 7, 0)  # rows of one worker share it, as by `Sync`

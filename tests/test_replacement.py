@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from clusterenv_runtime import Launcher
-from clusterenv_runtime.envs.large import LargeArray
+from clusterenv_runtime.envs.large import LARGE, LargeArrays
 from clusterenv_runtime.envs.likeness import Likeness
 from clusterenv_runtime.envs.randomness import number_of_globals
 from clusterenv_runtime.head.episodes import Episodes
@@ -33,12 +33,18 @@ RESET, PARTIAL, CALL = Reset(), Reset(partial=True), Call("name")
 COLLECT = Collect(5, 1, 0, 0.0, [])
 
 
+def large_arrays():
+    arrays = []
+    LargeArrays().collector(arrays)(pickle.PickleBuffer(bytes(LARGE)))
+    return arrays
+
+
 class Told:
     """Two workers of two environments each, and their `Recovery`."""
 
     def __init__(self):
         self.workers = [
-            Worker(index, slice(2 * index, 2 * index + 2), b"setup", [LargeArray(b"array")])
+            Worker(index, slice(2 * index, 2 * index + 2), b"setup", large_arrays())
             for index in (0, 1)
         ]
         for worker in self.workers:
@@ -47,7 +53,7 @@ class Told:
         copies = [worker.copy for worker in self.workers]
         self.store = store_in(copies, SPACE, ACTIONS)
         self.likeness = Likeness.of_this_process(Launcher())
-        self.recovery = Recovery(SyncRule(), self.store, self.likeness, shares_memory=True)
+        self.recovery = Recovery(SyncRule(), self.store, self.likeness)
         self.seeds = [5, None, 7, None]
 
     def reset(self, options=None):
@@ -75,7 +81,7 @@ def told():
 def test_the_first_process_builds_its_environments_and_no_more(told):
     ((seq, setup, (environments, rule, likeness, array)),) = told.orders()
     assert (seq, setup) == (None, Setup(2, number_of_globals()))
-    assert (environments, array) == (b"setup", b"array")
+    assert (environments, array) == (b"setup", bytes(LARGE))
     assert (pickle.loads(rule), pickle.loads(likeness)) == (SyncRule(), told.likeness)
 
 

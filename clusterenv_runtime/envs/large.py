@@ -5,42 +5,48 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import tempfile
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 LARGE = 2**20  # bytes of an array that is held once for all workers
+ALIGNED = 64  # an array begins at a multiple of so many bytes
 
 
 class _File:
-    """A file in memory, which grows. It is open as long as this object lives."""
+    """A file in memory, or a temporary one where the system has no such files.
+
+    It is open as long as this object lives.
+    """
 
     def __init__(self) -> None:
-        self._number = os.memfd_create("clusterenv")
-        weakref.finalize(self, os.close, self._number)
-        self.path = f"/proc/{os.getpid()}/fd/{self._number}"
+        try:
+            self.number = os.memfd_create("clusterenv")
+        except (AttributeError, OSError):
+            with tempfile.TemporaryFile() as file:
+                self.number = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.number)
         self._size = 0
 
-    def add(self, data: np.ndarray) -> tuple[mmap.mmap, int]:
-        """Append a copy of some bytes; return it, and where it begins."""
-        start = -(-self._size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        os.ftruncate(self._number, start + data.nbytes)
-        copy = mmap.mmap(self._number, data.nbytes, offset=start)
-        copy[:] = data.data
+    def add(self, data: np.ndarray) -> LargeArray:
+        """Append a copy of these bytes."""
+        start = -(-self._size // ALIGNED) * ALIGNED
         self._size = start + data.nbytes
-        return copy, start
+        os.ftruncate(self.number, self._size)
+        with mmap.mmap(self.number, 0) as memory:
+            memory[start:] = data.data
+        return LargeArray(self, start, self._size)
 
 
-@dataclass
-class LargeArray:
-    """A copy of a large array: its bytes, and where other processes of this machine find them."""
+class LargeArray(NamedTuple):
+    """The copy of a large array: where it is in which file."""
 
-    data: mmap.mmap | bytes
-    place: bytes = b""  # as `open_array` takes it; empty if the system has no files in memory
-    file: _File | None = None
+    file: _File
+    start: int
+    end: int
 
 
 class LargeArrays:
@@ -59,24 +65,32 @@ class LargeArrays:
                 return True  # the array remains in the pickle
             key = data.ctypes.data, data.nbytes
             if key not in self._copies:
-                self._copies[key] = self._copy(data)
+                self._file = self._file or _File()
+                self._copies[key] = self._file.add(data)
             copies.append(self._copies[key])
             return False
 
         return is_small
 
-    def _copy(self, data: np.ndarray) -> LargeArray:
-        try:
-            self._file = self._file or _File()
-            copy, start = self._file.add(data)
-        except (AttributeError, OSError):
-            return LargeArray(data.tobytes())
-        place = pickle.dumps((self._file.path, start, data.nbytes))
-        return LargeArray(copy, place, self._file)
+
+def contents(arrays: Sequence[LargeArray]) -> list[memoryview]:
+    """Return the bytes of these arrays, which are in one file."""
+    return _slices(arrays[0].file.number, [each[1:] for each in arrays]) if arrays else []
 
 
-def open_array(place: Any) -> mmap.mmap:
-    """Return the bytes of a large array. What is written to them remains in this process."""
-    path, start, size = pickle.loads(place)
+def places(arrays: Sequence[LargeArray]) -> bytes:
+    """Return where other processes of this machine find these arrays; see `open_shared`."""
+    path = f"/proc/{os.getpid()}/fd/{arrays[0].file.number}"
+    return pickle.dumps((path, [each[1:] for each in arrays]))
+
+
+def open_shared(places: Any) -> list[memoryview]:
+    """Return the bytes of large arrays. What is written to them remains in this process."""
+    path, slices = pickle.loads(places)
     with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=start)
+        return _slices(file.fileno(), slices)
+
+
+def _slices(file: int, slices: Sequence[tuple[int, int]]) -> list[memoryview]:
+    memory = memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_COPY))
+    return [memory[start:end] for start, end in slices]

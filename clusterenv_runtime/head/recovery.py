@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from ..envs.large import contents, places
 from ..envs.likeness import Likeness
 from ..envs.randomness import number_of_globals
 from ..policy.sync import SyncRule
@@ -60,8 +61,8 @@ class Recovery:
     def orders(self, worker: Worker, unanswered: list[Request]) -> list[Order]:
         """Return what makes a process this worker, and then what it is to answer."""
         setup = Setup(worker.numbers.start, self._built_with)
-        setup.shares_memory = self._shares_memory and all(each.place for each in worker.arrays)
-        arrays = [each.place if setup.shares_memory else each.data for each in worker.arrays]
+        setup.shares_memory = self._shares_memory and bool(worker.arrays)
+        arrays = [places(worker.arrays)] if setup.shares_memory else contents(worker.arrays)
         buffers = worker.setup, self._rule, self._likeness, *arrays
         orders: list[Order] = [(None, setup, buffers)]
         if self._store.structure:

@@ -40,13 +40,13 @@ class Message(msgspec.Struct, tag=True):
 
 # Head to worker. Comments name the buffers that follow the header.
 # cloudpickle of what `Blueprint.setup` describes; pickles of a `sync.SyncRule` and a `Likeness`;
-# the large arrays of the first, or their places
+# the large arrays of the first, or what `large.open_shared` takes
 class Setup(Message):
     """Build the environments. From now on pull by this rule."""
 
     first_row: int
     seed: int = 0  # of the global generators, while environments are built
-    shares_memory: bool = False  # whether places are sent, for `large.open_array`
+    shares_memory: bool = False  # whether the large arrays are in a file on this machine
 
 
 class Reset(Message):  # pickle of (seeds, options, reset_mask or None)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..envs.blueprint import EnvFns, LayoutOf, Told
-from ..envs.large import open_array
+from ..envs.large import open_shared
 from ..envs.randomness import seed_globals
 from ..envs.registry import load_registry
 from ..errors import EnvRaised
@@ -195,7 +195,7 @@ class Worker:
         likeness.take()
         # Modules are imported without the head's filters, as there they may be older than these.
         # Environments may write to arrays.
-        buffers = map(open_array if request.shares_memory else bytearray, arrays)
+        buffers = open_shared(*arrays) if request.shares_memory else map(bytearray, arrays)
         *arguments, of_script = pickle.loads(environments, buffers=buffers)
         vars(sys.modules["__main__"]).update(of_script)
         likeness.filter_warnings()
