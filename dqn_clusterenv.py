@@ -39,6 +39,7 @@ from clusterenv_runtime.script import (
     env_setup,
     evaluate,
     parse,
+    record_video,
     seeded_device,
 )
 
@@ -342,3 +343,4 @@ if __name__ == "__main__":
             learner_waiting_seconds=count.waiting,
             workers_waiting_seconds=envs.waiting_seconds.tolist(),
         )
+        record_video(run, policy, make_env)

@@ -37,6 +37,7 @@ from clusterenv_runtime.script import (
     env_setup,
     evaluate,
     parse,
+    record_video,
     seeded_device,
 )
 
@@ -314,3 +315,4 @@ if __name__ == "__main__":
             run.logs.add_times(collect_start, learn_start, args.batch_size, run.global_step)
 
         run.finish(evaluate(args, envs, policy), updates=run.global_step // args.batch_size)
+        record_video(run, policy, make_env)

@@ -40,6 +40,7 @@ from clusterenv_runtime.script import (
     env_setup,
     evaluate,
     parse,
+    record_video,
     seeded_device,
 )
 from clusterenv_runtime.script.frame_replay import ReplayBuffer
@@ -299,3 +300,4 @@ if __name__ == "__main__":
             learner_waiting_seconds=count.waiting,
             workers_waiting_seconds=envs.waiting_seconds.tolist(),
         )
+        record_video(run, policy, make_env)

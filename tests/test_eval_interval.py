@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,8 @@ from .envs import CountingEnv
 from .nets import linear
 from .patience import PATIENCE, wait_until
 from .test_ppo_clusterenv import SCRIPT, TINY
+
+gym.register("Blind-v0", CountingEnv)
 
 
 @dataclass
@@ -212,7 +215,13 @@ def test_its_worker_is_replaced_and_ends_with_the_run(tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "says"),
-    [(["--eval-interval", "64", "--eval-episodes", "0"], "--eval-interval needs --eval-episodes")],
+    [
+        (
+            ["--eval-interval", "64", "--eval-episodes", "0"],
+            "--eval-interval needs --eval-episodes",
+        ),
+        (["--eval-video", "--env-backend", "vector"], "--eval-video needs --env-backend gymnasium"),
+    ],
 )
 def test_misuse_is_one_line(tmp_path, monkeypatch, flags, says):
     scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, [*TINY, *flags], says)
@@ -226,3 +235,17 @@ def test_a_dry_run_has_its_command(tmp_path):
     )  # fmt: skip
     addresses = [line.split("--connect ")[1].split()[0] for line in result.stdout.splitlines()]
     assert addresses == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]
+
+
+@pytest.mark.long
+def test_a_video_of_an_evaluated_episode_is_left(tmp_path):
+    folder, _ = scripts.train(SCRIPT, tmp_path, *TINY, "--eval-video")
+    assert (folder / "evaluation.mp4").stat().st_size > 1000
+    assert not (folder / "video").exists() and not (tmp_path / "videos").exists()
+
+
+def test_without_pictures_there_is_no_run(tmp_path):
+    id = "tests.test_eval_interval:Blind-v0"
+    result = scripts.run(SCRIPT, tmp_path, *TINY, "--env-id", id, "--eval-video")
+    scripts.check_refusal(result, f"--eval-video: {id} renders no pictures")
+    assert os.listdir(tmp_path) == []

@@ -163,6 +163,8 @@ class ScriptArgs(ClusterOptions):
     """evaluate the policy by its most likely actions, not by actions that it draws"""
     eval_interval: Positive | None = None
     """evaluate the policy also every so many steps, on a worker apart, and keep the best"""
+    eval_video: bool = False
+    """record one more evaluated episode, as `evaluation.mp4` in the run's directory"""
     max_seconds: PositiveNumber | None = None
     """stop cleanly after so many seconds of training"""
 
@@ -230,15 +232,14 @@ def check_flags(args: ScriptArgs) -> None:
             socket.create_server((args.bind_address, args.port), family=family).close()
     too_few = f"must be at least as many as --num-workers {args.num_workers}"
     check(args.num_envs >= args.num_workers, f"--num-envs {args.num_envs} {too_few}")
-    video = args.env_backend == "gymnasium" or not args.capture_video
-    check(video, f"--capture-video needs --env-backend gymnasium, not {args.env_backend}")
+    videos = {"--capture-video": args.capture_video, "--eval-video": args.eval_video}
+    for flag in filter(videos.get, videos):
+        gymnasium = args.env_backend == "gymnasium"
+        check(gymnasium, f"{flag} needs --env-backend gymnasium, not {args.env_backend}")
+        check(importlib.util.find_spec("moviepy"), f"{flag} needs MoviePy: pip install moviepy")
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     needs = "--compile needs a C++ compiler, g++ or clang++, and there is none"
     check(compiler or not getattr(args, "compile", False), needs)
-    has_moviepy = importlib.util.find_spec("moviepy") is not None
-    check(
-        has_moviepy or not args.capture_video, "--capture-video needs MoviePy: pip install moviepy"
-    )
     episodes = args.eval_episodes or not args.eval_interval
     check(episodes, "--eval-interval needs --eval-episodes")
     threaded = args.env_backend == "envpool" or args.env_threads == 1

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 import multiprocessing
+import os
+import shutil
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -20,9 +22,13 @@ from .checks import check
 from .logs import Logs
 from .progress import say
 
+if TYPE_CHECKING:
+    from .run import Run
+
 logger = logging.getLogger(__name__)
 FIRST_SEED = 100_000  # so far the seeds are from those of training
 MOST_ROWS = 8  # environments of the worker that evaluates while others train
+MOST_FILMED = 2_000  # steps of an episode: until it is written, its pictures are held in memory
 LOOK_S = 0.2  # how often it is looked at, and while it is waited for, for signals
 
 
@@ -40,6 +46,31 @@ def evaluate(args: Any, envs: ClusterEnv, policy: Policy) -> np.ndarray:
 
 def _how(args: Any) -> dict[str, Any]:
     return {"seed": args.seed + FIRST_SEED, "deterministic": args.eval_deterministic}
+
+
+def record_video(run: Run, policy: Policy, make_env: Callable[..., Any]) -> None:
+    """With --eval-video play one more episode, on a worker of its own, and leave its video in the
+    run's directory.
+
+    ``make_env`` is the script's.
+    """
+    args, directory = run.args, run.directory.path
+    if not args.eval_video:
+        return
+    folder = f"{directory}/video"
+    name = os.path.relpath(folder, "videos")  # make_env records to videos/NAME
+    env_fn = make_env(args.env_id, 0, True, name, **args.make_kwargs)
+    options = {**args.of_evaluation.options(), "log_dir": f"{directory}/workers/video"}
+    with ClusterEnv([env_fn], **options) as envs:
+        envs.evaluate(policy, 1, **_how(args), max_steps=MOST_FILMED)
+    video = f"{directory}/evaluation.mp4"
+    try:
+        os.replace(f"{folder}/rl-video-episode-0.mp4", video)
+    except OSError as error:
+        logger.warning("no video of the evaluation: %s: %s", error.filename, error.strerror)
+    else:
+        say(f"recorded {video}")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class Evaluations:
@@ -73,6 +104,9 @@ class Evaluations:
         self._weights: dict[str, Any] | None = None  # of the model that is evaluated now
         self._next_look = 0.0
         self._envs: ClusterEnv | None = None
+        if args.eval_video:
+            modes = envs.metadata.get("render_modes", ())
+            check("rgb_array" in modes, f"--eval-video: {args.env_id} renders no pictures")
         if args.eval_interval is not None:
             check(policy is not None, "--eval-interval: this script gives run.training no policy")
             self._envs = self._make_envs(envs)

@@ -26,6 +26,7 @@ from .checkpoint import rng_state, save_checkpoint, save_model, set_rng_state
 from .checks import check, one_line_for
 from .directory import RunDirectory
 from .dry_run import worker_commands
+from .environments import env_setup
 from .evaluation import Evaluations
 from .logs import Logs, log_in
 from .progress import Progress, say, start_of, status_of
@@ -164,7 +165,8 @@ class Run:
         ``model`` is what --save-model saves, ``policy`` what --eval-interval evaluates. In here
         build nothing that draws random numbers: a resumed run takes up its generators first.
         """
-        self._evaluations = Evaluations(self.args, envs, policy, model, self.logs)
+        with env_setup(self):
+            self._evaluations = Evaluations(self.args, envs, policy, model, self.logs)
         self._envs = envs
         self._model = model
         self._unwritten: dict[str, Any] | None = None
@@ -258,9 +260,8 @@ class Run:
         return values
 
     def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
-        """End the workers, log the evaluation, draw the curve, write ``summary.json``.
-
-        If a file cannot be written, exit with one line.
+        """End the workers, log the evaluation, draw the curve, write ``summary.json``; or exit with
+        one line if a file cannot be written.
         """
         self._evaluations.finish(self._signals.raise_if_received)
         self._envs.close()
