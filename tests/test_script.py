@@ -404,6 +404,9 @@ def test_an_environment_beside_the_user_is_found_and_a_run_says_what_it_is(tmp_p
         ("ALE/Nonesuch-v5", "Atari's games need ale-py, and scripts/ppo_atari_clusterenv.py"),
         ("nonesuch:Mine-v0", "No module named 'nonesuch'"),
         ("nonesuch:Mine-v0", "put it beside the script or into the current directory"),
+        ("json:Mine-v0", "The module json registers none of this name"),
+        ("Mine-v0", "name the module that registers it, too: --env-id my_env:Mine-v0"),
+        ("./my_env.py:Mine-v0", "a module, as in an import: my_env for the file my_env.py"),
     ],
 )
 def test_what_a_script_cannot_train_on_says_what_can(tmp_path, monkeypatch, env_id, says):

@@ -131,5 +131,6 @@ def start_head(
         pool.close(timeout=0)
         raise
     ready = sum(worker.has_been_ready for worker in workers)
-    logger.info("%d workers ready in %.1f s", ready, clock() - began)
+    plural = "s" * (ready > 1)
+    logger.info("%d worker%s ready in %.1f s", ready, plural, clock() - began)
     return Head(pool, recovery, store, rule, options.close_timeout)

@@ -81,6 +81,10 @@ def env_setup(run: Run) -> Iterator[None]:
 @contextmanager
 def one_line_for_environments(args: Any) -> Iterator[None]:
     """Exit with one line if environments cannot be made in this block because of flags."""
+    module, colon, _ = args.env_id.rpartition(":")
+    is_file = "/" in module or module.endswith(".py")
+    says = "before the colon stands a module, as in an import: my_env for the file my_env.py"
+    check(not is_file, f"--env-id {args.env_id}: {says}")
     flags = [f"--env-kwargs {args.env_kwargs}"] if args.env_kwargs else []
     flags += ["--capture-video"] if args.capture_video else []
     try:
@@ -90,8 +94,15 @@ def one_line_for_environments(args: Any) -> Iterator[None]:
         says = str(error).rstrip(".")
         check(False, f"{says}; --env-id {args.env_id}: {where}")
     except gym.error.Error as error:
-        is_game = args.env_id.startswith("ALE/")
-        check(False, f"{error} Atari's games need ale-py, and {ATARI}" if is_game else error)
+        hint = ""
+        if args.env_id.startswith("ALE/"):
+            hint = f" Atari's games need ale-py, and {ATARI}"
+        elif isinstance(error, gym.error.UnregisteredEnv) and colon:
+            hint = f" The module {module} registers none of this name"
+        elif isinstance(error, gym.error.UnregisteredEnv):
+            example = f"--env-id my_env:{args.env_id}"
+            hint = f" If it is your own, name the module that registers it, too: {example}"
+        check(False, f"{error}{hint}")
     except BackendError as error:
         check(False, f"--env-backend {args.env_backend} {error}")
     except AutoresetError as error:

@@ -38,7 +38,9 @@ class _Telling(logging.Handler):
 
 def start_of(args: Any, directory: str, saved: dict[str, Any]) -> str:
     """Return what a run is, and if it goes on from ``saved``, where and with which other flags."""
-    texts = [f"{directory}: {args.num_envs} environments on {args.num_workers} workers"]
+    plurals = ["s" * (number > 1) for number in (args.num_envs, args.num_workers)]
+    envs = f"{args.num_envs} environment{plurals[0]}"
+    texts = [f"{directory}: {envs} on {args.num_workers} worker{plurals[1]}"]
     # DQN's batches are those of its replay.
     size = getattr(args, "chunk_size", 0) or getattr(args, "batch_size", 0)
     number = getattr(args, "num_iterations", 0)
