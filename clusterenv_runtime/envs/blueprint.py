@@ -145,6 +145,8 @@ class Blueprint:
         envs.num_envs, envs.env_fns = self.num_envs, self.env_fns
         envs.metadata, envs.render_mode = self._metadata, self._render_mode
         envs.single_observation_space = layout.single_observation_space
+        if self.observation_mode == "different":  # the layout is of whichever worker told first
+            envs.single_observation_space = self._spaces[0]
         envs.observation_space = self.observation_space
         envs.single_action_space = layout.single_action_space
         envs.action_space = self.action_space
