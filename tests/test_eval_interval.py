@@ -126,15 +126,6 @@ def test_the_best_policy_is_kept_as_it_was_when_it_was_sent(tmp_path, monkeypatc
         assert best() == [6, 6]
 
 
-def test_a_script_that_says_no_policy_is_told(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = Run(Args(eval_interval=8))
-    run.begin()
-    says = "error: --eval-interval: this script gives run.training no policy"
-    with pytest.raises(SystemExit, match=says), run.training(None, linear(1, 2)):
-        pass
-
-
 def test_environments_that_record_videos_are_left_to_training(monkeypatch):
     made = []
     monkeypatch.setattr(

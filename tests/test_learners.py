@@ -310,7 +310,7 @@ def test_a_model_that_is_another_ends_the_run_by_its_name(tmp_path, monkeypatch,
     run.learners.gather = lambda own: told.append(own) or [told[0], own]
     rollout = SimpleNamespace(episodic_returns=np.zeros(3), episodic_lengths=np.zeros(3))
     with (
-        run.training(contextlib.nullcontext(), model),
+        run.training(contextlib.nullcontext(), model, None),
         contextlib.closing(run.iterations(1, 8)) as iterations,
     ):
         next(iterations)

@@ -29,7 +29,7 @@ def train(args, eval_returns=(), **more):
     policy = CategoricalPolicy(linear(1, 2))
     envs = run.keep("envs", ClusterEnv([CountingEnv] * 4, **run.options()))
     envs.reset(seed=1)
-    with run.training(envs, policy):
+    with run.training(envs, policy, policy):
         for iteration in run.iterations(2, 8):
             rollout = envs.rollout(policy, 2)
             run.add_episodes(rollout)

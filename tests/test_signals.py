@@ -125,7 +125,7 @@ def test_the_clock_may_be_set_back(signals, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Run(dqn_clusterenv.Args())
     run.begin()
-    with run.training(Envs(), linear()):
+    with run.training(Envs(), linear(), None):
         monkeypatch.setattr("time.time", lambda: 0.0)
         assert 0 <= run.seconds < 1000
 
@@ -139,7 +139,7 @@ def test_saves_are_due_when_the_interval_is_over_and_at_the_end(
     run = Run(dqn_clusterenv.Args(checkpoint_interval=interval))
     run.begin()
     monkeypatch.setattr(run, "save", lambda: saved_at.append(run.global_step))
-    with run.training(envs, linear()):
+    with run.training(envs, linear(), None):
         for _ in run.iterations(3, 8):
             assert not envs.closed
             run.global_step += 8

@@ -78,7 +78,7 @@ class LearningCurve:
         top.plot(steps, returns, color="#0072B2", label="last 100 episodes")
         if self.evaluations:
             top.plot(*zip(*self.evaluations, strict=True), "o-", color="#009E73", label="evaluated")
-            top.legend(frameon=False)
+        top.legend(frameon=False)
         top.set(title=title, ylabel="mean return")
         bottom.plot(steps, versions, "--", color="#555555", label="policy versions")
         bottom.plot(steps, pulls, color="#D55E00", label="pulls per worker")

@@ -82,7 +82,7 @@ class Evaluations:
     Args:
         args: the script's flags.
         envs: the environments of training; the worker gets some more of the last ones.
-        policy: what is evaluated; None if the script does not say it.
+        policy: what is evaluated.
         model: what is saved when its policy is the best so far.
         logs: where the returns go, and the best model.
     """
@@ -91,7 +91,7 @@ class Evaluations:
         self,
         args: ScriptArgs,
         envs: ClusterEnv,
-        policy: Policy | None,
+        policy: Policy,
         model: torch.nn.Module,
         logs: Logs,
     ) -> None:
@@ -108,7 +108,6 @@ class Evaluations:
             modes = envs.metadata.get("render_modes", ())
             check("rgb_array" in modes, f"--eval-video: {args.env_id} renders no pictures")
         if args.eval_interval is not None:
-            check(policy is not None, "--eval-interval: this script gives run.training no policy")
             self._envs = self._make_envs(envs)
 
     def _make_envs(self, envs: ClusterEnv) -> ClusterEnv:

@@ -157,9 +157,7 @@ class Run:
             logger.warning(text, self.directory.path, self.global_step, error.strerror or error)
 
     @contextmanager
-    def training(
-        self, envs: ClusterEnv, model: torch.nn.Module, policy: Policy | None = None
-    ) -> Iterator[None]:
+    def training(self, envs: ClusterEnv, model: torch.nn.Module, policy: Policy) -> Iterator[None]:
         """Train in this block: the time counts, and a signal writes a checkpoint and ends the run.
 
         ``model`` is what --save-model saves, ``policy`` what --eval-interval evaluates. In here

@@ -78,7 +78,7 @@ def looks(args, seed):
         "log_weights = proximal - b_logprobs\n                    b_weights = log_weights.exp()",
     )
     text = text.replace(AFTER, look + AFTER)
-    begin = "    with run.training(envs, agent):\n"
+    begin = "    with run.training(envs, agent, policy):\n"
     make = (
         f"    from experiments.benchmarks.staleness import Look\n    look = Look(args.env_id, "
         f"{args.episodes})\n"

@@ -104,9 +104,7 @@ class LearnersRun(Run):
                 super().save()
 
     @contextmanager
-    def training(
-        self, envs: ClusterEnv, model: torch.nn.Module, policy: Policy | None = None
-    ) -> Iterator[None]:
+    def training(self, envs: ClusterEnv, model: torch.nn.Module, policy: Policy) -> Iterator[None]:
         self._workers = self._workers or SharedWorkers(envs, self.writes)
         if not self.writes:
             self.args.eval_interval = None  # the first one evaluates
