@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from clusterenv_runtime import ClusterEnv
+from clusterenv_runtime.envs import large
 
 from .envs import CountingEnv
 from .patience import kill, wait_until
@@ -329,3 +331,16 @@ def test_a_large_array_is_held_once_and_environments_may_change_it(workers, opti
         assert ["memfd:clusterenv" in each for each in maps] == ["worker_prefix" not in options] * 2
         kill(envs._head.pool.workers[1].process.pid)
         assert envs.call("change") == (9, 10, 7, 0)
+
+
+def test_large_arrays_lie_in_a_temporary_file_where_the_system_has_none_in_memory(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    data, copies = [np.arange(2**18 + odd) for odd in (1, 2)], []
+    of_all = large.LargeArrays()
+    for each in data:
+        assert not of_all.collector(copies)(pickle.PickleBuffer(each))
+    opened = large.open_shared(large.places(copies))
+    opened[0][:8] = bytes(range(8))  # remains here
+    for buffers in large.contents(copies), large.open_shared(large.places(copies)):
+        for each, buffer in zip(data, buffers, strict=True):
+            assert np.array_equal(np.frombuffer(buffer, each.dtype), each)
