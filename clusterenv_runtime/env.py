@@ -88,7 +88,7 @@ class ClusterEnv(VectorApi):
             0 if learners is None else learners.first_row,
         )
         self._head = start_head(blueprint, parsed, launcher, address, learners)
-        blueprint.describe(self)
+        blueprint.move_to(self)
         self._pool = self._head.pool
         self.num_workers = len(self._pool.workers)
         self.copy = copy

@@ -234,6 +234,21 @@ def test_close_closes_the_environments(workers, tmp_path):
     envs.close(terminate=True)
 
 
+def test_a_cluster_that_its_own_functions_refer_to_is_closed_when_it_is_garbage(workers):
+    class Program:
+        def make(self):
+            return CountingEnv()
+
+        def run(self):
+            self.envs = ClusterEnv([self.make] * 2, 2)
+            self.envs.reset()
+
+    Program().run()
+    with at_most():
+        gc.collect()
+        assert not workers()
+
+
 def test_close_waits_for_environments_and_says_so(tmp_path, monkeypatch, caplog):
     class ClosingEnv(CountingEnv):
         def close(self):

@@ -139,8 +139,12 @@ class Blueprint:
             return batch_differing_spaces(self._spaces)
         return batch_space(self.layout.single_observation_space, self.num_envs)
 
-    def describe(self, envs: VectorEnv) -> None:
-        """Set the attributes that a `VectorEnv` of these environments has."""
+    def move_to(self, envs: VectorEnv) -> None:
+        """Set the attributes that a `VectorEnv` of these environments has.
+
+        The functions that make them, of which all workers' setups are made, are forgotten here.
+        They may refer to the `VectorEnv`, which would never be garbage while its head knows them.
+        """
         layout = self.layout
         envs.num_envs, envs.env_fns = self.num_envs, self.env_fns
         envs.metadata, envs.render_mode = self._metadata, self._render_mode
@@ -152,6 +156,8 @@ class Blueprint:
         envs.action_space = self.action_space
         envs.observation_mode = layout.observation_mode
         envs.autoreset_mode = layout.autoreset_mode
+        self.env_fns = []
+        self._of_script = {}
 
     def shares(self, num_workers: int) -> list[slice]:
         """Return each worker's rows: contiguous, and of two workers one has one more at most."""
