@@ -437,6 +437,14 @@ def test_what_takes_long_before_the_first_report_and_in_the_evaluation_is_told(m
     assert told[0].startswith("evaluating (0 s so far): ")
 
 
+def test_a_resumed_run_with_more_steps_says_what_its_learning_rate_does():
+    saved = {"args": vars(ppo_clusterenv.Args(total_timesteps=400)), "global_step": 300}
+    args = ppo_clusterenv.Args(total_timesteps=600, num_envs=64)
+    _, text = start_of(args, "runs/x", saved).split("\n")
+    changes = "total_timesteps 400 -> 600; the annealed learning rate 0.0005 -> 0.001"
+    assert text == f"resuming at step 300; num_envs None -> 64; {changes}"
+
+
 def test_a_start_counts_the_steps_of_dqns_iterations_by_its_chunks():
     args = dqn_clusterenv.Args(num_envs=2, batch_size=128)
     args.chunk_size = 20

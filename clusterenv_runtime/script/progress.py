@@ -55,7 +55,12 @@ def start_of(args: Any, directory: str, saved: dict[str, Any]) -> str:
         for name, before in saved["args"].items()
         if name != "resume" and before != getattr(args, name)
     ]
-    return "; ".join([f"{text}\nresuming at step {saved['global_step']:,}", *changes])
+    step, total = saved["global_step"], saved["args"]["total_timesteps"]
+    if getattr(args, "anneal_lr", False) and total != args.total_timesteps:
+        before = saved["args"]["learning_rate"] * max(1 - step / total, 0)
+        now = args.learning_rate * (1 - step / args.total_timesteps)
+        changes.append(f"the annealed learning rate {before:.3g} -> {now:.3g}")
+    return "; ".join([f"{text}\nresuming at step {step:,}", *changes])
 
 
 def status_of(
