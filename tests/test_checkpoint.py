@@ -156,10 +156,9 @@ def test_a_checkpoint_is_not_unpickled_freely(tmp_path):
 
 
 NO_FILES = {
-    "a pipe": (os.mkfifo, "it is not a file"),
-    "a directory": (os.mkdir, "it is not a file"),
-    "a link that never ends": (lambda path: path.symlink_to("/dev/zero"), "it is a link"),
-    "a link to what is gone": (lambda path: path.symlink_to("purged"), "it is a link"),
+    "a pipe": os.mkfifo,
+    "a directory": os.mkdir,
+    "a link that never ends": lambda path: path.symlink_to("/dev/zero"),
 }
 
 
@@ -170,21 +169,30 @@ def odd_entry(directory, make, step):
     return path
 
 
-@pytest.mark.parametrize(("make", "problem"), NO_FILES.values(), ids=NO_FILES)
-def test_what_is_no_file_is_no_checkpoint(tmp_path, caplog, make, problem):
-    path, descriptors = odd_entry(tmp_path, make, 1), os.listdir("/proc/self/fd")
+@pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES)
+def test_what_is_no_file_is_no_checkpoint(tmp_path, make):
+    odd_entry(tmp_path, make, 1)
     assert not has_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="all 1 checkpoints in .* are damaged"):
+    with pytest.raises(CheckpointError, match="^there is no checkpoint in "):
         load_checkpoint(tmp_path)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"skipped the checkpoint {path}: {problem}"
-    ]
-    assert os.listdir("/proc/self/fd") == descriptors  # a process that polls would run out of them
 
 
-@pytest.mark.parametrize(("make", "problem"), NO_FILES.values(), ids=NO_FILES)
+def test_a_link_to_a_checkpoint_is_one_while_it_leads_there(tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    for directory in (there, here):
+        directory.mkdir()
+    save_checkpoint(there, state(1), 1)
+    (path,) = saved_in(there)
+    (here / path.name).symlink_to(path)
+    assert_same_state(load_checkpoint(here), state(1))
+    path.unlink()
+    with pytest.raises(CheckpointError, match="^all 1 checkpoints in .* are damaged$"):
+        load_checkpoint(here)
+
+
+@pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES)
 def test_what_is_no_file_keeps_no_checkpoint_from_being_saved_removed_or_loaded(
-    tmp_path, caplog, make, problem
+    tmp_path, caplog, make
 ):
     odd = {step: odd_entry(tmp_path, make, step) for step in (0, 3, 7)}
     for step in (1, 2, 3, 4):
@@ -195,10 +203,7 @@ def test_what_is_no_file_keeps_no_checkpoint_from_being_saved_removed_or_loaded(
     assert set(odd.values()) <= set(saved_in(tmp_path))
     assert has_checkpoint(tmp_path)
     assert_same_state(load_checkpoint(tmp_path), state(4))
-    # Checkpoints newer than the loaded one are named, as one may have been good.
-    assert [record.getMessage() for record in caplog.records] == [
-        f"skipped the checkpoint {odd[7]}: {problem}"
-    ]
+    assert not caplog.records
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_others_are_removed(
@@ -312,7 +317,7 @@ def test_why_a_file_cannot_be_opened_is_said(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         save_model(f"{tmp_path}/x", state(1))
 

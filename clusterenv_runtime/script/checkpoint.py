@@ -32,13 +32,12 @@ _NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{64})\.pt")
 
 
 class _Entry(NamedTuple):
-    """What has a checkpoint's name: a file, or a directory or link that somebody has put there."""
+    """A file with a checkpoint's name."""
 
     step: int
     time: int  # when it was written, in nanoseconds; 0 if it has been removed meanwhile
     path: Path
     digest: str
-    is_file: bool
 
 
 class _Hashed:
@@ -76,8 +75,7 @@ def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], st
     the last two.
 
     Whenever this process or its machine dies, the directory holds the checkpoint before this one,
-    or this one. Any of this ``step`` or of later ones gives way to it. A directory or a link with a
-    checkpoint's name stays as it is.
+    or this one. Any of this ``step`` or of later ones gives way to it.
 
     Raises:
         TypeError: there is something else in ``state``, which `load_checkpoint` would refuse.
@@ -91,7 +89,7 @@ def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], st
     path = directory / f"checkpoint-{step:012d}-{digest}.pt"
     temporary.replace(path)
     _fsync(directory)
-    others = [entry for entry in _checkpoints(directory) if entry.is_file and entry.path != path]
+    others = [entry for entry in _checkpoints(directory) if entry.path != path]
     replaced_by_it = [entry for entry in others if entry.step >= step]
     before_it = [entry for entry in others if entry.step < step]
     for entry in replaced_by_it + before_it[1:]:
@@ -125,9 +123,7 @@ def _on_disk(path: Path) -> Iterator[BinaryIO]:
     """Open a new file: after this block all of it is on disk, or it is gone."""
     try:
         path.unlink(missing_ok=True)
-        # Not through a link that somebody has put there: it would have another file overwritten.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with open(os.open(path, flags, 0o666), "wb") as file:
+        with open(path, "xb") as file:  # not through a link, which would overwrite another file
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -166,7 +162,7 @@ def load_checkpoint(directory: str | os.PathLike[str], step: int | None = None) 
             raise CheckpointError(damaged if entries else f"there is no checkpoint in {directory}")
         passed.add(entry)
         try:
-            with _open(entry.path) as file:
+            with open(entry.path, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() == entry.digest:
                     file.seek(0)
                     return torch.load(file, map_location="cpu", weights_only=True)
@@ -174,25 +170,14 @@ def load_checkpoint(directory: str | os.PathLike[str], step: int | None = None) 
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):
                 continue  # the run has removed it, as there is a newer one
-            problem = "it is a link" if error.errno == errno.ELOOP else error.strerror
+            problem = error.strerror
         except Exception as error:  # whatever somebody's file makes torch raise, with its own words
             problem = f"it is not of a run ({type(error).__name__})"
         logger.warning("skipped the checkpoint %s: %s", entry.path, problem)
 
 
-def _open(path: Path) -> BinaryIO:
-    """Open a checkpoint to read it, if it is a file: a link or a pipe might never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return open(descriptor, "rb")
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is not a file")
-
-
 def has_checkpoint(directory: str | os.PathLike[str]) -> bool:
-    if not os.path.isdir(directory):
-        return False
-    return any(entry.is_file for entry in _checkpoints(Path(directory)))
+    return os.path.isdir(directory) and bool(_checkpoints(Path(directory)))
 
 
 class _State(msgspec.Struct):
@@ -270,17 +255,19 @@ def _check(value: Any, where: str) -> None:
 
 
 def _checkpoints(directory: Path) -> list[_Entry]:
-    """Return what has a checkpoint's name in ``directory``, the newest first."""
+    """Return the files with a checkpoint's name in ``directory``, the newest first."""
     found = []
     for name in os.listdir(directory):
         if (match := _NAME.fullmatch(name)) is None:
             continue
         path = directory / name
-        time, is_file = 0, True
+        time = 0
         with suppress(FileNotFoundError):  # a live run has removed it since
-            info = path.lstat()
-            time, is_file = info.st_mtime_ns, stat.S_ISREG(info.st_mode)
-        found.append(_Entry(int(match[1]), time, path, match[2], is_file))
+            info = path.stat()
+            if not stat.S_ISREG(info.st_mode):
+                continue
+            time = info.st_mtime_ns
+        found.append(_Entry(int(match[1]), time, path, match[2]))
     return sorted(found, reverse=True)
 
 
