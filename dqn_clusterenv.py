@@ -29,9 +29,11 @@ from clusterenv_runtime.options import (
 from clusterenv_runtime.script import (
     Counters,
     CudaGraph,
+    ReplayBuffer,
     Run,
     ScriptArgs,
     by_backend,
+    check,
     check_chunks,
     check_discrete,
     check_memory,
@@ -125,64 +127,6 @@ class QNetwork(nn.Module):
         return self.network(x)
 
 
-class ReplayBuffer:
-    """The last `size` transitions, in preallocated tensors; observations keep the dtype of their
-    space.
-    """
-
-    def __init__(self, size, observation_space, in_checkpoints=True):
-        self.size, self.pos, self.inserted, self.in_checkpoints = size, 0, 0, in_checkpoints
-        dtype = torch.from_numpy(np.empty(0, observation_space.dtype)).dtype
-        self.observations = torch.zeros(size, *observation_space.shape, dtype=dtype)
-        self.next_observations = torch.zeros(size, *observation_space.shape, dtype=dtype)
-        self.actions = torch.zeros(size, 1, dtype=torch.int64)
-        self.rewards, self.dones = torch.zeros(size), torch.zeros(size)
-
-    @staticmethod
-    def num_bytes(size, observation_space):
-        observation = int(np.prod(observation_space.shape)) * observation_space.dtype.itemsize
-        return size * (2 * observation + 8 + 4 + 4)
-
-    def add(self, rollout):
-        last = rollout.next_observations[None]
-        next_observations = np.concatenate([rollout.observations[1:], last])
-        # An episode's last step leads to its final observation, not to the one its environment was
-        # reset to.
-        next_observations[rollout.terminations | rollout.truncations] = rollout.final_observations
-        num = rollout.rewards.size
-        fit = min(num, self.size - self.pos)  # the rest goes to the front, where the oldest are
-        for column, values in (
-            (self.observations, rollout.observations),
-            (self.next_observations, next_observations),
-            (self.actions, rollout.actions),
-            (self.rewards, rollout.rewards),
-            (self.dones, rollout.terminations),  # a truncation is not the end
-        ):
-            values = torch.from_numpy(values).reshape(num, *column.shape[1:])
-            column[self.pos : self.pos + fit], column[: num - fit] = values[:fit], values[fit:]
-        self.pos, self.inserted = (self.pos + num) % self.size, self.inserted + num
-
-    def sample(self, num_batches, batch_size, device):
-        """Return observations, actions, next observations, rewards and dones, `(num_batches,
-        batch_size, ...)`.
-        """
-        inds = torch.randint(min(self.inserted, self.size), (num_batches * batch_size,))
-        columns = self.observations, self.actions, self.next_observations, self.rewards, self.dones
-        shape = num_batches, batch_size
-        drawn = (
-            column.index_select(0, inds).view(*shape, *column.shape[1:]).to(device)
-            for column in columns
-        )
-        obs, actions, next_obs, rewards, dones = drawn
-        return obs.float(), actions, next_obs.float(), rewards, dones
-
-    def state_dict(self):
-        return vars(self) if self.in_checkpoints else {}
-
-    def load_state_dict(self, state):
-        vars(self).update(state, in_checkpoints=self.in_checkpoints)
-
-
 def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
     """Return epsilon at step `t`: it falls from `start_e` to `end_e` within `duration` steps, and
     stays there.
@@ -221,7 +165,9 @@ if __name__ == "__main__":
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
     check_chunks(args)
-    target_every = args.target_network_frequency // args.train_frequency  # in gradient steps
+    target_every, rest = divmod(args.target_network_frequency, args.train_frequency)
+    steps = "a multiple of --train-frequency: it counts environment steps"
+    check(rest == 0, f"--target-network-frequency must be {steps}")
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
@@ -236,9 +182,10 @@ if __name__ == "__main__":
     env_fns = by_backend(args, env_fns, make_env)
     with env_setup(run):
         envs = ClusterEnv(env_fns, num_envs=args.num_envs, **run.options())
-        check_discrete(args, envs.single_action_space)
-        check_vectors(envs.single_observation_space)
-        needed = ReplayBuffer.num_bytes(args.buffer_size, envs.single_observation_space)
+        spaces = envs.single_observation_space, envs.single_action_space
+        check_vectors(spaces[0])
+        check_discrete(args, spaces[1])
+        needed = ReplayBuffer.num_bytes(args.buffer_size, *spaces)
         check_memory(args, needed)
     where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
     print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
@@ -255,7 +202,7 @@ if __name__ == "__main__":
     target_network.load_state_dict(q_network.state_dict())
     run.keep("target_network", target_network)
     update_once = CudaGraph(update, optimizer, q_network)
-    rb = ReplayBuffer(args.buffer_size, envs.single_observation_space, args.save_replay)
+    rb = ReplayBuffer(args.buffer_size, *spaces, args.save_replay)
     run.keep("rb", rb)
     # warm_up: environment steps before learning; waiting: seconds of waiting for chunks
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts, waiting=0.0))

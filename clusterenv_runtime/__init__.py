@@ -32,7 +32,12 @@ from .launchers import Exit, ExternalLauncher, Launcher, LocalLauncher
 from .rollout import Evaluation, Rollout
 
 if TYPE_CHECKING:
-    from .extras.policies import CategoricalPolicy, EpsilonGreedyPolicy, GaussianPolicy
+    from .extras.policies import (
+        CategoricalPolicy,
+        EpsilonGreedyPolicy,
+        GaussianPolicy,
+        SquashedGaussianPolicy,
+    )
     from .policy.base import Policy
 
 __version__ = "0.1.0"
@@ -55,6 +60,7 @@ __all__ = [
     "Policy",
     "ProtocolError",
     "Rollout",
+    "SquashedGaussianPolicy",
     "StartupError",
     "WorkerDiedError",
 ]
@@ -62,7 +68,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # The policies bring torch, which a worker that only steps does not need.
-    if name in ("CategoricalPolicy", "EpsilonGreedyPolicy", "GaussianPolicy", "Policy"):
+    if name in __all__ and name.endswith("Policy"):
         from .extras import policies
 
         return getattr(policies, name)

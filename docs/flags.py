@@ -19,10 +19,11 @@ SCRIPTS = {
     "PPO on MinAtar": "scripts.ppo_minatar_clusterenv",
     "DQN": "dqn_clusterenv",
     "DQN on Atari": "scripts.dqn_atari_clusterenv",
+    "SAC": "scripts.sac_clusterenv",
 }
 HEAD = """# Flags
 
-These are the flags of the eight scripts. Hyphens and underscores are both accepted. A boolean is
+These are the flags of the nine scripts. Hyphens and underscores are both accepted. A boolean is
 `--x`, `--no-x`, `--x=True` or `--x=False`. This page is
 generated from the code: `python -m docs.flags > docs/flags.md`.
 """

@@ -33,6 +33,7 @@ from clusterenv_runtime.script import (
     Run,
     ScriptArgs,
     by_backend,
+    check,
     check_chunks,
     check_game,
     check_memory,
@@ -189,7 +190,9 @@ if __name__ == "__main__":
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
     check_chunks(args)
-    target_every = args.target_network_frequency // args.train_frequency  # in gradient steps
+    target_every, rest = divmod(args.target_network_frequency, args.train_frequency)
+    steps = "a multiple of --train-frequency: it counts environment steps"
+    check(rest == 0, f"--target-network-frequency must be {steps}")
     check_game(args)
     writer = run.begin()
 

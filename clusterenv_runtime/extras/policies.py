@@ -84,6 +84,60 @@ class GaussianPolicy(Policy):
         return Independent(Normal(mean, logstd.exp()), 1)
 
 
+class SquashedGaussianPolicy(Policy):
+    """Continuous actions within bounds: ``actor`` maps observations to means and logarithms of
+    deviations, ``(batch, n)`` each. An action is the hyperbolic tangent of what is drawn, scaled to
+    the bounds of ``space``.
+
+    `Rollout.actions` are what is drawn. `to_env` makes the environments' actions of them. As that
+    is invertible, the divergence of what is drawn is that of the actions:
+    https://arxiv.org/abs/1812.05905, appendix C, has the change of variables.
+
+    Attributes:
+        uniform: the share of steps whose actions are drawn evenly between the bounds, as before
+            there is anything to learn from. It is one of the policy's `numbers`.
+
+    Raises:
+        ValueError: the space is not bounded.
+    """
+
+    numbers, float_observations = ("uniform",), True
+
+    def __init__(self, actor: nn.Module, space: Box, uniform: float = 0.0) -> None:
+        super().__init__()
+        if not space.is_bounded():
+            raise ValueError(f"actions are scaled to bounds, which {space} has not")
+        self.actor = actor
+        self.uniform = uniform
+        low, high = (torch.from_numpy(bound).float() for bound in (space.low, space.high))
+        # no buffers: these travel once
+        self.scale = (high - low) / 2
+        self.bias = (high + low) / 2
+
+    def forward(self, observations: Any) -> Tensor:
+        return torch.cat(self.actor(observations), -1)
+
+    def noise(self, num_steps: int, params: Tensor, generator: torch.Generator) -> Any:
+        shape = num_steps, len(params), params.shape[-1] // 2
+        drawn = torch.randn(shape, generator=generator)
+        chosen = torch.rand(*shape[:2], 1, generator=generator)
+        return drawn, torch.rand(shape, generator=generator), chosen
+
+    def act(self, params: Tensor, noise: Any) -> Tensor:
+        drawn, even, chosen = noise
+        mean, logstd = params.chunk(2, -1)
+        # The nearest numbers to -1 and 1 would become infinite.
+        evenly = torch.atanh((2 * even - 1).clamp(-1 + 1e-6, 1 - 1e-6))
+        return torch.where(chosen < self.uniform, evenly, mean + logstd.exp() * drawn)
+
+    def to_env(self, actions: Tensor) -> Tensor:
+        return actions.tanh() * self.scale + self.bias
+
+    def distribution(self, params: Tensor) -> Distribution:
+        mean, logstd = params.chunk(2, -1)
+        return Independent(Normal(mean, logstd.exp()), 1)
+
+
 class EpsilonGreedyPolicy(Policy):
     """Discrete actions, greedy except in a share ``epsilon`` of steps: ``q_network`` gives values
     ``(batch, n)``.

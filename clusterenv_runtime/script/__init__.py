@@ -19,10 +19,12 @@ from .cuda_graph import CudaGraph
 from .device import seeded_device
 from .environments import by_backend, env_setup
 from .evaluation import evaluate, record_video
+from .replay import ReplayBuffer
 from .run import Run
 
 __all__ = [
-    "Counters", "CudaGraph", "Run", "ScriptArgs", "by_backend", "check", "check_batches",
-    "check_chunks", "check_discrete", "check_game", "check_memory", "check_stacks",
-    "check_vectors", "env_setup", "evaluate", "parse", "record_video", "seeded_device",
+    "Counters", "CudaGraph", "ReplayBuffer", "Run", "ScriptArgs", "by_backend", "check",
+    "check_batches", "check_chunks", "check_discrete", "check_game", "check_memory",
+    "check_stacks", "check_vectors", "env_setup", "evaluate", "parse", "record_video",
+    "seeded_device",
 ]  # fmt: skip

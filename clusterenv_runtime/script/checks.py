@@ -58,7 +58,7 @@ def check_batches(args: Any, of_whole_envs: bool = False) -> None:
 
 
 def check_chunks(args: Any) -> None:
-    """Check that a DQN script's chunks are alike and fit into the run and into its buffer."""
+    """Check that chunks for a replay buffer are alike, and fit into the run and into the buffer."""
     rows, rest = divmod(args.num_envs, args.num_workers)
     multiple = f"a multiple of --num-workers {args.num_workers}: all chunks are as large"
     check(rest == 0, f"--num-envs {args.num_envs} must be {multiple}")
@@ -67,13 +67,10 @@ def check_chunks(args: Any) -> None:
     check(args.num_iterations >= 1, f"{total} must be at least {chunk}")
     has_room = args.buffer_size >= args.chunk_size
     check(has_room, f"--buffer-size {args.buffer_size} must be at least {chunk}")
-    is_whole = args.target_network_frequency % args.train_frequency == 0
-    steps = "a multiple of --train-frequency: it counts environment steps"
-    check(is_whole, f"--target-network-frequency must be {steps}")
 
 
 def check_memory(args: Any, num_bytes: int) -> None:
-    """Check that this machine has the memory that a DQN script's replay buffer takes."""
+    """Check that this machine has the memory that a replay buffer takes."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     takes = f"takes {num_bytes / 2**30:.1f} GiB, this machine has {memory / 2**30:.1f}"
     check(num_bytes < memory, f"--buffer-size {args.buffer_size} {takes}")

@@ -67,19 +67,34 @@ TRAININGS = {  # the environment, and flags
         f"{DQN} --total-timesteps 3200 --learning-rate 0.001 --buffer-size 4000 --train-frequency 8"
         " --target-network-frequency 64 --eval-episodes 20",
     ),
+    "scripts/sac_clusterenv.py": (
+        "Corridor-box",
+        "--deterministic --num-workers 1 --envs-per-worker 8 --num-steps 4 --learning-starts 256 "
+        "--total-timesteps 4096 --utd 0.25 --batch-size 64 --q-lr 0.003 --policy-lr 0.003 "
+        "--tau 0.05 --gamma 0.95 --buffer-size 4096 --eval-episodes 100",
+    ),
 }
 # The tests' seeds, where it is not 1. With that one, untrained DQN on Atari walks by chance.
 SEEDS = {"scripts/dqn_atari_clusterenv.py": 2}
 MISTAKES = {  # a piece of the script, and its replacement; or flags
-    "none": {"ppo": "", "dqn": ""},
-    "untrained": {"ppo": "--learning-rate 1e-30", "dqn": "--learning-starts 1000000"},
+    "none": {"ppo": "", "dqn": "", "sac": ""},
+    "untrained": {
+        "ppo": "--learning-rate 1e-30",
+        "dqn": "--learning-starts 1000000",
+        "sac": "--learning-starts 1000000",
+    },
     "flipped sign": {
         "ppo": ("pg_loss = (weights", "pg_loss = -(weights"),
         "dqn": ("return rewards + gamma", "return -rewards + gamma"),
+        "sac": ("return rewards + (1", "return -rewards + (1"),
     },
     "no bootstrap": {
         "ppo": ("nextvalues[dones] = final_values", "nextvalues[dones] = 0"),
         "dqn": (
+            "rb.add(chunk)",
+            "chunk.terminations[:] |= chunk.truncations; rb.add(chunk)",
+        ),
+        "sac": (
             "rb.add(chunk)",
             "chunk.terminations[:] |= chunk.truncations; rb.add(chunk)",
         ),

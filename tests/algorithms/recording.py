@@ -11,6 +11,7 @@ import signal
 import sys
 from copy import deepcopy
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from tests import forked, scripts
 
 ACTS = 500  # how often the evaluated policy acts
-NETWORKS = "agent", "q_network", "target_network"
+NETWORKS = "agent", "q_network", "target_network", "actor"
 
 
 @dataclass
@@ -81,6 +82,8 @@ def evaluated(policy, rollout):
     """Return observations of a rollout, and the actions of an evaluated policy on them, time after
     time.
     """
+    from clusterenv_runtime.arrays.trees import map_tree
+
     generator = torch.Generator().manual_seed(1)
     obs = rollout.next_observations
     in_sequence = policy.initial_state(1) is not None
@@ -93,7 +96,8 @@ def evaluated(policy, rollout):
     starts = torch.zeros(steps.shape[:2], dtype=bool)
     params, _ = policy.unroll(steps, starts, policy.initial_state(steps.shape[1]))
     noise = policy.noise(ACTS, params[-1], generator)
-    return obs, np.stack([policy.to_env(policy.act(params[-1], each)).numpy() for each in noise])
+    each = [map_tree(itemgetter(step), noise) for step in range(ACTS)]
+    return obs, np.stack([policy.to_env(policy.act(params[-1], one)).numpy() for one in each])
 
 
 def main(output, script, interrupt, *flags):
@@ -128,7 +132,8 @@ def main(output, script, interrupt, *flags):
         return call
 
     def send(envs, *args, **kwargs):
-        recording.epsilons.append(sys._getframe(1).f_globals["policy"].epsilon)
+        policy = sys._getframe(1).f_globals["policy"]
+        recording.epsilons.append(getattr(policy, policy.numbers[0]))
         recording.newest.append(envs.policy_version)
         return original["send"](envs, *args, **kwargs)
 

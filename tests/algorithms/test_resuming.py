@@ -18,6 +18,8 @@ from .recording import record
 
 OF_ALL = {"curve", "envs", "optimizer"}
 OF_DQN = OF_ALL | {"q_network", "target_network", "rb", "count"}
+OF_SAC = {"curve", "envs", "actor", "entropy", "rb", "count", "q_optimizer", "actor_optimizer"}
+OF_SAC |= {"qf1", "qf2", "qf1_target", "qf2_target"}
 SCRIPTS = {  # the kind of environment, and the content of a checkpoint
     "ppo_clusterenv.py": ("vector", OF_ALL | {"agent"}),
     "scripts/ppo_multilearner_clusterenv.py": ("vector", OF_ALL | {"agent"}),
@@ -30,6 +32,7 @@ SCRIPTS = {  # the kind of environment, and the content of a checkpoint
     "scripts/ppo_atari_clusterenv.py": ("atari", OF_ALL | {"agent"}),
     "dqn_clusterenv.py": ("vector", OF_DQN),
     "scripts/dqn_atari_clusterenv.py": ("atari", OF_DQN),
+    "scripts/sac_clusterenv.py": ("box", OF_SAC),
 }
 FLAGS = (
     "--num-workers 1 --envs-per-worker 2 --num-steps 8 --total-timesteps 64 --eval-episodes 0 "
@@ -45,6 +48,9 @@ DQN = (
 )
 DQN += " --buffer-size 40 --save-replay --tau 0.5"
 RANDOM = "--start-e 1 --end-e 1"
+# The actor learns so slowly that it acts in the same way again; the Q-networks learn.
+SAC = "--deterministic --learning-starts 16 --batch-size 4 --buffer-size 40 --utd 0.5"
+SAC += " --policy-lr 1e-30"
 INTERRUPT = 2  # of four iterations, which are 16 steps each
 STEP = 16 * INTERRUPT
 BY_THE_CLOCK = (
@@ -60,6 +66,8 @@ def flags_of(script, *more):
     kind, _ = SCRIPTS[script]
     # Of two spellings the last one counts.
     own = (PPO,) if "ppo" in script else (DQN, *(more or [RANDOM]))
+    if "sac" in script:
+        own = (SAC,)
     return [*" ".join([f"--env-id tests.algorithms.toys:Clockwork-{kind}-v0", FLAGS, *own]).split()]
 
 

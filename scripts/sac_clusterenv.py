@@ -1,0 +1,350 @@
+# SAC on environments in worker processes: CleanRL's sac_continuous_action.py, as a stream of chunks
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["clusterenv-runtime[scripts]"]
+# tool.uv.sources.clusterenv-runtime = { path = "..", editable = true }
+# ///
+import itertools
+import os
+import time
+from dataclasses import dataclass
+from fractions import Fraction as Ratio
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.optim as optim
+from torch.distributions import Normal
+
+from clusterenv_runtime import ClusterEnv, SquashedGaussianPolicy
+from clusterenv_runtime.options import (
+    EnvId,
+    Fraction,
+    Name,
+    NotNegative,
+    Positive,
+    PositiveNumber,
+)
+from clusterenv_runtime.script import (
+    Counters,
+    CudaGraph,
+    ReplayBuffer,
+    Run,
+    ScriptArgs,
+    by_backend,
+    check,
+    check_chunks,
+    check_memory,
+    check_vectors,
+    env_setup,
+    evaluate,
+    parse,
+    record_video,
+    seeded_device,
+)
+
+
+@dataclass
+class Args(ScriptArgs):  # which has what all scripts share, such as seed and num_workers
+    exp_name: Name = os.path.basename(__file__)[: -len(".py")]
+
+    # Algorithm specific arguments
+    env_id: EnvId = "Hopper-v5"
+    """the id of the environment"""
+    total_timesteps: Positive = 1000000
+    """total timesteps of the experiments"""
+    buffer_size: Positive = 1000000
+    """the replay memory buffer size"""
+    gamma: Fraction = 0.99
+    """the discount factor gamma"""
+    tau: Fraction = 0.005
+    """target smoothing coefficient"""
+    batch_size: Positive = 256
+    """the batch size of sample from the replay memory"""
+    learning_starts: NotNegative = 5000
+    """timestep to start learning; until then actions are drawn evenly"""
+    policy_lr: PositiveNumber = 3e-4
+    """the learning rate of the policy network optimizer"""
+    q_lr: PositiveNumber = 1e-3
+    """the learning rate of the Q network optimizer"""
+    policy_frequency: Positive = 2
+    """the frequency of training policy (delayed), in gradient steps"""
+    target_network_frequency: Positive = 1
+    """the frequency of updates for the target networks, in gradient steps"""
+    alpha: PositiveNumber = 0.2
+    """entropy regularization coefficient"""
+    autotune: bool = True
+    """automatic tuning of the entropy coefficient"""
+    utd: PositiveNumber = 1.0
+    """gradient steps per environment step, however many workers there are and however fast"""
+
+    # Distribution specific arguments
+    envs_per_worker: Positive = 1
+    num_steps: Positive = 16
+    """the number of steps in each environment per chunk that a worker sends"""
+    outstanding: Positive = 2
+    """chunks each worker may be ahead of the learner; with one it waits while its last one travels
+    """
+    deterministic: bool = False
+    """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same
+    to the last bit
+    """
+    sync_check_frequency: Positive = 50
+    """gradient steps between publishing the policy, which measures the workers' divergence from it
+    """
+    max_policy_lag: NotNegative | None = 40
+    save_replay: bool = True
+    """whether checkpoints hold the replay buffer; else a resumed run collects `--learning-starts`
+    steps first
+    """
+
+
+def make_env(env_id, idx, capture_video, run_name, **kwargs):
+    def thunk():
+        if capture_video and idx == 0:
+            env = gym.make(env_id, render_mode="rgb_array", **kwargs)
+            env = gym.wrappers.RecordVideo(env, f"videos/{run_name}")
+        else:
+            env = gym.make(env_id, **kwargs)
+        return gym.wrappers.RecordEpisodeStatistics(env)
+
+    return thunk
+
+
+class SoftQNetwork(nn.Module):
+    def __init__(self, env):
+        super().__init__()
+        num_inputs = np.array(env.single_observation_space.shape).prod()
+        num_actions = np.prod(env.single_action_space.shape)
+        self.fc1 = nn.Linear(num_inputs + num_actions, 256)
+        self.fc2 = nn.Linear(256, 256)
+        self.fc3 = nn.Linear(256, 1)
+
+    def forward(self, x, a):
+        x = torch.cat([x, a], -1)
+        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc2(x))
+        return self.fc3(x).squeeze(-1)
+
+
+LOG_STD_MAX = 2
+LOG_STD_MIN = -5
+
+
+class Actor(nn.Module):
+    def __init__(self, env):
+        super().__init__()
+        num_inputs = np.array(env.single_observation_space.shape).prod()
+        num_actions = np.prod(env.single_action_space.shape)
+        self.fc1 = nn.Linear(num_inputs, 256)
+        self.fc2 = nn.Linear(256, 256)
+        self.fc_mean = nn.Linear(256, num_actions)
+        self.fc_logstd = nn.Linear(256, num_actions)
+
+    def forward(self, x):
+        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc2(x))
+        log_std = torch.tanh(self.fc_logstd(x))
+        return self.fc_mean(x), LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
+
+
+def get_action(actor, obs, scale, bias):
+    """Return actions as the environment takes them, and their log-probabilities, by the
+    reparameterization trick.
+    """
+    mean, log_std = actor(obs)
+    normal = Normal(mean, log_std.exp())
+    x_t = normal.rsample()
+    y_t = torch.tanh(x_t)
+    log_prob = normal.log_prob(x_t)
+    # Enforcing action bound
+    log_prob -= torch.log(scale * (1 - y_t.pow(2)) + 1e-6)
+    return y_t * scale + bias, log_prob.sum(-1)
+
+
+@torch.no_grad()
+def compute_next_q_value(
+    targets, next_obs, next_actions, next_log_pi, rewards, dones, alpha, gamma
+):
+    """Return what the Q-values of a batch are to be, `(batch_size,)`. A truncation is no `done`."""
+    qf1_next_target, qf2_next_target = (target(next_obs, next_actions) for target in targets)
+    min_qf_next_target = torch.min(qf1_next_target, qf2_next_target) - alpha * next_log_pi
+    return rewards + (1 - dones) * gamma * min_qf_next_target
+
+
+def actor_loss(qfs, obs, pi, log_pi, alpha):
+    """Return the loss of the actions `pi` that the actor takes now, a scalar."""
+    qf1_pi, qf2_pi = (qf(obs, pi) for qf in qfs)
+    return (alpha * log_pi - torch.min(qf1_pi, qf2_pi)).mean()
+
+
+def alpha_loss(log_alpha, log_pi, target_entropy):
+    """Return the loss of the entropy coefficient, a scalar."""
+    return (-log_alpha.exp() * (log_pi + target_entropy)).mean()
+
+
+def update_q(optimizer, qfs, targets, actor, log_alpha, bounds, args, *batch):
+    """Take a gradient step of both Q-networks on a batch; return what to log."""
+    obs, actions, next_obs, rewards, dones = batch
+    with torch.no_grad():
+        next_actions, next_log_pi = get_action(actor, next_obs, *bounds)
+    next_q_value = compute_next_q_value(
+        targets, next_obs, next_actions, next_log_pi, rewards, dones, log_alpha.exp(), args.gamma
+    )
+    qf1_a_values, qf2_a_values = (qf(obs, actions) for qf in qfs)
+    qf1_loss = F.mse_loss(qf1_a_values, next_q_value)
+    qf2_loss = F.mse_loss(qf2_a_values, next_q_value)
+    optimizer.zero_grad()
+    (qf1_loss + qf2_loss).backward()
+    optimizer.step()
+    return {
+        "qf1_values": qf1_a_values.mean().detach(), "qf2_values": qf2_a_values.mean().detach(),
+        "qf1_loss": qf1_loss.detach(), "qf2_loss": qf2_loss.detach(),
+    }  # fmt: skip
+
+
+def update_actor(optimizer, qfs, actor, log_alpha, bounds, args, obs):
+    """Take a gradient step of the actor, and with `--autotune` of alpha; return what to log.
+
+    `optimizer` has the parameters of both, in two groups.
+    """
+    pi, log_pi = get_action(actor, obs, *bounds)
+    loss = actor_loss(qfs, obs, pi, log_pi, log_alpha.exp().detach())
+    optimizer.zero_grad()
+    loss.backward(inputs=list(actor.parameters()))  # those of the Q-networks need no gradients
+    if args.autotune:
+        alpha_loss(log_alpha, log_pi.detach(), -float(pi.shape[-1])).backward()
+    optimizer.step()
+    return {"actor_loss": loss.detach(), "alpha": log_alpha.exp().detach().clone()}
+
+
+if __name__ == "__main__":
+    run = Run(parse(Args), fixed=("env_id", "num_steps", "buffer_size", "utd"))
+    args = run.args  # with --resume those of its checkpoint, but for the flags given now
+    args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
+    args.num_iterations = args.total_timesteps // args.chunk_size
+    check_chunks(args)
+    writer = run.begin()
+
+    # TRY NOT TO MODIFY: seeding
+    # Networks this small gain little from more threads, and runs side by side stall each other.
+    device = seeded_device(args, threads=1)
+
+    # env setup
+    env_fns = [
+        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
+        for i in range(args.num_envs)
+    ]
+    env_fns = by_backend(args, env_fns, make_env)
+    with env_setup(run):
+        envs = ClusterEnv(env_fns, num_envs=args.num_envs, **run.options())
+        spaces = envs.single_observation_space, envs.single_action_space
+        is_box = isinstance(spaces[1], gym.spaces.Box) and spaces[1].is_bounded()
+        check(is_box, f"actions must be continuous and bounded, not {spaces[1]}: {args.env_id}")
+        check_vectors(spaces[0])
+        needed = ReplayBuffer.num_bytes(args.buffer_size, *spaces)
+        check_memory(args, needed)
+    where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
+    print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
+    run.keep("envs", envs)
+    actor = run.keep("actor", Actor(envs).to(device))
+    qfs = [run.keep(f"qf{number}", SoftQNetwork(envs).to(device)) for number in (1, 2)]
+    targets = [SoftQNetwork(envs).to(device) for _ in qfs]
+    for number, (target, qf) in enumerate(zip(targets, qfs, strict=True), 1):
+        target.load_state_dict(qf.state_dict())
+        run.keep(f"qf{number}_target", target)
+    policy = SquashedGaussianPolicy(actor, spaces[1])  # what travels to the workers
+    bounds = policy.scale.to(device), policy.bias.to(device)
+    q_parameters = [parameter for qf in qfs for parameter in qf.parameters()]
+    q_adam = optim.Adam(q_parameters, lr=args.q_lr, fused=True)
+    q_optimizer = run.keep("q_optimizer", q_adam)
+    # Automatic entropy tuning
+    first = torch.tensor(1.0 if args.autotune else args.alpha, device=device).log()
+    entropy = run.keep("entropy", nn.ParameterDict({"log_alpha": nn.Parameter(first)}))
+    log_alpha = entropy["log_alpha"]
+    groups = [{"params": list(actor.parameters()), "lr": args.policy_lr}]
+    groups += [{"params": [log_alpha], "lr": args.q_lr}] * args.autotune
+    actor_optimizer = run.keep("actor_optimizer", optim.Adam(groups, fused=True))
+    fixed = qfs, targets, actor, log_alpha, bounds, args
+    update_q_once = CudaGraph(update_q, q_optimizer, *fixed)
+    update_actor_once = CudaGraph(update_actor, actor_optimizer, qfs, *fixed[2:])
+    rb = ReplayBuffer(args.buffer_size, *spaces, args.save_replay)
+    run.keep("rb", rb)
+    # warm_up: environment steps before learning; waiting: seconds of waiting for chunks
+    count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts, waiting=0.0))
+    utd = Ratio(str(args.utd))  # exactly what was given, as a float need not be
+    if run.global_step and not rb.inserted:
+        # After another `learning_starts` steps, gradient steps go on where they were.
+        count.warm_up = run.global_step + args.learning_starts - int(count.gradient_steps / utd)
+        first = f"collecting {args.learning_starts:,} steps before learning"
+        print(f"no replay buffer in the checkpoint: {first}")
+    policy.uniform = float(run.global_step < args.learning_starts)
+    envs.publish(policy)  # while the environments reset, the workers load it
+    envs.reset(seed=args.seed + run.global_step)
+
+    with run.training(envs, actor, policy):
+        # Who may send the next chunk, and whose to take next (None: whichever is ready). Nothing
+        # sent is left unused.
+        turns = itertools.cycle(range(args.num_workers) if args.deterministic else [None])
+        ahead = list(range(args.num_workers)) * (1 if args.deterministic else args.outstanding)
+        left = args.num_iterations - -(-run.global_step // args.chunk_size)
+        for worker in ahead[:left]:
+            envs.send(args.num_steps, worker)
+        losses = {}
+        for iteration in run.iterations(args.num_iterations, args.chunk_size):
+            # Collect: take a chunk, and let its worker go on.
+            collect_start = time.monotonic()
+            worker, chunk = envs.recv(next(turns))
+            count.waiting += time.monotonic() - collect_start
+            policy.uniform = float(iteration * args.chunk_size < args.learning_starts)
+            if iteration + len(ahead) <= args.num_iterations:
+                envs.send(args.num_steps, worker)
+            # From here to the next chunk nothing waits for workers, so a checkpoint holds all of
+            # this one or nothing.
+            run.global_step += args.chunk_size
+            chunk.actions = policy.to_env(torch.from_numpy(chunk.actions)).numpy()
+            rb.add(chunk)
+            run.add_episodes(chunk)
+
+            # ALGO LOGIC: training. `utd` gradient steps per environment step after
+            # `learning_starts`.
+            due = int(max(run.global_step - count.warm_up, 0) * utd)
+            batches = zip(
+                *rb.sample(due - count.gradient_steps, args.batch_size, device), strict=True
+            )
+            for obs, *others in batches:
+                losses |= update_q_once(obs, *others)
+                count.gradient_steps += 1
+                if count.gradient_steps % args.policy_frequency == 0:
+                    for _ in range(args.policy_frequency):  # compensate for the delay
+                        losses |= update_actor_once(obs)
+                # update the target networks
+                if count.gradient_steps % args.target_network_frequency == 0:
+                    for target, qf in zip(targets, qfs, strict=True):
+                        for target_param, q_param in zip(
+                            target.parameters(), qf.parameters(), strict=True
+                        ):
+                            target_param.data.lerp_(q_param.data, args.tau)
+                if count.gradient_steps % args.sync_check_frequency == 0:
+                    envs.publish(policy)
+
+            if not run.report_is_due():
+                continue
+            # TRY NOT TO MODIFY: record rewards for plotting purposes
+            run.report(chunk, versions=envs.policy_version)
+            if losses:
+                run.logs.add_group("losses", losses, run.global_step)
+            writer.add_scalar("time/learner_waiting", count.waiting, run.global_step)
+            writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)
+
+        policy.uniform = 0.0
+        run.finish(
+            evaluate(args, envs, policy),
+            gradient_steps=count.gradient_steps,
+            transitions_inserted=rb.inserted,
+            policy_versions=envs.policy_version,
+            learner_waiting_seconds=count.waiting,
+        )
+        record_video(run, policy, make_env)

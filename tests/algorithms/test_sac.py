@@ -1,0 +1,206 @@
+"""What SAC computes, against definitions that are written down here once more."""
+
+import importlib
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributions import AffineTransform, Independent, Normal, TransformedDistribution
+from torch.distributions.transforms import TanhTransform
+
+from clusterenv_runtime import SquashedGaussianPolicy
+from tests import scripts
+
+sac = importlib.import_module("scripts.sac_clusterenv")
+SPACE = gym.spaces.Box(np.array([-1, 0], np.float32), np.array([3, 0.5], np.float32))
+SCALE, BIAS = torch.tensor([2.0, 0.25]), torch.tensor([1.0, 0.25])
+ENVS = SimpleNamespace(
+    single_observation_space=gym.spaces.Box(-1, 1, (3,)), single_action_space=SPACE
+)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(1)
+
+
+class Fixed(nn.Module):
+    """An actor of these means and logarithms of deviations, whatever it sees."""
+
+    def __init__(self, mean, log_std):
+        super().__init__()
+        self.mean = nn.Parameter(torch.tensor(mean))
+        self.log_std = nn.Parameter(torch.tensor(log_std))
+
+    def forward(self, x):
+        shape = *x.shape[:-1], len(self.mean)
+        return self.mean.expand(shape), self.log_std.expand(shape)
+
+
+def squashed(mean, log_std):
+    transforms = [TanhTransform(), AffineTransform(BIAS, SCALE)]
+    return Independent(TransformedDistribution(Normal(mean, log_std.exp()), transforms), 1)
+
+
+def test_actions_are_squashed_into_the_space_and_have_their_log_probabilities():
+    actor = Fixed([0.3, -0.6], [-1.0, 0.2])
+    actions, log_pi = sac.get_action(actor, torch.zeros(2000, 3), SCALE, BIAS)
+    assert all(SPACE.contains(action) for action in actions.detach().numpy())
+    expected = squashed(actor.mean, actor.log_std).log_prob(actions)
+    near = (actions - BIAS).div(SCALE).abs().amax(-1) < 0.99  # there rounding is worth nothing
+    torch.testing.assert_close(log_pi[near], expected[near], rtol=1e-3, atol=1e-3)
+    assert log_pi.shape == (2000,) and near.sum() > 1800
+
+
+def test_the_actor_is_as_cleanrls_and_keeps_deviations_within_bounds():
+    actor = sac.Actor(ENVS)
+    mean, log_std = actor(100 * torch.randn(64, 3))
+    assert mean.shape == log_std.shape == (64, 2)
+    assert -5 <= log_std.min() < log_std.max() <= 2
+    with torch.no_grad():
+        actor.fc_logstd.weight.zero_()
+        actor.fc_logstd.bias.zero_()
+    assert (actor(torch.randn(4, 3))[1] == -1.5).all()
+
+
+def test_next_values_are_of_the_smaller_q_and_the_entropy_and_not_of_terminated_episodes():
+    qfs = [lambda obs, a: obs.sum(-1) + a.sum(-1), lambda obs, a: 2 * obs.sum(-1) - a.sum(-1)]
+    obs, actions = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[0.5], [4.0], [-1.0]])
+    log_pi, rewards = torch.tensor([0.1, -0.2, 0.3]), torch.tensor([1.0, 2.0, 3.0])
+    dones = torch.tensor([0.0, 0.0, 1.0])
+    found = sac.compute_next_q_value(qfs, obs, actions, log_pi, rewards, dones, 0.5, 0.9)
+    smaller = [min(1 + 0.5, 2 - 0.5), min(2 + 4, 4 - 4), min(3 - 1, 6 + 1)]
+    expected = [
+        rewards[i] + (1 - dones[i]) * 0.9 * (smaller[i] - 0.5 * log_pi[i]) for i in range(3)
+    ]
+    torch.testing.assert_close(found, torch.stack(expected))
+    assert not found.requires_grad
+
+
+def test_the_losses_of_actor_and_alpha_are_their_definitions():
+    qfs = [lambda obs, a: a.sum(-1), lambda obs, a: 3 - a.sum(-1)]
+    pi, log_pi = torch.tensor([[1.0, 0.0], [2.0, 1.0]]), torch.tensor([0.5, -1.0])
+    loss = sac.actor_loss(qfs, torch.zeros(2, 3), pi, log_pi, 0.2)
+    assert loss.item() == pytest.approx(((0.2 * 0.5 - 1) + (0.2 * -1 - 0)) / 2)
+    log_alpha = torch.tensor(0.4, requires_grad=True)
+    sac.alpha_loss(log_alpha, log_pi, -2.0).backward()
+    assert log_alpha.grad.item() == pytest.approx(-np.exp(0.4) * ((0.5 - 2) + (-1 - 2)) / 2)
+
+
+def parts(autotune=True):
+    """Networks, optimizers and a batch, as the script has them."""
+    actor, qfs, targets = sac.Actor(ENVS), *([sac.SoftQNetwork(ENVS) for _ in "12"] for _ in "ab")
+    log_alpha = nn.Parameter(torch.tensor(-0.3))
+    q_parameters = [parameter for qf in qfs for parameter in qf.parameters()]
+    q_optimizer = torch.optim.SGD(q_parameters, lr=0.1)
+    groups = [{"params": list(actor.parameters()), "lr": 0.1}]
+    groups += [{"params": [log_alpha], "lr": 0.01}] * autotune
+    args = SimpleNamespace(gamma=0.9, autotune=autotune)
+    batch = torch.randn(8, 3), torch.rand(8, 2), torch.randn(8, 3), torch.randn(8), torch.zeros(8)
+    fixed = actor, log_alpha, (SCALE, BIAS), args
+    return q_optimizer, torch.optim.SGD(groups), qfs, targets, fixed, batch
+
+
+def weights(*modules):
+    return torch.cat([p.detach().reshape(-1).clone() for m in modules for p in m.parameters()])
+
+
+def test_an_update_of_the_q_networks_moves_them_down_their_own_errors_and_nothing_else():
+    q_optimizer, _, qfs, targets, fixed, batch = parts()
+    actor, log_alpha, bounds, args = fixed
+    obs, actions, next_obs, rewards, dones = batch
+    others = weights(actor, *targets)
+    state = torch.get_rng_state()
+    next_actions, next_log_pi = sac.get_action(actor, next_obs, *bounds)
+    values = [target(next_obs, next_actions) for target in targets]
+    smaller = torch.min(*values) - log_alpha.exp() * next_log_pi
+    wanted = (rewards + args.gamma * smaller * (1 - dones)).detach()
+    expected = []
+    for qf in qfs:
+        gradients = torch.autograd.grad((qf(obs, actions) - wanted).pow(2).mean(), qf.parameters())
+        pairs = zip(qf.parameters(), gradients, strict=True)
+        expected += [(p - 0.1 * g).detach().reshape(-1) for p, g in pairs]
+    torch.set_rng_state(state)
+    losses = sac.update_q(q_optimizer, qfs, targets, *fixed, *batch)
+    torch.testing.assert_close(weights(*qfs), torch.cat(expected))
+    assert torch.equal(weights(actor, *targets), others) and log_alpha.item() == pytest.approx(-0.3)
+    assert losses.keys() == {"qf1_values", "qf2_values", "qf1_loss", "qf2_loss"}
+
+
+@pytest.mark.parametrize("autotune", [True, False])
+def test_an_update_of_the_actor_moves_it_and_alpha_and_nothing_else(autotune):
+    _, optimizer, qfs, targets, fixed, batch = parts(autotune)
+    actor, log_alpha, bounds, args = fixed
+    others = weights(*qfs, *targets)
+    state = torch.get_rng_state()
+    pi, log_pi = sac.get_action(actor, batch[0], *bounds)
+    loss = (log_alpha.exp().detach() * log_pi - torch.min(*(qf(batch[0], pi) for qf in qfs))).mean()
+    gradients = torch.autograd.grad(loss, actor.parameters())
+    pairs = zip(actor.parameters(), gradients, strict=True)
+    expected = torch.cat([(p - 0.1 * g).detach().reshape(-1) for p, g in pairs])
+    # The mean over two actions of the entropy is to be 2.
+    change = 0.01 * np.exp(-0.3) * (log_pi.mean().item() - 2)
+    torch.set_rng_state(state)
+    losses = sac.update_actor(optimizer, qfs, *fixed, batch[0])
+    torch.testing.assert_close(weights(actor), expected)
+    assert torch.equal(weights(*qfs, *targets), others)
+    assert log_alpha.item() == pytest.approx(-0.3 + autotune * change, rel=1e-4)
+    assert losses["actor_loss"].item() == pytest.approx(loss.item())
+
+
+# The policy of the workers.
+
+
+def test_the_divergence_is_that_of_the_squashed_actions():
+    one, other = (
+        (torch.tensor([0.3, -0.6]), torch.tensor([-0.7, 0.2])),
+        (
+            torch.tensor([0.1, 0.4]),
+            torch.tensor([-0.2, 0.1]),
+        ),
+    )
+    policy = SquashedGaussianPolicy(Fixed([0.0, 0.0], [0.0, 0.0]), SPACE)
+    found = policy.kl(torch.cat(one)[None], torch.cat(other)[None]).item()
+    actions = squashed(*one).sample((200_000,))
+    ratio = squashed(*one).log_prob(actions) - squashed(*other).log_prob(actions)
+    ratio = ratio[ratio.isfinite()]
+    assert found == pytest.approx(ratio.mean().item(), abs=4 * ratio.std().item() / 400)
+
+
+def test_the_policy_acts_as_the_learner_thinks_that_it_does():
+    policy = SquashedGaussianPolicy(Fixed([0.3, -0.6], [-1.0, 0.2]), SPACE)
+    params = policy(torch.zeros(5000, 3))
+    noise = policy.noise(1, params, torch.Generator().manual_seed(3))
+    drawn = policy.act(params, tuple(leaf[0] for leaf in noise))
+    assert drawn.mean(0).tolist() == pytest.approx([0.3, -0.6], abs=0.05)
+    assert drawn.std(0).log().tolist() == pytest.approx([-1.0, 0.2], abs=0.03)
+    given = policy.to_env(drawn)
+    torch.testing.assert_close(given, drawn.tanh() * SCALE + BIAS)
+    assert policy.distribution(params).mode[0].tolist() == pytest.approx([0.3, -0.6])
+
+
+def test_before_there_is_anything_to_learn_from_actions_are_drawn_evenly():
+    policy = SquashedGaussianPolicy(Fixed([2.0, -2.0], [-3.0, -3.0]), SPACE, uniform=1.0)
+    params = policy(torch.zeros(4000, 3))
+    noise = policy.noise(1, params, torch.Generator().manual_seed(3))
+    given = policy.to_env(policy.act(params, tuple(leaf[0] for leaf in noise)))
+    for column, low, high in zip(given.T, SPACE.low, SPACE.high, strict=True):
+        counts = torch.histc(column, 10, float(low), float(high))
+        assert counts.sum() == 4000 and (counts - 400).abs().max() < 100
+
+
+def test_a_space_without_bounds_is_refused():
+    with pytest.raises(ValueError, match="actions are scaled to bounds"):
+        SquashedGaussianPolicy(Fixed([0.0], [0.0]), gym.spaces.Box(-np.inf, 1, (1,)))
+
+
+@pytest.mark.parametrize("utd", ["0.29", "2"])
+def test_there_are_exactly_as_many_gradient_steps_as_were_asked_for(tmp_path, utd):
+    flags = "--env-id tests.algorithms.toys:Corridor-box-v0 --num-workers 2 --envs-per-worker 1 "
+    flags += "--num-steps 5 --total-timesteps 110 --learning-starts 10 --batch-size 4 "
+    flags += f"--buffer-size 200 --eval-episodes 0 --utd {utd}"
+    _, summary = scripts.train("scripts/sac_clusterenv.py", tmp_path, *flags.split())
+    assert summary["gradient_steps"] == {"0.29": 29, "2": 200}[utd]
