@@ -7,6 +7,7 @@ import sys
 from functools import partial
 
 import gymnasium as gym
+import msgspec
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -91,7 +92,7 @@ def test_a_space_of_a_class_that_is_not_known_here_is_one_of_its_base():
 @pytest.mark.parametrize("told", [None, (), (1, 2, {}, None, []), (spaces.Discrete(2),) * 5])
 def test_what_a_worker_tells_must_be_spaces(told):
     blueprint = Blueprint([CountingEnv], None, "same", "NextStep")
-    with pytest.raises((ProtocolError, ValueError)):
+    with pytest.raises((ProtocolError, msgspec.MsgspecError)):
         blueprint.learn(told, slice(0, 1))
     assert blueprint.layout is None
 
@@ -137,6 +138,7 @@ def test_workers_whose_spaces_differ_end_the_start_with_one_error(workers):
 
 SIMULATOR = """
 import gymnasium as gym
+import msgspec
 import numpy as np
 
 class Room(gym.Env):
