@@ -67,8 +67,8 @@ class Blueprint:
         self.steps_together = hasattr(env_fns, "build")
         if callable(env_fns) and not self.steps_together:
             raise TypeError(
-                "env_fns must be a list of functions; one for all environments goes into a Together, "
-                "of clusterenv_runtime.extras"
+                "env_fns must be a list of functions; "
+                "one for all environments goes into a Together of clusterenv_runtime.extras"
             )
         self.env_fns = env_fns if self.steps_together else list(env_fns)
         self.num_envs = self._count(num_envs)
