@@ -239,7 +239,8 @@ if __name__ == "__main__":
         space = envs.single_action_space
         continuous = isinstance(space, gym.spaces.Box) and space.dtype.kind == "f"
         vectors = continuous and len(space.shape) == 1
-        check(vectors, f"actions must be continuous vectors, not {space}: {args.env_id}")
+        other = "ppo_clusterenv.py is for discrete actions"
+        check(vectors, f"actions must be continuous vectors, not {space}: {args.env_id}; {other}")
         check_vectors(envs.single_observation_space)
     run.keep("envs", envs)
     agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))

@@ -108,7 +108,7 @@ def make_env(env_id, idx, capture_video, run_name, **kwargs):
             env = gym.wrappers.RecordVideo(env, f"videos/{run_name}")
         else:
             env = gym.make(env_id, **kwargs)
-        return gym.wrappers.RecordEpisodeStatistics(env)
+        return env
 
     return thunk
 

@@ -136,6 +136,7 @@ def test_environments_that_record_videos_are_left_to_training(monkeypatch):
     class Envs:
         env_fns = ["records", "one", "another"]
         num_envs = 3
+        num_workers = 1
 
     class Logs:
         class curve:

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 import dqn_clusterenv
-from clusterenv_runtime import Interrupted
+from clusterenv_runtime import EnvError, Interrupted
 from clusterenv_runtime.script import Run
 from clusterenv_runtime.script.signals import TOLD, Signals
 
@@ -65,6 +65,19 @@ def test_a_signal_interrupts_then_all_is_saved_and_a_schedulers_next_is_ignored(
     assert capsys.readouterr().err == "interrupted; to go on: --resume runs/x\n"
     left = [signal.getsignal(each) for each in NUMBERS]
     assert left == [*[signal.SIG_IGN] * len(TOLD), signal.default_int_handler]
+
+
+def test_an_error_of_an_environment_is_raised_when_all_is_saved(signals, capsys):
+    saves, error = [], ValueError("the simulator is gone")
+    error.__cause__ = EnvError("environment 3")
+    with (
+        pytest.raises(ValueError, match="the simulator is gone"),
+        signals.saving(Envs(), lambda: saves.append(1), "--resume runs/x"),
+    ):
+        raise error
+    assert saves == [1] and capsys.readouterr().err == "saved; to go on: --resume runs/x\n"
+    with pytest.raises(ValueError), signals.saving(Envs(), None, "--resume runs/x"):
+        raise ValueError("of the script: something may be half done")
 
 
 @CODES

@@ -528,3 +528,39 @@ def test_an_environment_that_raises_while_others_keep_streaming():
         envs.reset()
         envs.send(4, 0)
         assert envs.recv()[0] == 0 and envs.restarts == []
+
+
+class NotedEnv(CountingEnv):
+    """Takes its time, and leaves a file when it is closed."""
+
+    def __init__(self, closed):
+        super().__init__(delay=0.1)
+        self.closed = closed
+
+    def close(self):
+        self.closed.touch()
+
+
+def test_a_worker_that_acts_is_closed_after_its_step(tmp_path):
+    envs = ClusterEnv([partial(NotedEnv, tmp_path / str(env)) for env in range(2)], 2)
+    envs.reset(seed=1)
+    envs.publish(CategoricalPolicy(linear(1, 2)))
+    envs.send(10_000)
+    started = time.monotonic()
+    envs.close()
+    assert time.monotonic() - started < PATIENCE / 2
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
+def test_a_policy_of_another_structure_comes_while_a_worker_acts_that_has_another_request():
+    with ClusterEnv([partial(CountingEnv, delay=0.05)], 1, sync_mode="always") as envs:
+        envs.reset(seed=1)
+        policy = CategoricalPolicy(linear(1, 2))
+        envs.publish(policy)
+        envs.send(10)
+        change(policy, 0.1)
+        envs.publish(policy)
+        envs.send(1)  # it pulls, and by then there are only weights of the next structure
+        envs.publish(CategoricalPolicy(torch.nn.Linear(1, 2)))
+        versions = [envs.recv()[1].policy_versions.tolist() for _ in range(2)]
+    assert versions == [[1], [3]]

@@ -20,10 +20,13 @@ from greenlet import greenlet
 from clusterenv_runtime.head.transport import Received
 from clusterenv_runtime.launchers import Exit
 from clusterenv_runtime.wire import protocol
+from clusterenv_runtime.worker import worker as workers
 from clusterenv_runtime.worker.connection import HELLO_S, End
 from clusterenv_runtime.worker.worker import Worker
 
 from .lies import lie_instead_of
+
+workers.LOOK_S = 0.0  # a worker that acts looks before each step, whatever the clock says
 
 KILLED = Exit("killed by SIGKILL", by_signal=True)
 FOREVER = 1e4  # simulated seconds, after which a wait counts as a hang
@@ -185,9 +188,9 @@ class Process:
         self._up_at = max(self._up_at, self.world.now + self.world.delay())
         self.world.at(self._up_at, self._arrives_up)
 
-    def receive(self) -> tuple[int | None, protocol.Request, list[Any]]:
-        """Return the next message that is no ping."""
-        while True:
+    def receive(self, waits: bool = True) -> tuple[int | None, protocol.Request, list[Any]] | None:
+        """Return the next message that is no ping; unless this waits, None if none has come."""
+        while waits or self.inbox:
             while not self.inbox:
                 self._pause(listens=True)
             header, *buffers = self.inbox.popleft()
@@ -196,6 +199,7 @@ class Process:
                 raise End
             if not isinstance(request, protocol.Ping):
                 return seq, request, [memoryview(buffer) for buffer in buffers]
+        return None
 
     @property
     def is_busy(self) -> bool:

@@ -4,7 +4,7 @@ comes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,7 @@ class Actor:
         self.state: Any = None  # after the policy's last step; None before it, or if it has none
         self._held: torch.Tensor | None = None  # the float32 weights that differences are added to
         self._generator = torch.Generator()
+        self.before_step: Callable[[], None] = lambda: None  # is called before each step
         # Of the rollout:
         self._request: Collect | None = None
         self._rows = range(0)
@@ -125,6 +126,7 @@ class Actor:
 
         ``starts`` ``(num_envs,)`` says which of these are the first of an episode.
         """
+        self.before_step()
         tensors = to_tensors(observations, self.policy)
         if self.state is None:
             params = self.policy(tensors)

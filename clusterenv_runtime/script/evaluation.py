@@ -112,7 +112,7 @@ class Evaluations:
 
     def _make_envs(self, envs: ClusterEnv) -> ClusterEnv:
         args, directory = self._args, self._logs.writer.log_dir
-        rows = min(args.eval_episodes, MOST_ROWS, envs.num_envs)
+        rows = min(args.eval_episodes, MOST_ROWS, -(-envs.num_envs // envs.num_workers))
         made = envs.env_fns
         if isinstance(made, list):  # else a worker makes as many as it is asked for
             made = made[args.capture_video :][-rows:]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..env import ClusterEnv
-from ..errors import Interrupted
+from ..errors import EnvError, Interrupted
 
 TOLD = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 # Exit codes: EX_TEMPFAIL, for which schedulers may requeue, and the shell's 128 + SIGINT.
@@ -73,8 +73,22 @@ class Signals:
             except OSError as error:
                 sys.exit(not_saved(error, to_go_on))
             self.end(f"; to go on: {to_go_on}")
+        except Exception as error:
+            if isinstance(error, EnvError) or isinstance(error.__cause__, EnvError):
+                _save_after_error(save, to_go_on)
+            raise
         finally:
             self._envs = None
+
+
+def _save_after_error(save: Callable[[], None], to_go_on: str) -> None:
+    """Save a run that an environment's error ends, in a wait where nothing is half done."""
+    try:
+        save()
+    except OSError as error:
+        print(f"not saved: {error.strerror or error}", file=sys.stderr)
+    else:
+        print(f"saved; to go on: {to_go_on}", file=sys.stderr)
 
 
 def not_saved(error: OSError, to_go_on: str) -> str:

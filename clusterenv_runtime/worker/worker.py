@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 # After an error in one of these requests, environments must be reset. After an error in `Setup` or
 # `Structure` a worker ends.
+LOOK_S = 0.1  # how often a worker that acts looks for messages
 IN_EPISODES = Reset | Step | CutOff | Collect | Evaluate
 EVALUATED_STEPS = 32  # that an evaluation takes at once in each environment
 
@@ -88,6 +90,7 @@ class Worker:
         self._first_row, self._rule = 0, SyncRule()
         self._actor: Actor | None = None
         self._has_failed = False  # whether an environment has raised since all were reset
+        self._next_look = 0.0  # when it takes in, while it acts, what the head has said
         # Of the reset that is to follow an evaluation.
         self._next_seeds: list[int | None] | None = None
 
@@ -233,6 +236,7 @@ class Worker:
     def _act(self, actor: Actor, request: Collect) -> RolloutPart:
         """Act and step as a request says."""
         actor.prepare(request, self._rows)
+        actor.before_step = self._take_in
         part = self._envs.collect(actor, request.num_steps)
         given = part.actions if actor.is_identity else actor.given
         check_part(part, self._envs.layout.single_action_space, given)
@@ -254,8 +258,15 @@ class Worker:
             scores.add(self._act(actor, collect))
             if scores.are_complete:
                 return scores.arrays()
-            while (message := self._connection.receive(waits=False)) is not None:
-                self._put_off(*message)  # it was no `Close`, which ends the evaluation
+
+    def _take_in(self) -> None:
+        """Keep what comes while this worker acts. `Close` ends it, between two steps."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        while (message := self._connection.receive(waits=False)) is not None:
+            self._later.append(message)
 
     @property
     def _rows(self) -> range:
@@ -263,6 +274,9 @@ class Worker:
 
     def _pull(self, seq: int | None) -> None:
         """Ask for weights, and again for all of them if a difference did not fit."""
+        came, self._later = self._later, deque()
+        for message in came:
+            self._put_off(*message)
         while True:
             self._connection.send(seq, protocol.Pull(self._actor.version))
             self._actor.load_weights(*self._wait_for_weights())
