@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.distributions import Distribution
 
 from . import forked
 from .patience import PATIENCE
@@ -167,6 +168,7 @@ def check_refusal_here(monkeypatch, script, directory, flags, says):
     monkeypatch.setattr(sys, "argv", [script, *flags])
     with pytest.raises(SystemExit) as exit:
         runpy.run_path(str(ROOT / script), run_name="__main__")
+    Distribution.set_default_validate_args(__debug__)  # as scripts set it otherwise
     line = str(exit.value.code)
     del exit
     gc.collect()  # of the workers that it may have started

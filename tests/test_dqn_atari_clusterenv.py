@@ -2,6 +2,7 @@
 once.
 """
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -87,7 +88,10 @@ def rollouts(frame_stack):
 
 @pytest.mark.parametrize(("num_frames", "all_fit"), [(290, True), (90, False)])
 def test_the_buffer_holds_the_last_transitions_and_each_frame_once(num_frames, all_fit):
-    ours, dense = ReplayBuffer(75, num_frames, SPACE), dqn_clusterenv.ReplayBuffer(75, SPACE)
+    ours, dense = (
+        ReplayBuffer(75, num_frames, SPACE),
+        dqn_clusterenv.ReplayBuffer(75, SPACE, gym.spaces.Discrete(2)),
+    )
     assert len(ours.frames) < 2 * 4 * 75 / 2
     for with_frames, without in zip(rollouts(4), rollouts(None), strict=True):
         ours.add(with_frames)

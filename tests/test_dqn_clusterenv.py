@@ -229,10 +229,10 @@ class PixelEnv(CountingEnv):
 
 
 def test_transitions_are_exact_at_the_ends_of_episodes_and_the_oldest_give_way():
-    rb = ReplayBuffer(25, PixelEnv.observation_space)
+    rb = ReplayBuffer(25, PixelEnv.observation_space, gym.spaces.Discrete(2))
     assert sum(
         column.nbytes for column in vars(rb).values() if isinstance(column, torch.Tensor)
-    ) == (ReplayBuffer.num_bytes(25, PixelEnv.observation_space))
+    ) == (ReplayBuffer.num_bytes(25, PixelEnv.observation_space, gym.spaces.Discrete(2)))
     with ClusterEnv([partial(PixelEnv, 2), partial(PixelEnv, 9)], 1) as envs:
         envs.publish(CategoricalPolicy(linear(2, 2)))
         envs.reset()

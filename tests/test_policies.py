@@ -94,7 +94,7 @@ MAKERS |= {
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_state_is_initial_exactly_where_an_episode_begins_and_the_learner_sees_what_acted(make):
-    num_workers = 1 if callable(make) else 2
+    num_workers = 1 if isinstance(make, Together) else 2
     with ClusterEnv(make, num_workers, num_envs=4, **EXACT) as envs:
         envs.reset(seed=1)
         policy, ends = Recurrent(), 0
@@ -435,7 +435,7 @@ TELLERS |= {f"together, {mode.value}": Together(partial(telling, mode)) for mode
 
 @pytest.mark.parametrize("make", TELLERS.values(), ids=TELLERS)
 def test_infos_that_are_asked_for_come_in_rollouts(make):
-    num_workers = 1 if callable(make) else 2
+    num_workers = 1 if isinstance(make, Together) else 2
     keys = ("success", "progress", "never")
     with ClusterEnv(make, num_workers, num_envs=4, info_keys=keys) as envs:
         envs.reset(seed=1)

@@ -3,6 +3,7 @@ sends, and its end.
 """
 
 import errno
+import logging
 import math
 
 import numpy as np
@@ -372,7 +373,8 @@ def test_a_refused_replacement_is_tried_again_after_growing_pauses(caplog):
     assert np.all(promised <= pauses) and np.all(pauses <= promised + LOOK_S + 0.01)
     (restart,) = simulation.recovery.restarts
     assert "died: killed by SIGKILL" in restart["reason"]
-    loss, refusal = (record.getMessage() for record in caplog.records)
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    loss, refusal = (record.getMessage() for record in warnings)
     assert loss.startswith("worker 1 ") and loss.endswith("replacement 1 of this worker")
     assert refusal.startswith("worker 1 cannot be started, which is tried again for up to 60 s: ")
     assert refusal.endswith(": [Errno 11] Resource temporarily unavailable")

@@ -441,7 +441,9 @@ def check_drawn(drawn, inserted, held):
 @pytest.mark.parametrize("size", [24, 25, 30, 31])
 def test_the_buffer_holds_the_newest_transitions_whole_and_each_once(size):
     script = importlib.import_module("dqn_clusterenv")
-    buffer = script.ReplayBuffer(size, gym.spaces.Box(-np.inf, np.inf, (1,), np.float32))
+    buffer = script.ReplayBuffer(
+        size, gym.spaces.Box(-np.inf, np.inf, (1,), np.float32), gym.spaces.Discrete(2)
+    )
     torch.manual_seed(1)
     for number in range(12):
         buffer.add(chunk_of(8 * number, 4, 2, (1,)))
@@ -510,11 +512,11 @@ def test_a_chunk_whose_frames_have_been_written_over_is_drawn_no_more():
 def test_a_buffer_takes_as_many_bytes_as_it_says(dqn, size, num_frames):
     has_frames = dqn.__name__ == "scripts.dqn_atari_clusterenv"
     space = gym.spaces.Box(0, 255, (4, 3, 2), np.uint8 if has_frames else np.float32)
-    sizes = (size, num_frames) if has_frames else (size,)
+    of_what = (size, num_frames, space) if has_frames else (size, space, gym.spaces.Discrete(2))
     tensors = [
-        value for value in vars(dqn.ReplayBuffer(*sizes, space)).values() if torch.is_tensor(value)
+        value for value in vars(dqn.ReplayBuffer(*of_what)).values() if torch.is_tensor(value)
     ]
-    assert dqn.ReplayBuffer.num_bytes(*sizes, space) == sum(tensor.nbytes for tensor in tensors)
+    assert dqn.ReplayBuffer.num_bytes(*of_what) == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_a_checkpoint_holds_the_buffer_or_nothing_of_it(dqn):
@@ -523,8 +525,9 @@ def test_a_checkpoint_holds_the_buffer_or_nothing_of_it(dqn):
     sizes, number = ((30, 200), (50,)) if is_of_frames else ((30,), (1, 50))
     chunks = [chunk_of(8 * number, 4, 2, (4, 1, 1)) for number in range(6)]
     chunks = [in_frames(chunk) for chunk in chunks] if is_of_frames else chunks
+    spaces = (space,) if is_of_frames else (space, gym.spaces.Discrete(2))
     before, after, without = (
-        dqn.ReplayBuffer(*sizes, space, keeps) for keeps in (True, True, False)
+        dqn.ReplayBuffer(*sizes, *spaces, keeps) for keeps in (True, True, False)
     )
     for chunk in chunks[:5]:
         before.add(chunk)

@@ -94,7 +94,7 @@ def test_a_resumed_buffer_stays_out_of_checkpoints_if_that_is_asked_now():
     dqn = importlib.import_module("dqn_clusterenv")
     box = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
     for make in (
-        lambda saves: dqn.ReplayBuffer(8, box, saves),
+        lambda saves: dqn.ReplayBuffer(8, box, gym.spaces.Discrete(2), saves),
         lambda saves: FrameReplay(8, 90, box, saves),
     ):
         now = make(False)
