@@ -29,8 +29,7 @@ class Vectorized(Protocol):
 
         The object has `num_envs`, `layout`, `metadata`, `render_mode`, `spaces`, `infos`,
         `reset(seeds, options)`, `collect(actor, num_steps)`, `set_attr(name, values)` and
-        `close()`, which mean the same as in
-        `worker.one_by_one.EnvsOneByOne`.
+        `close()`, which mean the same as in `worker.one_by_one.EnvsOneByOne`.
         """
 
 
@@ -124,7 +123,8 @@ class Blueprint:
             self._render_mode = render_mode
         else:
             self.layout.check(space, action_space)
-        self._spaces[rows] = spaces
+        if self.observation_mode == "different":  # else each worker tells none
+            self._spaces[rows] = spaces
 
     @property
     def action_space(self) -> Space:

@@ -14,6 +14,12 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 from ..policy.base import Policy
 
 
+def _gaussian(params: Tensor) -> Distribution:
+    """Return the distribution whose means and logarithms of deviations are ``(..., 2 n)``."""
+    mean, logstd = params.chunk(2, -1)
+    return Independent(Normal(mean, logstd.exp()), 1)
+
+
 class CategoricalPolicy(Policy):
     """Discrete actions: ``actor`` maps observations to logits ``(batch, n)``."""
 
@@ -80,8 +86,7 @@ class GaussianPolicy(Policy):
         return actions.clamp(low, high)
 
     def distribution(self, params: Tensor) -> Distribution:
-        mean, logstd = params.chunk(2, -1)
-        return Independent(Normal(mean, logstd.exp()), 1)
+        return _gaussian(params)
 
 
 class SquashedGaussianPolicy(Policy):
@@ -134,8 +139,7 @@ class SquashedGaussianPolicy(Policy):
         return actions.tanh() * self.scale + self.bias
 
     def distribution(self, params: Tensor) -> Distribution:
-        mean, logstd = params.chunk(2, -1)
-        return Independent(Normal(mean, logstd.exp()), 1)
+        return _gaussian(params)
 
 
 class EpsilonGreedyPolicy(Policy):

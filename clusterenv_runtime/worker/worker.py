@@ -46,9 +46,9 @@ from .scores import Scores
 if TYPE_CHECKING:
     from ..policy.actor import Actor
 
+LOOK_S = 0.1  # how often a worker that acts looks for messages
 # After an error in one of these requests, environments must be reset. After an error in `Setup` or
 # `Structure` a worker ends.
-LOOK_S = 0.1  # how often a worker that acts looks for messages
 IN_EPISODES = Reset | Step | CutOff | Collect | Evaluate
 EVALUATED_STEPS = 32  # that an evaluation takes at once in each environment
 
