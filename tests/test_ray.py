@@ -190,7 +190,7 @@ def test_a_dry_run_begins_no_ray(tmp_path):
 
 def test_where_there_is_no_ray_one_line_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(StartupError, match=r"needs Ray: pip install 'clusterenv\[ray\]'"):
+    with pytest.raises(StartupError, match=r"needs Ray: pip install 'clusterenv-runtime\[ray\]'"):
         ClusterEnv([CountingEnv], 1, launcher="ray")
 
 
