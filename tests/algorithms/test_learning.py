@@ -4,7 +4,17 @@ import pytest
 
 from .learning import MOST, REACHED, SEEDS, TRAININGS, learn
 
+# Convolutions take a minute and a half. The other tests here try these scripts, too.
+WITH_PIXELS = {
+    "scripts/ppo_minatar_clusterenv.py",
+    "scripts/ppo_atari_clusterenv.py",
+    "scripts/dqn_atari_clusterenv.py",
+}
+PARAMETERS = [
+    pytest.param(script, marks=[pytest.mark.long] * (script in WITH_PIXELS)) for script in TRAININGS
+]
 
-@pytest.mark.parametrize("script", TRAININGS)
+
+@pytest.mark.parametrize("script", PARAMETERS)
 def test_it_learns(script, tmp_path):
     assert REACHED < learn(script, tmp_path, SEEDS.get(script, 1)) <= MOST
