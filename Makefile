@@ -33,6 +33,7 @@ all-figures: .venv/installed
 lint: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/mypy
 	.venv/bin/shellcheck -x slurm/*.sbatch slurm/*.sh .ci/run
 
 docs: .venv/installed

@@ -68,7 +68,7 @@ class ClusterEnv(VectorApi):
         *,
         num_envs: int | None = None,
         copy: bool = True,
-        observation_mode: str | tuple[gym.Space, gym.Space] = "same",
+        observation_mode: str | tuple[gym.Space[Any], gym.Space[Any]] = "same",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         info_keys: Sequence[str] = (),
         frame_stack: int | None = None,

@@ -309,7 +309,7 @@ def parse_options(
         StartupError: the launcher cannot start workers here.
     """
     parsed = ClusterOptions(**options)
-    launcher = parsed.launcher
+    launcher: Any = parsed.launcher
     if isinstance(launcher, Launcher):
         kind = type(launcher).__name__
         _require(

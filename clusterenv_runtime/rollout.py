@@ -109,7 +109,10 @@ class Rollout:
         if len(parts) > 1:
             ended = [np.flatnonzero(part.terminations | part.truncations) for part in parts]
             counted = [part.episodes for part in parts]  # some ends may not count
-            orders = {ENDS: _in_order(ended, sizes), EPISODES: _in_order(counted, sizes)}
+            orders: dict[tuple[str, ...], np.ndarray] = {
+                ENDS: _in_order(ended, sizes),
+                EPISODES: _in_order(counted, sizes),
+            }
             for name in _JOINED:
                 if AXES[name] in orders:
                     fields[name] = map_tree(itemgetter(orders[AXES[name]]), fields[name])

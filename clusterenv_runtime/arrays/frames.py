@@ -135,7 +135,7 @@ def fold(
         for env, stack in enumerate(now):
             add(stack, before[env], index[step - 1, env], index[step, env])
             before[env] = stack[1:].tobytes()
-        for env in np.flatnonzero(ended[step]) if step < len(ended) else ():
+        for env in np.flatnonzero(ended[step]).tolist() if step < len(ended) else ():
             add(finals[end], before[env], index[step, env], final_index[end])
             end += 1
     return np.concatenate(frames), index, final_index

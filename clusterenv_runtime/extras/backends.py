@@ -33,7 +33,8 @@ class EnvPoolVectorEnv(VectorEnv):
             raise gym.error.NameNotFound(
                 f"EnvPool has no {env_id}; envpool.list_all_envs() tells what it has"
             )
-        self.num_envs, self._pool = num_envs, None
+        self.num_envs = num_envs
+        self._pool: Any = None  # EnvPool's object, which the first reset makes
         # One thread is the default, as each core has a worker.
         kwargs = {"num_threads": 1, **kwargs, "num_envs": num_envs}
         self._make = partial(envpool.make_gymnasium, env_id, **kwargs)
@@ -48,9 +49,9 @@ class EnvPoolVectorEnv(VectorEnv):
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> Any:
-        seeds = seed or [None] * self.num_envs
         if isinstance(seed, int):
-            seeds = [seed + i for i in range(self.num_envs)]
+            seed = [seed + i for i in range(self.num_envs)]
+        seeds = seed or [None] * self.num_envs
         mask = (options or {}).get("reset_mask")
         if self._pool is None or any(one is not None for one in seeds):
             self.close_extras()

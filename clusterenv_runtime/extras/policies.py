@@ -30,7 +30,8 @@ class CategoricalPolicy(Policy):
         self.actor = actor
 
     def forward(self, observations: Any) -> Tensor:
-        return self.actor(observations)
+        logits: Tensor = self.actor(observations)
+        return logits
 
     def noise(self, num_steps: int, params: Tensor, generator: torch.Generator) -> Tensor:
         return -torch.empty(num_steps, *params.shape).exponential_(generator=generator).log()
@@ -154,7 +155,8 @@ class EpsilonGreedyPolicy(Policy):
         self.q_network, self.epsilon = q_network, epsilon
 
     def forward(self, observations: Any) -> Tensor:
-        return self.q_network(observations)
+        values: Tensor = self.q_network(observations)
+        return values
 
     def noise(self, num_steps: int, params: Tensor, generator: torch.Generator) -> Tensor:
         return torch.rand(num_steps, len(params), 2, generator=generator)

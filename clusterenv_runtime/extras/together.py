@@ -98,7 +98,7 @@ class EnvsTogether:
         self.metadata = envs.metadata
         self.render_mode = envs.render_mode
         self.layout = layout_of(envs.single_observation_space, envs.single_action_space)
-        self.spaces: list[Space] = []  # none: all have the same
+        self.spaces: list[Space[Any]] = []  # none: all have the same
         self._envs = envs
         self._space = self.layout.single_observation_space
         self._example = create_empty_array(self._space, 1)
@@ -135,7 +135,7 @@ class EnvsTogether:
         """Reset all environments; return the observations."""
         # Other vector environments take the seed of their first environment.
         takes_all = isinstance(self._envs, EnvPoolVectorEnv | SyncVectorEnv)
-        seed = seeds if takes_all else seeds[0]
+        seed: Any = seeds if takes_all else seeds[0]
         observations, _ = self._envs.reset(seed=seed, options=options)
         self._observations = self._of_space(observations)
         self._returns[:] = self._lengths[:] = 0
@@ -190,12 +190,14 @@ class EnvsTogether:
         """
         if self._mode == AutoresetMode.DISABLED:
             seen, _ = self._envs.reset(options={"reset_mask": ended})
-        own = infos.get(self._key)
+        own = None if self._key is None else infos.get(self._key)
         counted = {}
         for row in np.flatnonzero(ended).tolist():
-            counts = self._returns[row], self._lengths[row]
-            if self._own[row] is not None:
-                counts = self._own[row].counts(counts)
+            seen_here = self._returns[row], self._lengths[row]
+            counts: Counts | None = seen_here
+            statistics = self._own[row]
+            if statistics is not None:
+                counts = statistics.counts(seen_here)
             elif own is not None:
                 counts = (own["r"][row], own["l"][row]) if infos[f"_{self._key}"][row] else None
             if counts is not None:
@@ -214,7 +216,7 @@ class EnvsTogether:
     def _final(self, batch: Any, rows: np.ndarray) -> Any:
         """Return a copy of some rows of a batch, or of an array of the rows as objects."""
         if isinstance(batch, np.ndarray) and batch.dtype == object:
-            batch, rows = stack(self._space, list(batch[rows])), slice(None)
+            return self._of_space(stack(self._space, list(batch[rows])))
         return self._of_space(_take(self._space, batch, rows))
 
     def _keep_infos(
@@ -235,6 +237,6 @@ class EnvsTogether:
                         transitions.add_info(key, step * self.num_envs + rows, values)
 
 
-def _take(space: Space, batch: Any, indices: Any) -> Any:
+def _take(space: Space[Any], batch: Any, indices: Any) -> Any:
     """Return a copy of these rows of a batch of ``space``, whose leaves are arrays."""
     return map_space(lambda leaf: leaf[indices], space, batch)

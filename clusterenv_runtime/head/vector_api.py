@@ -14,6 +14,7 @@ from gymnasium.vector import VectorEnv
 from .collect import Collector
 from .evaluation import Evaluator
 from .interrupts import interruptible
+from .pool import WorkerPool
 from .start import Head
 from .stepping import Infos, Stepper
 
@@ -25,7 +26,8 @@ class VectorApi(VectorEnv):
     _stepper: Stepper
     _collector: Collector
     _evaluator: Evaluator
-    _finalizer: weakref.finalize
+    _finalizer: weakref.finalize[Any, Any]
+    _pool: WorkerPool
 
     @interruptible
     def reset(
@@ -105,12 +107,12 @@ class VectorApi(VectorEnv):
     def render(self) -> tuple[Any, ...]:
         return self.call("render")
 
-    @property
-    def np_random(self) -> tuple[np.random.Generator, ...]:
+    @property  # type: ignore[misc]
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
         return self.call("np_random")
 
     @property
-    def np_random_seed(self) -> tuple[int, ...]:
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.call("np_random_seed")
 
     @interruptible

@@ -48,8 +48,7 @@ class Launcher:
     by_hand = False
     # The resources of each worker, as in {"CPU": 2}; each launcher knows what to do with them.
     resources: Mapping[str, float] = MappingProxyType({})
-    # Whether it can fork workers from one process; whether it may, and what that process imports.
-    can_fork = False
+    # Whether workers may be forked from one process, and what that process imports.
     may_fork = True
     preload: Sequence[str] = ()
 
@@ -70,6 +69,11 @@ class Launcher:
         None stands for the system's directory of temporary files.
         """
         return self.log_dir
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether workers can be forked from one process."""
+        return False
 
     def address(self, num_workers: int) -> str | None:
         """Return the address to listen on over tcp, if the user gives none.
