@@ -5,6 +5,7 @@ repository.
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Iterable
 
 from clusterenv_runtime.script.arguments import groups_of, spell
@@ -35,11 +36,8 @@ def page() -> str:
     groups = {name: groups_of(kind) for name, kind in kinds.items()}
     shared = groups["PPO"]
     parts = [HEAD]
-    parts += [
-        "## Workers, their link, when they pull, and what",
-        "",
-        table(kinds, shared["workers"]),
-    ]
+    parts += ["## Workers, their link, when they pull, and what", ""]
+    parts += [table(kinds, shared["workers"])]
     parts += ["## The run", "", table(kinds, shared["run"])]
     for name, kind in kinds.items():
         parts += [f"## {name}", "", table({name: kind}, groups[name]["algorithm"])]
@@ -47,22 +45,27 @@ def page() -> str:
 
 
 def table(kinds: dict[str, type], flags: Iterable[str]) -> str:
-    """Return a table of these flags, with a column of defaults for each script."""
-    heads = ["flag", *(f"{name}'s default" for name in kinds), ""]
-    rows = [heads, ["---"] * len(heads)]
+    """Return a table of these flags: what each does, and its default."""
+    rows = [["flag", "what it does", "default"], ["---"] * 3]
     for flag in flags:
         texts = dict.fromkeys(text_of(kind, flag).replace("|", "\\|") for kind in kinds.values())
-        rows.append(
-            [
-                f"`{spell(flag)}`",
-                *(default(kind, flag) for kind in kinds.values()),
-                "; ".join(texts),
-            ]
-        )
+        rows.append([f"`{spell(flag)}`", "; ".join(texts), defaults(kinds, flag)])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+def defaults(kinds: dict[str, type], flag: str) -> str:
+    """Return the default that most scripts have, and those of the others by their names."""
+    values = {name: default(kind, flag) for name, kind in kinds.items()}
+    (usual, _), *others = Counter(values.values()).most_common()
+    texts = [usual or "none"]
+    for value, _ in others:
+        names = " and ".join(name for name in values if values[name] == value)
+        texts.append(f"{names}: {value or 'none'}")
+    return "; ".join(texts)
+
+
 def default(kind: type, flag: str) -> str:
+    """Return a script's default of a flag, empty if there is none."""
     value = getattr(kind(), flag)
     if isinstance(value, bool):
         return "on" if value else "off"

@@ -1,9 +1,12 @@
 """The sources of the site, in build: mkdocs.yml, and in build/docs its pages and what they link to,
 laid out as they are here.
 
-So the links that work on GitHub work on the site. ``make docs`` calls this, and then builds.
+So the links that work on GitHub work on the site. ``make docs`` calls this, and then builds. The
+site has ``llms.txt``, too, a list of its pages for language models: https://llmstxt.org. Built by
+GitHub, it links to the repository.
 """
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -50,6 +53,36 @@ def _paths(navigation: list[dict[str, object]]) -> list[str]:
     ]
 
 
+def llms_txt() -> str:
+    """Return the list of all pages, each with its title and its first sentence."""
+    lines = ["# ClusterEnv", "", f"> {_first_sentence(ROOT / 'README.md')}", "", "## Pages", ""]
+    for page in pages():
+        path = page.relative_to(ROOT)
+        lines.append(f"- [{title_of(page)}]({path}): {_first_sentence(page)}")
+    return "\n".join(lines) + "\n"
+
+
+def title_of(page: Path) -> str:
+    """Return the heading of a page; of a table that a command has made the file's name."""
+    heading = re.search("^# (.*)", page.read_text(), re.MULTILINE)
+    return heading[1] if heading else page.name
+
+
+def _first_sentence(page: Path) -> str:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)  # of a link its text
+    paragraphs = [" ".join(each.split()) for each in text.split("\n\n")]
+    first = next((each for each in paragraphs if re.match(r"[\w`]", each)), "")
+    return re.match(r".*?[.:](?= |$)|.*", first)[0]
+
+
+def repository() -> str:
+    """Return what to add to mkdocs.yml: the repository's address, where GitHub builds the site."""
+    name = os.environ.get("GITHUB_REPOSITORY")
+    server = os.environ.get("GITHUB_SERVER_URL")
+    return f"repo_url: {server}/{name}\nrepo_name: {name}\n" if name else ""
+
+
 if __name__ == "__main__":
     shutil.rmtree(SOURCES, ignore_errors=True)
     for page in pages():
@@ -57,4 +90,5 @@ if __name__ == "__main__":
             copy = SOURCES / file.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, copy)
-    shutil.copy(CONFIGURATION, BUILD)
+    (SOURCES / "llms.txt").write_text(llms_txt())
+    (BUILD / CONFIGURATION.name).write_text(CONFIGURATION.read_text() + repository())

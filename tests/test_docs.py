@@ -24,6 +24,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import tyro
+import yaml
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
@@ -207,6 +208,23 @@ def test_links_lead_to_files_of_the_repository_and_to_titles_in_them(page):
 
 def test_every_page_is_in_the_navigation():
     assert set(ROOT.glob("docs/*.md")) <= set(site.pages())
+
+
+def test_the_navigation_and_pages_have_the_same_titles():
+    entries = [*yaml.safe_load(site.CONFIGURATION.read_text())["nav"]]
+    for entry in entries:  # which grows meanwhile
+        [(title, content)] = entry.items()
+        if isinstance(content, str):
+            assert title == site.title_of(ROOT / content)
+        else:
+            entries += content
+
+
+def test_the_list_for_language_models_has_all_pages():
+    text = site.llms_txt()
+    assert text.startswith("# ClusterEnv\n\n> ")
+    assert "- [Quickstart](docs/quickstart.md): " in text
+    assert all(f"({page.relative_to(ROOT)}): " in text for page in site.pages())
 
 
 # Commands.
