@@ -496,14 +496,18 @@ def test_keys_made_ahead_are_the_heads_and_the_workers_alone(tmp_path):
     assert (again.returncode, again.stderr) == (1, "error: cannot write key: File exists\n")
 
 
+SCHEMA = "1.37"  # the newest version of Kubernetes whose schema there is
+
+
 def manifest(name):
     return list(yaml.safe_load_all((ROOT / "docs" / name).read_text()))
 
 
 def test_the_manifest_is_valid_and_its_parts_fit():
-    service, claim, head_job, workers = documents = manifest("kubernetes.yaml")
+    documents = manifest("kubernetes.yaml")
+    service, claim, head_job, workers, closed, policy = documents
     for document in documents:
-        kubernetes_validate.validate(document, "1.34", strict=True)
+        kubernetes_validate.validate(document, SCHEMA, strict=True)
     number, pod = workers["spec"]["completions"], head_job["spec"]["template"]["spec"]
     (container,), (worker,) = pod["containers"], workers["spec"]["template"]["spec"]["containers"]
     (port,) = (str(port["port"]) for port in service["spec"]["ports"])
@@ -517,19 +521,32 @@ def test_the_manifest_is_valid_and_its_parts_fit():
         each.get("persistentVolumeClaim") for each in pod["volumes"]
     ]
     assert worker["image"] == container["image"]
+    assert closed["spec"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
+    assert policy["spec"]["podSelector"]["matchLabels"] == service["spec"]["selector"]
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["from"] == [
+        {"podSelector": {"matchLabels": {"job-name": workers["metadata"]["name"]}}}
+    ]
+    assert rule["ports"] == [{"port": int(port)}]
 
 
 def test_the_jobset_is_of_the_same_jobs():
-    *_, claim, head, workers = manifest("kubernetes.yaml")
-    other_claim, jobs = manifest("jobset.yaml")
-    assert other_claim == claim
+    _, claim, head, workers, closed, policy = manifest("kubernetes.yaml")
+    other_claim, jobs, other_closed, other_policy = manifest("jobset.yaml")
+    assert (other_claim, other_closed) == (claim, closed)
+    label = "jobset.sigs.k8s.io/replicatedjob-name"
+    assert other_policy["spec"]["podSelector"]["matchLabels"][label] == "head"
+    (rule,) = other_policy["spec"]["ingress"]
+    assert rule["from"][0]["podSelector"]["matchLabels"][label] == "workers"
+    assert rule["ports"] == policy["spec"]["ingress"][0]["ports"]
+    kubernetes_validate.validate(other_policy, SCHEMA, strict=True)
     spec, name = jobs["spec"], jobs["metadata"]["name"]
     assert spec["network"]["enableDNSHostnames"] and spec["successPolicy"][
         "targetReplicatedJobs"
     ] == ["head"]
     for job, plain in zip(spec["replicatedJobs"], (head, workers), strict=True):
         kubernetes_validate.validate(
-            {**plain, "spec": job["template"]["spec"]}, "1.34", strict=True
+            {**plain, "spec": job["template"]["spec"]}, SCHEMA, strict=True
         )
         # A JobSet has these as a whole.
         for setting in (
