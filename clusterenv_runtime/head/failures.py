@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import gymnasium as gym
+import logging
 
 from ..errors import EnvError, printable
 from ..wire.buffers import MAX_FRAME
 from ..wire.exceptions import remade
 from ..wire.protocol import Error
+
+logger = logging.getLogger(__name__)
 
 
 class Failures:
@@ -36,27 +38,24 @@ class Failures:
 def to_exception(errors: list[tuple[str, Error]]) -> Exception:
     """Return the last of these errors as an exception, with an `EnvError` as its cause.
 
-    All are logged in the words of Gymnasium's AsyncVectorEnv. There a worker is one environment,
-    and ends. Here a worker ends only if its error is fatal; else it goes on after a reset.
+    The others are logged.
     """
-    worker, last = errors[-1]
-    for _, error in errors:
-        if error.ends_episodes and error.env is not None:
-            which = f"Worker-{error.env}"
-            gym.logger.error(f"Received the following error from {which} - Shutting it down")
-            gym.logger.error("%s", _lines(error.traceback))
-            if error is last:
-                gym.logger.error("Raising the last exception back to the main process.")
-    which = "the policy or an environment" if last.env is None else f"environment {last.env}"
-    text = f"{printable(last.kind)}: {_lines(last.message)}\n\n{_lines(last.traceback)}"
-    env_error = EnvError(f"{which} on {worker} raised {text}")
+    *others, (worker, last) = errors
+    for name, error in others:
+        logger.error("%s", _described(name, error))
+    cause = EnvError(_described(worker, last))
     names = [last.kind, *last.bases]
-    text = _lines(last.message)
-    exception = remade(names, text, last.content, last.arrays, last.is_whole)
+    exception = remade(names, _lines(last.message), last.content, last.arrays, last.is_whole)
     if exception is None:
-        return env_error
-    exception.__cause__ = env_error
+        return cause
+    exception.__cause__ = cause
     return exception
+
+
+def _described(worker: str, error: Error) -> str:
+    which = "the policy or an environment" if error.env is None else f"environment {error.env}"
+    text = f"{printable(error.kind)}: {_lines(error.message)}\n\n{_lines(error.traceback)}"
+    return f"{which} on {worker} raised {text}"
 
 
 def _lines(text: str) -> str:
