@@ -1,15 +1,18 @@
-"""The offline sweep: W&B's configurations, once each, whatever is killed; and a table and a plot of
-the results.
+"""The offline sweep: W&B's configurations, once each, several at once, whatever is killed; what it
+says meanwhile; and a table and a plot of the results.
 """
 
+import contextlib
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +21,14 @@ import scipy.stats as st
 import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-from experiments.sweeps import configurations
+from experiments.sweeps import capacity, configurations, metrics
 from experiments.sweeps.distributions import DISTRIBUTIONS
 
-from .patience import PATIENCE
-from .scripts import ROOT, alive, children_of, environment
+from .patience import PATIENCE, assert_ended, wait_until
+from .scripts import ROOT, alive, children_of, environment, scalars
 
-pytestmark = pytest.mark.long
-
-# A program whose return is ten times x. It fails at x = 13, and at x = 99 it waits for a file `go`,
-# but not for ever.
+# A program whose return is ten times x, and no number at x = 0. It fails at x = 13, and at x = 99
+# it waits for a file `go`, but not for ever.
 PROGRAM = """
 import json, os, sys, time
 flags = dict(word.lstrip("-").split("=") for word in sys.argv[1:])
@@ -38,7 +39,7 @@ while x == 99 and time.time() < start + 3600 and not os.path.exists("../../../..
 if x == 13:
     sys.exit("out of luck")
 os.makedirs("runs/one")
-summary = {"eval_return_mean": 10 * x, "seed": int(flags.get("seed", 1)), "args": {}}
+summary = {"eval_return_mean": 10 * x or None, "seed": int(flags.get("seed", 1)), "args": {}}
 json.dump(summary, open("runs/one/summary.json", "w"))
 """
 
@@ -192,7 +193,17 @@ REFUSED = {
         {"early_terminate": {"type": "hyperband"}},
     ),
     "key controller is not supported": (X, {"controller": {"type": "local"}}),
-    "method bayes is not supported; supported: grid, random": (X, {"method": "bayes"}),
+    "method best is not supported; supported: grid, random, bayes": (X, {"method": "best"}),
+    "method bayes needs run_cap": (X, {"method": "bayes"}),
+    "train.py has no metric return; the metrics of all scripts: eval_return_mean, eval": (
+        X,
+        {"metric": {"name": "return"}},
+    ),
+    "train.py has no metric losses/value_loss": (X, {"metric": {"name": "losses/value_loss"}}),
+    "metric eval/return_mean needs evaluations, and eval_episodes is 0": (
+        {**X, "eval_episodes": {"values": [0, 5]}},
+        {"metric": {"name": "eval/return_mean"}},
+    ),
     "key metric.target is not supported; supported: name, goal": (
         X,
         {"metric": {"name": "a", "target": 1}},
@@ -278,6 +289,7 @@ def test_mistakes_on_the_command_line_are_one_line(write):
         "cannot read none.yaml: [Errno 2]": ["none.yaml"],
         "cannot read broken.yaml: while parsing": ["broken.yaml"],
         "--index must be from 0 to 1, got 2": ["sweep.yaml", "--index", "2"],
+        "--jobs must be at least 1, got 0": ["sweep.yaml", "--jobs", "0"],
         "not allowed with argument": ["sweep.yaml", "--index", "1", "--count"],
         "no configuration of runs/sweep has finished": ["sweep.yaml", "--results"],
     }
@@ -319,12 +331,12 @@ def results():
 def test_all_run_once_and_their_results_are_collected(write):
     path = write(
         {"x": {"values": [3, 1, 2]}, "seed": {"values": [1, 2]}},
-        metric={"name": "eval_return_mean"},
+        metric={"name": "eval/return_mean"},
     )
-    result = command(path)
-    assert result.returncode == 0, result.stderr
+    result = command(path, "--jobs", "2")
+    assert (result.returncode, result.stderr) == (0, "")
     # W&B's default is to minimize.
-    assert "6 of 6 have finished; best eval_return_mean 10: x=1 seed=1" in result.stdout
+    assert "6 of 6 have finished; best eval/return_mean 10: x=1 seed=1" in result.stdout
     rows = results()
     assert [(row["index"], row["x"], row["seed"]) for row in rows[:3]] == [
         ("0", "3", "1"),
@@ -335,7 +347,9 @@ def test_all_run_once_and_their_results_are_collected(write):
     assert Path(rows[0]["directory"], "log.txt").read_text() == "x is 3.0 in offline mode\n"
     assert Path("runs/sweep/results.png").read_bytes().startswith(b"\x89PNG")
     attempts = sorted(Path("runs/sweep").glob("*/attempt-*"))
-    assert command(path).stdout.count("has finished") == 6
+    again = command(path, "--jobs", "1").stdout.splitlines()
+    assert again[0] == "6 configurations; 6 of them have finished before; 1 at once: as --jobs says"
+    assert again[1].startswith("6 of 6 have finished") and len(again) == 3
     # a larger grid runs only what is new
     assert command(write({"x": {"values": [2, 3, 7]}, "seed": {"values": [1, 2]}})).returncode == 0
     assert len(attempts) == 6 and len(list(Path("runs/sweep").glob("*/attempt-*"))) == 8
@@ -348,7 +362,7 @@ def test_the_failed_are_named_and_run_again(write):
         result = command(path)
         assert result.returncode == 1
         assert result.stderr.startswith(
-            "error: configuration 1 ended with status 1; see runs/sweep/"
+            "error: configuration 1 ended with status 1: out of luck; see runs/sweep/"
         )
         assert "2 of 3 have finished" in result.stdout
         assert len(list(Path("runs/sweep").glob("*/attempt-*"))) <= 2 + attempts
@@ -381,37 +395,147 @@ def test_what_a_random_sweep_draws_twice_is_run_and_collected_once(write):
     assert sorted(row["x"] for row in results()) == ["1", "2"]
 
 
-def test_a_metric_that_runs_do_not_have_is_named(write):
-    result = command(write({"x": {"value": 1}}, metric={"name": "eval/return_mean"}))
-    assert result.returncode == 1
-    assert (
-        "has no metric eval/return_mean; its summary has: eval_return_mean, seed" in result.stderr
-    )
+def test_a_sweep_ends_at_the_first_run_that_lacks_the_metric(write):
+    path = write({"x": {"values": [1, 2, 3]}}, metric={"name": "luck"})
+    Path("train.py").write_text(f"{PROGRAM}\nluck=7")
+    result = command(path, "--jobs", "1")
+    assert result.returncode == 1 and len(list(Path("runs/sweep").glob("*/attempt-*"))) == 1
+    assert "has no metric luck; its summary has: eval_return_mean, seed" in result.stderr
+    # its result is kept for another metric
+    path = write({"x": {"values": [1, 2, 3]}}, metric={"name": "seed"})
+    assert "1 of them have finished before" in command(path, "--jobs", "1").stdout
 
 
-def start_and_await_99(path):
-    """Start a sweep; return its process and its run's pid once the run waits."""
+def test_a_return_that_is_no_number_is_left_out_and_said(write):
+    result = command(write({"x": {"values": [0, 1]}}, metric={"name": "eval_return_mean"}))
+    assert result.returncode == 0
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("left out"))
+    assert line.endswith("has no number as eval_return_mean")
+    assert "2 of 2 have finished; best eval_return_mean 10: x=1" in result.stdout
+    assert [row["eval_return_mean"] for row in results()] == ["", "10.0"]
+
+
+# A program that ends once two of it run, and fails where there are more.
+PAIRS = """
+import json, os, pathlib, time
+here, start = pathlib.Path("../../../.."), time.time()
+mine = here / f"in-{os.getpid()}"
+mine.touch()
+while not (here / "two").exists() and time.time() < start + 3600:
+    if len(list(here.glob("in-*"))) == 2:
+        (here / "two").touch()
+    time.sleep(0.02)
+assert len(list(here.glob("in-*"))) < 3
+mine.unlink()
+os.makedirs("runs/one")
+json.dump({"eval_return_mean": 1.0}, open("runs/one/summary.json", "w"))
+"""
+
+
+def test_as_many_run_at_once_as_jobs_says(write):
+    path = write({"x": {"values": [1, 2, 3, 4]}})
+    Path("train.py").write_text(PAIRS)
+    result = command(path, "--jobs", "2")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_plain_output_says_how_far_it_is_after_each_run(write):
+    lines = command(write({"x": {"values": [2, 13, 3]}}), "--jobs", "1").stdout.splitlines()
+    assert lines[0] == "3 configurations; 1 at once: as --jobs says"
+    said = [line for line in lines if re.match(r"\d of 3 done", line)]
+    said = [re.sub(r"about \d+ s left", "T", line) for line in said]
+    assert said == [
+        "1 of 3 done; T; best eval_return_mean 20: x=2",
+        "1 of 3 done, 1 failed; T; best eval_return_mean 20: x=2",
+        "2 of 3 done, 1 failed; best eval_return_mean 30: x=3",
+    ]
+
+
+def test_on_a_terminal_one_line_changes(write):
+    path = write({"x": {"values": [2, 99]}})
+    ours, theirs = os.openpty()
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "experiments" / "sweeps" / "run.py"), path],
+        [sys.executable, str(ROOT / "experiments/sweeps/run.py"), path, "--jobs", "1"],
+        env=environment(TERM="xterm", COLUMNS="120"), stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = ""
+    with contextlib.suppress(OSError):  # the other end has closed
+        while text := os.read(ours, 65536).decode():
+            shown += text
+            if re.search("1 of 2 done, 1 running, the first for 1 s; about", shown):
+                Path("go").touch()
+    os.close(ours)
+    assert process.wait(PATIENCE) == 0
+    line = r"\x1b\[2K1 of 2 done, 1 running, the first for 1 s; about \d+ s left; best \S+ 20: x=2"
+    assert re.search(line, shown), shown
+    assert "2 of 2 have finished" in shown and "\n1 of 2 done" not in shown
+
+
+@pytest.mark.parametrize(
+    ("cores", "gib", "parameters", "words", "expected"),
+    [
+        (2, 64, {}, [], 1),  # at least one
+        (12, 64, {}, [], 4),  # a head and two workers each
+        (12, 7, {}, [], 3),  # 2 GiB each
+        (12, 64, {"num_workers": {"values": [1, 5]}}, [], 2),
+        (12, 64, {"num_workers": {"min": 1, "max": 3}}, [], 3),
+        (12, 64, {}, ["--num-workers=11"], 1),
+        (12, 64, {}, ["--num-workers", "1"], 6),
+        (99, 64, {}, [], 9),  # no more than there are
+    ],
+)
+def test_as_many_run_at_once_as_the_machine_carries(
+    cores, gib, parameters, words, expected, write, monkeypatch
+):
+    sweep = {"x": {"values": [1]}, **parameters}
+    method = {"method": "random", "run_cap": 9}
+    path = write(sweep, command=["${interpreter}", "${program}", *words, "${args}"], **method)
+    monkeypatch.setattr(capacity, "cores_here", lambda: cores)
+    monkeypatch.setattr(capacity, "memory_here", lambda: gib * 2**30)
+    jobs, why = capacity.jobs_for(configurations.load(path), 9)
+    assert jobs == expected
+    assert f"of {cores}," in why and why.endswith(f"2 GiB of {gib}")
+
+
+def test_cores_and_memory_of_a_container_are_those_it_may_use(monkeypatch):
+    files = {
+        "/sys/fs/cgroup/cpu.max": "150000 100000",
+        "/sys/fs/cgroup/memory.max": str(5 * 2**30),
+        "/sys/fs/cgroup/memory.current": str(2**30),
+        "/proc/meminfo": "MemTotal: 99999999 kB\nMemAvailable: 8388608 kB",
+    }
+    monkeypatch.setattr(capacity, "words_of", lambda path: files.get(path, "").split())
+    assert (capacity.cores_here(), capacity.memory_here()) == (1, 4 * 2**30)
+    for path in list(files)[:3]:
+        files[path] = "max 100000"
+    assert capacity.cores_here() == len(os.sched_getaffinity(0))
+    assert capacity.memory_here() == 8 * 2**30
+    del files["/sys/fs/cgroup/memory.max"], files["/sys/fs/cgroup/cpu.max"]
+    assert capacity.cores_here() == len(os.sched_getaffinity(0))
+
+
+def start_and_await(path, text="x is 99", number=1):
+    """Start a sweep, this number at once; return its process and its runs' pids once the log of
+    each has this text.
+    """
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "experiments/sweeps/run.py"), path, "--jobs", str(number)],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    while not any("x is 99" in log.read_text() for log in Path("runs").glob("sweep/*/*/log.txt")):
-        time.sleep(0.01)
-    (run,) = children_of(process.pid)
-    return process, run
+    logs = partial(Path("runs").glob, "sweep/*/*/log.txt")
+    wait_until(lambda: sum(text in log.read_text() for log in logs()) == number)
+    return process, children_of(process.pid)
 
 
 @pytest.mark.parametrize("victim", ["sweep", "run"])
 def test_a_killed_sweep_goes_on_where_it_was(victim, write):
     path = write({"x": {"values": [1, 99, 2]}})
-    process, run = start_and_await_99(path)
-    if victim == "sweep":
-        process.kill()
-    os.kill(run, signal.SIGKILL)
+    process, (run,) = start_and_await(path)
+    os.kill(process.pid if victim == "sweep" else run, signal.SIGKILL)
     _, errors = process.communicate(timeout=PATIENCE)
-    while alive(run):  # it is as good as dead
-        time.sleep(0.01)
-    assert victim == "sweep" or "configuration 1 ended with status -9" in errors
+    assert_ended([run])  # also if only the sweep was killed
+    assert victim == "sweep" or "configuration 1 ended with status -9: x is 99.0" in errors
     finished = [line.split()[1] for line in command(path, "--list").stdout.splitlines()]
     assert finished == ["finished", "open", "open" if victim == "sweep" else "finished"]
     Path("go").touch()
@@ -422,20 +546,52 @@ def test_a_killed_sweep_goes_on_where_it_was(victim, write):
     ) == [1, 1, 2]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_sweep_that_is_asked_to_stop_stops_its_run_first(number, write):
-    process, run = start_and_await_99(write({"x": {"values": [1, 99, 2]}}))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_a_sweep_that_is_asked_to_stop_stops_its_runs_first(number, write):
+    process, runs = start_and_await(
+        write({"x": {"value": 99}, "seed": {"values": [1, 2, 3]}}), number=2
+    )
     process.send_signal(number)
     _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 143 and not alive(run)
-    assert errors == "error: interrupted; what has finished is kept, start again to go on\n"
-    assert [line.split()[1] for line in command("sweep.yaml", "--list").stdout.splitlines()] == [
-        "finished",
-        "open",
-        "open",
+    assert process.returncode == 143 and not any(map(alive, runs))
+    assert errors.splitlines() == [
+        "stopping 2 runs, which may save; Ctrl-C again ends at once",
+        "error: interrupted; what has finished is kept, start again to go on",
     ]
+    lines = command("sweep.yaml", "--list").stdout.splitlines()
+    assert [line.split()[1] for line in lines] == ["open"] * 3
+    assert len(list(Path("runs/sweep").glob("*/attempt-*"))) == 2
 
 
+# A program that does not end when it is told to, nor does the process that it has started.
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+if len(sys.argv) == 2:
+    subprocess.Popen([sys.executable, __file__, "second", "process"])
+print("stubborn", flush=True)
+until = time.time() + 3600
+while time.time() < until:
+    time.sleep(1)
+"""
+
+
+def test_a_second_ctrl_c_ends_runs_that_do_not_stop(write):
+    path = write({"x": {"value": 1}})
+    Path("train.py").write_text(STUBBORN)
+    process, (run,) = start_and_await(path, "stubborn\nstubborn")
+    pids = [run, *children_of(run)]
+    assert len(pids) == 2
+    process.send_signal(signal.SIGINT)
+    (log,) = Path("runs/sweep").glob("*/*/log.txt")
+    wait_until(lambda: "told" in log.read_text())
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 143
+    assert_ended(pids)
+
+
+@pytest.mark.long
 def test_a_result_that_was_cut_off_is_no_result(write):
     path = write({"x": {"value": 1}})
     assert command(path).returncode == 0
@@ -445,6 +601,7 @@ def test_a_result_that_was_cut_off_is_no_result(write):
     assert json.loads(result.read_text())["summary"]["eval_return_mean"] == 10
 
 
+@pytest.mark.long
 def test_results_of_many_settings_and_of_words_are_plotted(write):
     path = write(
         {"x": {"distribution": "log_uniform_values", "min": 0.001, "max": 10.0}},
@@ -461,7 +618,8 @@ def test_results_of_many_settings_and_of_words_are_plotted(write):
     assert Path("runs/sweep/results.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_real_script_is_swept(tmp_path):
+@pytest.mark.long
+def test_the_real_script_is_swept_and_has_each_metric_under_its_names(tmp_path):
     flags = {
         "env_id": "CartPole-v1",
         "envs_per_worker": 2,
@@ -486,8 +644,14 @@ def test_the_real_script_is_swept(tmp_path):
         and row["global_step"] == "320"
         and float(row["eval_return_mean"]) > 0
     )
-    (summary,) = Path(row["directory"]).glob("runs/*/summary.json")
-    assert json.loads(summary.read_text())["args"].items() >= flags.items()
+    (path,) = Path(row["directory"]).glob("runs/*/summary.json")
+    summary = json.loads(path.read_text())
+    assert summary["args"].items() >= flags.items()
+    for key, tag in metrics.TAGS.items():
+        value = summary[key]
+        assert isinstance(value, int | float)
+        # the script's speed at the last update, and at the end
+        assert tag in (None, "charts/SPS") or scalars(path.parent, tag)[-1] == pytest.approx(value)
 
 
 def test_the_projects_own_sweeps_load(monkeypatch):
@@ -495,8 +659,9 @@ def test_the_projects_own_sweeps_load(monkeypatch):
     assert load("experiments/sweeps/sweep.yaml") == [
         {"kl_threshold": kl, "seed": seed} for kl in (0, 0.01, 0.05) for seed in (1, 2, 3)
     ]
-    with pytest.raises(SystemExit, match="method bayes is not supported"):
-        load("experiments/sweeps/sweep_bayes.yaml")
+    assert command("experiments/sweeps/sweep_bayes.yaml", "--count").stdout == "32\n"
+    for path in sorted(ROOT.glob("experiments/**/*.yaml")):
+        configurations.load(path)
 
 
 def test_job_files_are_bash():
@@ -554,3 +719,9 @@ def test_a_configuration_goes_on_with_the_last_attempt_that_has_saved_and_runs_n
     assert sorted(result.parent.glob("attempt-*")) == sorted([saved, later])
     second.terminate()
     assert second.wait(PATIENCE) == 75 and not (later / "runs/one/summary.json").exists()
+
+
+def test_the_page_has_the_table_of_metrics():
+    page = (ROOT / "docs" / "sweeps.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|(?: `(\S+)`)? \| \w", page, re.MULTILINE)
+    assert {key: tag or None for key, tag in rows} == metrics.TAGS

@@ -3,6 +3,7 @@
 import itertools
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import yaml
 
 from .checks import check
 from .distributions import DISTRIBUTIONS, check_parameter
+from .metrics import check_metric
 
 KEYS = ("program", "method", "metric", "parameters", "command", "run_cap")
 IGNORED = ("name", "description", "project", "entity")  # these say how W&B shows a sweep
@@ -57,15 +59,21 @@ def load(path):
     for key in ("program", "method", "parameters"):
         check(key in sweep, f"{path}: key {key} is missing")
     method, program, cap = sweep["method"], sweep["program"], sweep.get("run_cap")
-    supported = "supported: grid, random; bayes needs W&B, see slurm/sweep.sbatch"
-    check(method in ("grid", "random"), f"{path}: method {method} is not supported; {supported}")
+    check(
+        method in ("grid", "random", "bayes"),
+        f"{path}: method {method} is not supported; supported: grid, random, bayes",
+    )
+    check(
+        method != "bayes" or find_spec("optuna"),
+        f"{path}: method bayes needs Optuna, and it is not installed: pip install optuna",
+    )
     check(
         Path(str(program)).is_file(),
         f"{path}: no program {program} in {Path.cwd()}; start from where it is",
     )
     check(
         cap is not None or method == "grid",
-        f"{path}: method random needs run_cap, the number of configurations",
+        f"{path}: method {method} needs run_cap, the number of configurations",
     )
     check(
         cap is None or type(cap) is int and cap > 0,
@@ -107,6 +115,7 @@ def load(path):
             f"{path}: macro {word} is not supported; supported, each as a word: "
             f"{', '.join(macros)}",
         )
+    check_metric(path, sweep)
     return sweep
 
 
@@ -124,6 +133,7 @@ def configurations(sweep, seed):
     its index.
     """
     flat, cap = sweep["flat"], sweep.get("run_cap")
+    check(sweep["method"] != "bayes", "method bayes has no list: it draws as results come")
     if sweep["method"] == "grid":
         names = sorted(flat)  # W&B's order: by name, the last varies fastest
         rows = itertools.product(*(grid(*flat[name]) for name in names))
@@ -138,6 +148,25 @@ def configurations(sweep, seed):
     return [
         {name: draw(i, name, *parameter) for name, parameter in flat.items()} for i in range(cap)
     ]
+
+
+class Listed:
+    """The configurations of a grid or a random sweep, all known from the start.
+
+    Attributes:
+        number: of configurations.
+    """
+
+    def __init__(self, sweep, seed):
+        self._flats = configurations(sweep, seed)
+        self.number = len(self._flats)
+
+    def known(self):
+        """Return the configurations by their indices."""
+        return dict(enumerate(self._flats))
+
+    def take(self, index):
+        return self._flats[index]
 
 
 def fill_macros(sweep, parameters):

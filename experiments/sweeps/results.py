@@ -2,16 +2,17 @@
 
 import csv
 
-from matplotlib.figure import Figure
-
 from .attempts import first_of, replace, result_of
 from .checks import check, is_number
 from .configurations import label
 from .estimates import iqm
+from .metrics import best_of, value_of
 
 
 def plot(rows, metric, output):
     """Plot the metric against each swept parameter: every configuration is a point."""
+    from matplotlib.figure import Figure  # whose import takes longer than all others
+
     swept = {path for path in rows[0][0] if len({str(flat[path]) for flat, _ in rows}) > 1}
     # Seeds are repetitions, not a setting.
     swept = sorted(swept - {("seed",)} or swept or {next(iter(rows[0][0]))})
@@ -52,34 +53,31 @@ def plot(rows, metric, output):
     figure.savefig(output, dpi=150, format="png")
 
 
-def collect(sweep, flats, output):
+def collect(sweep, plan, output):
     """Write results.csv and results.png of the configurations that have finished, each once."""
-    metric, rows, table = sweep["metric"]["name"], [], []
-    different = first_of(sweep, flats, output)
+    known = plan.known()
+    different = first_of(sweep, known, output)
+    table, measured = [], []
     for directory, index in different.items():
-        flat = flats[index]
+        flat = known[index]
         if not (result := result_of(directory)):
             continue
+        value = value_of(sweep, directory, result)
+        if value is None:
+            print(f"left out: {directory} has no number as {sweep['metric']['name']}")
+        else:
+            measured.append((flat, value))
         scalars = {
             key: value
             for key, value in result["summary"].items()
             if not isinstance(value, dict | list)
         }
-        known = (
-            f"its summary has: "
-            f"{', '.join(key for key, value in scalars.items() if is_number(value))}"
-        )
-        check(
-            is_number(scalars.get(metric)),
-            f"the run in {directory} has no metric {metric}; {known}",
-        )
-        rows.append((flat, scalars[metric]))
         parameters = {".".join(path): value for path, value in flat.items()}
         attempt = str(directory / result["attempt"])
         table.append(
             {"index": index, **parameters, **{**scalars, **parameters}, "directory": attempt}
         )
-    check(rows, f"no configuration of {output} has finished")
+    check(table, f"no configuration of {output} has finished")
 
     def write(path):
         with open(path, "w", newline="") as file:
@@ -88,12 +86,11 @@ def collect(sweep, flats, output):
             writer.writerows(table)
 
     replace(output / "results.csv", write)
-    replace(output / "results.png", lambda path: plot(rows, metric, path))
-    flat, best = (max if sweep["metric"]["goal"] == "maximize" else min)(
-        rows, key=lambda row: row[1]
-    )
-    print(
-        f"{len(rows)} of {len(different)} have finished; best {metric} {best:.4g}: "
-        f"{label(sweep, flat)}"
-    )
-    print(f"see {output}/results.csv and results.png")
+    total = plan.number - len(known) + len(different)
+    text = f"{len(table)} of {total} have finished"
+    if not measured:
+        return print(f"{text}; see {output}/results.csv")
+    replace(output / "results.png", lambda path: plot(measured, sweep["metric"]["name"], path))
+    flat, best = best_of(sweep, measured)
+    print(f"{text}; best {sweep['metric']['name']} {best:.4g}: {label(sweep, flat)}")
+    return print(f"see {output}/results.csv and results.png")

@@ -1,6 +1,7 @@
 """Run a Weights & Biases sweep file without Weights & Biases: here, or as an array of Slurm jobs.
 
-    python experiments/sweeps/run.py FILE  # all configurations in turn, then the results
+    python experiments/sweeps/run.py FILE  # all configurations, then the results
+    python experiments/sweeps/run.py FILE --jobs 4  # four at once
     python experiments/sweeps/run.py FILE --index 3  # only this one, as a task of a job array
     python experiments/sweeps/run.py FILE --count  # how many there are, for sbatch --array=0-...
     python experiments/sweeps/run.py FILE --list  # lists them, and says which have finished
@@ -9,25 +10,28 @@
 A configuration's directory is named after its content, so it is found again when the grid grows.
 Once it holds `result.json` the configuration has finished and is skipped. Every attempt to run it
 has a subdirectory with its log. The next attempt goes on with the last one that has a checkpoint.
-On SIGTERM or SIGUSR1, this script stops its run, and exits with 75 if there is a checkpoint to go
-on from, otherwise with 143.
+On Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, this script stops its runs, and exits with 75 if there is a
+checkpoint to go on from, otherwise with 143. It exits with 1 if some runs have failed.
 """
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
 if not __package__:  # called by its path, perhaps from elsewhere
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from experiments.sweeps.attempts import directory_of, first_of, result_of, run, stop
+from experiments.sweeps.attempts import directory_of, first_of, result_of
+from experiments.sweeps.capacity import jobs_for
 from experiments.sweeps.checks import check
-from experiments.sweeps.configurations import configurations, label, load
+from experiments.sweeps.configurations import Listed, label, load
+from experiments.sweeps.execution import Execution, Interrupted, Signals
+from experiments.sweeps.metrics import value_of
+from experiments.sweeps.progress import Progress
 from experiments.sweeps.results import collect
 
 
-def main():
+def parse():
     parser = argparse.ArgumentParser(
         description="Run a W&B sweep file without W&B; without --index, all of it."
     )
@@ -37,7 +41,10 @@ def main():
         "--output", type=Path, help="where runs and results go; default runs/{name of the file}"
     )
     parser.add_argument(
-        "--seed", type=int, default=1, help="of what method random draws; default 1"
+        "--seed", type=int, default=1, help="of what methods random and bayes draw; default 1"
+    )
+    parser.add_argument(
+        "--jobs", type=int, help="how many at once; default what cores and memory carry"
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--index", type=int, help="run this configuration only, counted from 0")
@@ -52,55 +59,81 @@ def main():
     )
     args = parser.parse_args()
     check(args.seed >= 0, f"--seed must be at least 0, got {args.seed}")
+    check(args.jobs is None or args.jobs > 0, f"--jobs must be at least 1, got {args.jobs}")
+    args.output = args.output or Path("runs", Path(args.file).stem)
+    return args
+
+
+def plan_of(sweep, args):
+    if sweep["method"] != "bayes":
+        return Listed(sweep, args.seed)
+    from experiments.sweeps.search import Search  # which needs Optuna
+
+    return Search(sweep, args.seed, args.output)
+
+
+def show(sweep, plan, output):
+    """Print the configurations."""
+    known = plan.known()
+    for index, flat in known.items():
+        directory = directory_of(sweep, flat, output)
+        state = "open" if result_of(directory) is None else "finished"
+        print(index, state, directory, label(sweep, flat))
+    if plan.number > len(known):
+        print(f"{plan.number - len(known)} more are drawn when they are about to run")
+
+
+def run(sweep, plan, args, signals):
+    """Run the configurations that have not finished; return how many have failed."""
+    known = plan.known()
+    first = first_of(sweep, known, args.output)
+    results = {directory: result_of(directory) for directory in first}
+    finished = {each: result for each, result in results.items() if result is not None}
+    values = {each: value_of(sweep, each, result) for each, result in finished.items()}
+    indices = range(plan.number) if args.index is None else [args.index]
+    over = {first[directory] for directory in finished}
+    waiting = [index for index in indices if index not in over]
+    jobs, why = args.jobs, "as --jobs says"
+    if jobs is None:
+        jobs, why = jobs_for(sweep, len(waiting))
+    progress = Progress(sweep, plan.number - len(known) + len(first), jobs)
+    for directory, value in values.items():
+        progress.add(directory, known[first[directory]], value)
+    if args.index is None:
+        before = f"{len(finished)} of them have finished before; " if finished else ""
+        print(f"{progress.total} configurations; {before}{jobs} at once: {why}", flush=True)
+    elif not waiting:
+        print(f"configuration {args.index} has finished: {label(sweep, known[args.index])}")
+    with progress:
+        return Execution(sweep, plan, args.output, jobs, progress, signals).run(waiting)
+
+
+def main(signals):
+    args = parse()
     sweep = load(args.file)
-    flats = configurations(sweep, args.seed)
-    output = args.output or Path("runs", Path(args.file).stem)
+    plan = plan_of(sweep, args)
     if args.count:
-        return print(len(flats))
+        return print(plan.number)
     if args.list:
-        for index, flat in enumerate(flats):
-            directory = directory_of(sweep, flat, output)
-            print(
-                index, "finished" if result_of(directory) else "open", directory, label(sweep, flat)
-            )
-        return None
+        return show(sweep, plan, args.output)
     if args.results:
-        return collect(sweep, flats, output)
+        return collect(sweep, plan, args.output)
     if args.index is not None:
         check(
-            0 <= args.index < len(flats),
-            f"--index must be from 0 to {len(flats) - 1}, got {args.index}",
+            0 <= args.index < plan.number,
+            f"--index must be from 0 to {plan.number - 1}, got {args.index}",
         )
-    failures, first = [], first_of(sweep, flats, output)
-    for index, flat in enumerate(flats):
-        directory = directory_of(sweep, flat, output)
-        if args.index not in (None, index):
-            continue
-        if first[directory] != index:
-            print(
-                f"configuration {index} is the same as {first[directory]}, which runs it: "
-                f"{label(sweep, flat)}"
-            )
-        elif failure := run(sweep, flat, directory):
-            failures.append(f"configuration {index} {failure}")
-            print(f"error: {failures[-1]}", file=sys.stderr, flush=True)
-    if args.index is None and len(failures) < len(first):
-        collect(sweep, flats, output)
+    failures = run(sweep, plan, args, signals)
+    if args.index is None and failures < plan.number:
+        collect(sweep, plan, args.output)
     return sys.exit(1 if failures else 0)
 
 
-def interrupt(*_):
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a scheduler may send the signal twice
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGUSR1, interrupt)
     try:
-        main()
-    except KeyboardInterrupt:
-        stop(143)
+        main(Signals())
+    except Interrupted as interruption:
+        print(f"error: {interruption}", file=sys.stderr)
+        sys.exit(interruption.status)
     except OSError as error:
         check(False, error)

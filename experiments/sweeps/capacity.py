@@ -1,0 +1,59 @@
+"""How many runs of a sweep this machine carries at once."""
+
+import os
+import re
+from pathlib import Path
+
+WORKERS = 2  # of a script that is not told otherwise
+GIB = 2**30
+MEMORY = 2 * GIB  # of a run: 0.5 GiB are measured for PPO on two workers; a GPU or a replay adds
+
+
+def words_of(path):
+    try:
+        return Path(path).read_text().split()
+    except OSError:
+        return []
+
+
+def cores_here():
+    """Return the cores that this process may use, which a container can limit in two ways."""
+    cores = len(os.sched_getaffinity(0))
+    quota = words_of("/sys/fs/cgroup/cpu.max")
+    if quota and quota[0] != "max":
+        cores = min(cores, int(quota[0]) // int(quota[1]))
+    return max(cores, 1)
+
+
+def memory_here():
+    """Return the bytes of memory that are free for this process."""
+    words = words_of("/proc/meminfo")
+    free = int(words[words.index("MemAvailable:") + 1]) * 1024
+    limit, used = words_of("/sys/fs/cgroup/memory.max"), words_of("/sys/fs/cgroup/memory.current")
+    if limit and limit[0] != "max":
+        free = min(free, int(limit[0]) - int(used[0]))
+    return free
+
+
+def workers_of(sweep):
+    """Return the workers of a sweep's largest run."""
+    found = [
+        int(number)
+        for number in re.findall(r"--num[-_]workers[= ](\d+)", " ".join(map(str, sweep["command"])))
+    ]
+    for path in ("num_workers",), ("num-workers",):
+        _, keys = sweep["flat"].get(path, ("", {}))
+        values = [*keys.get("values", []), keys.get("value"), keys.get("max")]
+        found += [value for value in values if type(value) is int]
+    return max(found, default=WORKERS)
+
+
+def jobs_for(sweep, waiting):
+    """Return how many of the `waiting` runs go at once, and why, as a line."""
+    workers, cores, memory = workers_of(sweep), cores_here(), memory_here()
+    jobs = max(min(cores // (1 + workers), memory // MEMORY, waiting), 1)
+    why = (
+        f"each takes {1 + workers} cores of {cores}, one for the head and {workers} for workers, "
+        f"and {MEMORY // GIB} GiB of {memory / GIB:.0f}"
+    )
+    return jobs, why

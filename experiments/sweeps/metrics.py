@@ -1,0 +1,59 @@
+"""What a sweep compares its runs by: a number of their summary.json, under any of its names."""
+
+import re
+from pathlib import Path
+
+from .checks import check, is_number
+
+# The numbers that the summaries of all scripts have, and the tags of these in TensorBoard. W&B
+# knows a run's numbers by both names. docs/sweeps.md shows this table.
+TAGS = {
+    "eval_return_mean": "eval/return_mean",
+    "eval_return_std": None,
+    "mean_return_100": "charts/mean_return_100",
+    "pulls_per_worker": "sync/pulls_per_worker",
+    "sync_bytes": "sync/bytes",
+    "sps": "charts/SPS",
+    "global_step": None,
+    "wall_seconds": None,
+}
+KEYS = {tag: key for key, tag in TAGS.items() if tag}
+
+
+def key_of(name):
+    """Return the key in summary.json of a metric under any of its names."""
+    return KEYS.get(name, name)
+
+
+def check_metric(path, sweep):
+    """Check, before anything runs, that the runs of a sweep can have its metric."""
+    name, key = sweep["metric"]["name"], key_of(sweep["metric"]["name"])
+    # Numbers of its own a script passes to Run.finish, by keyword or in a dictionary.
+    own = re.compile(rf"\b{re.escape(name)}=[^=]|[\"']{re.escape(name)}[\"']")
+    text = Path(sweep["program"]).read_text(errors="replace")
+    known = key in TAGS or "/" not in name and own.search(text)
+    wanted = f"the metrics of all scripts: {', '.join([*TAGS, *KEYS])}"
+    check(known, f"{path}: {sweep['program']} has no metric {name}; {wanted}")
+    kind, keys = sweep["flat"].get(("eval_episodes",), ("", {}))
+    values = keys.get("values", [keys.get("value")])
+    check(
+        not key.startswith("eval_return") or 0 not in values,
+        f"{path}: metric {name} needs evaluations, and eval_episodes is 0",
+    )
+
+
+def value_of(sweep, directory, result):
+    """Return the metric in the result of a directory; None if it is no number, as after a training
+    that diverged. If one run does not have it, nor do the others: exit with one line.
+    """
+    summary = result["summary"]
+    name, key = sweep["metric"]["name"], key_of(sweep["metric"]["name"])
+    has = ", ".join(key for key, value in summary.items() if is_number(value))
+    check(key in summary, f"the run in {directory} has no metric {name}; its summary has: {has}")
+    return summary[key] if is_number(summary[key]) else None
+
+
+def best_of(sweep, measured):
+    """Return the best of (configuration, metric)."""
+    best = max if sweep["metric"]["goal"] == "maximize" else min
+    return best(measured, key=lambda each: each[1])
