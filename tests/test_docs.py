@@ -9,12 +9,14 @@ page says so: ``*Not run by the tests: `program`, because X.*``
 import argparse
 import importlib
 import importlib.util
+import inspect
 import itertools
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -162,9 +164,8 @@ def test_all_programs_of_the_pages_are_run_by_one_test():
 
 
 def test_help_of_a_rollout_says_what_to_bootstrap_from():
-    code = re.search(r"bootstrap from are:\n\n((?: {8}.*\n)+)", Rollout.__doc__)[1].replace(
-        " " * 8, ""
-    )
+    text = inspect.getdoc(Rollout)  # without the indentation, which some Pythons remove themselves
+    code = textwrap.dedent(re.search(r"bootstrap from are:\n\n((?: {4}.*\n)+)", text)[1])
     with ClusterEnv([partial(gym.make, "CartPole-v1", max_episode_steps=9)] * 4, 1) as envs:
         envs.reset(seed=1)
         rollout = envs.rollout(CategoricalPolicy(linear(4, 2)), 32)
@@ -178,7 +179,9 @@ def test_help_of_a_rollout_says_what_to_bootstrap_from():
     cut_off = values["next_values"][rollout.truncations & ~rollout.terminations]
     assert len(cut_off) > 4 and not np.isin(cut_off, rollout.observations.sum(-1)).any()
     assert {field.name for field in Rollout.__dataclass_fields__.values()} == set(
-        re.findall(r"^ {8}(\w+): ", Rollout.__doc__.partition("Attributes:")[2], re.MULTILINE)
+        re.findall(
+            r"^ {4}(\w+): ", inspect.getdoc(Rollout).partition("Attributes:")[2], re.MULTILINE
+        )
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import kubernetes_validate
 import pytest
+import tyro
 import yaml
 
 from clusterenv_runtime import ClusterEnv
@@ -24,7 +25,9 @@ from clusterenv_runtime.head import supervisor
 from clusterenv_runtime.launchers import ExternalLauncher, LocalLauncher
 from clusterenv_runtime.launchers.processes import VARIABLE
 from clusterenv_runtime.options import ClusterOptions
+from clusterenv_runtime.script.arguments import ScriptArgs
 from clusterenv_runtime.wire.security import HeadKeys, WorkerKeys, read_key_file
+from clusterenv_runtime.worker.__main__ import parse
 
 from .envs import CountingEnv
 from .machine import process_namespace
@@ -584,6 +587,34 @@ def test_the_manifests_head_begins_a_run_or_goes_on(tmp_path):
     (tmp_path / "runs" / "run").mkdir()
     (tmp_path / "runs" / "run" / "checkpoint-128.pt").touch()
     assert start() == ["--resume", "runs/run"]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_skypilots_first_machine_runs_the_head_and_the_others_a_worker(rank, tmp_path):
+    (task,) = manifest("skypilot.yaml")
+    for name in ("run.key", "run.key.worker"):
+        (tmp_path / name).touch()
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$OMP_NUM_THREADS" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    variables = {
+        "HOME": str(tmp_path),
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3",
+        "SKYPILOT_NODE_RANK": str(rank),
+    }
+    bash = ["bash", "-ec", task["run"]]
+    result = subprocess.run(bash, env=variables, capture_output=True, text=True, check=True)
+    (line,) = result.stdout.splitlines()
+    threads, _, words = line.partition(" ")
+    assert (tmp_path / "run.key").stat().st_mode & 0o777 == 0o600
+    if rank == 0:
+        args = tyro.cli(ScriptArgs, args=words.split()[1:])
+        assert (args.num_workers, args.bind_address) == (task["num_nodes"] - 1, "10.0.0.1")
+        assert args.key_file == f"{tmp_path}/run.key"
+    else:
+        args = parse(words.split()[2:])
+        assert (args.index, args.connect) == (rank - 1, "tcp://10.0.0.1:5555")
+        assert (threads, args.key_file) == ("1", f"{tmp_path}/run.key.worker")
 
 
 def test_another_package_may_add_a_launcher(tmp_path, monkeypatch, workers):

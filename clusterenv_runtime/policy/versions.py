@@ -189,16 +189,24 @@ class PolicyStore:
         try:
             nats = divergence(self._policy, [copy.recent for copy in copies])
         except Exception as error:
-            if len(copies) > 1:  # also sequences of different lengths are measured one by one
-                for copy in copies:
-                    self._measure([copy])
-            elif not self._has_warned:
-                self._has_warned = True
-                text = "worker %d's divergence could not be measured, so it pulls: %s"
-                logger.warning(text, self._copies.index(copies[0]), one_line(error))
-        else:
-            for copy, of_copy in zip(copies, nats, strict=True):
+            if len(copies) == 1:
+                self._warn(copies[0], one_line(error))
+                return
+            for copy in copies:  # also sequences of different lengths are measured one by one
+                self._measure([copy])
+            return
+        for copy, of_copy in zip(copies, nats, strict=True):
+            if np.isnan(of_copy):
+                self._warn(copy, "it is NaN")
+            else:
                 copy.divergence = float(of_copy) / self._probed.dimensions
+
+    def _warn(self, copy: PolicyCopy, why: str) -> None:
+        """Say once that a divergence could not be measured."""
+        if not self._has_warned:
+            self._has_warned = True
+            text = "worker %d's divergence could not be measured, so it pulls: %s"
+            logger.warning(text, self._copies.index(copy), why)
 
     def acted(self, copy: PolicyCopy, part: RolloutPart) -> None:
         """Keep some states of a worker's part of a rollout, and its policy's distribution
