@@ -1,9 +1,10 @@
 # make train: LunarLander through two local workers. make test: the suite. make test-all: also what takes long.
+# make test-versions: the suite on Python 3.12 and 3.13, and with the lowest and newest packages; an hour.
 # make test-algorithms: what the scripts compute, learn and resume. make lint: style. make docs: the site.
 # make figures: a small version of the figures, in runs/quick. make all-figures: those of experiments/figures/, which takes hours.
 PYTHON ?= python3
 
-.PHONY: train test test-all test-algorithms lint docs figures all-figures
+.PHONY: train test test-all test-versions test-algorithms lint docs figures all-figures
 train: .venv/installed
 	.venv/bin/python ppo_clusterenv.py
 
@@ -30,11 +31,14 @@ all-figures: .venv/installed
 	.venv/bin/python -m experiments.figures.collect
 	.venv/bin/python -m experiments.figures.plot
 
+test-versions:
+	for name in 3.12 3.13 lowest newest; do tests/versions.sh $$name || exit; done
+
 lint: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/shellcheck -x slurm/*.sbatch slurm/*.sh .ci/run
+	.venv/bin/shellcheck -x slurm/*.sbatch slurm/*.sh tests/*.sh .ci/run
 
 docs: .venv/installed
 	.venv/bin/python -m pip install -r docs/requirements.txt
