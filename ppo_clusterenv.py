@@ -138,6 +138,12 @@ class Agent(nn.Module):
         return action, probs.log_prob(action), probs.entropy(), self.critic(x)
 
 
+def make_policy(args, envs):
+    """Return the agent that learns, and the policy that acts, which travels to the workers."""
+    agent = Agent(envs, args.hidden_size)
+    return agent, CategoricalPolicy(agent.actor)
+
+
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
     """Return advantages and returns, `(num_steps, num_envs)`, https://arxiv.org/abs/1506.02438.
 
@@ -222,7 +228,7 @@ if __name__ == "__main__":
 
     # env setup
     env_fns = [
-        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
+        make_env(args.env_id, i, args.capture_video, run.video_name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
     env_fns = by_backend(args, env_fns, make_env)
@@ -231,8 +237,8 @@ if __name__ == "__main__":
         check_discrete(args, envs.single_action_space)
         check_vectors(envs.single_observation_space)
     run.keep("envs", envs)
-    agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))
-    policy = CategoricalPolicy(agent.actor)  # what travels to the workers
+    agent, policy = make_policy(args, envs)
+    run.keep("agent", agent.to(device))
     adam = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     optimizer = run.keep("optimizer", adam)
     loss_fn, get_value, actor = ppo_loss, agent.get_value, agent.actor

@@ -143,6 +143,12 @@ class QNetwork(nn.Module):
         return self.network(x / 255.0)
 
 
+def make_policy(args, envs):
+    """Return the Q-network, and the policy that acts by it, which travels to the workers."""
+    q_network = QNetwork(envs)
+    return q_network, PixelPolicy(q_network, args.end_e)
+
+
 def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
     """Return epsilon at step `t`: it falls from `start_e` to `end_e` within `duration` steps, and
     stays there.
@@ -201,7 +207,7 @@ if __name__ == "__main__":
 
     # env setup
     env_fns = [
-        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
+        make_env(args.env_id, i, args.capture_video, run.video_name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
     env_fns = by_backend(args, env_fns, make_env, OF_ENVPOOL, **ENVPOOL)
@@ -214,10 +220,10 @@ if __name__ == "__main__":
     where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
     print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
     run.keep("envs", envs)
-    q_network = run.keep("q_network", QNetwork(envs).to(device))
+    q_network, policy = make_policy(args, envs)
+    run.keep("q_network", q_network.to(device))
     duration = args.exploration_fraction * args.total_timesteps
-    epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
-    policy = PixelPolicy(q_network, epsilon)  # what travels to the workers
+    policy.epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
     adam = optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
     optimizer = run.keep("optimizer", adam)
     # The rate may be another than that of the checkpoint.

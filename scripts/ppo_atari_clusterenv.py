@@ -164,6 +164,12 @@ class Agent(nn.Module):
         return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
 
 
+def make_policy(args, envs):
+    """Return the agent that learns, and the policy that acts, which travels to the workers."""
+    agent = Agent(envs, args.bfloat16)
+    return agent, PixelPolicy(agent.network, agent.actor)
+
+
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
     """Return advantages and returns, `(num_steps, num_envs)`, https://arxiv.org/abs/1506.02438.
 
@@ -248,7 +254,7 @@ if __name__ == "__main__":
 
     # env setup
     env_fns = [
-        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
+        make_env(args.env_id, i, args.capture_video, run.video_name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
     env_fns = by_backend(args, env_fns, make_env, OF_ENVPOOL, **ENVPOOL)
@@ -256,8 +262,8 @@ if __name__ == "__main__":
         envs = ClusterEnv(env_fns, num_envs=args.num_envs, frame_stack=FRAME_STACK, **run.options())
         check_stacks(args, envs.single_observation_space, envs.single_action_space, FRAME_STACK)
     run.keep("envs", envs)
-    agent = run.keep("agent", Agent(envs, args.bfloat16).to(device))
-    policy = PixelPolicy(agent.network, agent.actor)
+    agent, policy = make_policy(args, envs)
+    run.keep("agent", agent.to(device))
     adam = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     optimizer = run.keep("optimizer", adam)
     loss_fn, look = ppo_loss, agent.get_action_and_value

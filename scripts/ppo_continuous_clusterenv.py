@@ -146,6 +146,16 @@ class Agent(nn.Module):
         return action, probs.log_prob(action).sum(1), probs.entropy().sum(1), self.critic(x)
 
 
+def make_policy(args, envs):
+    """Return the agent that learns, and the policy that acts, which travels to the workers.
+
+    The environments get actions clipped to their space, the learner as they were drawn.
+    """
+    agent = Agent(envs, args.hidden_size)
+    policy = GaussianPolicy(agent.actor_mean, agent.actor_logstd, envs.single_action_space)
+    return agent, policy
+
+
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
     """Return advantages and returns, `(num_steps, num_envs)`, https://arxiv.org/abs/1506.02438.
 
@@ -230,7 +240,7 @@ if __name__ == "__main__":
 
     # env setup
     env_fns = [
-        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
+        make_env(args.env_id, i, args.capture_video, run.video_name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
     env_fns = by_backend(args, env_fns, make_env)
@@ -243,13 +253,11 @@ if __name__ == "__main__":
         check(vectors, f"actions must be continuous vectors, not {space}: {args.env_id}; {other}")
         check_vectors(envs.single_observation_space)
     run.keep("envs", envs)
-    agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))
+    agent, policy = make_policy(args, envs)
+    run.keep("agent", agent.to(device))
     obs_moments = run.keep("obs_moments", Moments(envs.single_observation_space.shape))
     # It scales rewards by the deviation of the discounted return of each episode so far.
     normalize_reward = run.keep("return_moments", NormalizeReward(envs.num_envs, args.gamma))
-    # What travels to the workers. The environments get actions clipped to their space, the learner
-    # as they were drawn.
-    policy = GaussianPolicy(agent.actor_mean, agent.actor_logstd, envs.single_action_space)
     adam = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     optimizer = run.keep("optimizer", adam)
     loss_fn, get_value, actor_mean = ppo_loss, agent.get_value, agent.actor_mean

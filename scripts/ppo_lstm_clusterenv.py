@@ -162,6 +162,12 @@ class Agent(nn.Module):
         return probs.log_prob(action), probs.entropy(), self.critic(hidden)
 
 
+def make_policy(args, envs):
+    """Return the agent that learns, and the policy that acts, which travels to the workers."""
+    agent = Agent(envs, args.hidden_size)
+    return agent, RecurrentPolicy(agent.network, agent.lstm, agent.actor)
+
+
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
     """Return advantages and returns, `(num_steps, num_envs)`, https://arxiv.org/abs/1506.02438.
 
@@ -249,7 +255,7 @@ if __name__ == "__main__":
 
     # env setup
     env_fns = [
-        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
+        make_env(args.env_id, i, args.capture_video, run.video_name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
     env_fns = by_backend(args, env_fns, make_env)
@@ -258,8 +264,8 @@ if __name__ == "__main__":
         check_discrete(args, envs.single_action_space)
         check_vectors(envs.single_observation_space)
     run.keep("envs", envs)
-    agent = run.keep("agent", Agent(envs, args.hidden_size).to(device))
-    policy = RecurrentPolicy(agent.network, agent.lstm, agent.actor)
+    agent, policy = make_policy(args, envs)
+    run.keep("agent", agent.to(device))
     adam = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     optimizer = run.keep("optimizer", adam)
     update_once = CudaGraph(update, optimizer, agent, args)

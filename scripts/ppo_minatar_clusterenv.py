@@ -146,6 +146,12 @@ class Agent(nn.Module):
         return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
 
 
+def make_policy(args, envs):
+    """Return the agent that learns, and the policy that acts, which travels to the workers."""
+    agent = Agent(envs)
+    return agent, CategoricalPolicy(nn.Sequential(agent.network, agent.actor))
+
+
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
     """Return advantages and returns, `(num_steps, num_envs)`, https://arxiv.org/abs/1506.02438.
 
@@ -230,7 +236,7 @@ if __name__ == "__main__":
 
     # env setup
     env_fns = [
-        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
+        make_env(args.env_id, i, args.capture_video, run.video_name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
     env_fns = by_backend(args, env_fns, make_env)
@@ -242,9 +248,8 @@ if __name__ == "__main__":
         shape = "pixels of MinAtar, (height, width, channels) of booleans"
         check(pixels, f"observations must be {shape}, not {space}")
     run.keep("envs", envs)
-    agent = run.keep("agent", Agent(envs).to(device))
-    # what travels to the workers
-    policy = CategoricalPolicy(nn.Sequential(agent.network, agent.actor))
+    agent, policy = make_policy(args, envs)
+    run.keep("agent", agent.to(device))
     adam = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     optimizer = run.keep("optimizer", adam)
     update_once = CudaGraph(update, optimizer, agent, args)

@@ -150,6 +150,12 @@ class Actor(nn.Module):
         return self.fc_mean(x), LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
 
 
+def make_policy(args, envs):
+    """Return the actor that learns, and the policy that acts, which travels to the workers."""
+    actor = Actor(envs)
+    return actor, SquashedGaussianPolicy(actor, envs.single_action_space)
+
+
 def get_action(actor, obs, scale, bias):
     """Return actions as the environment takes them, and their log-probabilities, by the
     reparameterization trick.
@@ -234,7 +240,7 @@ if __name__ == "__main__":
 
     # env setup
     env_fns = [
-        make_env(args.env_id, i, args.capture_video, run.name, **args.make_kwargs)
+        make_env(args.env_id, i, args.capture_video, run.video_name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
     env_fns = by_backend(args, env_fns, make_env)
@@ -249,13 +255,13 @@ if __name__ == "__main__":
     where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
     print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
     run.keep("envs", envs)
-    actor = run.keep("actor", Actor(envs).to(device))
+    actor, policy = make_policy(args, envs)
+    run.keep("actor", actor.to(device))
     qfs = [run.keep(f"qf{number}", SoftQNetwork(envs).to(device)) for number in (1, 2)]
     targets = [SoftQNetwork(envs).to(device) for _ in qfs]
     for number, (target, qf) in enumerate(zip(targets, qfs, strict=True), 1):
         target.load_state_dict(qf.state_dict())
         run.keep(f"qf{number}_target", target)
-    policy = SquashedGaussianPolicy(actor, spaces[1])  # what travels to the workers
     bounds = policy.scale.to(device), policy.bias.to(device)
     q_parameters = [parameter for qf in qfs for parameter in qf.parameters()]
     q_adam = optim.Adam(q_parameters, lr=args.q_lr, fused=True)

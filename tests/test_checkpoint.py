@@ -19,14 +19,15 @@ import pytest
 import torch
 
 from clusterenv_runtime import CheckpointError
+from clusterenv_runtime.script import ScriptArgs
 from clusterenv_runtime.script.checkpoint import (
     has_checkpoint,
     load_checkpoint,
     rng_state,
     save_checkpoint,
-    save_model,
     set_rng_state,
 )
+from clusterenv_runtime.script.model import load_model, save_model
 
 from .envs import assert_same
 from .scripts import TIMES, environment
@@ -258,12 +259,12 @@ def test_whoever_reads_the_checkpoints_of_a_live_run_always_gets_a_good_one(tmp_
 
 def test_no_link_is_written_through(tmp_path):
     (tmp_path / "elsewhere").write_bytes(b"precious")
-    for name in ("checkpoint.tmp", "model.tmp"):
+    for name in ("checkpoint.tmp", "experiment.cleanrl_model.tmp"):
         (tmp_path / name).symlink_to(tmp_path / "elsewhere")
     save_checkpoint(tmp_path, state(1), 1)
-    save_model(f"{tmp_path}/model", {"a": torch.zeros(1)})
+    save_model(tmp_path, {"a": torch.zeros(1)}, ScriptArgs())
     assert (tmp_path / "elsewhere").read_bytes() == b"precious"
-    assert not (tmp_path / "model").is_symlink() and len(saved_in(tmp_path)) == 1
+    assert not (tmp_path / "experiment.cleanrl_model").is_symlink() and len(saved_in(tmp_path)) == 1
 
 
 def test_a_save_that_fails_leaves_nothing_but_the_one_before(tmp_path, monkeypatch):
@@ -319,15 +320,15 @@ def test_why_a_file_cannot_be_opened_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(OSError, match="Too many open files"):
-        save_model(f"{tmp_path}/x", state(1))
+        save_model(tmp_path, state(1), ScriptArgs())
 
 
 def test_a_model_that_cannot_be_written_leaves_the_one_before(tmp_path):
-    path = tmp_path / "x.cleanrl_model"
-    save_model(path, state(1))
+    path = tmp_path / "experiment.cleanrl_model"
+    save_model(tmp_path, state(1), ScriptArgs())
     with no_room(), pytest.raises(OSError, match="too large"):
-        save_model(path, state(2))
-    assert_same_state(torch.load(path), state(1))
+        save_model(tmp_path, state(2), ScriptArgs())
+    assert_same_state(load_model(path).model, state(1))
     assert list(tmp_path.iterdir()) == [path]
 
 

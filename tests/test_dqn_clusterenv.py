@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime.script.model import load_model
 from dqn_clusterenv import ReplayBuffer
 
 from . import scripts
@@ -66,7 +67,7 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert set(summary) >= SUMMARY
     assert summary["args"]["learning_rate"] == 2.5e-4
     assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    model = torch.load(folder / "dqn_clusterenv.cleanrl_model")
+    model = load_model(folder / "dqn_clusterenv.cleanrl_model").model
     assert {path.name for path in (folder / "workers").iterdir()} == {
         "worker-0.log",
         "worker-1.log",

@@ -19,6 +19,7 @@ from clusterenv_runtime.extras import Together
 from clusterenv_runtime.script import Run, ScriptArgs
 from clusterenv_runtime.script.checkpoint import load_checkpoint
 from clusterenv_runtime.script.evaluation import Evaluations
+from clusterenv_runtime.script.model import load_model
 
 from . import scripts
 from .envs import CountingEnv
@@ -64,7 +65,7 @@ def training(grade, **flags):
 
 
 def best(path="runs/x/experiment.best.cleanrl_model"):
-    return torch.load(path)["actor.bias"].tolist()
+    return load_model(path).model["actor.bias"].tolist()
 
 
 def give(grade, value):
@@ -165,7 +166,7 @@ def test_training_is_the_same_with_and_without(tmp_path):
         directory = tmp_path / str(number)
         directory.mkdir()
         folder, summary = scripts.train(SCRIPT, directory, *TINY, *flags)
-        weights.append(torch.load(folder / "ppo_clusterenv.cleanrl_model"))
+        weights.append(load_model(folder / "ppo_clusterenv.cleanrl_model").model)
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name])
     # The last one is the final evaluation.

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from clusterenv_runtime.script.model import load_model
+
 from . import scripts
 from .scripts import ROOT, scalars
 
@@ -84,7 +86,11 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert summary["global_step"] == 320 and summary["updates"] == 5
     assert summary["args"]["num_workers"] == 2 and summary["args"]["learning_rate"] == 2e-3
     assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "actor.0.weight" in torch.load(folder / "ppo_clusterenv.cleanrl_model")
+    saved = torch.load(folder / "ppo_clusterenv.cleanrl_model", weights_only=True)
+    assert saved.keys() == {"model", "args", "script"} and "actor.0.weight" in saved["model"]
+    assert (
+        saved["script"] == "ppo_clusterenv.py" and saved["args"].items() <= summary["args"].items()
+    )
     assert {path.name for path in (folder / "workers").iterdir()} == {
         "worker-0.log",
         "worker-1.log",
@@ -107,7 +113,7 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
 
 def test_pulls_are_much_smaller_than_the_actor(trained):
     folder, summary = trained
-    model = torch.load(folder / "ppo_clusterenv.cleanrl_model")
+    model = load_model(folder / "ppo_clusterenv.cleanrl_model").model
     size = sum(
         value.numel() * value.element_size()
         for key, value in model.items()

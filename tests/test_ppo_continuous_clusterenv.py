@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from clusterenv_runtime.script.checkpoint import load_checkpoint
+from clusterenv_runtime.script.model import load_model
 
 from . import scripts
 from .patience import PATIENCE, wait_until
@@ -73,7 +73,7 @@ def check_moments(folder):
     agent = state["parts"]["agent"]
     np.testing.assert_array_equal(agent["normalize.mean"].numpy(), kept["mean"].float().numpy())
     np.testing.assert_allclose(agent["normalize.scale"].numpy(), 1 / np.sqrt(var + 1e-8), rtol=1e-6)
-    model = torch.load(folder / "ppo_continuous_clusterenv.cleanrl_model")
+    model = load_model(folder / "ppo_continuous_clusterenv.cleanrl_model").model
     assert all(torch.equal(model[name], agent[name]) for name in agent)
     return state
 
@@ -92,21 +92,6 @@ def test_run_leaves_summary_model_and_logs(always):
     assert set(scripts.events_of(folder).Tags()["scalars"]) >= {
         tag for tag in METRICS if "episodic" not in tag
     }
-
-
-@pytest.mark.long
-def test_the_page_plays_an_episode_with_a_saved_model(tmp_path):
-    train(tmp_path, "--run-name", "NAME")
-    page = (ROOT / "docs" / "training.md").read_text()
-    program = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1].replace(
-        "HalfCheetah-v5", "Pendulum-v1"
-    )
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert result.returncode == 0, result.stderr
-    assert -2000 < float(result.stdout) < 0
 
 
 def test_same_seed_gives_the_same_run_and_the_decoupled_objective_is_plain_ppo_at_lag_0(

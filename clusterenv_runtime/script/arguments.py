@@ -221,6 +221,11 @@ def parse(script_args: type[T], default: T | None = None) -> T:
     return args
 
 
+def check_moviepy(flag: str) -> None:
+    """Exit with one line if there is not what writes the videos that a flag asks for."""
+    check(importlib.util.find_spec("moviepy"), f"{flag} needs MoviePy: pip install moviepy")
+
+
 def check_flags(args: ScriptArgs) -> None:
     """Exit with one line if a flag of all scripts does not go with the others, or not here."""
     with one_line_for(StartupError, ValueError):
@@ -236,7 +241,7 @@ def check_flags(args: ScriptArgs) -> None:
     for flag in filter(videos.get, videos):
         gymnasium = args.env_backend == "gymnasium"
         check(gymnasium, f"{flag} needs --env-backend gymnasium, not {args.env_backend}")
-        check(importlib.util.find_spec("moviepy"), f"{flag} needs MoviePy: pip install moviepy")
+        check_moviepy(flag)
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     needs = "--compile needs a C++ compiler, g++ or clang++, and there is none"
     check(compiler or not getattr(args, "compile", False), needs)

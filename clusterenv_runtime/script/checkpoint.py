@@ -85,7 +85,7 @@ def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], st
     directory = Path(directory)
     temporary = directory / "checkpoint.tmp"  # the next one overwrites what a killed process left
     with _on_disk(temporary) as file:
-        digest = _dump(state, file)
+        digest = dump(state, file)
     path = directory / f"checkpoint-{step:012d}-{digest}.pt"
     temporary.replace(path)
     _fsync(directory)
@@ -97,16 +97,6 @@ def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], st
             entry.path.unlink(missing_ok=True)
         except OSError as error:  # the new one is there, whatever keeps an old one
             logger.warning("cannot remove the old checkpoint %s: %s", entry.path, error.strerror)
-
-
-def save_model(path: str, state: dict[str, Any]) -> None:
-    """Write the ``state_dict`` of a model, whole; if that fails, what was at ``path`` stays.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    with replaced(path) as file:
-        _dump(state, file)
 
 
 @contextmanager
@@ -132,8 +122,12 @@ def _on_disk(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def _dump(state: dict[str, Any], file: BinaryIO) -> str:
-    """Write a state, and return the SHA-256 of what was written."""
+def dump(state: dict[str, Any], file: BinaryIO) -> str:
+    """Write a state, and return the SHA-256 of what was written.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     hashed = _Hashed(file)
     try:
         torch.save(state, hashed)

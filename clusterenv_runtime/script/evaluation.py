@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from ..env import ClusterEnv
+from ..errors import one_line
 from ..policy.base import Policy
 from .arguments import ScriptArgs
-from .checkpoint import save_model
 from .checks import check
 from .logs import Logs
+from .model import save_model
 from .progress import say
 
 if TYPE_CHECKING:
@@ -57,20 +58,46 @@ def record_video(run: Run, policy: Policy, make_env: Callable[..., Any]) -> None
     args, directory = run.args, run.directory.path
     if not args.eval_video:
         return
-    folder = f"{directory}/video"
+    options = {**args.of_evaluation.options(), "log_dir": f"{directory}/workers/video"}
+    film(args, make_env, policy, f"{directory}/evaluation.mp4", options, **_how(args))
+
+
+def check_pictures(flag: str, envs: ClusterEnv, env_id: str) -> None:
+    """Exit with one line if environments cannot be filmed, as a flag wants it."""
+    modes = envs.metadata.get("render_modes", ())
+    check("rgb_array" in modes, f"{flag}: {env_id} renders no pictures")
+
+
+def film(
+    args: Any,
+    make_env: Callable[..., Any],
+    policy: Policy,
+    video: str,
+    options: dict[str, Any],
+    **how: Any,
+) -> None:
+    """Play an episode on a worker of its own, and leave a video of it; or exit with one line.
+
+    Args:
+        args: the script's flags.
+        make_env: the script's; with ``capture_video`` its environment 0 records.
+        policy: what acts.
+        video: the video's file.
+        options: of the worker's `ClusterEnv`.
+        how: options of `ClusterEnv.evaluate`.
+    """
+    folder = f"{video}.parts"
     name = os.path.relpath(folder, "videos")  # make_env records to videos/NAME
     env_fn = make_env(args.env_id, 0, True, name, **args.make_kwargs)
-    options = {**args.of_evaluation.options(), "log_dir": f"{directory}/workers/video"}
-    with ClusterEnv([env_fn], **options) as envs:
-        envs.evaluate(policy, 1, **_how(args), max_steps=MOST_FILMED)
-    video = f"{directory}/evaluation.mp4"
     try:
+        with ClusterEnv([env_fn], **options) as envs:
+            found = envs.evaluate(policy, 1, **how, max_steps=MOST_FILMED)
         os.replace(f"{folder}/rl-video-episode-0.mp4", video)
-    except OSError as error:
-        logger.warning("no video of the evaluation: %s: %s", error.filename, error.strerror)
-    else:
-        say(f"recorded {video}")
-    shutil.rmtree(folder, ignore_errors=True)
+    except Exception as error:  # an environment's own, too
+        check(False, f"there is no {video}: {one_line(error)}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    say(f"recorded {video}: return {found.returns[0]:.1f} in {found.lengths[0]} steps")
 
 
 class Evaluations:
@@ -105,8 +132,7 @@ class Evaluations:
         self._next_look = 0.0
         self._envs: ClusterEnv | None = None
         if args.eval_video:
-            modes = envs.metadata.get("render_modes", ())
-            check("rgb_array" in modes, f"--eval-video: {args.env_id} renders no pictures")
+            check_pictures("--eval-video", envs, args.env_id)
         if args.eval_interval is not None:
             self._envs = self._make_envs(envs)
 
@@ -162,7 +188,7 @@ class Evaluations:
         if mean > best and self._args.save_model:
             try:
                 directory = self._logs.writer.log_dir
-                save_model(f"{directory}/{self._args.exp_name}.best.cleanrl_model", weights)
+                save_model(directory, weights, self._args, ".best")
             except OSError as error:
                 text = "the best model so far, of step %d, is not saved: %s"
                 logger.warning(text, self._last, error.strerror or error)

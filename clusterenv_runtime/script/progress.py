@@ -36,13 +36,18 @@ class _Telling(logging.Handler):
         self._tell(record.getMessage())
 
 
+def size_of(args: Any) -> int:
+    """Return the steps of an iteration; 0 if the script does not say."""
+    # DQN's batches are those of its replay.
+    return getattr(args, "chunk_size", 0) or getattr(args, "batch_size", 0)
+
+
 def start_of(args: Any, directory: str, saved: dict[str, Any]) -> str:
     """Return what a run is, and if it goes on from ``saved``, where and with which other flags."""
     plurals = ["s" * (number > 1) for number in (args.num_envs, args.num_workers)]
     envs = f"{args.num_envs} environment{plurals[0]}"
     texts = [f"{directory}: {envs} on {args.num_workers} worker{plurals[1]}"]
-    # DQN's batches are those of its replay.
-    size = getattr(args, "chunk_size", 0) or getattr(args, "batch_size", 0)
+    size = size_of(args)
     number = getattr(args, "num_iterations", 0)
     if number and size:
         texts.append(f"{number:,} iterations of {size:,} steps, {number * size:,} in all")

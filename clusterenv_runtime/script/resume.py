@@ -39,26 +39,40 @@ def flags_of(saved: dict[str, Any], args: T, fixed: Iterable[str]) -> T:
         args: the flags of the command line.
         fixed: the flags that must stay as they were.
     """
-    directory, kind = args.resume, type(args)
-    hints = typing.get_type_hints(kind)
-    unknown = ", ".join(spell(name) for name in saved["args"] if name not in hints)
-    of_another = f"{directory} is of another script, or version of it"
-    check(not unknown, f"{of_another}: it has {unknown}")
-    with one_line_for(msgspec.ValidationError, text=f"the flags in {directory} are wrong"):
-        before = msgspec.convert(saved["args"], kind)
-    now = parse(kind, default=before)
+    directory = args.resume
+    before = saved_flags(saved["args"], type(args), directory)
+    now = parse(type(args), default=before)
     now.resume = directory
-    code = {
-        name: value for name, value in that_run_code(now).items() if value != getattr(args, name)
-    }
-    has = " and ".join(f"{spell(name)} {value!r}" for name, value in code.items())
-    why = "what can run someone's code, or upload yours, is not taken from a file"
-    check(not code, f"{directory} has {has}: {why}; to accept it, give it again here")
+    check_code(now, args, directory)
     for name in fixed:
         was, got = getattr(before, name), getattr(now, name)
         change = f"{directory} has {was}, got {got}"
         check(was == got, f"{spell(name)} cannot change on the way: {change}")
     return now
+
+
+def saved_flags(saved: dict[str, Any], kind: type[T], path: str) -> T:
+    """Return the flags of a script, of this ``kind``, that a run has saved at ``path``; or exit
+    with one line.
+    """
+    hints = typing.get_type_hints(kind)
+    unknown = ", ".join(spell(name) for name in saved if name not in hints)
+    of_another = f"{path} is of another script, or version of it"
+    check(not unknown, f"{of_another}: it has {unknown}")
+    with one_line_for(msgspec.ValidationError, text=f"the flags in {path} are wrong"):
+        return msgspec.convert(saved, kind)
+
+
+def check_code(flags: T, given: T, path: str) -> None:
+    """Exit with one line if flags can run someone's code and are those of the file at ``path``,
+    not the ``given`` ones.
+    """
+    code = {
+        name: value for name, value in that_run_code(flags).items() if value != getattr(given, name)
+    }
+    has = " and ".join(f"{spell(name)} {value!r}" for name, value in code.items())
+    why = "what can run someone's code, or upload yours, is not taken from a file"
+    check(not code, f"{path} has {has}: {why}; to accept it, give it again here")
 
 
 def resume_command(args: ScriptArgs, directory: str, program: list[str]) -> str:

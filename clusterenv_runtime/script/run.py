@@ -22,14 +22,15 @@ from ..errors import print_line
 from ..policy.base import Policy
 from ..rollout import Rollout
 from .arguments import ScriptArgs, check_flags
-from .checkpoint import rng_state, save_checkpoint, save_model, set_rng_state
+from .checkpoint import rng_state, save_checkpoint, set_rng_state
 from .checks import check, one_line_for
 from .directory import RunDirectory
 from .dry_run import worker_commands
 from .environments import env_setup
 from .evaluation import Evaluations
 from .logs import Logs, log_in
-from .progress import Progress, say, start_of, status_of
+from .model import save_model
+from .progress import Progress, say, size_of, start_of, status_of
 from .resume import flags_of, name_of, resume_command
 from .signals import Signals
 from .summary import finite, summary_of, write_results
@@ -61,6 +62,7 @@ class Run:
     Attributes:
         args: the flags of the run.
         global_step: how many environment steps it has done; the script counts them.
+        video_name: what `make_env` gets as ``run_name``.
     """
 
     has_learners = False  # whether torchrun may have started several processes
@@ -101,6 +103,7 @@ class Run:
             log_in()
         self._signals = self._make_signals()
         self._make_directory()
+        self.video_name = _video_name(self)
         self.logs = self._open_logs(self.global_step, not saved, saved.get("wandb_id"))
         self.keep("curve", self.logs.curve)
         self._progress = Progress(is_quiet=not self.writes)
@@ -144,8 +147,7 @@ class Run:
     def _write(self) -> None:
         save_checkpoint(self.directory.path, self._unwritten, self.global_step)
         if self.args.save_model:
-            path = f"{self.directory.path}/{self.args.exp_name}.cleanrl_model"
-            save_model(path, self._model.state_dict())
+            save_model(self.directory.path, self._model.state_dict(), self.args)
         self._unwritten = None
 
     def _try_to_save(self) -> None:
@@ -302,6 +304,17 @@ def _new_name(args: ScriptArgs) -> str:
     now = datetime.now()
     time_of_day = f"{now:%H%M%S}-{now.microsecond // 1000:03}"  # jobs of an array start at once
     return f"{env_id}__{args.exp_name}__{args.seed}__{now:%Y%m%d}-{time_of_day}"
+
+
+def _video_name(run: Run) -> str:
+    """Return where in `videos` a run records: once it is resumed, where no video of before is."""
+    args, step = run.args, run.global_step
+    ends_at = getattr(args, "num_iterations", 0) * size_of(args)
+    if args.capture_video and 0 < ends_at <= step:
+        args.capture_video = False  # environments would only wait for the evaluation
+        instead = "--eval-video records an evaluated episode"
+        logger.warning("nothing is left that --capture-video records; %s", instead)
+    return f"{run.name}/from-{step}" if run.directory.saved else run.name
 
 
 def _measured(envs: ClusterEnv, rollout: Rollout) -> np.ndarray:

@@ -14,13 +14,13 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import torch
 import tyro
 
-from clusterenv_runtime import ClusterEnv, GaussianPolicy
+from clusterenv_runtime import ClusterEnv
 from clusterenv_runtime.script.checkpoint import load_checkpoint
-from scripts.ppo_continuous_clusterenv import Agent, make_env
+from clusterenv_runtime.script.model import load_model
 from scripts.ppo_continuous_clusterenv import Args as ScriptArgs
+from scripts.ppo_continuous_clusterenv import make_env, make_policy
 
 
 @dataclass
@@ -33,9 +33,8 @@ def play(args, model):
     """Return the returns of a model's episodes, with seeds that training did not have."""
     env_fn = make_env(args.env_id, 1, False, "", **args.make_kwargs)
     with ClusterEnv([env_fn] * args.num_workers, args.num_workers) as envs:
-        agent = Agent(envs, args.hidden_size)
-        agent.load_state_dict(torch.load(model))
-        policy = GaussianPolicy(agent.actor_mean, agent.actor_logstd, envs.single_action_space)
+        agent, policy = make_policy(args, envs)
+        agent.load_state_dict(load_model(model).model)
         return envs.evaluate(policy, args.eval_episodes, seed=args.seed + 200_000).returns
 
 
