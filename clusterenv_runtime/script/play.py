@@ -1,0 +1,79 @@
+"""Plays episodes by a trained model.
+
+python -m clusterenv_runtime.script.play runs/NAME --video
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import tyro
+
+from ..env import ClusterEnv
+from ..errors import StartupError, WorkerDiedError
+from ..options import Positive
+from .arguments import Seed, check_moviepy
+from .checks import one_line_for
+from .environments import one_line_for_environments
+from .evaluation import FIRST_SEED, check_pictures, film
+from .progress import say
+from .trained import Trained, TrainedArgs
+
+
+@dataclass
+class Args(TrainedArgs):
+    """What is played, and how."""
+
+    episodes: Positive = 10
+    """the number of episodes to play"""
+    deterministic: bool = False
+    """take the policy's most likely actions, not actions that it draws"""
+    seed: Seed | None = None
+    """seed of the first episode, and that of each other is one more; by default the run's
+    evaluation has the same first one
+    """
+    video: bool = False
+    """record one more episode, with the seed of the first one, as `play.mp4` beside the model"""
+
+
+def play(args: Args) -> None:
+    """Play episodes on a local worker, and print their returns."""
+    trained = Trained(args)
+    if args.video:
+        check_moviepy("--video")
+    seed = trained.args.seed + FIRST_SEED if args.seed is None else args.seed
+    how = {"seed": seed, "deterministic": args.deterministic}
+    with one_line_for_environments(trained.args):
+        envs = ClusterEnv([trained.env_fn], num_workers=1)
+    with envs:
+        if args.video:
+            check_pictures("--video", envs, trained.args.env_id)
+        policy = trained.policy(envs)
+        say(f"{trained.path}, by {trained.script}, plays {trained.args.env_id}")
+        began = time.monotonic()
+        returns = []
+        for episode in range(args.episodes):
+            how["seed"] = seed + episode
+            found = envs.evaluate(policy, 1, **how)
+            returns += found.returns.tolist()
+            say(f"episode {episode + 1}: return {returns[-1]:.1f} in {found.lengths[0]} steps")
+        seconds = time.monotonic() - began
+    spread = f"standard deviation {np.std(returns):.1f}, {seconds:.1f} s"
+    say(f"mean return {np.mean(returns):.1f} of {len(returns)} episodes, {spread}")
+    if args.video:
+        how["seed"] = seed
+        video = f"{os.path.dirname(trained.path)}/play.mp4"
+        film(trained.args, trained.module.make_env, policy, video, {"num_workers": 1}, **how)
+
+
+def main() -> None:
+    """Play as the command line says."""
+    with one_line_for(StartupError, WorkerDiedError):
+        play(tyro.cli(Args, description=__doc__))
+
+
+if __name__ == "__main__":
+    main()
