@@ -148,15 +148,11 @@ def test_a_program_for_another_library_runs(code):
 
 
 def test_all_programs_of_the_pages_are_run_by_one_test():
-    # The test of continuous actions runs it.
-    (plays,) = (code for _, _, code in BLOCKS if "torch.load" in code)
     python = {code for _, kind, code in BLOCKS if kind == "python"}
-    alone = [
-        code for page, kind, code in BLOCKS if kind == "python" and page.stem in ("script", "mpi")
-    ]
+    have_tests = "script", "mpi", "after_training"
+    alone = [code for page, kind, code in BLOCKS if kind == "python" and page.stem in have_tests]
     assert python == {
         *PROGRAMS.values(),
-        plays,
         *alone,
         *OF_OTHER_LIBRARIES,
         *(FRAGMENTS.keys() & python),

@@ -94,7 +94,7 @@ class Policy(nn.Module):
         def choose(fresh: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
             return torch.where(starts.view(-1, *[1] * (old.dim() - 1)), fresh.to(old.device), old)
 
-        return map_tree(choose, self.initial_state(len(starts)), state)
+        return map_tree(choose, self.initial_state(starts.shape[0]), state)
 
     def unroll(self, observations: Any, starts: torch.Tensor, state: Any) -> tuple[Any, Any]:
         """Return the parameters ``(num_steps, batch, ...)`` along sequences, and the state after

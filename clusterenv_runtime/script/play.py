@@ -3,8 +3,6 @@
 python -m clusterenv_runtime.script.play runs/NAME --video
 """
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass

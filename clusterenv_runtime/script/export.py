@@ -1,0 +1,244 @@
+"""Exports the policy of a trained model: to ONNX, for programs without torch, or by `torch.export`.
+
+    python -m clusterenv_runtime.script.export runs/NAME model.onnx
+
+The file's ending decides: ``.onnx``, or ``.pt2``.
+"""
+
+import importlib
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium.vector.utils import batch_space
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from ..arrays.trees import filled, leaves, map_tree
+from ..errors import one_line
+from ..policy.base import Policy
+from ..policy.tensors import to_tensors
+from .checks import check
+from .environments import one_line_for_environments
+from .progress import say
+from .trained import Trained, TrainedArgs
+
+BATCHES = 3, 1  # observations to export by, and to check by
+TOLERANCE = 1e-4
+NEEDED = "onnx", "onnxscript", "onnxruntime"
+
+
+@dataclass
+class Args(TrainedArgs):
+    """What is exported, and where to."""
+
+    output: Annotated[str, tyro.conf.Positional] = "model.onnx"
+    """the file to write; `.onnx` or `.pt2`"""
+    stochastic: bool = False
+    """draw actions, by noise that is an input; else take the policy's most likely ones"""
+
+
+class Acting(nn.Module):
+    """A policy as a function of tensors, from what environments give to what they take.
+
+    It is called with the leaves of its inputs, and returns the leaves of its outputs, all
+    ``(batch, ...)``.
+
+    Args:
+        policy: what acts.
+        space: a single environment's observations.
+        stochastic: whether it draws actions.
+    """
+
+    def __init__(self, policy: Policy, space: gym.Space, stochastic: bool) -> None:
+        super().__init__()
+        self.policy = policy
+        self._space = space
+        self._stochastic = stochastic
+        self._like = self.example(BATCHES[0])  # for the structure of the inputs
+
+    @torch.no_grad()
+    def example(self, batch: int) -> dict[str, Any]:
+        """Return inputs by their names, some that are drawn: ``observation``, as environments give
+        it; with memory ``state``, and ``starts``, where episodes begin; if it draws ``noise``.
+        """
+        observation = batch_space(self._space, batch).sample()
+        inputs = {"observation": map_tree(torch.as_tensor, observation)}
+        observation = to_tensors(observation, self.policy)
+        state = self.policy.initial_state(batch)
+        if state is None:
+            params = self.policy(observation)
+        else:
+            params, inputs["state"] = self.policy(observation, state)
+            inputs["starts"] = torch.arange(batch) % 2 == 1
+        if self._stochastic:
+            inputs["noise"] = self._noise(params, batch)
+        return inputs
+
+    def _noise(self, params: Any, batch: int) -> Any:
+        """Return the noise of a step, drawn for each environment by itself as on workers."""
+        generator = torch.Generator()
+        rows = []
+        for row in range(batch):
+            own = map_tree(lambda leaf: leaf[row : row + 1], params)  # noqa: B023
+            rows.append(self.policy.noise(1, own, generator))
+        return map_tree(lambda *each: torch.cat(each, 1)[0], *rows)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs = filled(self._like, list(tensors))
+        observation = map_tree(self._converted, inputs["observation"])
+        next_state = []
+        if "state" in inputs:
+            state = self.policy.started(inputs["state"], inputs["starts"])
+            params, state = self.policy(observation, state)
+            next_state = leaves(state)
+        else:
+            params = self.policy(observation)
+        if self._stochastic:
+            actions = self.policy.act(params, inputs["noise"])
+        else:
+            actions = self.policy.distribution(params).mode
+        return *leaves(self.policy.to_env(actions)), *next_state
+
+    def _converted(self, leaf: Tensor) -> Tensor:
+        """Do as `to_tensors`."""
+        is_float = self.policy.float_observations or leaf.is_floating_point()
+        return leaf.float() if is_float else leaf
+
+    def names(self) -> tuple[list[str], list[str]]:
+        """Return the names of all inputs, and of all outputs."""
+        inputs = [name for key, tree in self._like.items() for name in _names(key, tree)]
+        states = [f"next_{name}" for name in inputs if name.partition(".")[0] == "state"]
+        number = len(self(*leaves(self._like))) - len(states)
+        actions = ["action"] if number == 1 else [f"action.{part}" for part in range(number)]
+        return inputs, actions + states
+
+
+def _names(prefix: str, tree: Any) -> list[str]:
+    """Return the names of a tree's leaves, in order: the keys that lead to each, with dots."""
+    if isinstance(tree, tuple):
+        tree = dict(enumerate(tree))
+    if isinstance(tree, dict):
+        return [name for key, part in tree.items() for name in _names(f"{prefix}.{key}", part)]
+    return [prefix]
+
+
+def export(policy: Policy, space: gym.Space, path: str, stochastic: bool = False) -> str:
+    """Write a policy to ``path``, and check that the file computes what the policy does.
+
+    Args:
+        policy: what acts, on the CPU.
+        space: a single environment's observations.
+        path: ends with ``.onnx`` or ``.pt2``.
+        stochastic: whether its actions are drawn.
+
+    Returns:
+        The names, shapes and dtypes of the inputs and outputs.
+
+    Raises:
+        Exception: the policy cannot be exported, whatever torch raises then.
+        ValueError: the file computes something else.
+    """
+    validates = Distribution._validate_args
+    Distribution.set_default_validate_args(False)  # it would branch by values
+    temporary = f"{path}.tmp"
+    try:
+        acting = Acting(policy, space, stochastic).eval()
+        with _quiet(), torch.no_grad():
+            _write(acting, temporary, path.endswith(".onnx"))
+            text = _checked(acting, temporary, path.endswith(".onnx"))
+        os.replace(temporary, path)
+        return text
+    finally:
+        Distribution.set_default_validate_args(validates)
+        if os.path.exists(temporary):
+            os.remove(temporary)
+
+
+def _write(acting: Acting, path: str, to_onnx: bool) -> None:
+    inputs = leaves(acting.example(BATCHES[0]))
+    shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
+    program = torch.export.export(acting, tuple(inputs), dynamic_shapes=(shapes,))
+    if to_onnx:
+        given, returned = acting.names()
+        torch.onnx.export(
+            program, f=path, input_names=given, output_names=returned, dynamo=True,
+            external_data=False, verbose=False,
+        )  # fmt: skip
+    else:
+        with open(path, "wb") as file:
+            torch.export.save(program, file)
+
+
+def _checked(acting: Acting, path: str, is_onnx: bool) -> str:
+    """Return a text on the inputs and outputs of a file that does what it should."""
+    inputs = leaves(acting.example(BATCHES[1]))
+    given, returned = acting.names()
+    if is_onnx:
+        session = importlib.import_module("onnxruntime").InferenceSession(path)
+        arrays = {name: tensor.numpy() for name, tensor in zip(given, inputs, strict=True)}
+        outputs = session.run(None, arrays)
+    else:
+        outputs = [tensor.numpy() for tensor in torch.export.load(path).module()(*inputs)]
+    for output, expected in zip(outputs, acting(*inputs), strict=True):
+        if not np.allclose(output, expected.numpy(), TOLERANCE, TOLERANCE):
+            raise ValueError("what was written computes something else than the policy")
+    sides = (given, inputs), (returned, map(torch.as_tensor, outputs))
+    return " -> ".join(", ".join(map(_described, *side)) for side in sides)
+
+
+def _described(name: str, tensor: Tensor) -> str:
+    shape = ", ".join(map(str, ("batch", *tensor.shape[1:])))
+    return f"{name} ({shape}) {str(tensor.dtype).removeprefix('torch.')}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from telling of packages that are not needed."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def main() -> None:
+    """Export as the command line says."""
+    args = tyro.cli(Args, description=__doc__)
+    path = args.output
+    check(path.endswith((".onnx", ".pt2")), f"{path} must end with .onnx or .pt2")
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    needs = f"ONNX needs {', '.join(missing)}: pip install {' '.join(NEEDED)}"
+    check(path.endswith(".pt2") or not missing, needs)
+    trained = Trained(args)
+    with one_line_for_environments(trained.args):
+        env = trained.env_fn()
+        env.close()
+    space = env.observation_space
+    envs = SimpleNamespace(single_observation_space=space, single_action_space=env.action_space)
+    policy = trained.policy(envs)
+    try:
+        text = export(policy, space, path, args.stochastic)
+    except Exception as error:  # torch's and ONNX's have many kinds
+        hint = ""
+        if isinstance(error, NotImplementedError) and not args.stochastic:
+            hint = "; has its distribution no mode? --stochastic needs none"
+        elif path.endswith(".onnx"):
+            hint = "; model.pt2 takes what ONNX cannot"
+        check(False, f"{trained.path} cannot be exported to {path}: {one_line(error)}{hint}")
+    say(f"{path}: {text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,408 @@
+"""What comes after training: the file of a model, playing it, and exporting it."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete
+from torch import nn
+from torch.distributions import Categorical, Distribution, Independent, Normal
+
+from clusterenv_runtime import CheckpointError, Policy
+from clusterenv_runtime.arrays.trees import leaves, map_tree
+from clusterenv_runtime.policy.actor import Actor
+from clusterenv_runtime.policy.tensors import flat_weights
+from clusterenv_runtime.script import play
+from clusterenv_runtime.script.export import Acting, export
+from clusterenv_runtime.script.export import main as export_main
+from clusterenv_runtime.script.model import load_model, save_model
+
+from . import scripts
+from .scripts import ROOT
+from .test_ppo_clusterenv import TINY
+
+PPO = "ppo_clusterenv"
+# Each script with its environment's spaces
+CASES = {
+    PPO: (Box(-1, 1, (4,)), Discrete(3)),
+    "scripts.ppo_multilearner_clusterenv": (Box(-1, 1, (4,)), Discrete(3)),
+    "scripts.ppo_continuous_clusterenv": (Box(-5, 5, (7,), np.float64), Box(-0.1, 0.1, (3,))),
+    "scripts.ppo_lstm_clusterenv": (Box(-1, 1, (2,)), Discrete(2)),
+    "scripts.ppo_atari_clusterenv": (Box(0, 255, (4, 84, 84), np.uint8), Discrete(6)),
+    "scripts.ppo_minatar_clusterenv": (Box(0, 1, (10, 10, 4), bool), Discrete(6)),
+    "dqn_clusterenv": (Box(-1, 1, (8,)), Discrete(4)),
+    "scripts.dqn_atari_clusterenv": (Box(0, 255, (4, 84, 84), np.uint8), Discrete(4)),
+    "scripts.sac_clusterenv": (Box(-5, 5, (11,), np.float64), Box(-2, 1, (3,))),
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory of its own, as far as imports go, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def spaces(observation_space, action_space):
+    return SimpleNamespace(
+        single_observation_space=observation_space, single_action_space=action_space
+    )
+
+
+def leave_model(directory, monkeypatch, name=PPO, script=None, kind="", env=None, **flags):
+    """Leave a model that is as it is before training in a run's directory; return its args."""
+    module = importlib.import_module(name)
+    args = module.Args(**flags)
+    env = env or module.make_env(args.env_id, 0, False, "", **args.make_kwargs)()
+    envs = spaces(env.observation_space, env.action_space)
+    torch.manual_seed(1)
+    model, _ = module.make_policy(args, envs)
+    monkeypatch.setattr(sys, "argv", [script or f"{name.replace('.', '/')}.py"])
+    directory.mkdir(parents=True, exist_ok=True)
+    save_model(directory, model.state_dict(), args, kind)
+    return args
+
+
+def command(monkeypatch, main, *flags):
+    """Run a command of ours in this process; return the line with which it exits, if any."""
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, flags)])
+    try:
+        main()
+    except SystemExit as exit:
+        assert exit.code.startswith("error: ") and "\n" not in exit.code
+        return exit.code
+    return None
+
+
+def test_play_prints_returns_that_are_the_same_again(here, monkeypatch, capsys):
+    (here / "ppo_clusterenv.py").symlink_to(ROOT / "ppo_clusterenv.py")
+    leave_model(here / "runs/x", monkeypatch, env_id="CartPole-v1", hidden_size=16)
+    seen = []
+    for flags in ([], [], ["--seed", 9], ["--deterministic"]):
+        assert command(monkeypatch, play.main, "runs/x", "--episodes", 3, *flags) is None
+        said = capsys.readouterr().out
+        returns = [float(found) for found in re.findall(r"episode \d: return (\S+) in", said)]
+        assert len(returns) == 3 and f"mean return {np.mean(returns):.1f} of 3 episodes" in said
+        seen.append(returns)
+    assert seen[0] == seen[1] and seen[0] not in seen[2:] and seen[2] != seen[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("scripts.ppo_lstm_clusterenv", {}),
+        ("scripts.ppo_continuous_clusterenv", {"env_id": "Pendulum-v1"}),
+        pytest.param("dqn_clusterenv", {"env_kwargs": "sutton_barto_reward=true"}),
+        pytest.param("scripts.sac_clusterenv", {"env_id": "Pendulum-v1"}, marks=pytest.mark.long),
+        pytest.param("scripts.ppo_minatar_clusterenv", {}, marks=pytest.mark.long),
+        pytest.param("scripts.ppo_atari_clusterenv", {}, marks=pytest.mark.long),
+        pytest.param("scripts.dqn_atari_clusterenv", {}, marks=pytest.mark.long),
+    ],
+)
+def test_a_model_of_each_script_is_played(here, monkeypatch, capsys, name, flags):
+    (here / "scripts").symlink_to(ROOT / "scripts")
+    (here / "dqn_clusterenv.py").symlink_to(ROOT / "dqn_clusterenv.py")
+    leave_model(here / "runs/x", monkeypatch, name, **flags)
+    again = [f"--{flag.replace('_', '-')}={value}" for flag, value in flags.items()]
+    assert command(monkeypatch, play.main, "runs/x", "--episodes", 1, *again) is None
+    said = capsys.readouterr().out
+    assert "mean return" in said
+    if name == "dqn_clusterenv":  # a reward of -1, for the fall
+        assert "episode 1: return -1.0" in said
+
+
+@pytest.mark.long
+def test_the_best_model_of_a_run_is_filmed_as_its_script_plays_it(tmp_path):
+    flags = [*TINY, "--eval-interval", "64", "--run-name", "x"]
+    folder, _ = scripts.train(PPO + ".py", tmp_path, *flags)
+    result = subprocess.run(
+        [sys.executable, "-m", "clusterenv_runtime.script.play", "runs/x", "--best", "--video",
+         "--script", ROOT / "ppo_clusterenv.py", "--episodes", "2"],
+        cwd=tmp_path, env=scripts.environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "best.cleanrl_model" in result.stdout and (folder / "play.mp4").stat().st_size > 1000
+    first = re.search(r"episode 1: (return \S+ in \d+ steps)", result.stdout)[1]
+    assert f"recorded runs/x/play.mp4: {first}" in result.stdout
+    assert not list(folder.glob("*.parts")) and not (tmp_path / "videos").exists()
+
+
+@pytest.mark.long
+def test_a_resumed_run_leaves_the_videos_of_before_and_none_of_what_does_not_train(tmp_path):
+    folder, _ = scripts.train(PPO + ".py", tmp_path, *TINY, "--capture-video", "--run-name", "x")
+    before = {path: path.read_bytes() for path in tmp_path.glob("videos/x/*.mp4")}
+    assert before
+    flags = ["--resume", "runs/x", "--total-timesteps", "640"]
+    assert scripts.run(PPO + ".py", tmp_path, *flags).returncode == 0
+    after = list(tmp_path.glob("videos/x/from-320/*.mp4"))
+    result = scripts.run(PPO + ".py", tmp_path, *flags)
+    assert "nothing is left that --capture-video records" in result.stderr
+    assert after and set(tmp_path.rglob("*.mp4")) == {*before, *after}
+    assert all(path.read_bytes() == video for path, video in before.items())
+
+
+class Unpickled:
+    """Leaves a file if it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def test_nothing_of_a_file_is_executed(here, monkeypatch):
+    leave_model(here / "run", monkeypatch, env_id="CartPole-v1")
+    path = here / "run/ppo_clusterenv.cleanrl_model"
+    script = "import os\nos.mkdir('executed')\nArgs = make_env = make_policy = None\n"
+    (here / "elsewhere").mkdir()
+    (here / "elsewhere/theirs.py").write_text(script)
+    good = torch.load(path, weights_only=True)
+    args = good["args"]
+    for value, says in (
+        (good | {"script": f"{here}/elsewhere/theirs.py"}, "the script 'theirs.py' is neither"),
+        (good | {"script": "elsewhere/theirs.py"}, "the script 'theirs.py' is neither"),
+        (good | {"script": "../run"}, "the script 'run' is neither"),
+        (good | {"model": Unpickled()}, "is no model of a run: UnpicklingError"),
+        (good["model"], "is no model of a run: Object missing required field `model`"),
+    ):
+        torch.save(value, path)
+        assert says in command(monkeypatch, play.main, path)
+    (here / "evil.py").write_text("import os\nos.mkdir('executed')\n")
+    for flags, has in (
+        ({"env_id": "evil:Evil-v0"}, "has --env-id 'evil:Evil-v0': what can run someone's code"),
+        ({"env_kwargs": "a=1"}, "has --env-kwargs 'a=1': what can run someone's code"),
+        ({"epochs": 3}, "is of another script, or version of it: it has --epochs"),
+        ({"hidden_size": -1}, "the flags in"),
+    ):
+        torch.save(good | {"args": args | flags}, path)
+        says = command(monkeypatch, play.main, path, "--script", ROOT / "ppo_clusterenv.py")
+        assert has in says
+    assert "evil.py has no Args" in command(monkeypatch, play.main, path, "--script", "evil.py")
+    assert not (here / "executed").exists()
+
+
+def test_each_mistake_is_one_line(here, monkeypatch):
+    def says(*flags, main=play.main):
+        return command(monkeypatch, main, *flags)
+
+    (here / "ppo_clusterenv.py").symlink_to(ROOT / "ppo_clusterenv.py")
+    run = here / "runs/x"
+    assert says("runs/x") == "error: there is no run runs/x"
+    run.mkdir(parents=True)
+    assert says("runs/x").startswith("error: there is no model in runs/x: each checkpoint brings")
+    leave_model(run, monkeypatch, env_id="CartPole-v1")
+    assert says("runs/x", "--best").startswith("error: there is no best model in runs/x")
+    assert "--script: there is no file a.py" in says("runs/x", "--script", "a.py")
+    assert "Environment `Nowhere` doesn't exist" in says("runs/x", "--env-id", "Nowhere-v1")
+    assert "No module named 'nowhere'" in says("runs/x", "--env-id", "nowhere:Mine-v0")
+    assert "--env-kwargs" in says("runs/x", "--env-kwargs", "a")
+    unfit = says("runs/x", "--env-id", "Acrobot-v1")
+    assert "does not fit the networks of ppo_clusterenv.py" in unfit and "size mismatch" in unfit
+    assert "model.h5 must end with .onnx or .pt2" in says("runs/x", "model.h5", main=export_main)
+    leave_model(run, monkeypatch, env_id="CartPole-v1", exp_name="y")
+    assert "there are several, name one" in says("runs/x")
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        needs = says(run / "y.cleanrl_model", main=export_main)
+        assert "ONNX needs onnx, onnxscript, onnxruntime: pip install" in needs
+        needs = says(run / "y.cleanrl_model", "--video")
+        assert "--video needs MoviePy" in needs
+    leave_model(here / "pool", monkeypatch, env_backend="envpool", env_id="CartPole-v1")
+    saved = load_model(here / "pool/ppo_clusterenv.cleanrl_model")
+    args = saved.args | {"env_id": "Pong-v5"}
+    torch.save({"model": saved.model, "args": args, "script": saved.script}, here / "pool/p")
+    assert "was trained on EnvPool's Pong-v5: name Gymnasium's by --env-id" in says("pool/p")
+    with pytest.raises(CheckpointError, match="cannot read pool: Is a directory"):
+        load_model("pool")
+
+
+class Own(Policy):
+    """A user's policy: with memory that begins with what it has learned, and two observations."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head, self.first = nn.GRUCell(5, 6), nn.Linear(6, 3), nn.Linear(1, 6)
+
+    def initial_state(self, num_envs):
+        return {"memory": self.first(torch.ones(num_envs, 1, device=self.device)).detach().cpu()}
+
+    def forward(self, observations, state):
+        inputs = torch.cat([observations["far"], observations["near"].float()], -1)
+        memory = self.cell(inputs, state["memory"])
+        return self.head(memory), {"memory": memory}
+
+    def noise(self, num_steps, params, generator):
+        return torch.randn(num_steps, *params.shape, generator=generator)
+
+    def act(self, params, noise):
+        return params + noise
+
+    def to_env(self, actions):
+        return (actions.tanh() + 1) * 3
+
+    def distribution(self, params):
+        return Independent(Normal(params, 1), 1)
+
+
+OWN = Dict({"near": Box(0, 9, (2,), np.int64), "far": Box(-1, 1, (3,), np.float64)})
+
+
+def made(name):
+    """A policy with weights that are drawn, and its observations' space."""
+    torch.manual_seed(2)
+    if name == "own":
+        return Own(), OWN
+    module = importlib.import_module(name)
+    model, policy = module.make_policy(module.Args(), spaces(*CASES[name]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        for buffer in model.buffers():
+            buffer.add_(torch.rand_like(buffer))
+    return policy.eval(), CASES[name][0]
+
+
+def acted(policy, observations, starts):
+    """What environments get from a worker that evaluates by this policy, in each step."""
+    actor = Actor(takes_mode=True)
+    actor.load(policy, [part.numpy() for part in flat_weights(policy)])
+    actor.start(starts[0])
+    return [leaves(actor.act(*step)) for step in zip(observations, starts, strict=True)]
+
+
+QUICK = PPO, "scripts.ppo_continuous_clusterenv", "scripts.ppo_lstm_clusterenv", "own"
+EACH = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in [*CASES, "own"]
+]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_an_exported_policy_acts_as_on_a_worker(tmp_path, name):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    policy, space = made(name)
+    path = str(tmp_path / "model.onnx")
+    export(policy, space, path)
+    session = onnxruntime.InferenceSession(path)
+    names = [given.name for given in session.get_inputs()]
+    rng = np.random.default_rng(3)
+    space = gym.vector.utils.batch_space(space, 20)
+    space.seed(4)
+    observations = [space.sample() for _ in range(5)]  # a hundred in all
+    starts = [np.ones(20, bool), *(rng.random(20) < 0.3 for _ in range(4))]
+    shapes = {given.name: given.shape[1:] for given in session.get_inputs()}
+    state = {name: np.zeros((20, *shapes[name]), np.float32) for name in names if "state" in name}
+    for observation, start, expected in zip(
+        observations, starts, acted(policy, observations, starts), strict=True
+    ):
+        parts = observation
+        if not isinstance(observation, dict):
+            parts = {"": observation}
+        given = {f"observation.{key}".strip("."): part for key, part in parts.items()}
+        given |= {"starts": start, **state} if state else {}
+        actions, *state_after = session.run(None, given)
+        assert actions.dtype == expected[0].dtype
+        np.testing.assert_allclose(actions, expected[0], rtol=1e-5, atol=1e-5)
+        state = dict(zip(state, state_after, strict=True))
+    assert os.listdir(tmp_path) == ["model.onnx"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["own", "scripts.sac_clusterenv", pytest.param("dqn_clusterenv", marks=pytest.mark.long)],
+)
+def test_an_exported_policy_draws_as_it_does_itself(tmp_path, name):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    policy, space = made(name)
+    path = str(tmp_path / "model.onnx")
+    export(policy, space, path, stochastic=True)
+    acting = Acting(policy, space, stochastic=True)
+    inputs = acting.example(100)
+    session = onnxruntime.InferenceSession(path)
+    names = [given.name for given in session.get_inputs()]
+    arrays = [tensor.numpy() for tensor in leaves(inputs)]
+    actions, *_ = session.run(None, dict(zip(names, arrays, strict=True)))
+    observation = map_tree(
+        lambda leaf: leaf if leaf.dtype == torch.int64 else leaf.float(), inputs["observation"]
+    )
+    with torch.no_grad():
+        if name == "own":
+            params, _ = policy(observation, policy.started(inputs["state"], inputs["starts"]))
+        else:
+            params = policy(observation)
+        expected = policy.to_env(policy.act(params, inputs["noise"]))
+    np.testing.assert_allclose(actions, expected.numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_torch_export_is_for_what_onnx_cannot(tmp_path):
+    policy, space = made("own")
+    path = str(tmp_path / "model.pt2")
+    said = export(policy, space, path)
+    assert said == (
+        "observation.far (batch, 3) float64, observation.near (batch, 2) int64, "
+        "state.memory (batch, 6) float32, starts (batch) bool -> "
+        "action (batch, 3) float32, next_state.memory (batch, 6) float32"
+    )
+    acting = Acting(policy, space, stochastic=False)
+    inputs = leaves(acting.example(7))
+    for output, expected in zip(
+        torch.export.load(path).module()(*inputs), acting(*inputs), strict=True
+    ):
+        torch.testing.assert_close(output, expected)
+
+
+class Odd(Policy):
+    """Has a mode only if it is told to; and adds a number that it draws."""
+
+    def __init__(self, adds=0.0, has_mode=True):
+        super().__init__()
+        self.actor, self.adds, self.has_mode = nn.Linear(2, 3), adds, has_mode
+
+    def forward(self, observations):
+        return self.actor(observations) + self.adds * torch.rand(1)
+
+    def distribution(self, params):
+        return Categorical(logits=params) if self.has_mode else Distribution(validate_args=False)
+
+
+def test_a_file_that_would_compute_something_else_is_not_left(tmp_path):
+    pytest.importorskip("onnxruntime")
+    space = Box(-1, 1, (2,))
+    path = tmp_path / "model.pt2"
+    export(Odd(), space, str(path))
+    before = path.read_bytes()
+    policy = Odd()
+    policy.forward = lambda observations: policy.actor(observations) * (1 + torch.rand(1) * 100)
+    policy.distribution = lambda params: Independent(Normal(params, 1), 1)
+    with pytest.raises(ValueError, match="computes something else than the policy"):
+        export(policy, space, str(path))
+    with pytest.raises(NotImplementedError):
+        export(Odd(has_mode=False), space, str(path))
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["model.pt2"]
+
+
+PROGRAMS = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs/after_training.md").read_text(), re.DOTALL
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=["script", "package", "onnx"])
+def test_the_programs_of_the_page_act(here, monkeypatch, program):
+    directory = here / "runs/NAME"
+    leave_model(directory, monkeypatch, env_id="CartPole-v1")
+    if "onnxruntime" in program:
+        pytest.importorskip("onnxruntime")
+        flags = directory, "model.onnx", "--script", ROOT / "ppo_clusterenv.py"
+        assert command(monkeypatch, export_main, *flags) is None
+        program = f"import sys\nsys.modules['torch'] = None\n{program}"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=here, env=scripts.environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert 0 < float(result.stdout.splitlines()[-1]) <= 500
