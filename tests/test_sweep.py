@@ -6,6 +6,7 @@ import contextlib
 import csv
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -183,7 +184,7 @@ def test_a_random_configuration_depends_on_seed_and_index_alone(write):
     assert len({flat["x"] for flat in five}) == 5
     assert not {flat["x"] for flat in five} & {flat["x"] for flat in load("sweep.yaml", seed=2)}
     lists = [command("sweep.yaml", "--list", "--seed", str(seed)).stdout for seed in (1, 1, 2)]
-    assert lists[0] == lists[1] != lists[2] and f"x={five[3]['x']}" in lists[0].splitlines()[3]
+    assert lists[0] == lists[1] != lists[2] and f"x={five[3]['x']:.6g} " in lists[0].splitlines()[3]
 
 
 X = {"x": {"values": [1, 2]}}
@@ -290,6 +291,7 @@ def test_mistakes_on_the_command_line_are_one_line(write):
         "cannot read broken.yaml: while parsing": ["broken.yaml"],
         "--index must be from 0 to 1, got 2": ["sweep.yaml", "--index", "2"],
         "--jobs must be at least 1, got 0": ["sweep.yaml", "--jobs", "0"],
+        "--jobs is for all configurations: give it alone": ["sweep.yaml", "--jobs=2", "--list"],
         "not allowed with argument": ["sweep.yaml", "--index", "1", "--count"],
         "no configuration of runs/sweep has finished": ["sweep.yaml", "--results"],
     }
@@ -411,6 +413,7 @@ def test_a_return_that_is_no_number_is_left_out_and_said(write):
     assert result.returncode == 0
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("left out"))
     assert line.endswith("has no number as eval_return_mean")
+    assert re.match(r"2 configurations; \d+ at once: each takes 3 cores of \d+, ", result.stdout)
     assert "2 of 2 have finished; best eval_return_mean 10: x=1" in result.stdout
     assert [row["eval_return_mean"] for row in results()] == ["", "10.0"]
 
@@ -470,6 +473,22 @@ def test_on_a_terminal_one_line_changes(write):
     line = r"\x1b\[2K1 of 2 done, 1 running, the first for 1 s; about \d+ s left; best \S+ 20: x=2"
     assert re.search(line, shown), shown
     assert "2 of 2 have finished" in shown and "\n1 of 2 done" not in shown
+
+
+def test_runs_are_stopped_when_the_terminal_is_lost(write):
+    path = write({"x": {"values": [99]}, "seed": {"values": [1, 2]}})
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ |= environment(TERM="xterm")
+        run = str(ROOT / "experiments/sweeps/run.py")
+        os.execv(sys.executable, [sys.executable, run, path, "--jobs", "2"])
+    while b"2 running" not in os.read(terminal, 65536):
+        pass
+    runs = children_of(pid)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert (os.waitstatus_to_exitcode(status), len(runs)) == (143, 2)
+    assert not any(map(alive, runs))
 
 
 @pytest.mark.parametrize(
@@ -561,6 +580,16 @@ def test_a_sweep_that_is_asked_to_stop_stops_its_runs_first(number, write):
     lines = command("sweep.yaml", "--list").stdout.splitlines()
     assert [line.split()[1] for line in lines] == ["open"] * 3
     assert len(list(Path("runs/sweep").glob("*/attempt-*"))) == 2
+
+
+@pytest.mark.parametrize(("saved", "code"), [("checkpoint-1.pt", 75), ("model.pt", 143)])
+def test_a_run_that_a_scheduler_has_told_to_stop_ends_the_sweep(saved, code, write):
+    path = write({"x": {"values": [1, 2]}})
+    saves = f"os.makedirs('runs/one'); open('runs/one/{saved}', 'w')"
+    Path("train.py").write_text(f"import os; {saves}; os._exit(75)")
+    result = command(path, "--jobs", "1")
+    assert result.returncode == code and "error: interrupted" in result.stderr
+    assert len(list(Path("runs/sweep").glob("*/attempt-*"))) == 1
 
 
 # A program that does not end when it is told to, nor does the process that it has started.

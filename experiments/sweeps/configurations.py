@@ -186,5 +186,10 @@ def fill_macros(sweep, parameters):
 
 
 def label(sweep, flat):
+    """Return what varies of a configuration in one line, with six digits of each number."""
     varied = [path for path in flat if sweep["flat"][path][0] != "constant"]
-    return " ".join(f"{'.'.join(path)}={flat[path]}" for path in varied)
+    texts = {
+        path: f"{flat[path]:.6g}" if isinstance(flat[path], float) else flat[path]
+        for path in varied
+    }
+    return " ".join(f"{'.'.join(path)}={text}" for path, text in texts.items())

@@ -1,5 +1,6 @@
 """Runs the configurations of a sweep, several at once, until all have run or a signal comes."""
 
+import os
 import signal
 import sys
 import time
@@ -49,10 +50,21 @@ class Signals:
                 signal.signal(number, self._take)
 
     def _take(self, number, _):
+        if number == signal.SIGHUP:
+            leave_terminal()
         self.number += 1
         self.presses += number == signal.SIGINT
         if not self.are_counted:
             raise Interrupted(STOPPED)
+
+
+def leave_terminal():
+    """Send output nowhere if its terminal has hung up: writing to that is an error."""
+    for output in (1, 2):
+        try:
+            os.write(output, b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
 
 class Execution:
@@ -124,7 +136,7 @@ class Execution:
         for index in ended:
             attempt = self._running.pop(index)
             if attempt.status == SAVED:  # a scheduler has told it, too
-                self._saved = True
+                self._note_stopped([attempt])
                 continue
             if failure := attempt.conclude():
                 self._failures += 1
@@ -157,6 +169,9 @@ class Execution:
             attempt.kill()
             if attempt.status == 0:
                 attempt.conclude()
-        is_saved = any(checkpoints(each.directory) for each in self._running.values())
-        self._saved = self._saved or is_saved
+        self._note_stopped(self._running.values())
         self._running.clear()
+
+    def _note_stopped(self, attempts):
+        has_saved = any(checkpoints(attempt.directory) for attempt in attempts)
+        self._saved = self._saved or has_saved

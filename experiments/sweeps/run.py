@@ -60,6 +60,8 @@ def parse():
     args = parser.parse_args()
     check(args.seed >= 0, f"--seed must be at least 0, got {args.seed}")
     check(args.jobs is None or args.jobs > 0, f"--jobs must be at least 1, got {args.jobs}")
+    runs_all = args.index is None and not (args.count or args.list or args.results)
+    check(args.jobs is None or runs_all, "--jobs is for all configurations: give it alone")
     args.output = args.output or Path("runs", Path(args.file).stem)
     return args
 
@@ -93,8 +95,8 @@ def run(sweep, plan, args, signals):
     indices = range(plan.number) if args.index is None else [args.index]
     over = {first[directory] for directory in finished}
     waiting = [index for index in indices if index not in over]
-    jobs, why = args.jobs, "as --jobs says"
-    if jobs is None:
+    jobs, why = args.jobs or 1, "as --jobs says"
+    if args.jobs is None and args.index is None:
         jobs, why = jobs_for(sweep, len(waiting))
     progress = Progress(sweep, plan.number - len(known) + len(first), jobs)
     for directory, value in values.items():

@@ -16,6 +16,10 @@ from .attempts import directory_of, replace, result_of
 from .checks import check
 from .metrics import value_of
 
+TAKES = (
+    "values without probabilities, int_uniform, uniform, q_uniform, log_uniform and "
+    "log_uniform_values"
+)
 OTHER = "was drawn from other parameters: choose another --output, or delete it"
 
 
@@ -24,11 +28,8 @@ def distribution_of(kind, keys):
     low, high, step = keys.get("min"), keys.get("max"), keys.get("q")
     if kind == "categorical" and not keys["probabilities"]:
         return CategoricalDistribution(keys["values"])
-    if (
-        kind == "int_uniform"
-        or kind == "q_uniform"
-        and all(type(each) is int for each in keys.values())
-    ):
+    whole = all(type(each) is int for each in keys.values())
+    if kind == "int_uniform" or kind == "q_uniform" and whole:
         return IntDistribution(low, high, step=step or 1)
     if kind in ("uniform", "q_uniform"):
         return FloatDistribution(low, high, step=step)
@@ -49,13 +50,8 @@ def distributions_of(sweep):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of values that its storages could not keep
             found[name] = distribution_of(kind, keys)
-        wanted = (
-            "values without probabilities, int_uniform, uniform, q_uniform, log_uniform and "
-            "log_uniform_values"
-        )
-        check(
-            found[name], f"parameter {name}: method bayes cannot use {kind} here; it takes {wanted}"
-        )
+        refusal = f"parameter {name}: method bayes cannot use {kind} here; it takes {TAKES}"
+        check(found[name], refusal)
     return found
 
 
