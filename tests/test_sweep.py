@@ -699,6 +699,16 @@ def test_job_files_are_bash():
         subprocess.run(["bash", "-n", path], check=True)
 
 
+@pytest.mark.parametrize("arguments", [[], ["experiments/sweeps/sweep.yaml"]])
+def test_a_job_of_wandbs_agent_wants_a_sweep_and_no_file(arguments):
+    command = ["bash", "slurm/sweep.sbatch", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: expected one argument, the sweep: sbatch --array=1-9 slurm/")
+    assert line.endswith("ENTITY/PROJECT/SWEEP_ID; wandb sweep FILE prints the last")
+
+
 # A program that saves and waits for a file `go`; when told to stop, it exits with 75. The first
 # one that is resumed finishes.
 STOPS = """

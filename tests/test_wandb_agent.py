@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from experiments.sweeps.metrics import TAGS
+
 from . import wandb_server
 from .scripts import ROOT, environment
 
@@ -65,4 +67,6 @@ def test_an_agent_runs_the_script_and_its_flags_arrive(tmp_path):
         assert set(server.operations) == {"Viewer", "SweepWithRuns", "CreateAgent", "Heartbeat"}
     (summary,) = tmp_path.glob("runs/*/summary.json")
     assert json.loads(summary.read_text())["args"].items() >= {**flags, "track": True}.items()
-    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
+    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    logged = log.read_bytes()  # W&B knows each metric by both of its names
+    assert all(name.encode() in logged for pair in TAGS.items() for name in pair if name)
