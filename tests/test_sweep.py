@@ -201,6 +201,7 @@ REFUSED = {
         X,
         {"metric": {"name": "return"}},
     ),
+    "metric must have a name": (X, {"metric": {"name": ["eval_return_mean"]}}),
     "train.py has no metric losses/value_loss": (X, {"metric": {"name": "losses/value_loss"}}),
     "metric eval/return_mean needs evaluations, and eval_episodes is 0": (
         {**X, "eval_episodes": {"values": [0, 5]}},
@@ -351,7 +352,7 @@ def test_all_run_once_and_their_results_are_collected(write):
     assert Path("runs/sweep/results.png").read_bytes().startswith(b"\x89PNG")
     attempts = sorted(Path("runs/sweep").glob("*/attempt-*"))
     again = command(path, "--jobs", "1").stdout.splitlines()
-    assert again[0] == "6 configurations; 6 of them have finished before; 1 at once: as --jobs says"
+    assert again[0] == "6 configurations; 6 of them have finished before"
     assert again[1].startswith("6 of 6 have finished") and len(again) == 3
     # a larger grid runs only what is new
     assert command(write({"x": {"values": [2, 3, 7]}, "seed": {"values": [1, 2]}})).returncode == 0
@@ -409,14 +410,17 @@ def test_a_sweep_ends_at_the_first_run_that_lacks_the_metric(write):
     assert "1 of them have finished before" in command(path, "--jobs", "1").stdout
 
 
-def test_a_return_that_is_no_number_is_left_out_and_said(write):
-    result = command(write({"x": {"values": [0, 1]}}, metric={"name": "eval_return_mean"}))
+@pytest.mark.parametrize("word", ["None", "float('nan')"])
+def test_a_return_that_is_no_number_is_left_out_and_said(word, write):
+    path = write({"x": {"values": [0, 1]}}, metric={"name": "eval_return_mean"})
+    Path("train.py").write_text(PROGRAM.replace("or None", f"or {word}"))
+    result = command(path)
     assert result.returncode == 0
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("left out"))
     assert line.endswith("has no number as eval_return_mean")
-    assert re.match(r"2 configurations; \d+ at once: each takes 3 cores of \d+, ", result.stdout)
+    assert re.match(r"2 configurations; \d+ at once: a run takes 3 cores, ", result.stdout)
     assert "2 of 2 have finished; best eval_return_mean 10: x=1" in result.stdout
-    assert [row["eval_return_mean"] for row in results()] == ["", "10.0"]
+    assert [row["eval_return_mean"] for row in results()] == [{"None": ""}.get(word, "nan"), "10.0"]
 
 
 # A program that ends once two of it run, and fails where there are more.
@@ -515,7 +519,7 @@ def test_as_many_run_at_once_as_the_machine_carries(
     monkeypatch.setattr(capacity, "memory_here", lambda: gib * 2**30)
     jobs, why = capacity.jobs_for(configurations.load(path), 9)
     assert jobs == expected
-    assert f"of {cores}," in why and why.endswith(f"2 GiB of {gib}")
+    assert f"of {cores} cores" in why and why.endswith(f"and {gib} GiB")
 
 
 def test_cores_and_memory_of_a_container_are_those_it_may_use(monkeypatch):

@@ -53,7 +53,7 @@ def jobs_for(sweep, waiting):
     workers, cores, memory = workers_of(sweep), cores_here(), memory_here()
     jobs = max(min(cores // (1 + workers), memory // MEMORY, waiting), 1)
     why = (
-        f"each takes {1 + workers} cores of {cores}, one for the head and {workers} for workers, "
-        f"and {MEMORY // GIB} GiB of {memory / GIB:.0f}"
+        f"a run takes {1 + workers} cores, for its head and {workers} workers, and "
+        f"{MEMORY // GIB} GiB, of {cores} cores and {memory / GIB:.0f} GiB"
     )
     return jobs, why

@@ -81,7 +81,7 @@ def load(path):
     )
     metric = sweep.setdefault("metric", {"name": "eval_return_mean", "goal": "maximize"})
     check(
-        isinstance(metric, dict) and "name" in metric,
+        isinstance(metric, dict) and isinstance(metric.get("name"), str),
         f"{path}: metric must have a name, and may have a goal",
     )
     for key in metric:

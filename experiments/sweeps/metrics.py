@@ -1,5 +1,6 @@
 """What a sweep compares its runs by: a number of their summary.json, under any of its names."""
 
+import math
 import re
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def value_of(sweep, directory, result):
     name, key = sweep["metric"]["name"], key_of(sweep["metric"]["name"])
     has = ", ".join(key for key, value in summary.items() if is_number(value))
     check(key in summary, f"the run in {directory} has no metric {name}; its summary has: {has}")
-    return summary[key] if is_number(summary[key]) else None
+    value = summary[key]
+    return value if is_number(value) and math.isfinite(value) else None
 
 
 def best_of(sweep, measured):

@@ -102,8 +102,12 @@ def run(sweep, plan, args, signals):
     for directory, value in values.items():
         progress.add(directory, known[first[directory]], value)
     if args.index is None:
-        before = f"{len(finished)} of them have finished before; " if finished else ""
-        print(f"{progress.total} configurations; {before}{jobs} at once: {why}", flush=True)
+        texts = [f"{progress.total} configurations"]
+        if finished:
+            texts.append(f"{len(finished)} of them have finished before")
+        if waiting:
+            texts.append(f"{jobs} at once: {why}")
+        print("; ".join(texts), flush=True)
     elif not waiting:
         print(f"configuration {args.index} has finished: {label(sweep, known[args.index])}")
     with progress:
