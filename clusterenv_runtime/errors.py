@@ -44,7 +44,7 @@ class RunLockedError(ClusterEnvError):
 
 
 class LearnerLostError(ClusterEnvError):
-    """Another learner of the run has died, does not come, or is not like this one."""
+    """Another learner of the run has died, does not come, or is silent."""
 
 
 class EnvError(ClusterEnvError):

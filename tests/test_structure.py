@@ -22,7 +22,7 @@ LAYERS = [
     ["env"],
     ["__init__"],
     ["__main__", "extras/"],
-    ["script/learners/exchange", "script/learners/watch"],
+    ["script/learners/learners"],
     ["script/"],
 ]
 APART = {"head": "worker", "worker": "head"}  # side by side: neither imports the other

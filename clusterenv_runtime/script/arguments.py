@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import msgspec
 import tyro
 
-from ..errors import StartupError, WorkerDiedError
+from ..errors import Interrupted, LearnerLostError, StartupError, WorkerDiedError
 from ..launchers.python import current_directory
 from ..options import (
     ClusterOptions,
@@ -89,7 +89,7 @@ def _read_value(text: str) -> tuple[Any, str]:
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error that ends the process: in one line if it says all that there is to know."""
-    if issubclass(kind, StartupError | WorkerDiedError):
+    if issubclass(kind, Interrupted | LearnerLostError | StartupError | WorkerDiedError):
         print(f"error: {error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)

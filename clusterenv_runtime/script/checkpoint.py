@@ -136,9 +136,8 @@ def dump(state: dict[str, Any], file: BinaryIO) -> str:
     return hashed.digest.hexdigest()
 
 
-def load_checkpoint(directory: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
-    """Return the newest state in ``directory`` that is not damaged, or that of a ``step``, with
-    tensors on the CPU.
+def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the newest state in ``directory`` that is not damaged, with tensors on the CPU.
 
     The run may be alive, and replace its checkpoints meanwhile.
 
@@ -149,7 +148,7 @@ def load_checkpoint(directory: str | os.PathLike[str], step: int | None = None) 
         raise CheckpointError(f"there is no run {directory}")
     passed = set[_Entry]()
     while True:  # the directory is read anew after each failure, as a live run may have saved
-        entries = [entry for entry in _checkpoints(Path(directory)) if step in (None, entry.step)]
+        entries = _checkpoints(Path(directory))
         entry = next((entry for entry in entries if entry not in passed), None)
         if entry is None:
             damaged = f"all {len(entries)} checkpoints in {directory} are damaged"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,9 +21,6 @@ def check(fine: Any, message: Any) -> None:
     Control characters in the message are escaped: parts of it may be of somebody's checkpoint.
     """
     if not fine:
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(60)  # the first learner says the same, and torchrun ends this one
         sys.exit(f"error: {printable(str(message), most=10_000)}")
 
 

@@ -32,8 +32,8 @@ class RunDirectory:
         self._is_new = False
         self._parts: dict[str, Any] = {}
 
-    def load(self, step: int | None = None, locks: bool = True) -> None:
-        """Lock it and load its newest checkpoint, or that of a step; or exit with one line."""
+    def load(self, locks: bool = True) -> None:
+        """Lock it and load its newest checkpoint, or exit with one line."""
         with (
             one_line_for(OSError, text=f"cannot write to {self.path}"),
             one_line_for(CheckpointError, RunLockedError),
@@ -41,7 +41,7 @@ class RunDirectory:
             # First the lock: whoever has it may be about to write the next checkpoint.
             if locks and os.path.isdir(self.path):
                 lock(self.path)
-            saved = load_checkpoint(self.path, step)
+            saved = load_checkpoint(self.path)
             check_run(saved)
         self.saved = saved
 

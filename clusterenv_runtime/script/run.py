@@ -75,7 +75,7 @@ class Run:
         name = _new_name(args) if args.resume is None else name_of(args.resume)
         self.directory = RunDirectory(f"runs/{name}")
         if args.resume is not None:
-            self._load(args)
+            self.directory.load(locks=self.writes and not args.dry_run)
             args = flags_of(self.directory.saved, args, [*ALWAYS_FIXED, *fixed])
         if args.num_envs is None:
             args.num_envs = args.num_workers * args.envs_per_worker
@@ -85,9 +85,6 @@ class Run:
         done = f"the {self.global_step} steps that {args.resume} has done"
         total = f"--total-timesteps {args.total_timesteps}"
         check(args.total_timesteps >= self.global_step, f"{total} must be at least {done}")
-
-    def _load(self, args: ScriptArgs) -> None:
-        self.directory.load(locks=not args.dry_run)
 
     @property
     def name(self) -> str:
@@ -101,7 +98,7 @@ class Run:
             sys.exit()
         if args.track and self.writes:
             log_in()
-        self._signals = self._make_signals()
+        self._signals = Signals(speaks=self.writes)
         self._make_directory()
         self.video_name = _video_name(self)
         self.logs = self._open_logs(self.global_step, not saved, saved.get("wandb_id"))
@@ -110,9 +107,6 @@ class Run:
         if self.writes:
             say(start_of(args, self.directory.path, saved))
         return self.logs.writer
-
-    def _make_signals(self) -> Signals:
-        return Signals()
 
     def _make_directory(self) -> None:
         self.directory.make(may_exist=self.args.run_name is not None)

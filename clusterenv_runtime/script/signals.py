@@ -23,12 +23,16 @@ class Signals:
 
     Outside of `saving` there is nothing to save: the signal ends the process wherever it is.
 
+    Args:
+        speaks: whether it says so; of several learners that have the same signal, one does.
+
     Attributes:
         code: the exit code, once a signal has come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, speaks: bool = True) -> None:
         self.code: int | None = None
+        self._speaks = speaks
         self._envs: ClusterEnv | None = None  # those of the training
         for number in (*TOLD, signal.SIGINT):
             is_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
@@ -51,30 +55,37 @@ class Signals:
         if self.code is not None:
             raise Interrupted("interrupted")
 
-    def end(self, then: str = "") -> None:
-        """Say that the run was interrupted, and ``then`` how it goes on; exit."""
-        print(f"interrupted{then}", file=sys.stderr)
-        sys.exit(self.code or PREEMPTED)
+    def end(self, why: Interrupted | None = None, then: str = "") -> None:
+        """Say that the run was interrupted, or ``why`` if by no signal, and ``then`` how it goes
+        on; exit.
+        """
+        if self.code is None:
+            sys.exit(f"error: {why}{then}")
+        if self._speaks:
+            print(f"interrupted{then}", file=sys.stderr)
+        sys.exit(self.code)
 
     @contextmanager
     def saving(self, envs: ClusterEnv, save: Callable[[], None], to_go_on: str) -> Iterator[None]:
         """Have a signal end this block where nothing is half done: save, say so, and exit.
 
         That is in a wait for workers, which the signal interrupts, and in `raise_if_received`. Once
-        ``envs`` are closed, nothing is half done anywhere.
+        ``envs`` are closed, nothing is half done anywhere. A learner that is lost ends it likewise.
         """
         self._envs = envs
         try:
             yield
-        except Interrupted:
+        except Interrupted as why:
             ignore_signals()
             try:
                 save()
             except OSError as error:
                 sys.exit(not_saved(error, to_go_on))
-            self.end(f"; to go on: {to_go_on}")
+            self.end(why, f"; to go on: {to_go_on}")
         except Exception as error:
-            if isinstance(error, EnvError) or isinstance(error.__cause__, EnvError):
+            ignore_signals()  # torchrun, which ends all learners, would hide this error
+            is_of_env = isinstance(error, EnvError) or isinstance(error.__cause__, EnvError)
+            if is_of_env and self._speaks:
                 _save_after_error(save, to_go_on)
             raise
         finally:

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from ...env import ClusterEnv
-from ...errors import LearnerLostError
-from ...policy.base import Policy
 from ...rollout import Rollout
 from ..arguments import ScriptArgs, spell
 from ..checkpoint import has_checkpoint
-from ..checks import check, one_line_for
+from ..checks import check
 from ..curve import LearningCurve
 from ..logs import Logs
 from ..run import Run
-from ..signals import Signals
-from .exchange import fingerprint
 from .learners import Learners
-from .signals import LearnersSignals
-from .watch import DONE
 
 T = TypeVar("T")
 DIVIDED = "num_workers", "min_workers"  # flags that count for all learners together
@@ -42,40 +38,28 @@ class LearnersRun(Run):
     has_learners = True
 
     def __init__(self, args: ScriptArgs, fixed: Iterable[str] = ()) -> None:
-        self._agreed = False, False  # whether a checkpoint is due, and whether the time is up
-        self._workers: SharedWorkers | None = None
-        with one_line_for(LearnerLostError):
-            self.learners = Learners.of_torchrun()
-            name = self.learners.run_before()
-            if name is not None:
-                path = f"runs/{name}" if has_checkpoint(f"runs/{name}") else ""
-                args.resume = self.learners.tell("resume", path) or args.resume
+        self.learners = Learners.of_torchrun(args.cuda)
         self.writes = self.learners.rank == 0
+        self.program = self.learners.command
+        before = f"runs/{self.learners.run_before()}"
+        resume = before if has_checkpoint(before) else ""
+        args.resume = self.learners.tell(resume)[0] or args.resume
         super().__init__(args, fixed)
-        if self.learners.world_size > 1:
-            check_for_learners(self.args, self.learners.world_size)
+        check_for_learners(self.args, self.learners.world_size)
+        flags = {spell(name): repr(value) for name, value in vars(self.args).items()}
+        flags["the checkpoint's step"] = str(self.global_step)
+        check_flags_are_alike([json.loads(text) for text in self.learners.tell(json.dumps(flags))])
+        if not self.writes:
+            self.args.eval_interval = None  # the first one evaluates
         self.rows = self.learners.rows(self.args.num_envs)
         self.learners.first_row = self.rows.start
-
-    def _load(self, args: ScriptArgs) -> None:
-        with one_line_for(LearnerLostError):
-            if self.writes:
-                super()._load(args)
-                self.learners.tell("step", str(self.directory.saved["global_step"]))
-            else:
-                self.directory.load(int(self.learners.tell("step", "")), locks=False)
-
-    def _make_signals(self) -> Signals:
-        return LearnersSignals(self.learners) if self.learners.world_size > 1 else Signals()
+        self._time_is_up = False
 
     def _make_directory(self) -> None:
-        flags = {spell(name): value for name, value in vars(self.args).items()}
-        with one_line_for(LearnerLostError):
-            self.learners.meet({**flags, "done": self.global_step}, self.args.cuda)
-            if self.writes:
-                super()._make_directory()
-            name = self.learners.tell("name", self.name)
-        check(os.path.basename(name) == name, f"the first learner's run is {name!r}, no name")
+        if self.writes:
+            super()._make_directory()
+        name = self.learners.tell(self.name)[0]
+        self.learners.note_run(name)
         self.directory.path = f"runs/{name}"
 
     def _open_logs(self, step: int, is_new: bool, wandb_id: str | None) -> Any:
@@ -99,50 +83,29 @@ class LearnersRun(Run):
         return part
 
     def save(self) -> None:
-        with self.learners.saving():
-            if self.writes:
-                super().save()
-
-    @contextmanager
-    def training(self, envs: ClusterEnv, model: torch.nn.Module, policy: Policy) -> Iterator[None]:
-        self._workers = self._workers or SharedWorkers(envs, self.writes)
-        if not self.writes:
-            self.args.eval_interval = None  # the first one evaluates
-        self.program = self.learners.command
-        self.learners.raise_if_interrupted = self._signals.raise_if_received
-        self.learners.note_run(self.name)
-        if self.learners.watch is not None:
-            self.learners.watch.end = self._signals.interrupt
-        with super().training(envs, model, policy):
-            yield
+        if self.writes:
+            super().save()
 
     def iterations(self, number: int, steps: int) -> Iterator[int]:
         yield from super().iterations(number, steps)
-        self.learners.leave(DONE)
+        self.learners.part()
         if not self.writes:
             sys.exit()
 
-    def _is_save_due(self) -> bool:
-        return super()._is_save_due() if self.learners.world_size == 1 else self._agreed[0]
-
     def _is_time_up(self) -> bool:
-        return super()._is_time_up() if self.learners.world_size == 1 else self._agreed[1]
+        return self._time_is_up
 
     def add_episodes(self, rollout: Rollout) -> None:
         """Count the episodes of all learners' rollouts. Call it before you learn from yours.
 
         Here the learners agree on what the clock of the first one says, and compare their models.
         """
-        if self.learners.world_size == 1:
-            super().add_episodes(rollout)
-            return
-        clock = [super()._is_save_due(), super()._is_time_up()]
-        facts = [*clock, *fingerprint(self._model)]
+        facts = [super()._is_time_up(), *fingerprint(self._model)]
         own = np.concatenate([facts, rollout.episodic_returns, rollout.episodic_lengths])
-        all_ranks = self.learners.gather(own)
-        check_alike([row[len(clock) : len(facts)] for row in all_ranks], self.global_step)
-        self._agreed = bool(all_ranks[0][0]), bool(all_ranks[0][1])
-        for row in all_ranks:
+        everyones = self.learners.gather(own)
+        check_models_are_alike([row[1 : len(facts)] for row in everyones], self.global_step)
+        self._time_is_up = bool(everyones[0][0])
+        for row in everyones:
             returns, lengths = row[len(facts) :].reshape(2, -1)
             self.logs.curve.add_episodes(returns, lengths.astype(np.int64))
 
@@ -189,36 +152,47 @@ class _NoLogs(Logs):
         self.writer = _NoWriter()
 
 
-class _NoWriter:
-    def __enter__(self) -> _NoWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
+class _NoWriter(nullcontext):
     def _nothing(self, *_: Any) -> None:
         pass
 
     add_scalar = add_text = flush = close = _nothing
 
 
+def fingerprint(model: torch.nn.Module) -> list[int]:
+    """Return checksums of all that a model consists of, and of NumPy's random numbers."""
+    crc = 0
+    for value in model.state_dict().values():
+        crc = zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), crc)
+    return [crc, zlib.crc32(np.random.get_state()[1].tobytes())]
+
+
 def check_for_learners(args: ScriptArgs, number: int) -> None:
     """Exit with one line if these flags do not go with so many learners."""
     one = "one learner: run it without torchrun"
-    check(not args.dry_run, f"--dry-run prints the workers' commands of {one}")
+    check(number == 1 or not args.dry_run, f"--dry-run prints the workers' commands of {one}")
     for name in ("num_envs", *DIVIDED):
         value = getattr(args, name) or 0
         multiple = f"must be a multiple of the {number} learners of torchrun"
         check(value % number == 0, f"{spell(name)} {value} {multiple}")
     own = f"cannot be that of {number} learners: each listens on one of its own"
-    check(not args.port, f"--port {args.port} {own}")
+    check(number == 1 or not args.port, f"--port {args.port} {own}")
     gpus = torch.cuda.device_count() if args.cuda else 0
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     fewer = f"this machine has {gpus} GPUs for its {here} learners"
     check(not gpus or here <= gpus, f"{fewer}: start fewer of them, or give --no-cuda")
 
 
-def check_alike(fingerprints: list[np.ndarray], step: int) -> None:
+def check_flags_are_alike(flags: list[dict[str, str]]) -> None:
+    """Exit with one line if a learner's flags are not those of the first one."""
+    for rank, own in enumerate(flags):
+        for name, value in own.items():
+            first = flags[0].get(name)
+            has = f"learner {rank} has {name} {value}, learner 0 has {first}"
+            check(value == first, f"{has}: all must have the same")
+
+
+def check_models_are_alike(fingerprints: list[np.ndarray], step: int) -> None:
     """Exit with one line if the learners' models or random numbers differ."""
     after = f"after step {step}: a machine may be broken, or of another kind"
     for rank, own in enumerate(fingerprints):
