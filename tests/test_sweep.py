@@ -24,6 +24,8 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from experiments.sweeps import capacity, configurations, metrics
 from experiments.sweeps.distributions import DISTRIBUTIONS
+from experiments.sweeps.execution import STOP_S
+from experiments.sweeps.progress import Progress
 
 from .patience import PATIENCE, assert_ended, wait_until
 from .scripts import ROOT, alive, children_of, environment, scalars
@@ -459,6 +461,28 @@ def test_plain_output_says_how_far_it_is_after_each_run(write):
     ]
 
 
+@pytest.mark.parametrize(
+    ("jobs", "running", "waiting", "left"),
+    [
+        (1, [30], 4, "4 min"),  # 30 s, and 50 s each
+        (2, [20, 30], 2, "75 s"),  # 30 + 20 + 2 * 50 on two
+        (4, [10, 999], 0, "40 s"),  # no sooner than the last one
+        (2, [999], 0, "0 s"),
+        (1, [0], 287, "4.0 h"),
+    ],
+)
+def test_the_time_left_follows_from_the_mean_of_those_that_have_finished(
+    jobs, running, waiting, left, write
+):
+    progress = Progress(configurations.load(write(X)), 400, jobs)
+    progress.add(Path("before"), {("x",): 1}, 1.0)  # how long that took is not known
+    assert progress.status(running, waiting) == "1 of 400 done; best eval_return_mean 1: x=1"
+    for number, seconds in enumerate((40.0, 60.0)):
+        progress.add(Path(str(number)), {("x",): 2}, None, seconds)
+    assert progress.status(running, waiting).split("; ")[1] == f"about {left} left"
+    assert "left" not in progress.status([], 0)
+
+
 def test_on_a_terminal_one_line_changes(write):
     path = write({"x": {"values": [2, 99]}})
     ours, theirs = os.openpty()
@@ -621,7 +645,7 @@ def test_a_second_ctrl_c_ends_runs_that_do_not_stop(write):
     wait_until(lambda: "told" in log.read_text())
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE) == 143
+    assert process.wait(STOP_S / 2) == 143
     assert_ended(pids)
 
 
