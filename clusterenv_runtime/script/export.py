@@ -24,7 +24,7 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from ..arrays.trees import filled, leaves, map_tree
+from ..arrays.trees import filled, map_tree
 from ..errors import one_line
 from ..policy.base import Policy
 from ..policy.tensors import to_tensors
@@ -51,8 +51,8 @@ class Args(TrainedArgs):
 class Acting(nn.Module):
     """A policy as a function of tensors, from what environments give to what they take.
 
-    It is called with the leaves of its inputs, and returns the leaves of its outputs, all
-    ``(batch, ...)``.
+    It is called with the values of its inputs, in the order of `example`, and returns its outputs
+    by name. All are ``(batch, ...)``. Of a tree each leaf is an input or output by itself.
 
     Args:
         policy: what acts.
@@ -65,16 +65,19 @@ class Acting(nn.Module):
         self.policy = policy
         self._space = space
         self._stochastic = stochastic
-        self._like = self.example(BATCHES[0])  # for the structure of the inputs
+        self._like = self._inputs(BATCHES[0])  # for the structure of the inputs
+
+    def example(self, batch: int) -> dict[str, Tensor]:
+        """Return inputs by name, some that are drawn: ``observation``, as environments give it;
+        with memory ``state``, and ``starts``, where episodes begin; if it draws ``noise``.
+        """
+        return _flat(self._inputs(batch))
 
     @torch.no_grad()
-    def example(self, batch: int) -> dict[str, Any]:
-        """Return inputs by their names, some that are drawn: ``observation``, as environments give
-        it; with memory ``state``, and ``starts``, where episodes begin; if it draws ``noise``.
-        """
-        observation = batch_space(self._space, batch).sample()
-        inputs = {"observation": map_tree(torch.as_tensor, observation)}
-        observation = to_tensors(observation, self.policy)
+    def _inputs(self, batch: int) -> dict[str, Any]:
+        drawn = batch_space(self._space, batch).sample()
+        inputs = {"observation": map_tree(torch.as_tensor, drawn)}
+        observation = to_tensors(drawn, self.policy)
         state = self.policy.initial_state(batch)
         if state is None:
             params = self.policy(observation)
@@ -94,43 +97,37 @@ class Acting(nn.Module):
             rows.append(self.policy.noise(1, own, generator))
         return map_tree(lambda *each: torch.cat(each, 1)[0], *rows)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
         inputs = filled(self._like, list(tensors))
+        outputs = {}
         observation = map_tree(self._converted, inputs["observation"])
-        next_state = []
         if "state" in inputs:
             state = self.policy.started(inputs["state"], inputs["starts"])
-            params, state = self.policy(observation, state)
-            next_state = leaves(state)
+            params, outputs["next_state"] = self.policy(observation, state)
         else:
             params = self.policy(observation)
         if self._stochastic:
             actions = self.policy.act(params, inputs["noise"])
         else:
             actions = self.policy.distribution(params).mode
-        return *leaves(self.policy.to_env(actions)), *next_state
+        return _flat({"action": self.policy.to_env(actions), **outputs})
 
     def _converted(self, leaf: Tensor) -> Tensor:
         """Do as `to_tensors`."""
         is_float = self.policy.float_observations or leaf.is_floating_point()
         return leaf.float() if is_float else leaf
 
-    def names(self) -> tuple[list[str], list[str]]:
-        """Return the names of all inputs, and of all outputs."""
-        inputs = [name for key, tree in self._like.items() for name in _names(key, tree)]
-        states = [f"next_{name}" for name in inputs if name.partition(".")[0] == "state"]
-        number = len(self(*leaves(self._like))) - len(states)
-        actions = ["action"] if number == 1 else [f"action.{part}" for part in range(number)]
-        return inputs, actions + states
 
-
-def _names(prefix: str, tree: Any) -> list[str]:
-    """Return the names of a tree's leaves, in order: the keys that lead to each, with dots."""
-    if isinstance(tree, tuple):
-        tree = dict(enumerate(tree))
-    if isinstance(tree, dict):
-        return [name for key, part in tree.items() for name in _names(f"{prefix}.{key}", part)]
-    return [prefix]
+def _flat(trees: dict[Any, Any], prefix: str = "") -> dict[str, Tensor]:
+    """Return the leaves of trees by the keys that lead to each, with dots, in order."""
+    found = {}
+    for key, tree in trees.items():
+        part = dict(enumerate(tree)) if isinstance(tree, tuple) else tree
+        if isinstance(part, dict):
+            found |= _flat(part, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = part
+    return found
 
 
 def export(policy: Policy, space: gym.Space, path: str, stochastic: bool = False) -> str:
@@ -152,11 +149,12 @@ def export(policy: Policy, space: gym.Space, path: str, stochastic: bool = False
     validates = Distribution._validate_args
     Distribution.set_default_validate_args(False)  # it would branch by values
     temporary = f"{path}.tmp"
+    to_onnx = path.endswith(".onnx")
     try:
         acting = Acting(policy, space, stochastic).eval()
         with _quiet(), torch.no_grad():
-            _write(acting, temporary, path.endswith(".onnx"))
-            text = _checked(acting, temporary, path.endswith(".onnx"))
+            _write(acting, temporary, to_onnx)
+            text = _checked(acting, temporary, to_onnx)
         os.replace(temporary, path)
         return text
     finally:
@@ -166,13 +164,13 @@ def export(policy: Policy, space: gym.Space, path: str, stochastic: bool = False
 
 
 def _write(acting: Acting, path: str, to_onnx: bool) -> None:
-    inputs = leaves(acting.example(BATCHES[0]))
+    inputs = acting.example(BATCHES[0])
+    tensors = tuple(inputs.values())
     shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
-    program = torch.export.export(acting, tuple(inputs), dynamic_shapes=(shapes,))
+    program = torch.export.export(acting, tensors, dynamic_shapes=(shapes,))
     if to_onnx:
-        given, returned = acting.names()
         torch.onnx.export(
-            program, f=path, input_names=given, output_names=returned, dynamo=True,
+            program, f=path, input_names=[*inputs], output_names=[*acting(*tensors)], dynamo=True,
             external_data=False, verbose=False,
         )  # fmt: skip
     else:
@@ -182,24 +180,26 @@ def _write(acting: Acting, path: str, to_onnx: bool) -> None:
 
 def _checked(acting: Acting, path: str, is_onnx: bool) -> str:
     """Return a text on the inputs and outputs of a file that does what it should."""
-    inputs = leaves(acting.example(BATCHES[1]))
-    given, returned = acting.names()
+    inputs = acting.example(BATCHES[1])
+    expected = acting(*inputs.values())
     if is_onnx:
         session = importlib.import_module("onnxruntime").InferenceSession(path)
-        arrays = {name: tensor.numpy() for name, tensor in zip(given, inputs, strict=True)}
-        outputs = session.run(None, arrays)
+        arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
+        outputs = dict(zip(expected, session.run(None, arrays), strict=True))
     else:
-        outputs = [tensor.numpy() for tensor in torch.export.load(path).module()(*inputs)]
-    for output, expected in zip(outputs, acting(*inputs), strict=True):
-        if not np.allclose(output, expected.numpy(), TOLERANCE, TOLERANCE):
-            raise ValueError("what was written computes something else than the policy")
-    sides = (given, inputs), (returned, map(torch.as_tensor, outputs))
-    return " -> ".join(", ".join(map(_described, *side)) for side in sides)
+        outputs = torch.export.load(path).module()(*inputs.values())
+    for name, output in outputs.items():
+        if not np.allclose(output, expected[name], TOLERANCE, TOLERANCE):
+            raise ValueError(f"the {name} of what was written is another than the policy's")
+    return f"{_described(inputs)} -> {_described(expected)}"
 
 
-def _described(name: str, tensor: Tensor) -> str:
-    shape = ", ".join(map(str, ("batch", *tensor.shape[1:])))
-    return f"{name} ({shape}) {str(tensor.dtype).removeprefix('torch.')}"
+def _described(tensors: dict[str, Tensor]) -> str:
+    texts = []
+    for name, tensor in tensors.items():
+        shape = ", ".join(map(str, ("batch", *tensor.shape[1:])))
+        texts.append(f"{name} ({shape}) {str(tensor.dtype).removeprefix('torch.')}")
+    return ", ".join(texts)
 
 
 @contextmanager
