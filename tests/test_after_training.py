@@ -203,7 +203,8 @@ def test_each_mistake_is_one_line(here, monkeypatch):
     assert "No module named 'nowhere'" in says("runs/x", "--env-id", "nowhere:Mine-v0")
     assert "--env-kwargs" in says("runs/x", "--env-kwargs", "a")
     unfit = says("runs/x", "--env-id", "Acrobot-v1")
-    assert "does not fit the networks of ppo_clusterenv.py" in unfit and "size mismatch" in unfit
+    assert "does not fit ppo_clusterenv.py on Acrobot-v1: " in unfit and "size mismatch" in unfit
+    assert "'Box' object has no attribute 'n'" in says("runs/x", "--env-id", "Pendulum-v1")
     assert "model.h5 must end with .onnx or .pt2" in says("runs/x", "model.h5", main=export_main)
     leave_model(run, monkeypatch, env_id="CartPole-v1", exp_name="y")
     assert "there are several, name one" in says("runs/x")

@@ -100,12 +100,13 @@ class Trained:
 
         ``envs`` has the environments' ``single_observation_space`` and ``single_action_space``.
         """
-        model, policy = self.module.make_policy(self.args, envs)
         try:
+            model, policy = self.module.make_policy(self.args, envs)
             model.load_state_dict(self._saved.model)
-        except RuntimeError as error:
-            says = " ".join(str(error).split())
-            check(False, f"{self.path} does not fit the networks of {self.script}: {says:.300}")
+        except Exception as error:  # what the user's networks make of other spaces
+            fits = f"{self.path} does not fit {self.script} on {self.args.env_id}"
+            says = " ".join(str(error).split())  # torch's has several lines
+            check(False, f"{fits}: {type(error).__name__}: {says:.300}")
         return policy.eval()
 
 
