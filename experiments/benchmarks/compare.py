@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import tyro
 
-from experiments.sweeps.estimates import difference, interval, iqm
+from clusterenv_runtime.script.estimates import interval, iqm
+from experiments.figures.claims import difference
 
 from .scripts import ROOT, run, torchrun
 

@@ -3,7 +3,7 @@
 import csv
 import functools
 
-from experiments.sweeps.estimates import difference, interval, iqm
+from clusterenv_runtime.script.estimates import interval, iqm
 
 from .tasks import ALWAYS
 
@@ -27,6 +27,10 @@ CLAIM = (
     "({training_low:.1f} to "
     "{training_high:.1f}) |\n"
 )
+
+
+def difference(a, b, axis=0):
+    return iqm(a, axis) - iqm(b, axis)
 
 
 def matched(task, setting, others):

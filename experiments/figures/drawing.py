@@ -6,7 +6,7 @@ from adjustText import adjust_text
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
-from experiments.sweeps.estimates import interval, iqm
+from clusterenv_runtime.script.estimates import interval, iqm
 
 # Of Okabe and Ito's colors.
 BLACK, BLUE, ORANGE, GREEN, PURPLE, SKY = (

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.sweeps.estimates import ENOUGH
+from clusterenv_runtime.script.estimates import ENOUGH
 
 from .collect import SETTINGS
 

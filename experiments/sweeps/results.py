@@ -2,10 +2,11 @@
 
 import csv
 
+from clusterenv_runtime.script.estimates import iqm
+
 from .attempts import first_of, replace, result_of
 from .checks import check, is_number
 from .configurations import label
-from .estimates import iqm
 from .metrics import best_of, value_of
 
 
