@@ -12,6 +12,31 @@ import msgspec
 import numpy as np
 
 
+def on_grid(
+    places: np.ndarray, values: np.ndarray, grid: np.ndarray, last: bool = False
+) -> np.ndarray:
+    """Return values at the points of an ascending grid, ``(points,)`` float64.
+
+    A point has the mean of the values since the point before, or with ``last`` the last of them.
+    Where there are none it repeats the point before. It is NaN before the first.
+
+    Args:
+        places: where the values are, ``(number,)``.
+        values: ``(number,)``.
+        grid: ``(points,)``. Values beyond it do not count.
+        last: for numbers that only grow.
+    """
+    points = np.searchsorted(grid, places)
+    found = np.full(len(grid), np.nan)
+    filled = np.full(len(grid), -1)
+    for point in np.unique(points[points < len(grid)]):
+        new = values[points == point]
+        found[point] = new[-1] if last else new.mean()
+        filled[point] = point
+    latest = np.maximum.accumulate(filled)
+    return np.where(latest < 0, np.nan, found[latest])
+
+
 class LearningCurve:
     """Collects episodes, and points of the curve.
 

@@ -19,8 +19,9 @@ import shlex
 from pathlib import Path
 
 import numpy as np
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from clusterenv_runtime.script.curve import on_grid
+from clusterenv_runtime.script.logged import LoggedRun
 from experiments.sweeps.attempts import directory_of, replace, result_of
 from experiments.sweeps.checks import check
 from experiments.sweeps.configurations import configurations, fill_macros, load, nest
@@ -68,19 +69,15 @@ def curves(logs, total_steps):
     values the last of them. If nothing was logged, for instance because no episode ended, it
     repeats the previous point.
     """
-    events = EventAccumulator(str(logs), size_guidance={"scalars": 0})  # 0: all of them
-    events.Reload()
+    run = LoggedRun(str(logs))
     grid = total_steps * np.arange(1, POINTS + 1) / POINTS
     table = {"step": [number(float(step)) for step in grid]}
     for name, tag in (MEAN | LAST).items():
-        scalars = events.Scalars(tag) if tag in events.Tags()["scalars"] else []
-        values = np.array([scalar.value for scalar in scalars])
-        points = np.searchsorted(grid, [scalar.step for scalar in scalars])
-        table[name], latest = [], ""
-        for point in range(POINTS):
-            if len(new := values[points == point]):
-                latest = number(float(new[-1] if name in LAST else new.mean()))
-            table[name].append(latest)
+        values = np.full(POINTS, np.nan)
+        if tag in run.tags:
+            scalars = run.scalars(tag)
+            values = on_grid(scalars.steps, scalars.values, grid, last=name in LAST)
+        table[name] = ["" if np.isnan(value) else number(float(value)) for value in values]
     return table
 
 

@@ -6,17 +6,10 @@ from adjustText import adjust_text
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
+from clusterenv_runtime.script import plot
 from clusterenv_runtime.script.estimates import interval, iqm
 
-# Of Okabe and Ito's colors.
-BLACK, BLUE, ORANGE, GREEN, PURPLE, SKY = (
-    "#000000",
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-)
+BLUE, ORANGE, GREEN, PURPLE, SKY, _, BLACK = plot.COLORS
 RETURN = "return of the last 100 episodes"  # the label of an axis
 matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 
@@ -28,9 +21,8 @@ def number_of(seeds):
 def draw(axes, task, setting, name, color, seeds=None, **style):
     """Draw a curve with its interval, of these seeds or of all."""
     steps = next(iter(task.curves[setting].values()))["step"]
-    middle, low, high = interval(iqm, task.curve(setting, name, seeds), resamples=1000)
-    axes.plot(steps, middle, color=color, label=str(setting), **style)
-    axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+    band = interval(iqm, task.curve(setting, name, seeds), resamples=1000)
+    plot.draw(axes, steps, band, color, str(setting), **style)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.locator_params(axis="x", nbins=4)
 

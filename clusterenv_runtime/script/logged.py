@@ -1,0 +1,81 @@
+"""A run as its TensorBoard logs tell of it: one of ours, CleanRL's or Stable-Baselines3's."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from .checks import check
+
+FLAGS = "hyperparameters/text_summary"  # a text for each time that the run was begun or resumed
+
+
+class Scalars(NamedTuple):
+    """What was logged under one tag, in the order of steps; arrays are ``(number,)``."""
+
+    steps: np.ndarray
+    seconds: np.ndarray  # since the start, without the time between an end and its --resume
+    values: np.ndarray
+
+
+class LoggedRun:
+    """A run that has ended or is going on, as far as its logs are on disk; or exit with one line.
+
+    Args:
+        directory: where they are.
+
+    Attributes:
+        name: the directory's.
+        flags: the script's, as texts by their names; of Stable-Baselines3 there are none.
+        tags: the names of its scalars.
+        last_step, last_seconds: as far as it has come.
+    """
+
+    def __init__(self, directory: str) -> None:
+        check_run_exists(directory)
+        self.name = os.path.basename(os.path.abspath(directory))
+        self._events = EventAccumulator(directory, size_guidance={"scalars": 0, "tensors": 0})
+        self._events.Reload()
+        kinds = self._events.Tags()
+        self.tags: list[str] = sorted(kinds["scalars"])
+        check(self.tags, f"{directory} has no scalars in TensorBoard's format")
+        texts = self._events.Tensors(FLAGS) if FLAGS in kinds["tensors"] else []
+        self._starts = [text.wall_time for text in texts]
+        table = texts[-1].tensor_proto.string_val[0].decode() if texts else ""
+        self.flags = dict(re.findall(r"^\|(.*?)\|(.*)\|$", table, re.MULTILINE)[2:])
+        events = [event for tag in self.tags for event in self._events.Scalars(tag)]
+        self._times = np.array([event.wall_time for event in events])
+        self.last_step = max(event.step for event in events)
+        self.last_seconds = float(self._seconds(self._times).max())
+
+    def scalars(self, tag: str) -> Scalars:
+        """Return what was logged under one of its tags."""
+        events = self._events.Scalars(tag)
+        times = np.array([event.wall_time for event in events])
+        steps = np.array([event.step for event in events], np.float64)
+        return Scalars(steps, self._seconds(times), np.array([event.value for event in events]))
+
+    def _seconds(self, times: np.ndarray) -> np.ndarray:
+        first = self._events.FirstEventTimestamp()
+        seconds = times - first
+        for start in self._starts:
+            later = times >= start
+            # When the part before was last heard of.
+            before = self._times[self._times < start].max(initial=first)
+            seconds[later] -= start - before
+        return seconds
+
+
+def check_run_exists(directory: str) -> None:
+    """Exit with one line if there is no such directory; it names those that there are."""
+    if os.path.isdir(directory):
+        return
+    parent = os.path.dirname(os.path.abspath(directory))
+    names = sorted(os.listdir(parent)) if os.path.isdir(parent) else []
+    there = [name for name in names if os.path.isdir(f"{parent}/{name}")]
+    listed = ", ".join(there[:10]) + ", ..." * (len(there) > 10) or "none"
+    check(False, f"there is no run {directory}; there: {listed}")

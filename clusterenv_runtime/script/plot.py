@@ -1,0 +1,297 @@
+"""Compare runs by their TensorBoard logs: curves over seeds, and a table.
+
+    python -m clusterenv_runtime.script.plot runs/A* runs/B* --output comparison.png
+
+Runs with the same flags, but for the seed and what says nothing of learning, are one setting. Its
+value is the interquartile mean (IQM) of its runs, with a 95% bootstrap interval; of fewer than 5
+runs it is their range. Runs that are going on count as far as they are: beyond the first of them
+there is no interval, and beyond the half of them no value.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tyro
+
+from ..errors import print_line, printable
+from ..options import Positive, check_ranges
+from .arguments import ScriptArgs
+from .checkpoint import replaced
+from .checks import check, one_line_for
+from .curve import on_grid
+from .estimates import ENOUGH, interval, iqm
+from .flags import names
+from .logged import LoggedRun
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+POINTS = 100  # of a curve, at most
+RETURNS = "charts/episodic_return", "rollout/ep_rew_mean"  # CleanRL's and ours, and that of SB3
+AXES = {"steps": "environment steps", "seconds": "seconds"}
+COLUMNS = "axis", "x", "setting", "runs", "iqm", "low", "high"
+# Of Okabe and Ito's colors.
+COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"
+LINES = "-", "--", ":", "-."
+OF_LEARNING = {
+    "exp_name", "num_envs", "num_workers", "env_backend", "env_kwargs", "sync_mode",
+    "kl_threshold", "sync_interval", "max_policy_lag", "weights",
+}  # fmt: skip
+# What follows from other flags, and CleanRL's own that say nothing of learning.
+OTHERS = {"num_iterations", "minibatch_size", "upload_model", "hf_entity"}
+SAME = {*names(ScriptArgs)} - OF_LEARNING | OTHERS
+Row = dict[str, Any]
+
+
+@dataclass
+class Args:
+    """Compare runs by their TensorBoard logs."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """the directories of their logs, such as `runs/A*`"""
+    output: str = "comparison.png"
+    """the figure's file; the numbers that it shows go to a `.csv` beside it"""
+    metric: str | None = None
+    """any scalar in the logs; by default the return of training"""
+    smooth: Positive = 1
+    """each point of a curve is the mean of the last so many of at most 100 points"""
+
+
+def with_metric(runs: Iterable[LoggedRun], metric: str | None) -> dict[LoggedRun, str]:
+    """Return the tag of the metric in each run that has it, or exit with one line if none has."""
+    found, without, tags = {}, [], set()
+    for run in runs:
+        tag = next((tag for tag in ([metric] if metric else RETURNS) if tag in run.tags), None)
+        if tag is None:
+            without.append(run.name)
+            tags |= {*run.tags}
+        else:
+            found[run] = tag
+    wanted = metric or " or ".join(RETURNS)
+    check(found, f"no run has {wanted}; there are: {', '.join(sorted(tags))}")
+    if without:
+        _warn(f"left out, as they have no {wanted} so far: {', '.join(without)}")
+    return found
+
+
+def settings_of(runs: Iterable[LoggedRun]) -> dict[str, list[LoggedRun]]:
+    """Return the runs of each setting, by a label of the flags in which the settings differ."""
+    flags = {run: _flags_of_learning(run) for run in runs}
+    values: dict[str, set[str]] = {}
+    for each in flags.values():
+        for name, value in each.items():
+            values.setdefault(name, set()).add(value)
+    differing = [name for name, found in values.items() if len(found) > 1]
+    settings: dict[frozenset[tuple[str, str]], list[LoggedRun]] = {}
+    for run, each in flags.items():
+        settings.setdefault(frozenset(each.items()), []).append(run)
+    labelled: dict[str, list[LoggedRun]] = {}
+    for members in settings.values():
+        each = flags[members[0]]
+        parts = [f"{name}={each[name]}" for name in differing if name in each]
+        label = printable(", ".join(parts) or _what(members[0]))
+        if label in labelled:  # one of them has more flags than the other
+            label += f" ({members[0].name})"
+        labelled[label] = members
+        seeds = [run.flags["seed"] for run in members if "seed" in run.flags]
+        twice = {seed for seed in seeds if seeds.count(seed) > 1}
+        if twice:
+            _warn(f"{label}: several runs of seed {', '.join(sorted(twice))}; each counts")
+    return labelled
+
+
+def _flags_of_learning(run: LoggedRun) -> dict[str, str]:
+    if not run.flags:
+        return {"run": _what(run)}
+    is_ppo = "minibatch_size" in run.flags  # its batch_size follows from other flags
+    same = SAME | {"batch_size"} if is_ppo else SAME
+    return {name: value for name, value in run.flags.items() if name not in same}
+
+
+def _what(run: LoggedRun) -> str:
+    """Return what a run is: its script and environment, or its name without its number."""
+    if {"exp_name", "env_id"} <= run.flags.keys():
+        return f"{run.flags['exp_name']} on {run.flags['env_id']}"
+    return re.sub(r"_\d+$", "", run.name)
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {printable(text, most=10_000)}", file=sys.stderr)
+
+
+def curve_of(run: LoggedRun, tag: str, axis: str, grid: np.ndarray, smooth: int) -> np.ndarray:
+    """Return a run's curve, ``(points,)`` float64: NaN before its first value, and where it has not
+    come to.
+    """
+    scalars = run.scalars(tag)
+    places = {"steps": scalars.steps, "seconds": scalars.seconds}[axis]
+    curve = on_grid(places, scalars.values, grid)
+    curve[np.searchsorted(grid, _last(run, axis)) + 1 :] = np.nan
+    known = ~np.isnan(curve)
+    window = np.ones(smooth)
+    sums = np.convolve(np.where(known, curve, 0), window)[: len(grid)]
+    numbers = np.convolve(known, window)[: len(grid)]
+    return np.where(known, sums / np.maximum(numbers, 1), np.nan)
+
+
+def _last(run: LoggedRun, axis: str) -> float:
+    return {"steps": run.last_step, "seconds": run.last_seconds}[axis]
+
+
+def band(curves: np.ndarray) -> np.ndarray:
+    """Return the IQM of runs, and the ends of its interval or of their range, ``(3, points)``.
+
+    At each point those of ``curves``, ``(runs, points)``, count that are not NaN. If these are not
+    all, there is only the IQM.
+    """
+    there = ~np.isnan(curves)
+    found = np.full((3, curves.shape[1]), np.nan)
+    for members in np.unique(there, axis=1).T:
+        points = (there == members[:, None]).all(axis=0)
+        values = curves[members][:, points]
+        if members.all() and len(values) >= ENOUGH:
+            found[:, points] = interval(iqm, values, resamples=1000)
+        elif members.any():
+            found[0, points] = iqm(values)
+        if members.all() and len(values) < ENOUGH:
+            found[1:, points] = values.min(axis=0), values.max(axis=0)
+    return found
+
+
+def rows_of(
+    settings: dict[str, list[LoggedRun]], tags: dict[LoggedRun, str], smooth: int
+) -> list[Row]:
+    """Return the numbers of the figure, with `COLUMNS`."""
+    rows = []
+    points = min(max(len(run.scalars(tag).values) for run, tag in tags.items()), POINTS)
+    for axis in AXES:
+        lasts = [sorted(_last(run, axis) for run in runs) for runs in settings.values()]
+        half = max(each[len(each) // 2] for each in lasts)  # so far have half of the runs come
+        grid = np.linspace(0, half, points + 1)[1:]
+        for label, runs in settings.items():
+            curves = np.array([curve_of(run, tags[run], axis, grid, smooth) for run in runs])
+            numbers = np.count_nonzero(~np.isnan(curves), axis=0)
+            for x, number, values in zip(grid, numbers, band(curves).T, strict=True):
+                if 2 * number >= len(runs):
+                    row = axis, float(x), label, int(number), *map(float, values)
+                    rows.append(dict(zip(COLUMNS, row, strict=True)))
+    return rows
+
+
+def table_of(settings: dict[str, list[LoggedRun]], tags: dict[LoggedRun, str]) -> str:
+    """Return the table below the figure: of each setting the IQM at the end and in all."""
+    lines = [("setting", "runs", "steps", "seconds", "last tenth", "all of training")]
+    for label, runs in settings.items():
+        curves = []
+        for run in runs:
+            points = min(len(run.scalars(tags[run]).values), POINTS)
+            grid = np.linspace(0, run.last_step, points + 1)[1:]
+            curves.append(curve_of(run, tags[run], "steps", grid, smooth=1))
+        ends = np.array([curve[-max(len(curve) // 10, 1) :].mean() for curve in curves])
+        wholes = np.array([np.nanmean(curve) for curve in curves])
+        steps = _range(run.last_step for run in runs)
+        seconds = _range(round(run.last_seconds) for run in runs)
+        estimates = _estimate(ends), _estimate(wholes)
+        lines.append((label, f"{len(runs)}", steps, seconds, *estimates))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = [
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+        for line in lines
+    ]
+    return "\n".join(padded)
+
+
+def _range(numbers: Iterable[int]) -> str:
+    low, *_, high = sorted([*numbers] * 2)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _estimate(values: np.ndarray) -> str:
+    middle, low, high = interval(iqm, values)
+    return f"{middle:.4g}" + f" ({low:.4g} to {high:.4g})" * bool(np.isfinite(low))
+
+
+def draw(
+    axes: Axes, x: np.ndarray, values: np.ndarray, color: Any, label: str, **style: Any
+) -> None:
+    """Draw a curve with its band: ``values`` are those of `band`."""
+    middle, low, high = values
+    marker = "o" if np.count_nonzero(~np.isnan(middle)) == 1 else None
+    axes.plot(x, middle, color=color, label=label, marker=marker, **style)
+    axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def figure_of(rows: list[Row], table: str, metric: str) -> Figure:
+    """Draw the numbers of `rows_of`, with a table below."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    labels = list(dict.fromkeys(row["setting"] for row in rows))
+    for axes, (axis, name) in zip(figure.subplots(1, 2, sharey=True), AXES.items(), strict=True):
+        for index, label in enumerate(labels):
+            own = [row for row in rows if (row["axis"], row["setting"]) == (axis, label)]
+            x = np.array([row["x"] for row in own])
+            values = np.array([[row["iqm"], row["low"], row["high"]] for row in own]).T
+            line = LINES[index // len(COLORS) % len(LINES)]
+            style = {"color": COLORS[index % len(COLORS)], "linestyle": line}
+            draw(axes, x, values, label=label, linewidth=0.7, **style)
+            axes.plot(x, np.where(np.isnan(values[1]), np.nan, values[0]), **style)
+        axes.set_xlabel(name)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.spines[["top", "right"]].set_visible(False)
+    left = figure.axes[0]
+    left.set_ylabel(metric)
+    legend = figure.legend(
+        *left.get_legend_handles_labels(), loc="outside upper left", frameon=False, fontsize=8
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    below = figure.supxlabel(table, x=0.01, ha="left", family="monospace", fontsize=7)
+    below.set_parse_math(False)
+    return figure
+
+
+def write(args: Args, rows: list[Row], figure: Figure) -> str:
+    """Write the figure and its numbers, and return the path of these; or exit with one line."""
+    base, ending = os.path.splitext(args.output)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    with one_line_for(OSError, ValueError, text=f"cannot write {args.output}"):
+        with replaced(f"{base}.csv") as file:
+            file.write(text.getvalue().encode())
+        with replaced(args.output) as file:
+            figure.savefig(file, dpi=150, format=ending.removeprefix("."))
+    return f"{base}.csv"
+
+
+def main() -> None:
+    args = tyro.cli(Args)
+    with one_line_for(ValueError):
+        check_ranges(args)
+    check(args.runs, "name the runs to compare, such as runs/A* runs/B*")
+    paths = {os.path.realpath(path): path for path in args.runs}  # each once
+    tags = with_metric(map(LoggedRun, paths.values()), args.metric)
+    settings = settings_of(tags)
+    table = table_of(settings, tags)
+    print_line(table)
+    metric = " or ".join(dict.fromkeys(tags.values()))
+    rows = rows_of(settings, tags, args.smooth)
+    numbers = write(args, rows, figure_of(rows, table, metric))
+    print_line(f"see {args.output} and {numbers}")
+
+
+if __name__ == "__main__":
+    main()
