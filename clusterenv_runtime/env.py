@@ -252,6 +252,11 @@ class ClusterEnv(VectorApi):
         return np.array([worker.copy.pulls for worker in self._head.pool.workers], np.int64)
 
     @property
+    def held_versions(self) -> np.ndarray:
+        """The version that each worker holds, ``(num_workers,)`` int64; 0 before its first pull."""
+        return np.array([worker.copy.held for worker in self._head.pool.workers], np.int64)
+
+    @property
     def sync_bytes(self) -> int:
         """Bytes of weights sent so far, to all workers."""
         return self._head.store.bytes_sent
@@ -264,6 +269,18 @@ class ClusterEnv(VectorApi):
         worker has acted.
         """
         return np.array([worker.copy.divergence for worker in self._head.pool.workers])
+
+    @property
+    def hosts(self) -> list[str]:
+        """The name of each worker's machine; empty before it has connected."""
+        return [worker.process.host for worker in self._head.pool.workers]
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Environment steps of the rollouts that each worker has sent so far, ``(num_workers,)``
+        int64.
+        """
+        return np.array([worker.steps for worker in self._head.pool.workers], np.int64)
 
     @property
     def waiting_seconds(self) -> np.ndarray:

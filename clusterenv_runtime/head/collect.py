@@ -174,6 +174,7 @@ class Collector:
         worker, part = request.worker, request.response
         worker.episodes = Episodes.begun(part.next_observations, worker.num_envs)
         worker.rollouts = request.message.rollout + 1
+        worker.steps += part.rewards.size
         if request.seq > worker.evaluated:
             worker.evaluated = 0
         if request.process_is_gone:  # its replacement holds no weights

@@ -86,6 +86,7 @@ class Worker:
     seeds: list[int | None] | None = None  # of its last reset; None before the first
     asked_rollouts: int = 0  # rollouts asked for since the noise was seeded
     rollouts: int = 0  # how many of them have come
+    steps: int = 0  # environment steps of rollouts that have come
     # The seq of an evaluation after which its environments wait for a reset; 0 for none.
     evaluated: int = 0
     waited: float = 0.0  # seconds so far without a request to work on, or without weights

@@ -100,23 +100,27 @@ def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], st
 
 
 @contextmanager
-def replaced(path: str) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of ``path`` after this block, when all of it is on disk."""
+def replaced(path: str, syncs: bool = True) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of ``path`` after this block, when all of it is on disk.
+
+    Without ``syncs`` it does not wait for the disk: after a crash of the machine it may be empty.
+    """
     temporary = Path(f"{path}.tmp")
-    with _on_disk(temporary) as file:
+    with _on_disk(temporary, syncs) as file:
         yield file
     temporary.replace(path)
 
 
 @contextmanager
-def _on_disk(path: Path) -> Iterator[BinaryIO]:
+def _on_disk(path: Path, syncs: bool = True) -> Iterator[BinaryIO]:
     """Open a new file: after this block all of it is on disk, or it is gone."""
     try:
         path.unlink(missing_ok=True)
         with open(path, "xb") as file:  # not through a link, which would overwrite another file
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if syncs:
+                os.fsync(file.fileno())
     except BaseException:
         path.unlink(missing_ok=True)  # the disk may be full
         raise

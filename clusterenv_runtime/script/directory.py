@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import socket
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,7 @@ from .checkpoint import check_run, load_checkpoint, load_part
 from .checks import check, one_line_for
 
 logger = logging.getLogger(__name__)
+_FLOCK = "hhqqi"  # the C library's: kind, whence, start, length, pid
 
 
 class RunDirectory:
@@ -88,6 +90,33 @@ class RunDirectory:
     def state_dicts(self) -> dict[str, Any]:
         """Return the state of each part that is kept, by its name."""
         return {name: part.state_dict() for name, part in self._parts.items()}
+
+
+def holder_of(directory: str | os.PathLike[str]) -> str:
+    """Return who has locked the run in ``directory``; an empty text if nobody has, any more.
+
+    Raises:
+        OSError: it cannot be found out.
+    """
+    path = os.path.join(directory, "lock")
+    if not os.path.exists(path):
+        return ""
+    with open(path, "rb") as file:
+        # What Linux says of the lock in the way of another one, of the whole file.
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, *_ = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        return "" if kind == fcntl.F_UNLCK else file.read(1000).decode(errors="replace")
+
+
+def check_exists(directory: str) -> None:
+    """Exit with one line if there is no such directory; it names those that there are."""
+    if os.path.isdir(directory):
+        return
+    parent = os.path.dirname(os.path.abspath(directory))
+    names = sorted(os.listdir(parent)) if os.path.isdir(parent) else []
+    there = [name for name in names if os.path.isdir(f"{parent}/{name}")]
+    listed = ", ".join(there[:10]) + ", ..." * (len(there) > 10) or "none"
+    check(False, f"there is no run {directory}; there: {listed}")
 
 
 def lock(directory: str | os.PathLike[str]) -> None:

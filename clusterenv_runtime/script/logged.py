@@ -10,6 +10,7 @@ import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from .checks import check
+from .directory import check_exists
 
 FLAGS = "hyperparameters/text_summary"  # a text for each time that the run was begun or resumed
 
@@ -36,7 +37,7 @@ class LoggedRun:
     """
 
     def __init__(self, directory: str) -> None:
-        check_run_exists(directory)
+        check_exists(directory)
         self.name = os.path.basename(os.path.abspath(directory))
         self._events = EventAccumulator(directory, size_guidance={"scalars": 0, "tensors": 0})
         self._events.Reload()
@@ -68,14 +69,3 @@ class LoggedRun:
             before = self._times[self._times < start].max(initial=first)
             seconds[later] -= start - before
         return seconds
-
-
-def check_run_exists(directory: str) -> None:
-    """Exit with one line if there is no such directory; it names those that there are."""
-    if os.path.isdir(directory):
-        return
-    parent = os.path.dirname(os.path.abspath(directory))
-    names = sorted(os.listdir(parent)) if os.path.isdir(parent) else []
-    there = [name for name in names if os.path.isdir(f"{parent}/{name}")]
-    listed = ", ".join(there[:10]) + ", ..." * (len(there) > 10) or "none"
-    check(False, f"there is no run {directory}; there: {listed}")

@@ -1,0 +1,111 @@
+"""What a run leaves in its directory for those who look at it while it runs: ``status.json``."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from ..env import ClusterEnv
+from .checkpoint import replaced
+from .curve import LearningCurve
+
+FILE = "status.json"
+EVERY_S = 1.0  # how often it is written, at most
+RATES = 10  # over how many times that it was written rates are taken
+MOST_POINTS = 200  # of the curve
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+State = Literal["starting", "training", "evaluating", "finished", "interrupted", "failed", "gone"]
+
+
+class WorkerStatus(msgspec.Struct):
+    """One worker. Rates are of the last seconds, or of the last iterations if these are long."""
+
+    host: str  # empty before it has connected
+    version: Count  # of the policy that it holds; 0 for none
+    lag: Count  # versions that have been published since
+    divergence: float | None  # in nats per action dimension; None before it has acted
+    pulls: Count
+    sps: float  # environment steps a second
+    waiting: float  # the share of its time without a request or without weights
+    restarts: Count
+
+
+class Status(msgspec.Struct):
+    """A run. With several learners its workers are those of the first."""
+
+    state: State
+    reason: str = ""  # why it has failed, or is gone
+    time: float = 0.0  # when this was written, Unix
+    global_step: Count = 0
+    total_timesteps: Count = 0
+    seconds: float = 0.0  # of training
+    sps: float = 0.0  # environment steps a second
+    mean_return: float | None = None  # of the last 100 episodes
+    policy_version: Count = 0
+    points: list[tuple[int, float | None]] = []  # global_step, mean return
+    workers: list[WorkerStatus] = []
+
+
+class StatusFile:
+    """Writes the `Status` of a run.
+
+    Args:
+        directory: the run's.
+        total_timesteps: its flag.
+        writes: whether this process writes its files.
+    """
+
+    def __init__(self, directory: str, total_timesteps: int, writes: bool) -> None:
+        self._path = f"{directory}/{FILE}"
+        self._total_timesteps = total_timesteps
+        self._writes = writes
+        self._due = 0.0
+        # The time, the run's steps, each worker's, and the seconds that it has waited.
+        self._past: deque[np.ndarray] = deque(maxlen=RATES)
+
+    def is_due(self) -> bool:
+        return self._writes and time.monotonic() >= self._due
+
+    def write(
+        self, state: State, step: int, seconds: float, curve: LearningCurve,
+        envs: ClusterEnv | None = None, reason: str = "",
+    ) -> None:  # fmt: skip
+        """Write it; if the disk is full, checkpoints and logs tell of that."""
+        if not self._writes:
+            return
+        self._due = time.monotonic() + EVERY_S
+        status = Status(state, reason, time.time(), step, self._total_timesteps, seconds)
+        status.mean_return = curve.mean_return
+        number = len(curve.points)
+        few = np.linspace(0, number - 1, min(number, MOST_POINTS)).astype(int)
+        status.points = [curve.points[index][:2] for index in few]
+        if envs is not None:
+            self._add_workers(status, envs)
+        with suppress(OSError), replaced(self._path, syncs=False) as file:
+            file.write(msgspec.json.encode(status))
+
+    def _add_workers(self, status: Status, envs: ClusterEnv) -> None:
+        now = [time.monotonic()], [status.global_step], envs.steps, envs.waiting_seconds
+        self._past.append(np.concatenate(now))
+        change = self._past[-1] - self._past[0]
+        rates = (change[1:] / max(change[0], 1e-9)).tolist()
+        status.sps = rates[0]
+        status.policy_version = envs.policy_version
+        lost = [restart["worker"] for restart in envs.restarts]
+        columns = (
+            envs.hosts, envs.held_versions.tolist(), envs.divergence.tolist(), envs.pulls.tolist(),
+            rates[1 : envs.num_workers + 1], rates[envs.num_workers + 1 :],
+        )  # fmt: skip
+        for index, row in enumerate(zip(*columns, strict=True)):
+            host, version, divergence, pulls, sps, waiting = row
+            lag = envs.policy_version - version
+            restarts = lost.count(index)
+            status.workers.append(
+                WorkerStatus(host, version, lag, divergence, pulls, sps, waiting, restarts)
+            )

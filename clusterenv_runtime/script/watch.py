@@ -1,0 +1,156 @@
+"""Look at a run while it runs: its workers, and the curve of its return.
+
+    python -m clusterenv_runtime.script.watch runs/NAME
+
+Shows the `Status` that the run writes each second, and ends when the run ends.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import tyro
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import printable
+from .checks import check, one_line_for
+from .curve import on_grid
+from .directory import check_exists, holder_of
+from .status import FILE, Status
+
+LOOK_S = 0.5
+HEIGHT = 8  # lines of the curve
+BLOCKS = " ▁▂▃▄▅▆▇█"
+GOING_ON = "starting", "training", "evaluating"
+
+
+@dataclass
+class Args:
+    """Look at a run while it runs."""
+
+    run: tyro.conf.Positional[str]
+    """its directory, `runs/NAME`"""
+    json: bool = False
+    """print what there is to see now as one line of JSON, and end"""
+
+
+def look(directory: str) -> Status:
+    """Return how a run is, or exit with one line if it has written nothing."""
+    who = "another process"
+    with suppress(OSError):  # where there are no locks, the run seems alive
+        who = holder_of(directory)  # before its last word is read
+    status = Status("starting")
+    try:
+        with (
+            open(f"{directory}/{FILE}", "rb") as file,
+            one_line_for(msgspec.DecodeError, text=f"{directory}/{FILE} cannot be read"),
+        ):
+            status = msgspec.json.decode(file.read(), type=Status)
+    except FileNotFoundError:
+        check(who, f"{directory} has no {FILE}, and no script of ours trains it")
+    if status.state in GOING_ON and not who:
+        status.state = "gone"
+        with suppress(OSError), open(f"{directory}/lock", "rb") as file:
+            status.reason = file.read(1000).decode(errors="replace")
+    return status
+
+
+def last_word(directory: str, status: Status) -> str:
+    """Return the line that says how a run has ended."""
+    how = {
+        "finished": "has finished",
+        "interrupted": "was interrupted",
+        "failed": f"has failed: {status.reason}",
+        "gone": f"is going on no more: {status.reason} is gone, without a word",
+    }
+    return printable(f"{directory} {how[status.state]}, at step {status.global_step:,}")
+
+
+def view(directory: str, status: Status, width: int) -> Group:
+    """Return what is shown of a run on a terminal."""
+    done = f"step {status.global_step:,} of {status.total_timesteps:,}"
+    age = max(time.time() - status.time, 0) if status.time else 0
+    mean = "of no episode yet" if status.mean_return is None else f"{status.mean_return:.1f}"
+    parts = [
+        f"{directory}: {status.state}", done, f"{status.seconds:.0f} s", f"SPS {status.sps:.0f}",
+        f"return {mean}", f"policy version {status.policy_version}",
+    ]  # fmt: skip
+    if age > 5 and status.state in GOING_ON:
+        parts.append(f"last heard of {age:.0f} s ago")
+    return Group(Text(printable(", ".join(parts))), *curve(status, width), workers(status))
+
+
+def curve(status: Status, width: int) -> list[Text]:
+    """Return the curve of the mean return in characters, if there is one."""
+    known = [(step, value) for step, value in status.points if value is not None]
+    if not known:
+        return []
+    steps, returns = np.array(known).T
+    low, high = returns.min(), returns.max()
+    labels = [f"{high:.4g}", *[""] * (HEIGHT - 2), f"{low:.4g}"]
+    margin = max(map(len, labels))
+    columns = max(width - margin - 1, 10)
+    end = max(status.total_timesteps, steps[-1])
+    grid = np.linspace(0, end, columns + 1)[1:]
+    values = on_grid(steps, returns, grid)
+    values[np.searchsorted(grid, steps[-1]) + 1 :] = np.nan
+    share = np.nan_to_num((values - low) / max(high - low, 1e-9), nan=-1)
+    eighths = np.where(share < 0, 0, 1 + share * (8 * HEIGHT - 1)).astype(int)
+    lines = []
+    for row, label in enumerate(labels):
+        full = np.clip(eighths - 8 * (HEIGHT - 1 - row), 0, 8)
+        blocks = "".join(BLOCKS[number] for number in full)
+        lines.append(Text(f"{label:>{margin}} {blocks}", no_wrap=True))
+    return lines
+
+
+def workers(status: Status) -> Table:
+    """Return the table of the workers."""
+    table = Table(box=box.SIMPLE)
+    names = "host", "version", "lag", "KL", "pulls", "steps/s", "waiting", "restarts"
+    table.add_column("worker", justify="right")
+    for name in names:
+        table.add_column(name, justify="left" if name == "host" else "right")
+    for index, worker in enumerate(status.workers):
+        known = worker.divergence is not None
+        words = [
+            f"{index}", printable(worker.host), f"{worker.version}", f"{worker.lag}",
+            f"{worker.divergence:.4f}" if known else "", f"{worker.pulls}",
+            f"{worker.sps:,.0f}", f"{worker.waiting:.0%}", f"{worker.restarts}",
+        ]  # fmt: skip
+        table.add_row(*map(Text, words))
+    return table
+
+
+def main() -> None:
+    args = tyro.cli(Args)
+    check_exists(args.run)
+    status = look(args.run)
+    if args.json:
+        print(msgspec.json.encode(status).decode())
+        return
+    sys.stdout.reconfigure(errors="replace")
+    console = Console()
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(view(args.run, status, console.width), refresh=True)
+            if status.state not in GOING_ON:
+                break
+            time.sleep(LOOK_S)
+            status = look(args.run)
+    if status.state not in GOING_ON:
+        console.print(Text(last_word(args.run, status)))
+        sys.exit(status.state in ("failed", "gone"))
+
+
+if __name__ == "__main__":
+    main()
