@@ -2,8 +2,6 @@
 
 import csv
 
-from clusterenv_runtime.script.estimates import iqm
-
 from .attempts import first_of, replace, result_of
 from .checks import check, is_number
 from .configurations import label
@@ -12,7 +10,10 @@ from .metrics import best_of, value_of
 
 def plot(rows, metric, output):
     """Plot the metric against each swept parameter: every configuration is a point."""
-    from matplotlib.figure import Figure  # whose import takes longer than all others
+    # Their imports take longer than all others.
+    from matplotlib.figure import Figure
+
+    from clusterenv_runtime.script.estimates import iqm
 
     swept = {path for path in rows[0][0] if len({str(flat[path]) for flat, _ in rows}) > 1}
     # Seeds are repetitions, not a setting.
