@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
-import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from .envs.blueprint import Blueprint, EnvFns
@@ -16,6 +15,7 @@ from .errors import Interrupted
 from .head.collect import Collector
 from .head.evaluation import Evaluator
 from .head.interrupts import interruptible
+from .head.measures import Measures
 from .head.start import start_head
 from .head.stepping import Stepper
 from .head.vector_api import VectorApi
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .policy.base import Policy
 
 
-class ClusterEnv(VectorApi):
+class ClusterEnv(Measures, VectorApi):
     """A vector environment on worker processes, and rollouts by workers that act on their own copy
     of the policy.
 
@@ -239,57 +239,3 @@ class ClusterEnv(VectorApi):
         """
         self._assert_idle("load_state_dict")
         self._head.load_state_dict(state)
-
-    # What APS has done so far, and what has been lost.
-    @property
-    def policy_version(self) -> int:
-        """The version last published; 0 before the first."""
-        return self._head.store.version
-
-    @property
-    def pulls(self) -> np.ndarray:
-        """Weight pulls so far, ``(num_workers,)`` int64."""
-        return np.array([worker.copy.pulls for worker in self._head.pool.workers], np.int64)
-
-    @property
-    def held_versions(self) -> np.ndarray:
-        """The version that each worker holds, ``(num_workers,)`` int64; 0 before its first pull."""
-        return np.array([worker.copy.held for worker in self._head.pool.workers], np.int64)
-
-    @property
-    def sync_bytes(self) -> int:
-        """Bytes of weights sent so far, to all workers."""
-        return self._head.store.bytes_sent
-
-    @property
-    def divergence(self) -> np.ndarray:
-        """Mean KL(policy a worker last acted on || published policy), ``(num_workers,)``.
-
-        It is in nats per action dimension, of which a discrete action has one. It is inf before a
-        worker has acted.
-        """
-        return np.array([worker.copy.divergence for worker in self._head.pool.workers])
-
-    @property
-    def hosts(self) -> list[str]:
-        """The name of each worker's machine; empty before it has connected."""
-        return [worker.process.host for worker in self._head.pool.workers]
-
-    @property
-    def steps(self) -> np.ndarray:
-        """Environment steps of the rollouts that each worker has sent so far, ``(num_workers,)``
-        int64.
-        """
-        return np.array([worker.steps for worker in self._head.pool.workers], np.int64)
-
-    @property
-    def waiting_seconds(self) -> np.ndarray:
-        """Seconds that each worker has spent without a request or without weights,
-        ``(num_workers,)``.
-        """
-        return np.array([worker.waited for worker in self._head.pool.workers])
-
-    @property
-    def restarts(self) -> list[dict[str, Any]]:
-        """One dict for each replaced process: worker, time (Unix), reason, environments' seeds."""
-        return list(self._head.recovery.restarts)

@@ -113,34 +113,46 @@ def test_a_lock_has_a_holder_as_long_as_its_process_lives(tmp_path):
     lock(tmp_path)
 
 
+def status_in(directory):
+    return msgspec.json.decode((directory / FILE).read_bytes(), type=Status)
+
+
 def test_rates_are_those_between_the_last_words(tmp_path, monkeypatch):
     envs = SimpleNamespace(
         num_workers=2, hosts=["a", "b"], held_versions=np.array([3, 0]), policy_version=5,
         divergence=np.array([0.5, np.inf]), pulls=np.array([2, 1]), restarts=[{"worker": 1}] * 3,
         steps=np.array([0, 0]), waiting_seconds=np.array([7.0, 0.0]),
     )  # fmt: skip
-    curve = LearningCurve()
-    file = StatusFile(str(tmp_path), 900, writes=True)
+    run = SimpleNamespace(
+        directory=SimpleNamespace(path=tmp_path), args=SimpleNamespace(total_timesteps=900),
+        logs=SimpleNamespace(curve=LearningCurve()), global_step=0, seconds=9.0, writes=True,
+    )  # fmt: skip
     clock = iter(range(0, 1000, 4))
     now = next(clock)
     monkeypatch.setattr("time.monotonic", lambda: now)
+    file = StatusFile(run)
+    assert status_in(tmp_path).state == "starting"
+    file.training(envs).__enter__()
     for word in range(RATES + 5):
-        assert file.is_due()
-        curve.add_point(300 * word, pulls=1, versions=1)
-        file.write("training", 300 * word, 4.0 * word, curve, envs)
-        assert not file.is_due()
+        run.global_step = 300 * word
+        run.logs.curve.add_point(300 * word, pulls=1, versions=1)
+        file.tell()
+        assert status_in(tmp_path).global_step == run.global_step
+        run.global_step += 1
+        file.tell()  # within the same second
         now = next(clock)
         fast = word >= 5  # earlier ones are forgotten
         envs.steps += [100, 200 if fast else 0]
         envs.waiting_seconds += [1.0, 0 if fast else 4.0]
-    status = msgspec.json.decode((tmp_path / FILE).read_bytes(), type=Status)
+    status = status_in(tmp_path)
     assert (status.global_step, status.sps, status.points[-1]) == (4200, 75, (4200, None))
     assert status.workers == [
         WorkerStatus("a", 3, 2, 0.5, 2, sps=25, waiting=0.25, restarts=0),
         WorkerStatus("b", 0, 5, None, 1, sps=50, waiting=0, restarts=3),
     ]
     (tmp_path / FILE).unlink()
-    StatusFile(str(tmp_path), 900, writes=False).write("training", 1, 1.0, curve, envs)
+    run.writes = False
+    file.write("training")
     assert not (tmp_path / FILE).exists()
 
 

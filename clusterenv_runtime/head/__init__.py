@@ -9,5 +9,6 @@
   opens and checks the responses
 - `failures`: errors that workers report; `interrupts`: what ends a wait
 - `pool`: all workers, to be asked and waited for; `start` begins it
-- `collect`, `stepping`: the two ways to use them; `vector_api`: Gymnasium's methods
+- `collect`, `stepping`: the two ways to use them; `vector_api`: Gymnasium's methods; `measures`:
+  what a `ClusterEnv` tells of them
 """

@@ -78,6 +78,15 @@ def status_of(
     return f"step {step:,} SPS {sps} return {mean} KL {measured}, {pulled}"
 
 
+def end_of(summary: dict[str, Any], directory: str) -> str:
+    """Return how a run has ended, in two lines."""
+    pulls = f"{summary['pulls_per_worker']:g} pulls a worker"
+    steps = f"{summary['global_step']:,} steps in {summary['wall_seconds']:.0f} s; {pulls}"
+    mean = summary["eval_return_mean"]
+    also = "" if mean is None else f", in the evaluation {mean:.1f}"
+    return f"{steps}\nmean return {summary['mean_return_100']:.1f}{also}; see {directory}"
+
+
 class Progress:
     """Shows how far a run is, unless it ``is_quiet``."""
 

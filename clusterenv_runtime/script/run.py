@@ -18,7 +18,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from ..env import ClusterEnv
-from ..errors import one_line, print_line
+from ..errors import print_line
 from ..policy.base import Policy
 from ..rollout import Rollout
 from .arguments import ScriptArgs, check_flags
@@ -30,10 +30,10 @@ from .environments import env_setup
 from .evaluation import Evaluations
 from .logs import Logs, log_in
 from .model import save_model
-from .progress import Progress, say, size_of, start_of, status_of
+from .progress import Progress, end_of, say, size_of, start_of, status_of
 from .resume import flags_of, name_of, resume_command
-from .signals import CTRL_C, PREEMPTED, Signals
-from .status import State, StatusFile
+from .signals import Signals
+from .status import StatusFile
 from .summary import finite, summary_of, write_results
 
 logger = logging.getLogger(__name__)
@@ -105,9 +105,7 @@ class Run:
         self.logs = self._open_logs(self.global_step, not saved, saved.get("wandb_id"))
         self.keep("curve", self.logs.curve)
         self._progress = Progress(is_quiet=not self.writes)
-        self._status = StatusFile(self.directory.path, args.total_timesteps, self.writes)
-        seconds = saved.get("seconds", 0.0)
-        self._status.write("starting", self.global_step, seconds, self.logs.curve)
+        self._status = StatusFile(self)
         if self.writes:
             say(start_of(args, self.directory.path, saved))
         return self.logs.writer
@@ -174,22 +172,9 @@ class Run:
         self._start = time.monotonic() - saved.get("seconds", 0)
         to_go_on = resume_command(self.args, self.directory.path, [*self.program])
         saving = self._signals.saving(envs, self.save, to_go_on)
-        bar, telling = self._progress.bar, self._telling_the_end()
-        with envs, self._evaluations, self.logs.writer, bar, telling, saving:
+        telling = self._status.training(envs)
+        with envs, self._evaluations, self.logs.writer, self._progress.bar, telling, saving:
             yield
-
-    @contextmanager
-    def _telling_the_end(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            is_signal = isinstance(error, SystemExit) and error.code in (PREEMPTED, CTRL_C)
-            self._tell("interrupted" if is_signal else "failed", one_line(error) * (not is_signal))
-            raise
-
-    def _tell(self, state: State, reason: str = "") -> None:
-        step, curve = self.global_step, self.logs.curve
-        self._status.write(state, step, self.seconds, curve, self._envs, reason)
 
     @property
     def seconds(self) -> float:
@@ -215,14 +200,13 @@ class Run:
                 self._try_to_save()
                 self._saved_at = time.monotonic()
             self._progress.tell(f"step {self.global_step:,}")
-            if self._status.is_due():
-                self._tell("training")
+            self._status.tell()
             yield self._iteration
             if self._stop:
                 break
         self._trained_seconds = self.seconds
         self._progress.end()
-        self._tell("evaluating")
+        self._status.write("evaluating")
         self._try_to_save()
         self._signals.raise_if_received()
 
@@ -296,12 +280,9 @@ class Run:
                 write_results(self.directory.path, summary, curve)
                 if self._unwritten:
                     self._write()
-            self._tell("finished")
+            self._status.write("finished")
         finally:  # the output comes last, as it is worth no file, but also if there is no file
-            pulls = f"{summary['pulls_per_worker']:g} pulls a worker"
-            say(f"{self.global_step:,} steps in {seconds:.0f} s; {pulls}")
-            also = f", in the evaluation {eval_returns.mean():.1f}" if len(eval_returns) else ""
-            say(f"mean return {curve.mean_return:.1f}{also}; see {self.directory.path}")
+            say(end_of(summary, self.directory.path))
 
     def _envs_state(self) -> dict[str, Any]:
         return self._envs.state_dict()

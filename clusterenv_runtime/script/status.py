@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import suppress
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import numpy as np
 
 from ..env import ClusterEnv
+from ..errors import one_line
 from .checkpoint import replaced
-from .curve import LearningCurve
+from .signals import CTRL_C, PREEMPTED
+
+if TYPE_CHECKING:
+    from .run import Run
 
 FILE = "status.json"
 EVERY_S = 1.0  # how often it is written, at most
@@ -53,48 +58,55 @@ class Status(msgspec.Struct):
 
 
 class StatusFile:
-    """Writes the `Status` of a run.
+    """Writes the `Status` of a run, if this process writes its files."""
 
-    Args:
-        directory: the run's.
-        total_timesteps: its flag.
-        writes: whether this process writes its files.
-    """
-
-    def __init__(self, directory: str, total_timesteps: int, writes: bool) -> None:
-        self._path = f"{directory}/{FILE}"
-        self._total_timesteps = total_timesteps
-        self._writes = writes
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._path = f"{run.directory.path}/{FILE}"
         self._due = 0.0
-        # The time, the run's steps, each worker's, and the seconds that it has waited.
+        self._envs: ClusterEnv | None = None
+        # The time, the run's steps, each worker's, and the seconds that each has waited.
         self._past: deque[np.ndarray] = deque(maxlen=RATES)
+        self.write("starting")
 
-    def is_due(self) -> bool:
-        return self._writes and time.monotonic() >= self._due
+    @contextmanager
+    def training(self, envs: ClusterEnv) -> Iterator[None]:
+        """Tell also of the workers, and if this block fails, of that."""
+        self._envs = envs
+        try:
+            yield
+        except BaseException as error:
+            is_signal = isinstance(error, SystemExit) and error.code in (PREEMPTED, CTRL_C)
+            self.write("interrupted" if is_signal else "failed", one_line(error) * (not is_signal))
+            raise
 
-    def write(
-        self, state: State, step: int, seconds: float, curve: LearningCurve,
-        envs: ClusterEnv | None = None, reason: str = "",
-    ) -> None:  # fmt: skip
+    def tell(self) -> None:
+        """Write it if it is due."""
+        if time.monotonic() >= self._due:
+            self.write("training")
+            self._due = time.monotonic() + EVERY_S
+
+    def write(self, state: State, reason: str = "") -> None:
         """Write it; if the disk is full, checkpoints and logs tell of that."""
-        if not self._writes:
+        run, curve = self._run, self._run.logs.curve
+        if not run.writes:
             return
-        self._due = time.monotonic() + EVERY_S
-        status = Status(state, reason, time.time(), step, self._total_timesteps, seconds)
+        status = Status(state, reason, time.time(), run.global_step, run.args.total_timesteps)
         status.mean_return = curve.mean_return
         number = len(curve.points)
         few = np.linspace(0, number - 1, min(number, MOST_POINTS)).astype(int)
         status.points = [curve.points[index][:2] for index in few]
-        if envs is not None:
-            self._add_workers(status, envs)
+        if self._envs is not None:
+            status.seconds = run.seconds
+            self._add_workers(status, self._envs)
         with suppress(OSError), replaced(self._path, syncs=False) as file:
             file.write(msgspec.json.encode(status))
 
     def _add_workers(self, status: Status, envs: ClusterEnv) -> None:
         now = [time.monotonic()], [status.global_step], envs.steps, envs.waiting_seconds
         self._past.append(np.concatenate(now))
-        change = self._past[-1] - self._past[0]
-        rates = (change[1:] / max(change[0], 1e-9)).tolist()
+        seconds, *changes = self._past[-1] - self._past[0]
+        rates = [float(change / max(seconds, 1e-9)) for change in changes]
         status.sps = rates[0]
         status.policy_version = envs.policy_version
         lost = [restart["worker"] for restart in envs.restarts]
