@@ -193,7 +193,7 @@ def test_each_mistake_is_one_line(here, monkeypatch):
 
     (here / "ppo_clusterenv.py").symlink_to(ROOT / "ppo_clusterenv.py")
     run = here / "runs/x"
-    assert says("runs/x") == "error: there is no run runs/x"
+    assert says("runs/x") == "error: there is no run runs/x; there: none"
     run.mkdir(parents=True)
     assert says("runs/x").startswith("error: there is no model in runs/x: each checkpoint brings")
     leave_model(run, monkeypatch, env_id="CartPole-v1")

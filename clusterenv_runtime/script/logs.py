@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from ..errors import one_line
 from .checks import check, one_line_for
 from .curve import LearningCurve
+from .summary import finite
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,11 @@ class Logs:
         self.writer.add_scalar("charts/collect_sps", batch_size / collect_time, step)
         self.writer.add_scalar("time/collect", collect_time, step)
         self.writer.add_scalar("time/learn", time.monotonic() - learn_start, step)
+
+    def add_summary(self, summary: dict[str, Any]) -> None:
+        """Give W&B the summary of the run."""
+        if self.wandb:
+            self.wandb.summary.update(finite(summary))
 
 
 def open_logs(directory: str, purge_step: int) -> SummaryWriter:

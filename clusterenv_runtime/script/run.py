@@ -34,7 +34,7 @@ from .progress import Progress, end_of, say, size_of, start_of, status_of
 from .resume import flags_of, name_of, resume_command
 from .signals import Signals
 from .status import StatusFile
-from .summary import finite, summary_of, write_results
+from .summary import summary_of, write_results
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -273,8 +273,7 @@ class Run:
             "sps": self.global_step / seconds, **more,
             **summary_of(self.args, self._envs_state(), curve, eval_returns),
         }  # fmt: skip
-        if self.logs.wandb:
-            self.logs.wandb.summary.update(finite(summary))
+        self.logs.add_summary(summary)
         try:
             with one_line_for(OSError, text=f"cannot write to {self.directory.path}"):
                 write_results(self.directory.path, summary, curve)

@@ -25,6 +25,7 @@ from ..errors import CheckpointError
 from ..policy.base import Policy
 from .arguments import ScriptArgs, groups_of, read_kwargs
 from .checks import check, one_line_for
+from .directory import check_exists
 from .model import Model, load_model
 from .resume import check_code, saved_flags
 
@@ -114,7 +115,7 @@ def _model_of(run: str, best: bool) -> str:
     """Return the file of a run's model, or exit with one line."""
     if os.path.isfile(run):
         return run
-    check(os.path.isdir(run), f"there is no run {run}")
+    check_exists(run)
     kind, hint = "model", "each checkpoint brings one, but not with --no-save-model"
     found = set(glob.glob(f"{glob.escape(run)}/*.cleanrl_model"))
     bests = {path for path in found if path.endswith(".best.cleanrl_model")}
