@@ -5,7 +5,8 @@
 Runs with the same flags, but for the seed and what says nothing of learning, are one setting. Its
 value is the interquartile mean (IQM) of its runs, with a 95% bootstrap interval; of fewer than 5
 runs it is their range. Runs that are going on count as far as they are: beyond the first of them
-there is no interval, and beyond the half of them no value.
+there is no interval, and beyond the half of them no value. In seconds, a run that is as many steps
+far as any of its setting keeps its last value.
 """
 
 from __future__ import annotations
@@ -129,23 +130,19 @@ def _warn(text: str) -> None:
     print(f"warning: {printable(text, most=10_000)}", file=sys.stderr)
 
 
-def curve_of(run: LoggedRun, tag: str, axis: str, grid: np.ndarray, smooth: int) -> np.ndarray:
-    """Return a run's curve, ``(points,)`` float64: NaN before its first value, and where it has not
-    come to.
-    """
+def curve_of(
+    run: LoggedRun, tag: str, axis: str, grid: np.ndarray, until: float, smooth: int = 1
+) -> np.ndarray:
+    """Return a curve, ``(points,)`` float64: NaN before its first value and after ``until``."""
     scalars = run.scalars(tag)
     places = {"steps": scalars.steps, "seconds": scalars.seconds}[axis]
     curve = on_grid(places, scalars.values, grid)
-    curve[np.searchsorted(grid, _last(run, axis)) + 1 :] = np.nan
+    curve[np.searchsorted(grid, until) + 1 :] = np.nan
     known = ~np.isnan(curve)
     window = np.ones(smooth)
     sums = np.convolve(np.where(known, curve, 0), window)[: len(grid)]
     numbers = np.convolve(known, window)[: len(grid)]
     return np.where(known, sums / np.maximum(numbers, 1), np.nan)
-
-
-def _last(run: LoggedRun, axis: str) -> float:
-    return {"steps": run.last_step, "seconds": run.last_seconds}[axis]
 
 
 def band(curves: np.ndarray) -> np.ndarray:
@@ -175,11 +172,16 @@ def rows_of(
     rows = []
     points = min(max(len(run.scalars(tag).values) for run, tag in tags.items()), POINTS)
     for axis in AXES:
-        lasts = [sorted(_last(run, axis) for run in runs) for runs in settings.values()]
-        half = max(each[len(each) // 2] for each in lasts)  # so far have half of the runs come
-        grid = np.linspace(0, half, points + 1)[1:]
+        lasts = {run: run.last_step if axis == "steps" else run.last_seconds for run in tags}
+        grid = np.linspace(0, max(lasts.values()), points + 1)[1:]
         for label, runs in settings.items():
-            curves = np.array([curve_of(run, tags[run], axis, grid, smooth) for run in runs])
+            farthest = max(run.last_step for run in runs)
+            found = []
+            for run in runs:
+                waits = axis == "seconds" and run.last_step == farthest
+                until = grid[-1] if waits else lasts[run]
+                found.append(curve_of(run, tags[run], axis, grid, until, smooth))
+            curves = np.array(found)
             numbers = np.count_nonzero(~np.isnan(curves), axis=0)
             for x, number, values in zip(grid, numbers, band(curves).T, strict=True):
                 if 2 * number >= len(runs):
@@ -196,7 +198,7 @@ def table_of(settings: dict[str, list[LoggedRun]], tags: dict[LoggedRun, str]) -
         for run in runs:
             points = min(len(run.scalars(tags[run]).values), POINTS)
             grid = np.linspace(0, run.last_step, points + 1)[1:]
-            curves.append(curve_of(run, tags[run], "steps", grid, smooth=1))
+            curves.append(curve_of(run, tags[run], "steps", grid, run.last_step))
         ends = np.array([curve[-max(len(curve) // 10, 1) :].mean() for curve in curves])
         wholes = np.array([np.nanmean(curve) for curve in curves])
         steps = _range(run.last_step for run in runs)
