@@ -2,6 +2,7 @@
 
 import signal
 
+import numpy as np
 import pytest
 
 import dqn_clusterenv
@@ -16,6 +17,9 @@ class Envs:
     """The interface of a `ClusterEnv` that a run uses, with nothing to do."""
 
     closed, interruptions = False, 0
+    num_workers = policy_version = 0
+    hosts = restarts = ()
+    pulls = held_versions = divergence = steps = waiting_seconds = np.empty(0)
 
     def interrupt(self):
         self.interruptions += 1

@@ -20,6 +20,7 @@ from .curve import LearningCurve
 from .summary import finite
 
 logger = logging.getLogger(__name__)
+FLUSH_S = 10  # after which what is logged can be read by others
 
 
 class Logs:
@@ -76,7 +77,7 @@ def open_logs(directory: str, purge_step: int) -> SummaryWriter:
     Raises:
         OSError: nothing can be written there. Later on that is a warning, see `EventFiles`.
     """
-    writer = SummaryWriter(directory, purge_step=purge_step)
+    writer = SummaryWriter(directory, purge_step=purge_step, flush_secs=FLUSH_S)
     writer.file_writer.event_writer = EventFiles(writer.file_writer.event_writer)
     return writer
 

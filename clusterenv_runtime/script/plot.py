@@ -16,9 +16,9 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tyro
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 POINTS = 100  # of a curve, at most
 RETURNS = "charts/episodic_return", "rollout/ep_rew_mean"  # CleanRL's and ours, and that of SB3
 AXES = {"steps": "environment steps", "seconds": "seconds"}
-COLUMNS = "axis", "x", "setting", "runs", "iqm", "low", "high"
 # Of Okabe and Ito's colors.
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"
 LINES = "-", "--", ":", "-."
@@ -51,7 +50,18 @@ OF_LEARNING = {
 # What follows from other flags, and CleanRL's own that say nothing of learning.
 OTHERS = {"num_iterations", "minibatch_size", "upload_model", "hf_entity"}
 SAME = {*names(ScriptArgs)} - OF_LEARNING | OTHERS
-Row = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """A point of the figure: the IQM of so many runs, and the ends of the band if it has one."""
+
+    axis: str
+    x: float
+    setting: str
+    runs: int
+    iqm: float
+    low: float
+    high: float
 
 
 @dataclass
@@ -65,7 +75,7 @@ class Args:
     metric: str | None = None
     """any scalar in the logs; by default the return of training"""
     smooth: Positive = 1
-    """each point of a curve is the mean of the last so many of at most 100 points"""
+    """each value is the mean of the last so many that were logged"""
 
 
 def with_metric(runs: Iterable[LoggedRun], metric: str | None) -> dict[LoggedRun, str]:
@@ -135,14 +145,11 @@ def curve_of(
 ) -> np.ndarray:
     """Return a curve, ``(points,)`` float64: NaN before its first value and after ``until``."""
     scalars = run.scalars(tag)
-    places = {"steps": scalars.steps, "seconds": scalars.seconds}[axis]
-    curve = on_grid(places, scalars.values, grid)
+    sums = np.convolve(scalars.values, np.ones(smooth))[: len(scalars.values)]
+    means = sums / np.minimum(np.arange(len(sums)) + 1, smooth)
+    curve = on_grid(getattr(scalars, axis), means, grid)
     curve[np.searchsorted(grid, until) + 1 :] = np.nan
-    known = ~np.isnan(curve)
-    window = np.ones(smooth)
-    sums = np.convolve(np.where(known, curve, 0), window)[: len(grid)]
-    numbers = np.convolve(known, window)[: len(grid)]
-    return np.where(known, sums / np.maximum(numbers, 1), np.nan)
+    return curve
 
 
 def band(curves: np.ndarray) -> np.ndarray:
@@ -168,7 +175,7 @@ def band(curves: np.ndarray) -> np.ndarray:
 def rows_of(
     settings: dict[str, list[LoggedRun]], tags: dict[LoggedRun, str], smooth: int
 ) -> list[Row]:
-    """Return the numbers of the figure, with `COLUMNS`."""
+    """Return the numbers of the figure."""
     rows = []
     points = min(max(len(run.scalars(tag).values) for run, tag in tags.items()), POINTS)
     for axis in AXES:
@@ -182,11 +189,10 @@ def rows_of(
                 until = grid[-1] if waits else lasts[run]
                 found.append(curve_of(run, tags[run], axis, grid, until, smooth))
             curves = np.array(found)
-            numbers = np.count_nonzero(~np.isnan(curves), axis=0)
+            numbers = np.count_nonzero(~np.isnan(curves), axis=0).tolist()
             for x, number, values in zip(grid, numbers, band(curves).T, strict=True):
                 if 2 * number >= len(runs):
-                    row = axis, float(x), label, int(number), *map(float, values)
-                    rows.append(dict(zip(COLUMNS, row, strict=True)))
+                    rows.append(Row(axis, float(x), label, number, *map(float, values)))
     return rows
 
 
@@ -224,7 +230,7 @@ def _estimate(values: np.ndarray) -> str:
 
 
 def draw(
-    axes: Axes, x: np.ndarray, values: np.ndarray, color: Any, label: str, **style: Any
+    axes: Axes, x: np.ndarray, values: Sequence[np.ndarray], color: Any, label: str, **style: Any
 ) -> None:
     """Draw a curve with its band: ``values`` are those of `band`."""
     middle, low, high = values
@@ -239,12 +245,11 @@ def figure_of(rows: list[Row], table: str, metric: str) -> Figure:
     from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(10, 5), layout="constrained")
-    labels = list(dict.fromkeys(row["setting"] for row in rows))
+    labels = dict.fromkeys(row.setting for row in rows)
     for axes, (axis, name) in zip(figure.subplots(1, 2, sharey=True), AXES.items(), strict=True):
         for index, label in enumerate(labels):
-            own = [row for row in rows if (row["axis"], row["setting"]) == (axis, label)]
-            x = np.array([row["x"] for row in own])
-            values = np.array([[row["iqm"], row["low"], row["high"]] for row in own]).T
+            own = [row for row in rows if (row.axis, row.setting) == (axis, label)]
+            x, *values = np.array([(row.x, row.iqm, row.low, row.high) for row in own]).T
             line = LINES[index // len(COLORS) % len(LINES)]
             style = {"color": COLORS[index % len(COLORS)], "linestyle": line}
             draw(axes, x, values, label=label, linewidth=0.7, **style)
@@ -268,9 +273,7 @@ def write(args: Args, rows: list[Row], figure: Figure) -> str:
     """Write the figure and its numbers, and return the path of these; or exit with one line."""
     base, ending = os.path.splitext(args.output)
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows([Row._fields, *rows])
     with one_line_for(OSError, ValueError, text=f"cannot write {args.output}"):
         with replaced(f"{base}.csv") as file:
             file.write(text.getvalue().encode())
