@@ -83,10 +83,11 @@ def test_runs_of_three_libraries_stand_beside_each_other(runs, monkeypatch, caps
     assert ends == {
         "PPO": ("2", "9.0"), "exp_name=ppo": ("2", "6.0"), "exp_name=ppo_clusterenv": ("1", "3.0"),
     }  # fmt: skip
-    compare(monkeypatch, "runs/ours", "runs/PPO_1", "--metric", "rollout/ep_rew_mean")
-    assert "warning: left out, as they have no rollout/ep_rew_mean so far: ours" in (
-        capsys.readouterr().err
-    )
+    log(runs / "begun", [])
+    runs = "runs/ours", "runs/begun", "runs/PPO_1"
+    compare(monkeypatch, *runs, "--metric", "rollout/ep_rew_mean")
+    says = "warning: left out, as they have no rollout/ep_rew_mean so far: ours, begun\n"
+    assert capsys.readouterr().err == says
 
 
 def test_settings_with_the_same_values_are_apart_if_one_has_more_flags(runs, monkeypatch):
@@ -141,7 +142,7 @@ def test_each_mistake_has_one_line(runs, monkeypatch):
     for words, says in (
         ([], "name the runs to compare"),
         (["runs/y*"], r"there is no run runs/y\*; there: empty, x$"),
-        (["runs/empty"], "runs/empty has no scalars in TensorBoard's format"),
+        (["runs/empty"], "runs/empty has no logs of TensorBoard"),
         (["runs/x"], "no run has charts/episodic_return or rollout/ep_rew_mean; there are: losses"),
         (["runs/x", "--metric", "losses/valu"], "no run has losses/valu; there are: losses/value"),
         (["runs/x", "--metric", "losses/value", "--smooth", "0"], "smooth is 0"),

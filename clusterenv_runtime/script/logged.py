@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from .checks import check
+from .checks import one_line_for
 from .directory import check_exists
 
 FLAGS = "hyperparameters/text_summary"  # a text for each time that the run was begun or resumed
@@ -43,15 +43,16 @@ class LoggedRun:
         self._events.Reload()
         kinds = self._events.Tags()
         self.tags: list[str] = sorted(kinds["scalars"])
-        check(self.tags, f"{directory} has no scalars in TensorBoard's format")
+        with one_line_for(ValueError, text=f"{directory} has no logs of TensorBoard"):
+            self._first = self._events.FirstEventTimestamp()
         texts = self._events.Tensors(FLAGS) if FLAGS in kinds["tensors"] else []
         self._starts = [text.wall_time for text in texts]
         table = texts[-1].tensor_proto.string_val[0].decode() if texts else ""
         self.flags = dict(re.findall(r"^\|(.*?)\|(.*)\|$", table, re.MULTILINE)[2:])
         events = [event for tag in self.tags for event in self._events.Scalars(tag)]
         self._times = np.array([event.wall_time for event in events])
-        self.last_step = max(event.step for event in events)
-        self.last_seconds = float(self._seconds(self._times).max())
+        self.last_step = max((event.step for event in events), default=0)
+        self.last_seconds = float(self._seconds(self._times).max(initial=0))
 
     def scalars(self, tag: str) -> Scalars:
         """Return what was logged under one of its tags."""
@@ -61,11 +62,10 @@ class LoggedRun:
         return Scalars(steps, self._seconds(times), np.array([event.value for event in events]))
 
     def _seconds(self, times: np.ndarray) -> np.ndarray:
-        first = self._events.FirstEventTimestamp()
-        seconds = times - first
+        seconds = times - self._first
         for start in self._starts:
             later = times >= start
             # When the part before was last heard of.
-            before = self._times[self._times < start].max(initial=first)
+            before = self._times[self._times < start].max(initial=self._first)
             seconds[later] -= start - before
         return seconds

@@ -89,7 +89,7 @@ def with_metric(runs: Iterable[LoggedRun], metric: str | None) -> dict[LoggedRun
         else:
             found[run] = tag
     wanted = metric or " or ".join(RETURNS)
-    check(found, f"no run has {wanted}; there are: {', '.join(sorted(tags))}")
+    check(found, f"no run has {wanted}; there are: {', '.join(sorted(tags)) or 'none'}")
     if without:
         _warn(f"left out, as they have no {wanted} so far: {', '.join(without)}")
     return found
