@@ -49,6 +49,7 @@ from .scripts import (
     train,
     workers_of,
 )
+from .test_signals import Envs
 
 TINY = "--total-timesteps", "1024", "--weights", "float32", "--eval-episodes", "2"
 SCRIPT = "scripts/ppo_multilearner_clusterenv.py"
@@ -253,7 +254,7 @@ def test_a_model_that_is_another_ends_the_run_by_its_name(tmp_path, monkeypatch,
     run.learners.gather = lambda own: told.append(own) or [told[0], own]
     rollout = SimpleNamespace(episodic_returns=np.zeros(3), episodic_lengths=np.zeros(3))
     with (
-        run.training(contextlib.nullcontext(), model, None),
+        run.training(Envs(), model, None),
         contextlib.closing(run.iterations(1, 8)) as iterations,
     ):
         next(iterations)

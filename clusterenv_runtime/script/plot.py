@@ -9,8 +9,6 @@ there is no interval, and beyond the half of them no value. In seconds, a run th
 far as any of its setting keeps its last value.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import os
@@ -230,7 +228,7 @@ def _estimate(values: np.ndarray) -> str:
 
 
 def draw(
-    axes: Axes, x: np.ndarray, values: Sequence[np.ndarray], color: Any, label: str, **style: Any
+    axes: "Axes", x: np.ndarray, values: Sequence[np.ndarray], color: Any, label: str, **style: Any
 ) -> None:
     """Draw a curve with its band: ``values`` are those of `band`."""
     middle, low, high = values
@@ -239,7 +237,7 @@ def draw(
     axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
 
-def figure_of(rows: list[Row], table: str, metric: str) -> Figure:
+def figure_of(rows: list[Row], table: str, metric: str) -> "Figure":
     """Draw the numbers of `rows_of`, with a table below."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
@@ -269,7 +267,7 @@ def figure_of(rows: list[Row], table: str, metric: str) -> Figure:
     return figure
 
 
-def write(args: Args, rows: list[Row], figure: Figure) -> str:
+def write(args: Args, rows: list[Row], figure: "Figure") -> str:
     """Write the figure and its numbers, and return the path of these; or exit with one line."""
     base, ending = os.path.splitext(args.output)
     text = io.StringIO()

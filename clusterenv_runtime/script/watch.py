@@ -5,8 +5,6 @@
 Shows the `Status` that the run writes each second, and ends when the run ends.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from contextlib import suppress
