@@ -78,7 +78,9 @@ class Args:
 
 def with_metric(runs: Iterable[LoggedRun], metric: str | None) -> dict[LoggedRun, str]:
     """Return the tag of the metric in each run that has it, or exit with one line if none has."""
-    found, without, tags = {}, [], set()
+    found: dict[LoggedRun, str] = {}
+    without: list[str] = []
+    tags: set[str] = set()
     for run in runs:
         tag = next((tag for tag in ([metric] if metric else RETURNS) if tag in run.tags), None)
         if tag is None:
@@ -204,7 +206,8 @@ def table_of(settings: dict[str, list[LoggedRun]], tags: dict[LoggedRun, str]) -
             grid = np.linspace(0, run.last_step, points + 1)[1:]
             curves.append(curve_of(run, tags[run], "steps", grid, run.last_step))
         ends = np.array([curve[-max(len(curve) // 10, 1) :].mean() for curve in curves])
-        wholes = np.array([np.nanmean(curve) for curve in curves])
+        known = [curve[~np.isnan(curve)] for curve in curves]
+        wholes = np.array([values.mean() if len(values) else np.nan for values in known])
         steps = _range(run.last_step for run in runs)
         seconds = _range(round(run.last_seconds) for run in runs)
         estimates = _estimate(ends), _estimate(wholes)
@@ -242,12 +245,15 @@ def figure_of(rows: list[Row], table: str, metric: str) -> "Figure":
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(10, 5), layout="constrained")
     labels = dict.fromkeys(row.setting for row in rows)
+    longest = max(map(len, table.splitlines()))
+    size = max(10, 0.06 * longest), 4.4 + 0.3 * len(labels)
+    figure = Figure(figsize=size, layout="constrained")
     for axes, (axis, name) in zip(figure.subplots(1, 2, sharey=True), AXES.items(), strict=True):
         for index, label in enumerate(labels):
             own = [row for row in rows if (row.axis, row.setting) == (axis, label)]
-            x, *values = np.array([(row.x, row.iqm, row.low, row.high) for row in own]).T
+            points = [(row.x, row.iqm, row.low, row.high) for row in own]
+            x, *values = np.array(points).reshape(-1, 4).T
             line = LINES[index // len(COLORS) % len(LINES)]
             style = {"color": COLORS[index % len(COLORS)], "linestyle": line}
             draw(axes, x, values, label=label, linewidth=0.7, **style)

@@ -88,9 +88,10 @@ class StatusFile:
 
     def write(self, state: State, reason: str = "") -> None:
         """Write it; if the disk is full, checkpoints and logs tell of that."""
-        run, curve = self._run, self._run.logs.curve
+        run = self._run
         if not run.writes:
             return
+        curve = run.logs.curve
         status = Status(state, reason, time.time(), run.global_step, run.args.total_timesteps)
         status.mean_return = curve.mean_return
         number = len(curve.points)

@@ -5,6 +5,7 @@
 Shows the `Status` that the run writes each second, and ends when the run ends.
 """
 
+import os
 import sys
 import time
 from contextlib import suppress
@@ -47,13 +48,12 @@ def look(directory: str) -> Status:
     with suppress(OSError):  # where there are no locks, the run seems alive
         who = holder_of(directory)  # before its last word is read
     status = Status("starting")
-    try:
-        with (
-            open(f"{directory}/{FILE}", "rb") as file,
-            one_line_for(msgspec.DecodeError, text=f"{directory}/{FILE} cannot be read"),
-        ):
+    path = f"{directory}/{FILE}"
+    if os.path.exists(path):
+        reads = one_line_for(OSError, msgspec.DecodeError, text=f"{path} cannot be read")
+        with reads, open(path, "rb") as file:
             status = msgspec.json.decode(file.read(), type=Status)
-    except FileNotFoundError:
+    else:
         check(who, f"{directory} has no {FILE}, and no script of ours trains it")
     if status.state in GOING_ON and not who:
         status.state = "gone"
