@@ -18,7 +18,7 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.extras import Together
 from clusterenv_runtime.script import Run, ScriptArgs
 from clusterenv_runtime.script.checkpoint import load_checkpoint
-from clusterenv_runtime.script.evaluation import Evaluations
+from clusterenv_runtime.script.evaluation import Evaluations, film
 from clusterenv_runtime.script.model import load_model
 
 from . import scripts
@@ -235,6 +235,37 @@ def test_a_video_of_an_evaluated_episode_is_left(tmp_path):
     folder, _ = scripts.train(SCRIPT, tmp_path, *TINY, "--eval-video")
     assert (folder / "evaluation.mp4").stat().st_size > 1000
     assert not (folder / "video").exists() and not (tmp_path / "videos").exists()
+
+
+class Dark(CountingEnv):
+    """Cannot render, whatever it says."""
+
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self):
+        super().__init__(3)
+        self.render_mode = "rgb_array"
+
+    def render(self):
+        raise OSError("no display")
+
+
+def recorded(env_id, idx, capture_video, run_name):
+    return lambda: gym.wrappers.RecordVideo(Dark(), f"videos/{run_name}")
+
+
+@pytest.mark.parametrize(
+    ("make_env", "why"),
+    [
+        (recorded, "OSError: no display"),
+        (lambda *_: partial(CountingEnv, 3), "make_env has recorded nothing"),
+    ],
+)
+def test_a_video_that_cannot_be_is_one_line(tmp_path, make_env, why):
+    args, policy = Args(), CategoricalPolicy(linear(1, 2))
+    with pytest.raises(SystemExit, match=f"^error: there is no {tmp_path}/x.mp4: {why}$"):
+        film(args, make_env, policy, f"{tmp_path}/x.mp4", {"num_workers": 1}, seed=1)
+    assert os.listdir(tmp_path) == []
 
 
 def test_without_pictures_there_is_no_run(tmp_path):

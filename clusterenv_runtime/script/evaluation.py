@@ -92,7 +92,9 @@ def film(
     try:
         with ClusterEnv([env_fn], **options) as envs:
             found = envs.evaluate(policy, 1, **how, max_steps=MOST_FILMED)
-        os.replace(f"{folder}/rl-video-episode-0.mp4", video)
+        recorded = f"{folder}/rl-video-episode-0.mp4"
+        check(os.path.isfile(recorded), f"there is no {video}: make_env has recorded nothing")
+        os.replace(recorded, video)
     except Exception as error:  # an environment's own, too
         check(False, f"there is no {video}: {one_line(error)}")
     finally:

@@ -85,17 +85,11 @@ class Acting(nn.Module):
             params, inputs["state"] = self.policy(observation, state)
             inputs["starts"] = torch.arange(batch) % 2 == 1
         if self._stochastic:
-            inputs["noise"] = self._noise(params, batch)
+            first = map_tree(lambda leaf: leaf[:1], params)
+            # Of one environment, as workers draw it; its steps are as good as other environments.
+            noise = self.policy.noise(batch, first, torch.Generator())
+            inputs["noise"] = map_tree(lambda leaf: leaf[:, 0], noise)
         return inputs
-
-    def _noise(self, params: Any, batch: int) -> Any:
-        """Return the noise of a step, drawn for each environment by itself as on workers."""
-        generator = torch.Generator()
-        rows = []
-        for row in range(batch):
-            own = map_tree(lambda leaf: leaf[row : row + 1], params)  # noqa: B023
-            rows.append(self.policy.noise(1, own, generator))
-        return map_tree(lambda *each: torch.cat(each, 1)[0], *rows)
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
         inputs = filled(self._like, list(tensors))

@@ -32,7 +32,7 @@ from .resume import check_code, saved_flags
 PLACES = ".", "scripts"  # where scripts are looked for
 PARTS = "Args", "make_env", "make_policy"  # what is used of a script
 # The flags of all scripts that the model's environments and seeds follow from
-KEPT = "env_kwargs", "exp_name", "seed"
+KEPT = "env_kwargs", "seed"
 
 
 @dataclass
