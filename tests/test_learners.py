@@ -482,10 +482,8 @@ def test_a_learner_that_raises_says_why_and_the_first_saves(tmp_path):
         command, cwd=tmp_path, env=environment(), capture_output=True, text=True
     )
     assert result.returncode != 0
-    assert (
-        "\nValueError: no more\n" in result.stderr
-        and "EnvError: environment 3 on worker 0 " in result.stderr
-    )
+    assert "[rank1]: ValueError: no more\n" in result.stderr
+    assert "EnvError: environment 3 on worker 0 " in result.stderr
     (line,) = lines_of(result.stderr)
     assert is_lost_or_interrupted(line) and "; to go on: torchrun " in line
     assert list((tmp_path / "runs" / "x").glob("checkpoint-*.pt"))
