@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import tyro
-from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -113,8 +112,8 @@ def curve(status: Status, width: int) -> list[Text]:
 
 def workers(status: Status) -> Table:
     """Return the table of the workers."""
-    table = Table(box=box.SIMPLE)
-    names = "host", "version", "lag", "KL", "pulls", "steps/s", "waiting", "restarts"
+    table = Table(box=None)
+    names = "host", "version", "lag", "KL", "pulls", "SPS", "waiting", "restarts"
     table.add_column("worker", justify="right")
     for name in names:
         table.add_column(name, justify="left" if name == "host" else "right")
@@ -145,6 +144,8 @@ def main() -> None:
                 break
             time.sleep(LOOK_S)
             status = look(args.run)
+    if not console.is_terminal:
+        print()  # as there is no end of the line yet
     if status.state not in GOING_ON:
         console.print(Text(last_word(args.run, status)))
         sys.exit(status.state in ("failed", "gone"))
