@@ -159,9 +159,11 @@ def test_there_is_every_distribution_that_wandb_has():
 
 
 def test_discrete_distributions(write):
-    counts = np.unique_counts(draw(write, {"min": 3, "max": 6})).counts  # both ends belong to it
+    counts = np.unique(draw(write, {"min": 3, "max": 6}), return_counts=True)[
+        1
+    ]  # both ends belong to it
     assert len(counts) == 4 and st.chisquare(counts).pvalue > 0.01
-    counts = np.unique_counts(draw(write, {"values": ["a", "b", "c"]})).counts
+    counts = np.unique(draw(write, {"values": ["a", "b", "c"]}), return_counts=True)[1]
     assert len(counts) == 3 and st.chisquare(counts).pvalue > 0.01
     weighted = {"values": [1, 2.5, True], "probabilities": [0.1, 0.6, 0.3]}
     found = draw(write, weighted)

@@ -20,6 +20,7 @@ if [ ! -e "$venv/installed" ]; then
     "${pip[@]}" -r "$venv/requirements.txt"
     if [ "$name" = lowest ]; then
         "${pip[@]}" -r tests/lowest.txt
+        "$venv/bin/python" -m pip uninstall --quiet --yes onnxruntime # the extra `export` needs a newer torch
     fi
     "${pip[@]}" --no-deps -e .
     touch "$venv/installed"
