@@ -30,6 +30,8 @@ from experiments.sweeps.progress import Progress
 from .patience import PATIENCE, assert_ended, wait_until
 from .scripts import ROOT, alive, children_of, environment, scalars
 
+pytestmark = pytest.mark.long
+
 # A program whose return is ten times x, and no number at x = 0. It fails at x = 13, and at x = 99
 # it waits for a file `go`, but not for ever.
 PROGRAM = """
@@ -651,7 +653,6 @@ def test_a_second_ctrl_c_ends_runs_that_do_not_stop(write):
     assert_ended(pids)
 
 
-@pytest.mark.long
 def test_a_result_that_was_cut_off_is_no_result(write):
     path = write({"x": {"value": 1}})
     assert command(path).returncode == 0
@@ -661,7 +662,6 @@ def test_a_result_that_was_cut_off_is_no_result(write):
     assert json.loads(result.read_text())["summary"]["eval_return_mean"] == 10
 
 
-@pytest.mark.long
 def test_results_of_many_settings_and_of_words_are_plotted(write):
     path = write(
         {"x": {"distribution": "log_uniform_values", "min": 0.001, "max": 10.0}},
@@ -678,7 +678,6 @@ def test_results_of_many_settings_and_of_words_are_plotted(write):
     assert Path("runs/sweep/results.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long
 def test_the_real_script_is_swept_and_has_each_metric_under_its_names(tmp_path):
     flags = {
         "env_id": "CartPole-v1",

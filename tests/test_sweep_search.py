@@ -15,6 +15,8 @@ from experiments.sweeps.search import Search
 from .patience import PATIENCE
 from .test_sweep import command, results, start_and_await, write
 
+pytestmark = pytest.mark.long
+
 __all__ = ["write"]  # a fixture
 
 PARAMETERS = {

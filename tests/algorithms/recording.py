@@ -104,12 +104,13 @@ def main(output, script, interrupt, *flags):
     from clusterenv_runtime import ClusterEnv
     from clusterenv_runtime import script as harness
     from clusterenv_runtime.script import Run
+    from clusterenv_runtime.script.curve import LearningCurve
 
     recording, kept = Recording(), {}
     original = {
         name: getattr(ClusterEnv, name) for name in ("rollout", "recv", "send", "reset", "publish")
     }
-    keep, add, evaluates = Run.keep, Run.add_episodes, harness.evaluate
+    keep, add, evaluates = Run.keep, LearningCurve.add_episodes, harness.evaluate
     add_scalars = torch.utils.tensorboard.SummaryWriter.add_scalar
 
     def networks(variables):
@@ -148,8 +149,8 @@ def main(output, script, interrupt, *flags):
         recording.versions.append(envs.policy_version)
         recording.published.append(networks(sys._getframe(1).f_globals))
 
-    def add_episodes(run, rollout):
-        add(run, rollout)
+    def add_episodes(curve, returns, lengths):
+        add(curve, returns, lengths)
         if interrupt and len(recording.calls) == int(interrupt):
             signal.raise_signal(signal.SIGTERM)
 
@@ -168,7 +169,8 @@ def main(output, script, interrupt, *flags):
 
     ClusterEnv.rollout, ClusterEnv.recv = collect("rollout"), collect("recv")
     ClusterEnv.send, ClusterEnv.reset, ClusterEnv.publish = send, reset, publish
-    Run.keep, Run.add_episodes, harness.evaluate = keep_noted, add_episodes, evaluate
+    Run.keep, LearningCurve.add_episodes = keep_noted, add_episodes
+    harness.evaluate = evaluate
     torch.utils.tensorboard.SummaryWriter.add_scalar = add_scalar
     torch.set_num_threads(1)  # several threads wait for each other on a busy machine
     sys.argv = [script, *flags]

@@ -4,14 +4,15 @@ import pytest
 
 from .learning import MOST, REACHED, SEEDS, TRAININGS, learn
 
-# Convolutions take a minute and a half. The other tests here try these scripts, too.
-WITH_PIXELS = {
+# These take two minutes. The other tests here try these scripts, too.
+LONG = {
+    "scripts/ppo_lstm_clusterenv.py",
     "scripts/ppo_minatar_clusterenv.py",
     "scripts/ppo_atari_clusterenv.py",
     "scripts/dqn_atari_clusterenv.py",
 }
 PARAMETERS = [
-    pytest.param(script, marks=[pytest.mark.long] * (script in WITH_PIXELS)) for script in TRAININGS
+    pytest.param(script, marks=[pytest.mark.long] * (script in LONG)) for script in TRAININGS
 ]
 
 

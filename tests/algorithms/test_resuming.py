@@ -115,7 +115,15 @@ def logged(recording, after=0):
     return {tag: values[after:] for tag, values in tags.items()}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+LONG = {
+    "scripts/ppo_multilearner_clusterenv.py",
+    "scripts/ppo_minatar_clusterenv.py",
+    "scripts/ppo_atari_clusterenv.py",
+}
+EACH = [pytest.param(script, marks=[pytest.mark.long] * (script in LONG)) for script in SCRIPTS]
+
+
+@pytest.mark.parametrize("script", EACH)
 def test_the_resumed_run_is_the_run(tmp_path, script):
     for name in ("whole", "parted"):
         (tmp_path / name).mkdir()

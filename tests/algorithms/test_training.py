@@ -96,8 +96,22 @@ def assert_same_logs(recording, expected):
         assert recording.steps[tag] == steps[-len(values) :].tolist(), tag
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("script", PPO)
+# Of scripts that share their loss with the first one, or take long, one way is quick enough.
+OFTEN = {
+    "ppo_clusterenv.py",
+    "scripts/ppo_continuous_clusterenv.py",
+    "scripts/ppo_lstm_clusterenv.py",
+}
+CASES = [
+    pytest.param(
+        script, way, marks=[pytest.mark.long] * (script not in OFTEN and way != "decoupled")
+    )
+    for script in PPO
+    for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("script", "way"), CASES)
 def test_ppo_is_as_defined(tmp_path, script, way):
     kind, network = PPO[script]
     flags, cases = WAYS[way]
