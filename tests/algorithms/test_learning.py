@@ -7,6 +7,7 @@ from .learning import MOST, REACHED, SEEDS, TRAININGS, learn
 # These take two minutes. The other tests here try these scripts, too.
 LONG = {
     "scripts/ppo_lstm_clusterenv.py",
+    "scripts/ppo_multilearner_clusterenv.py",
     "scripts/ppo_minatar_clusterenv.py",
     "scripts/ppo_atari_clusterenv.py",
     "scripts/dqn_atari_clusterenv.py",
