@@ -57,7 +57,7 @@ def after(line, *lines):
 SHUFFLE = "                np.random.shuffle(b_inds)"
 EDITS = [
     after("from clusterenv_runtime.script import (", "    Counters,"),
-    after("    policy = CategoricalPolicy(agent.actor)  # what travels to the workers",
+    after('    run.keep("agent", agent.to(device))',
           'extra = run.keep("extra", nn.Linear(1, 1, bias=False, device=device))',  # a module
           'count = run.keep("count", Counters(epochs=0))'),  # a counter
     # a metric
