@@ -119,6 +119,7 @@ LONG = {
     "scripts/ppo_multilearner_clusterenv.py",
     "scripts/ppo_minatar_clusterenv.py",
     "scripts/ppo_atari_clusterenv.py",
+    "scripts/dqn_atari_clusterenv.py",
 }
 EACH = [pytest.param(script, marks=[pytest.mark.long] * (script in LONG)) for script in SCRIPTS]
 
@@ -164,7 +165,13 @@ def test_the_resumed_run_is_the_run(tmp_path, script):
 
 
 @pytest.mark.parametrize("outstanding", [1, 3])
-@pytest.mark.parametrize("script", ["dqn_clusterenv.py", "scripts/dqn_atari_clusterenv.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "dqn_clusterenv.py",
+        pytest.param("scripts/dqn_atari_clusterenv.py", marks=pytest.mark.long),
+    ],
+)
 def test_exploration_and_counts_go_on_where_they_were(tmp_path, script, outstanding):
     flags = (
         f"--start-e 0.9 --end-e 0.1 --exploration-fraction 0.9 --no-deterministic --outstanding "

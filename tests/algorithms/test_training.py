@@ -96,7 +96,7 @@ def assert_same_logs(recording, expected):
         assert recording.steps[tag] == steps[-len(values) :].tolist(), tag
 
 
-# Of scripts that share their loss with the first one, or take long, one way is quick enough.
+# Scripts that share their loss with the first one are tried in one way, Atari's later.
 OFTEN = {
     "ppo_clusterenv.py",
     "scripts/ppo_continuous_clusterenv.py",
@@ -104,7 +104,10 @@ OFTEN = {
 }
 CASES = [
     pytest.param(
-        script, way, marks=[pytest.mark.long] * (script not in OFTEN and way != "decoupled")
+        script,
+        way,
+        marks=[pytest.mark.long]
+        * (script not in OFTEN and (way != "decoupled" or "atari" in script)),
     )
     for script in PPO
     for way in WAYS
