@@ -153,6 +153,11 @@ def start_and_await_training(script, directory, *flags):
     return process, list(workers_of(process.pid).values())
 
 
+def parameters(scripts, later):
+    """These scripts as parameters of a test; those of ``later`` are left to `make test-all`."""
+    return [pytest.param(each, marks=[pytest.mark.long] * (each in later)) for each in scripts]
+
+
 def check_refusal(result, says):
     """A run ended before it began, with one line."""
     assert result.returncode != 0

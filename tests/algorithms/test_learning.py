@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests import scripts
+
 from .learning import MOST, REACHED, SEEDS, TRAININGS, learn
 
 # These take two minutes. The other tests here try these scripts, too.
@@ -12,11 +14,8 @@ LONG = {
     "scripts/ppo_atari_clusterenv.py",
     "scripts/dqn_atari_clusterenv.py",
 }
-PARAMETERS = [
-    pytest.param(script, marks=[pytest.mark.long] * (script in LONG)) for script in TRAININGS
-]
 
 
-@pytest.mark.parametrize("script", PARAMETERS)
+@pytest.mark.parametrize("script", scripts.parameters(TRAININGS, later=LONG))
 def test_it_learns(script, tmp_path):
     assert REACHED < learn(script, tmp_path, SEEDS.get(script, 1)) <= MOST

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from clusterenv_runtime.script.checkpoint import load_checkpoint
+from tests import scripts
 
 from . import reference
 from .recording import record
@@ -121,10 +122,9 @@ LONG = {
     "scripts/ppo_atari_clusterenv.py",
     "scripts/dqn_atari_clusterenv.py",
 }
-EACH = [pytest.param(script, marks=[pytest.mark.long] * (script in LONG)) for script in SCRIPTS]
 
 
-@pytest.mark.parametrize("script", EACH)
+@pytest.mark.parametrize("script", scripts.parameters(SCRIPTS, later=LONG))
 def test_the_resumed_run_is_the_run(tmp_path, script):
     for name in ("whole", "parted"):
         (tmp_path / name).mkdir()
@@ -167,10 +167,7 @@ def test_the_resumed_run_is_the_run(tmp_path, script):
 @pytest.mark.parametrize("outstanding", [1, 3])
 @pytest.mark.parametrize(
     "script",
-    [
-        "dqn_clusterenv.py",
-        pytest.param("scripts/dqn_atari_clusterenv.py", marks=pytest.mark.long),
-    ],
+    scripts.parameters(["dqn_clusterenv.py", "scripts/dqn_atari_clusterenv.py"], later=LONG),
 )
 def test_exploration_and_counts_go_on_where_they_were(tmp_path, script, outstanding):
     flags = (
