@@ -36,12 +36,12 @@ from clusterenv_runtime.script import (
     check,
     check_chunks,
     check_discrete,
-    check_memory,
     check_vectors,
     env_setup,
     evaluate,
     parse,
     record_video,
+    replay_device,
     seeded_device,
 )
 
@@ -192,9 +192,7 @@ if __name__ == "__main__":
         check_vectors(spaces[0])
         check_discrete(args, spaces[1])
         needed = ReplayBuffer.num_bytes(args.buffer_size, *spaces)
-        check_memory(args, needed)
-    where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
-    print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
+        rb_device = replay_device(args, needed, device)
     run.keep("envs", envs)
     q_network, policy = make_policy(args, envs)
     run.keep("q_network", q_network.to(device))
@@ -208,7 +206,7 @@ if __name__ == "__main__":
     target_network.load_state_dict(q_network.state_dict())
     run.keep("target_network", target_network)
     update_once = CudaGraph(update, optimizer, q_network)
-    rb = ReplayBuffer(args.buffer_size, *spaces, args.save_replay)
+    rb = ReplayBuffer(args.buffer_size, *spaces, args.save_replay, rb_device)
     run.keep("rb", rb)
     # warm_up: environment steps before learning; waiting: seconds of waiting for chunks
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts, waiting=0.0))

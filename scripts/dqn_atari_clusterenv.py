@@ -36,12 +36,12 @@ from clusterenv_runtime.script import (
     check,
     check_chunks,
     check_game,
-    check_memory,
     check_stacks,
     env_setup,
     evaluate,
     parse,
     record_video,
+    replay_device,
     seeded_device,
 )
 from clusterenv_runtime.script.frame_replay import ReplayBuffer
@@ -216,9 +216,7 @@ if __name__ == "__main__":
         check_stacks(args, envs.single_observation_space, envs.single_action_space, FRAME_STACK)
         num_frames = frames_of(args.buffer_size, args.num_steps, args.chunk_size)
         needed = ReplayBuffer.num_bytes(args.buffer_size, num_frames, envs.single_observation_space)
-        check_memory(args, needed)
-    where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
-    print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
+        rb_device = replay_device(args, needed, device)
     run.keep("envs", envs)
     q_network, policy = make_policy(args, envs)
     run.keep("q_network", q_network.to(device))
@@ -233,7 +231,7 @@ if __name__ == "__main__":
     run.keep("target_network", target_network)
     update_once = CudaGraph(update, optimizer, q_network, target_network, args)
     space = envs.single_observation_space
-    rb = ReplayBuffer(args.buffer_size, num_frames, space, args.save_replay)
+    rb = ReplayBuffer(args.buffer_size, num_frames, space, args.save_replay, rb_device)
     run.keep("rb", rb)
     # warm_up: environment steps before learning; waiting: seconds of waiting for chunks
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts, waiting=0.0))

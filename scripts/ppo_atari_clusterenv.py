@@ -329,11 +329,10 @@ if __name__ == "__main__":
 
             # Optimizing the policy and value network
             batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values, b_weights
-            b_inds = np.arange(args.batch_size)
             clipfracs = []
             for _ in range(args.update_epochs):
-                np.random.shuffle(b_inds)
-                for mb_inds in torch.as_tensor(b_inds, device=device).split(args.minibatch_size):
+                b_inds = torch.randperm(args.batch_size, device=device)
+                for mb_inds in b_inds.split(args.minibatch_size):
                     losses = update_once(*(part[mb_inds] for part in batch))
                     clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph writes over its own
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:

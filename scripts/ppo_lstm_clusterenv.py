@@ -326,11 +326,10 @@ if __name__ == "__main__":
             # Optimizing the policy and value network, by the steps of whole environments
             batch = obs, starts, actions, logprobs, b_advantages, b_returns, b_values, weights
             envs_per_batch = args.num_envs // args.num_minibatches
-            env_inds = np.arange(args.num_envs)
             clipfracs = []
             for _ in range(args.update_epochs):
-                np.random.shuffle(env_inds)
-                for mb_inds in torch.as_tensor(env_inds, device=device).split(envs_per_batch):
+                env_inds = torch.randperm(args.num_envs, device=device)
+                for mb_inds in env_inds.split(envs_per_batch):
                     mb_state = (state[mb_inds] for state in lstm_state)
                     losses = update_once(*mb_state, *(part[:, mb_inds] for part in batch))
                     clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph writes over its own

@@ -315,11 +315,10 @@ if __name__ == "__main__":
             # Optimizing the policy and value network. The learners draw the same minibatches. Each
             # takes its share of one, and the average of their gradients is that of the whole.
             share = slice(learners.rank, None, learners.world_size)
-            b_inds = np.arange(args.batch_size)
             clipfracs = []
             for _ in range(args.update_epochs):
-                np.random.shuffle(b_inds)
-                for mb_inds in torch.as_tensor(b_inds, device=device).split(args.minibatch_size):
+                b_inds = torch.randperm(args.batch_size, device=device)
+                for mb_inds in b_inds.split(args.minibatch_size):
                     mb_advantages = b_advantages[mb_inds]
                     if args.norm_adv:
                         mb_advantages = normalize(mb_advantages)

@@ -36,12 +36,12 @@ from clusterenv_runtime.script import (
     by_backend,
     check,
     check_chunks,
-    check_memory,
     check_vectors,
     env_setup,
     evaluate,
     parse,
     record_video,
+    replay_device,
     seeded_device,
 )
 
@@ -251,9 +251,7 @@ if __name__ == "__main__":
         check(is_box, f"actions must be continuous and bounded, not {spaces[1]}: {args.env_id}")
         check_vectors(spaces[0])
         needed = ReplayBuffer.num_bytes(args.buffer_size, *spaces)
-        check_memory(args, needed)
-    where = "also in each checkpoint" if args.save_replay else "not in checkpoints"
-    print(f"replay buffer: {args.buffer_size:,} transitions, {needed / 2**20:,.1f} MiB, {where}")
+        rb_device = replay_device(args, needed, device)
     run.keep("envs", envs)
     actor, policy = make_policy(args, envs)
     run.keep("actor", actor.to(device))
@@ -276,7 +274,7 @@ if __name__ == "__main__":
     fixed = qfs, targets, actor, log_alpha, bounds, args
     update_q_once = CudaGraph(update_q, q_optimizer, *fixed)
     update_actor_once = CudaGraph(update_actor, actor_optimizer, qfs, *fixed[2:])
-    rb = ReplayBuffer(args.buffer_size, *spaces, args.save_replay)
+    rb = ReplayBuffer(args.buffer_size, *spaces, args.save_replay, rb_device)
     run.keep("rb", rb)
     # warm_up: environment steps before learning; waiting: seconds of waiting for chunks
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts, waiting=0.0))

@@ -2,16 +2,28 @@
 
 import copy
 import io
+import json
+import operator
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from torch.distributions import Distribution
 
-from clusterenv_runtime.script import CudaGraph
+from clusterenv_runtime import ClusterEnv
+from clusterenv_runtime.script import CudaGraph, ReplayBuffer, replay_device
 from clusterenv_runtime.script.checkpoint import load_part
+from clusterenv_runtime.script.frame_replay import ReplayBuffer as FrameReplay
 from experiments.benchmarks.steps import SCRIPTS, loss_of, make
 
 from . import scripts
+from .algorithms.test_formulas import chunk_of, in_frames
+from .envs import CountingEnv
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 STEPS = 10  # of which three are eager, and the fourth is captured
@@ -36,6 +48,7 @@ def minibatch(learner, number):
 
 def take(learner, step, numbers):
     """Take steps by their numbers, each at its own rate; return their losses."""
+    torch.manual_seed(numbers[0])
     losses = []
     for number in numbers:
         learner.optimizer.param_groups[0]["lr"] = RATES[number % len(RATES)]
@@ -121,7 +134,7 @@ def test_a_resumed_optimizer_goes_on_at_its_rate(name):
 
 
 @on_gpu
-@pytest.mark.parametrize("name", ["ppo", "ppo_continuous", "ppo_lstm", "dqn", "dqn_atari"])
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous", "ppo_lstm", "dqn", "dqn_atari", "sac"])
 def test_nothing_in_a_step_waits_for_the_gpu(name):
     learner = make(name, "cuda")
     step = learner.graph()
@@ -152,6 +165,125 @@ def test_tensors_of_another_shape_are_refused():
     step(*learner.inputs)
     with pytest.raises(ValueError, match=r"got \(1, 8\) torch.float32, expected \(128, 8\)"):
         step(*(value[:1] for value in learner.inputs))
+
+
+WAITS = """
+import runpy, sys, warnings, torch
+def show(message, category, filename, lineno, file=None, line=None):
+    if "synchronizing" in str(message):
+        print("waits", filename, lineno, file=sys.stderr)
+warnings.showwarning = show
+warnings.simplefilter("always")
+torch.cuda.set_sync_debug_mode("warn")
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+SMALL = "--num-workers 2 --envs-per-worker 4 --total-timesteps 4096 --eval-episodes 0 --cuda"
+LOOPS = {  # flags, and the first and the last line of what must not wait
+    "ppo_clusterenv.py": ("", "# Optimizing", "clipfracs +="),
+    "scripts/ppo_continuous_clusterenv.py": ("", "# Optimizing", "clipfracs +="),
+    "scripts/ppo_lstm_clusterenv.py": ("", "# Optimizing", "clipfracs +="),
+    "dqn_clusterenv.py": ("--learning-starts 512", "while count.gradient_steps", "lerp_"),
+    "scripts/sac_clusterenv.py": (
+        "--env-id Pendulum-v1 --total-timesteps 1024 --learning-starts 512",
+        "batches = zip", "lerp_",
+    ),
+}  # fmt: skip
+
+
+@on_gpu
+@pytest.mark.parametrize("script", LOOPS)
+def test_between_the_advantages_and_the_report_nothing_waits(tmp_path, script):
+    flags, first, last = LOOPS[script]
+    command = [sys.executable, "-c", WAITS, str(scripts.ROOT / script)]
+    command += [*SMALL.split(), *flags.split()]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=scripts.environment(), capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    waits = re.findall(r"^waits (.*) (\d+)$", result.stderr, re.M)
+    assert waits  # for the values, before the advantages
+    lines = (scripts.ROOT / script).read_text().split("\n")
+    start, end = (
+        min(number for number, line in enumerate(lines, 1) if text in line)
+        for text in (first, last)
+    )
+    assert start < end
+    of_script = {int(number) for path, number in waits if path.endswith(script)}
+    assert not [lines[number - 1] for number in of_script if start <= number <= end]
+    for path, number in waits:  # chunks come from the host, and batches are drawn on the GPU
+        assert not path.endswith("cuda_graph.py"), number
+
+
+@on_gpu
+def test_a_replay_buffer_is_where_it_fits(monkeypatch, capsys):
+    gpu, args = torch.device("cuda"), SimpleNamespace(buffer_size=1000, save_replay=False)
+    assert replay_device(args, 2**20, gpu) == gpu
+    assert "1,000 transitions, 1.0 MiB on the GPU, not in checkpoints" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, 2**40))
+    assert replay_device(args, 2**20, gpu) == torch.device("cpu")
+    assert "in memory" in capsys.readouterr().out
+
+
+@on_gpu
+@pytest.mark.parametrize("has_frames", [False, True])
+def test_a_replay_buffer_on_a_gpu_holds_what_one_in_memory_does(has_frames):
+    space = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
+    sizes = (30, 200) if has_frames else (30,)
+    spaces = (space,) if has_frames else (space, gym.spaces.Discrete(2))
+    make = FrameReplay if has_frames else ReplayBuffer
+    here, there = (make(*sizes, *spaces, True, device) for device in ("cpu", "cuda"))
+    for number in range(6):
+        chunk = chunk_of(8 * number, 4, 2, (4, 1, 1))
+        for buffer in (here, there):
+            buffer.add(in_frames(chunk) if has_frames else chunk)
+    back = make(*sizes, *spaces, True, "cpu")
+    back.load_state_dict(there.state_dict())
+    for name, value in here.state_dict().items():
+        equal = torch.equal if torch.is_tensor(value) else operator.eq
+        assert equal(value, getattr(back, name)), name
+    numbers = (1000,) if has_frames else (1, 1000)
+    sample = there.sample(*numbers, torch.device("cuda"))
+    assert all(value.is_cuda for value in sample)
+    rewards = set(sample[3].flatten().tolist())
+    assert rewards == set(here.sample(*numbers, torch.device("cpu"))[3].flatten().tolist())
+
+
+class OnGpuEnv(CountingEnv):
+    """Computes on a GPU in its constructor, in `reset` and in `render`."""
+
+    def __init__(self):
+        super().__init__()
+        self.render()
+
+    def reset(self, **kwargs):
+        self.render()
+        return super().reset(**kwargs)
+
+    def render(self):
+        return torch.arange(100, device="cuda").sum().item()
+
+
+@on_gpu
+def test_environments_of_forked_workers_compute_on_a_gpu():
+    with ClusterEnv([OnGpuEnv] * 4, 2) as envs:
+        envs.reset(seed=1)
+        assert envs.render() == (4950,) * 4
+
+
+@on_gpu
+def test_two_learners_share_a_gpu(tmp_path):
+    """NCCL refuses that, so they talk by Gloo. After each rollout they compare their models."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "0", str(scripts.ROOT / "scripts/ppo_multilearner_clusterenv.py")]
+    flags = "--cuda --num-workers 2 --envs-per-worker 4 --num-steps 32 --eval-episodes 2"
+    result = subprocess.run(
+        [*command, *flags.split(), "--total-timesteps", "1024"],
+        cwd=tmp_path, env=scripts.environment(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "summary.json").read_text())["updates"] == 4
 
 
 @on_gpu

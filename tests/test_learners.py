@@ -240,7 +240,7 @@ def test_frames_of_two_learners_are_joined_each_of_them_once():
     ("change", "what"),
     [
         (lambda model: model.bias.data.add_(1e-3), "model is"),
-        (lambda model: np.random.random(), "random numbers are"),
+        (lambda model: torch.rand(1), "random numbers are"),
     ],
     ids=["model", "random numbers"],
 )

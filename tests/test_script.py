@@ -54,7 +54,7 @@ def after(line, *lines):
 
 # Objects that a run keeps.
 
-SHUFFLE = "                np.random.shuffle(b_inds)"
+SHUFFLE = "                b_inds = torch.randperm(args.batch_size, device=device)"
 EDITS = [
     after("from clusterenv_runtime.script import (", "    Counters,"),
     after('    run.keep("agent", agent.to(device))',

@@ -11,7 +11,6 @@ from .checks import (
     check_chunks,
     check_discrete,
     check_game,
-    check_memory,
     check_stacks,
     check_vectors,
 )
@@ -19,12 +18,12 @@ from .cuda_graph import CudaGraph
 from .device import seeded_device
 from .environments import by_backend, env_setup
 from .evaluation import evaluate, record_video
-from .replay import ReplayBuffer
+from .replay import ReplayBuffer, replay_device
 from .run import Run
 
 __all__ = [
     "Counters", "CudaGraph", "ReplayBuffer", "Run", "ScriptArgs", "by_backend", "check",
-    "check_batches", "check_chunks", "check_discrete", "check_game", "check_memory",
-    "check_stacks", "check_vectors", "env_setup", "evaluate", "parse", "record_video",
+    "check_batches", "check_chunks", "check_discrete", "check_game", "check_stacks",
+    "check_vectors", "env_setup", "evaluate", "parse", "record_video", "replay_device",
     "seeded_device",
 ]  # fmt: skip

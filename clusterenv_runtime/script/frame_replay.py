@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import gymnasium as gym
 import numpy as np
 import torch
 
 from ..rollout import Rollout
+from .replay import Replay
 
 
-class ReplayBuffer:
+class ReplayBuffer(Replay):
     """The last `size` transitions, or somewhat fewer. A stack is the numbers of its frames.
 
     Each frame is kept once, but for those of stacks that end a chunk or an episode, which are kept
@@ -22,19 +21,27 @@ class ReplayBuffer:
         num_frames: how many frames.
         observation_space: of stacks, ``(frame_stack, height, width)``.
         in_checkpoints: whether its state is what it holds; else that is empty.
+        device: where its tensors are.
     """
 
     def __init__(
-        self, size: int, num_frames: int, observation_space: gym.Space, in_checkpoints: bool = True
+        self,
+        size: int,
+        num_frames: int,
+        observation_space: gym.Space,
+        in_checkpoints: bool = True,
+        device: torch.device | str = "cpu",
     ) -> None:
-        stack = observation_space.shape[0]
-        self.size, self.inserted, self.in_checkpoints = size, 0, in_checkpoints
-        self.frames = torch.zeros(num_frames, *observation_space.shape[1:], dtype=torch.uint8)
+        super().__init__(in_checkpoints, device)
+        stack, *image = observation_space.shape
+        self.size, self.inserted = size, 0
+        self.frames = torch.zeros(num_frames, *image, dtype=torch.uint8, device=device)
         self.num_frames = 0  # that there have ever been: number n is at n % len(frames)
         # the frames' numbers of what was seen before and after
-        self.stacks = torch.zeros(size, 2, stack, dtype=torch.int64)
-        self.actions = torch.zeros(size, 1, dtype=torch.int64)
-        self.rewards, self.dones = torch.zeros(size), torch.zeros(size)
+        self.stacks = torch.zeros(size, 2, stack, dtype=torch.int64, device=device)
+        self.actions = torch.zeros(size, 1, dtype=torch.int64, device=device)
+        self.rewards = torch.zeros(size, device=device)
+        self.dones = torch.zeros(size, device=device)
         # of which frames are left: the numbers of the first transition and of the first frame
         self.chunks: list[tuple[int, int]] = []
 
@@ -54,37 +61,38 @@ class ReplayBuffer:
         next_index = np.concatenate([obs.index[1:], after_index[None, dones.sum() :]])
         next_index[dones] = after_index[: dones.sum()]
         frames = np.concatenate([obs.frames, after.reshape(-1, *obs.frames.shape[1:])])
-        held = torch.arange(self.num_frames, self.num_frames + len(frames)) % len(self.frames)
-        self.frames[held] = torch.from_numpy(frames)
         num = rollout.rewards.size
-        places = torch.arange(self.inserted, self.inserted + num) % self.size
+        held = self._places(self.num_frames, len(frames), len(self.frames))
+        places = self._places(self.inserted, num, self.size)
+        self.frames[held] = torch.from_numpy(frames).to(self._device)
         stacks = torch.from_numpy(np.stack([obs.index, next_index], 2)).flatten(0, 1)
-        self.stacks[places] = self.num_frames + stacks
+        self.stacks[places] = (self.num_frames + stacks).to(self._device)
         for column, values in (
             (self.actions, rollout.actions),
             (self.rewards, rollout.rewards),
             (self.dones, rollout.terminations),  # a truncation is not the end
         ):
             values = torch.from_numpy(values).reshape(num, *column.shape[1:])
-            column[places] = values.to(column.dtype)
+            column[places] = values.to(column)
         self.inserted += num
         self.num_frames += len(frames)
         while self.chunks[0][1] < self.num_frames - len(self.frames):
             del self.chunks[0]
 
+    def _places(self, first: int, num: int, size: int) -> torch.Tensor:
+        """Return where so many are held, from number `first` on, if number n is at n % size."""
+        return torch.arange(first, first + num, device=self._device) % size
+
     def sample(self, batch_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return observations, actions, next observations, rewards, dones, `(batch_size, ...)`."""
+        """Return observations, actions, next observations, rewards and dones, `(batch_size, ...)`,
+        on the learner's device.
+        """
         num = min(self.inserted - self.chunks[0][0], self.size)
-        inds = (self.inserted - 1 - torch.randint(num, (batch_size,))) % self.size
+        drawn = torch.randint(num, (batch_size,), device=self._device)
+        inds = (self.inserted - 1 - drawn) % self.size
         held = (self.stacks[inds] % len(self.frames)).flatten()
         frames = self.frames.index_select(0, held).to(device)
         obs, next_obs = frames.view(batch_size, 2, -1, *frames.shape[1:]).unbind(1)
         columns = self.actions, self.rewards, self.dones
         actions, rewards, dones = (column[inds].to(device) for column in columns)
         return obs, actions, next_obs, rewards, dones
-
-    def state_dict(self) -> dict[str, Any]:
-        return vars(self) if self.in_checkpoints else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, in_checkpoints=self.in_checkpoints)

@@ -9,9 +9,44 @@ import numpy as np
 import torch
 
 from ..rollout import Rollout
+from .checks import check_memory
+
+SHARE_OF_GPU = 0.5  # of a GPU's free memory, that a replay buffer may take
 
 
-class ReplayBuffer:
+def replay_device(args: Any, num_bytes: int, device: torch.device) -> torch.device:
+    """Return where a replay buffer of so many bytes is: on the learner's `device` if that is a GPU
+    with room for it, else in this machine's memory. Print it, or exit if neither has room.
+    """
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    if num_bytes > SHARE_OF_GPU * free:
+        check_memory(args, num_bytes)
+        device = torch.device("cpu")
+    place = "on the GPU" if device.type == "cuda" else "in memory"
+    saved = "also in each checkpoint" if args.save_replay else "not in checkpoints"
+    size = f"{args.buffer_size:,} transitions, {num_bytes / 2**20:,.1f} MiB"
+    print(f"replay buffer: {size} {place}, {saved}")
+    return device
+
+
+class Replay:
+    """What replay buffers have in common: a device, and a state that they load on any other."""
+
+    def __init__(self, in_checkpoints: bool, device: torch.device | str) -> None:
+        self._in_checkpoints, self._device = in_checkpoints, torch.device(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the buffer holds, or nothing if it is not in checkpoints."""
+        held = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return held if self._in_checkpoints else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            setattr(self, name, value.to(self._device) if is_tensor else value)
+
+
+class ReplayBuffer(Replay):
     """The last `size` transitions, in preallocated tensors; observations keep the dtype of their
     space.
 
@@ -20,6 +55,7 @@ class ReplayBuffer:
         observation_space: of vectors.
         action_space: of numbers, `(1,)` each in a batch, or of vectors.
         in_checkpoints: whether its state is what it holds; else that is empty.
+        device: where its tensors are.
     """
 
     def __init__(
@@ -28,17 +64,20 @@ class ReplayBuffer:
         observation_space: gym.Space,
         action_space: gym.Space,
         in_checkpoints: bool = True,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.size, self.pos, self.inserted, self.in_checkpoints = size, 0, 0, in_checkpoints
-        self.observations = _column(size, observation_space)
-        self.next_observations = _column(size, observation_space)
-        self.actions = _column(size, action_space)
-        self.rewards, self.dones = torch.zeros(size), torch.zeros(size)
+        super().__init__(in_checkpoints, device)
+        self.size, self.pos, self.inserted = size, 0, 0
+        self.observations = _column(size, observation_space, device)
+        self.next_observations = _column(size, observation_space, device)
+        self.actions = _column(size, action_space, device)
+        self.rewards = torch.zeros(size, device=device)
+        self.dones = torch.zeros(size, device=device)
 
     @staticmethod
     def num_bytes(size: int, observation_space: gym.Space, action_space: gym.Space) -> int:
         spaces = observation_space, observation_space, action_space
-        return size * (sum(_column(1, space).nbytes for space in spaces) + 4 + 4)
+        return size * (sum(_column(1, space, "cpu").nbytes for space in spaces) + 4 + 4)
 
     def add(self, rollout: Rollout) -> None:
         last = rollout.next_observations[None]
@@ -55,7 +94,7 @@ class ReplayBuffer:
             (self.rewards, rollout.rewards),
             (self.dones, rollout.terminations),  # a truncation is not the end
         ):
-            values = torch.from_numpy(values).reshape(num, *column.shape[1:])
+            values = torch.from_numpy(values).to(self._device).reshape(num, *column.shape[1:])
             column[self.pos : self.pos + fit], column[: num - fit] = values[:fit], values[fit:]
         self.pos, self.inserted = (self.pos + num) % self.size, self.inserted + num
 
@@ -63,9 +102,10 @@ class ReplayBuffer:
         self, num_batches: int, batch_size: int, device: torch.device
     ) -> tuple[torch.Tensor, ...]:
         """Return observations, actions, next observations, rewards and dones, `(num_batches,
-        batch_size, ...)`.
+        batch_size, ...)`, on the learner's device.
         """
-        inds = torch.randint(min(self.inserted, self.size), (num_batches * batch_size,))
+        num = min(self.inserted, self.size)
+        inds = torch.randint(num, (num_batches * batch_size,), device=self._device)
         columns = self.observations, self.actions, self.next_observations, self.rewards, self.dones
         shape = num_batches, batch_size
         drawn = (
@@ -75,14 +115,8 @@ class ReplayBuffer:
         obs, actions, next_obs, rewards, dones = drawn
         return obs.float(), actions, next_obs.float(), rewards, dones
 
-    def state_dict(self) -> dict[str, Any]:
-        return vars(self) if self.in_checkpoints else {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, in_checkpoints=self.in_checkpoints)
-
-
-def _column(size: int, space: gym.Space) -> torch.Tensor:
+def _column(size: int, space: gym.Space, device: torch.device | str) -> torch.Tensor:
     """Return room for so many of a space."""
     dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
-    return torch.zeros(size, *(space.shape or (1,)), dtype=dtype)
+    return torch.zeros(size, *(space.shape or (1,)), dtype=dtype, device=device)

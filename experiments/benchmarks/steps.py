@@ -29,13 +29,14 @@ from scripts import dqn_atari_clusterenv as dqn_atari
 from scripts import ppo_atari_clusterenv as ppo_atari
 from scripts import ppo_continuous_clusterenv as ppo_continuous
 from scripts import ppo_lstm_clusterenv as ppo_lstm
+from scripts import sac_clusterenv as sac
 
 ARGS = SimpleNamespace(
     clip_coef=0.2, norm_adv=True, clip_vloss=True, ent_coef=0.01, vf_coef=0.5, max_grad_norm=0.5,
     gamma=0.99,
 )  # fmt: skip
 FIRST = 12  # steps before the clock starts; a graph is captured within them
-SCRIPTS = "ppo", "ppo_continuous", "ppo_lstm", "ppo_atari", "dqn", "dqn_atari"
+SCRIPTS = "ppo", "ppo_continuous", "ppo_lstm", "ppo_atari", "dqn", "dqn_atari", "sac"
 COMPILED = "ppo", "ppo_continuous", "ppo_atari"  # those that have --compile
 
 
@@ -97,6 +98,7 @@ def make(name: str, device: str, compiled: bool = False) -> Learner:
         "ppo_atari": lambda: make_ppo(ppo_atari, ppo_atari.Agent(PIXELS), [frames, buttons[:256]]),
         "dqn": make_dqn,
         "dqn_atari": lambda: make_dqn_atari(frames[:32], buttons[:32, None]),
+        "sac": lambda: make_sac(device),
     }[name]()
     for module in learner.fixed:
         if isinstance(module, nn.Module):
@@ -142,6 +144,18 @@ def make_dqn_atari(obs: torch.Tensor, actions: torch.Tensor) -> Learner:
     return Learner(dqn_atari.update, adam(network), [network, target_network, ARGS], inputs)
 
 
+def make_sac(device: str, batch_size: int = 256) -> Learner:
+    """Make the learner of the Q-networks."""
+    qfs, targets = (nn.ModuleList([sac.SoftQNetwork(ROBOT) for _ in range(2)]) for _ in range(2))
+    log_alpha, scale, bias = (torch.zeros(size, device=device) for size in ((), 6, 6))
+    inputs = [
+        torch.randn(batch_size, 17), torch.rand(batch_size, 6), torch.randn(batch_size, 17),
+        torch.randn(batch_size), torch.zeros(batch_size),
+    ]  # fmt: skip
+    fixed = [qfs, targets, sac.Actor(ROBOT), log_alpha, (scale + 1, bias), ARGS]
+    return Learner(sac.update_q, adam(qfs), fixed, inputs)
+
+
 def ways(args: Args, name: str) -> Any:
     """Yield each way's name, and a learner's tensors and step."""
     for compiled in (False, True) if args.compile and name in COMPILED else (False,):
@@ -155,13 +169,16 @@ def ways(args: Args, name: str) -> Any:
 
 def loss_of(outputs: Any) -> torch.Tensor:
     """Return a scalar that tells a script's steps apart: the loss of the values, or of DQN."""
-    return (outputs["value_loss"] if isinstance(outputs, dict) else outputs[0]).clone()
+    if not isinstance(outputs, dict):
+        return outputs[0].clone()
+    return outputs["qf1_loss" if "qf1_loss" in outputs else "value_loss"].clone()
 
 
 def measure(args: Args, name: str) -> None:
     synchronize = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     medians, losses = {}, {}
     for way, inputs, step in ways(args, name):
+        torch.manual_seed(2)
         start = time.perf_counter()
         losses[way] = torch.stack([loss_of(step(*inputs)) for _ in range(FIRST)]).cpu()
         first, seconds = time.perf_counter() - start, []

@@ -29,8 +29,7 @@ class Call:
     """A call that returned a rollout or a chunk, and the script's state at the time of the call."""
 
     rollout: Any  # the returned value
-    numpy_state: tuple  # of its random numbers
-    torch_state: torch.Tensor
+    torch_state: torch.Tensor  # of its random numbers
     networks: dict[str, dict[str, torch.Tensor]]  # by name, their `state_dict`
 
 
@@ -121,7 +120,6 @@ def main(output, script, interrupt, *flags):
     def collect(name):
         def call(envs, *args, **kwargs):
             state = (
-                np.random.get_state(),
                 torch.get_rng_state(),
                 networks(sys._getframe(1).f_globals),
             )

@@ -279,13 +279,13 @@ def ppo(recording, network):
             importance = torch.minimum(ratio, torch.full_like(ratio, args.clip_rho))
             reached |= {"weight truncated"} if (ratio > args.clip_rho).any() else set()
 
-        rng = np.random.RandomState()
-        rng.set_state(call.numpy_state)
-        inds = np.arange(num_envs if is_recurrent else num_steps * num_envs)
+        generator = torch.Generator()
+        generator.set_state(call.torch_state)
+        number = num_envs if is_recurrent else num_steps * num_envs
         fractions = []
         for _ in range(args.update_epochs):
-            rng.shuffle(inds)
-            for batch in np.split(inds, args.num_minibatches):
+            inds = torch.randperm(number, generator=generator)
+            for batch in inds.chunk(args.num_minibatches):
                 if is_recurrent:
                     pick = [
                         each[:, batch].flatten()

@@ -35,11 +35,13 @@ class Learners:
     Attributes:
         rank: which it is; the first, 0, writes logs and checkpoints, and evaluates.
         world_size: how many there are.
+        backend: of torch.distributed. Learners that share a GPU talk by Gloo, as NCCL refuses them.
         first_row: the number of its first environment among those of all learners.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
+        self.backend = "gloo"
         self.first_row = 0
         self._store: dist.Store | None = None  # torchrun's, which outlasts its restarts
 
@@ -57,20 +59,21 @@ class Learners:
         learners = cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         with suppress(AttributeError):  # no Linux
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        backend = "gloo"
         if cuda and torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            backend = "cpu:gloo,cuda:nccl"
-        learners._run(learners._meet, backend)
+            gpus = torch.cuda.device_count()
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+            if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus:
+                learners.backend = "cpu:gloo,cuda:nccl"
+        learners._run(learners._meet)
         return learners
 
-    def _meet(self, backend: str) -> None:
+    def _meet(self) -> None:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._store = dist.TCPStore(address, port, is_master=False)
         # By itself torch would look for the addresses of the learners before a restart.
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], self._store)
         ranks = {"rank": self.rank, "world_size": self.world_size}
-        dist.init_process_group(backend, store=store, **ranks)
+        dist.init_process_group(self.backend, store=store, **ranks)
 
     @property
     def command(self) -> list[str]:
