@@ -4,9 +4,7 @@
 # dependencies = ["clusterenv-runtime[scripts]"]
 # tool.uv.sources.clusterenv-runtime = { path = ".", editable = true }
 # ///
-import itertools
 import os
-import time
 from dataclasses import dataclass
 
 import gymnasium as gym
@@ -196,8 +194,6 @@ if __name__ == "__main__":
     run.keep("envs", envs)
     q_network, policy = make_policy(args, envs)
     run.keep("q_network", q_network.to(device))
-    duration = args.exploration_fraction * args.total_timesteps
-    policy.epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
     adam = optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
     optimizer = run.keep("optimizer", adam)
     # The rate may be another than that of the checkpoint.
@@ -208,40 +204,27 @@ if __name__ == "__main__":
     update_once = CudaGraph(update, optimizer, q_network)
     rb = ReplayBuffer(args.buffer_size, *spaces, args.save_replay, rb_device)
     run.keep("rb", rb)
-    # warm_up: environment steps before learning; waiting: seconds of waiting for chunks
-    count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts, waiting=0.0))
+    # warm_up: environment steps before learning
+    count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts))
     if run.global_step and not rb.inserted:
         # After another `learning_starts` steps, gradient steps go on where they were.
         learned = count.gradient_steps * args.train_frequency
         count.warm_up = run.global_step + args.learning_starts - learned
         first = f"collecting {args.learning_starts:,} steps before learning"
         print(f"no replay buffer in the checkpoint: {first}")
+
+    def explore(step):
+        duration = args.exploration_fraction * args.total_timesteps
+        policy.epsilon = linear_schedule(args.start_e, args.end_e, duration, step)
+
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
     with run.training(envs, q_network, policy):
-        # Who may send the next chunk, and whose to take next (None: whichever is ready). Nothing
-        # sent is left unused.
-        turns = itertools.cycle(range(args.num_workers) if args.deterministic else [None])
-        ahead = list(range(args.num_workers)) * (1 if args.deterministic else args.outstanding)
-        left = args.num_iterations - -(-run.global_step // args.chunk_size)
-        for worker in ahead[:left]:
-            envs.send(args.num_steps, worker)
         loss = None
-        for iteration in run.iterations(args.num_iterations, args.chunk_size):
-            # Collect: take a chunk, and let its worker go on, with the exploration of now.
-            collect_start = time.monotonic()
-            worker, chunk = envs.recv(next(turns))
-            count.waiting += time.monotonic() - collect_start
-            step = iteration * args.chunk_size
-            policy.epsilon = linear_schedule(args.start_e, args.end_e, duration, step)
-            if iteration + len(ahead) <= args.num_iterations:
-                envs.send(args.num_steps, worker)
-            # From here to the next chunk nothing waits for workers, so a checkpoint holds all of
-            # this one or nothing.
-            run.global_step += args.chunk_size
+        # Take a chunk, while its worker goes on, and learn.
+        for chunk in run.stream(envs, explore):
             rb.add(chunk)
-            run.add_episodes(chunk)
 
             # ALGO LOGIC: training. One gradient step per `train_frequency` environment steps after
             # `learning_starts`.
@@ -278,7 +261,7 @@ if __name__ == "__main__":
                 losses = {"td_loss": loss, "q_values": old_val.mean()}
                 run.logs.add_group("losses", losses, run.global_step)
             learned = count.gradient_steps * args.batch_size
-            writer.add_scalar("time/learner_waiting", count.waiting, run.global_step)
+            writer.add_scalar("time/learner_waiting", run.waiting, run.global_step)
             writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)
             produced = run.global_step
             writer.add_scalar("throughput/produced_sps", produced / run.seconds, run.global_step)
@@ -291,7 +274,7 @@ if __name__ == "__main__":
             gradient_steps=count.gradient_steps,
             transitions_inserted=rb.inserted,
             policy_versions=envs.policy_version,
-            learner_waiting_seconds=count.waiting,
+            learner_waiting_seconds=run.waiting,
             workers_waiting_seconds=envs.waiting_seconds.tolist(),
         )
         record_video(run, policy, make_env)

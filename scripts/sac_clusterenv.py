@@ -4,9 +4,7 @@
 # dependencies = ["clusterenv-runtime[scripts]"]
 # tool.uv.sources.clusterenv-runtime = { path = "..", editable = true }
 # ///
-import itertools
 import os
-import time
 from dataclasses import dataclass
 from fractions import Fraction as Ratio
 
@@ -276,41 +274,27 @@ if __name__ == "__main__":
     update_actor_once = CudaGraph(update_actor, actor_optimizer, qfs, *fixed[2:])
     rb = ReplayBuffer(args.buffer_size, *spaces, args.save_replay, rb_device)
     run.keep("rb", rb)
-    # warm_up: environment steps before learning; waiting: seconds of waiting for chunks
-    count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts, waiting=0.0))
+    # warm_up: environment steps before learning
+    count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts))
     utd = Ratio(str(args.utd))  # exactly what was given, as a float need not be
     if run.global_step and not rb.inserted:
         # After another `learning_starts` steps, gradient steps go on where they were.
         count.warm_up = run.global_step + args.learning_starts - int(count.gradient_steps / utd)
         first = f"collecting {args.learning_starts:,} steps before learning"
         print(f"no replay buffer in the checkpoint: {first}")
-    policy.uniform = float(run.global_step < args.learning_starts)
+
+    def explore(step):
+        policy.uniform = float(step < args.learning_starts)
+
     envs.publish(policy)  # while the environments reset, the workers load it
     envs.reset(seed=args.seed + run.global_step)
 
     with run.training(envs, actor, policy):
-        # Who may send the next chunk, and whose to take next (None: whichever is ready). Nothing
-        # sent is left unused.
-        turns = itertools.cycle(range(args.num_workers) if args.deterministic else [None])
-        ahead = list(range(args.num_workers)) * (1 if args.deterministic else args.outstanding)
-        left = args.num_iterations - -(-run.global_step // args.chunk_size)
-        for worker in ahead[:left]:
-            envs.send(args.num_steps, worker)
         losses = {}
-        for iteration in run.iterations(args.num_iterations, args.chunk_size):
-            # Collect: take a chunk, and let its worker go on.
-            collect_start = time.monotonic()
-            worker, chunk = envs.recv(next(turns))
-            count.waiting += time.monotonic() - collect_start
-            policy.uniform = float(iteration * args.chunk_size < args.learning_starts)
-            if iteration + len(ahead) <= args.num_iterations:
-                envs.send(args.num_steps, worker)
-            # From here to the next chunk nothing waits for workers, so a checkpoint holds all of
-            # this one or nothing.
-            run.global_step += args.chunk_size
+        # Take a chunk, while its worker goes on, and learn.
+        for chunk in run.stream(envs, explore):
             chunk.actions = policy.to_env(torch.from_numpy(chunk.actions)).numpy()
             rb.add(chunk)
-            run.add_episodes(chunk)
 
             # ALGO LOGIC: training. `utd` gradient steps per environment step after
             # `learning_starts`.
@@ -340,7 +324,7 @@ if __name__ == "__main__":
             run.report(chunk, versions=envs.policy_version)
             if losses:
                 run.logs.add_group("losses", losses, run.global_step)
-            writer.add_scalar("time/learner_waiting", count.waiting, run.global_step)
+            writer.add_scalar("time/learner_waiting", run.waiting, run.global_step)
             writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)
 
         policy.uniform = 0.0
@@ -349,6 +333,6 @@ if __name__ == "__main__":
             gradient_steps=count.gradient_steps,
             transitions_inserted=rb.inserted,
             policy_versions=envs.policy_version,
-            learner_waiting_seconds=count.waiting,
+            learner_waiting_seconds=run.waiting,
         )
         record_video(run, policy, make_env)

@@ -80,6 +80,10 @@ TESTS = {
         "algorithms/test_training.py", "algorithms/test_resuming.py",
         "-k", "dqn_atari or not clusterenv",
     ],
+    "script/stream.py": [
+        "algorithms/test_training.py", "algorithms/test_resuming.py", "test_dqn_clusterenv.py",
+        "-k", "dqn_clusterenv",
+    ],
     "script/normalize.py": [
         "algorithms/test_harness.py", "algorithms/test_formulas.py",
         "algorithms/test_training.py", "algorithms/test_resuming.py",
@@ -93,6 +97,7 @@ TESTS = {
 COMPUTE = {
     "compute_gae", "normalize", "ppo_loss", "update", "get_states", "get_action_and_value",
     "get_value", "get_hidden", "ReplayBuffer", "compute_td_target", "td_loss", "linear_schedule",
+    "explore", "compute_next_q_value", "actor_loss", "alpha_loss", "update_q", "update_actor",
 }  # fmt: skip
 LOOP = "    with run.training(", "            # TRY NOT TO MODIFY: record rewards"
 FOLDERS = ROOT, ROOT / "scripts"
@@ -100,14 +105,10 @@ SCRIPTS = sorted(
     str(path.relative_to(ROOT)) for folder in FOLDERS for path in folder.glob("*_clusterenv.py")
 )
 for script in SCRIPTS:
-    name = Path(script).stem
     # The tests of this script, and those that are of no single script.
-    files = ("formulas", "training", "not_finite", "resuming")
-    TESTS[script] = [
-        *(f"algorithms/test_{file}.py" for file in files),
-        "-k",
-        f"{name} or not clusterenv",
-    ]
+    files = ["sac"] * ("sac" in script) + ["formulas", "training", "not_finite", "resuming"]
+    names = [f"algorithms/test_{file}.py" for file in files]
+    TESTS[script] = [*names, "-k", f"{Path(script).stem} or not clusterenv"]
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,

@@ -186,6 +186,7 @@ class _State(msgspec.Struct):
     global_step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
     seconds: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
     wandb_id: str | None
+    waiting: Annotated[float, msgspec.Meta(ge=0, lt=2**53)] = 0.0
 
 
 def check_run(state: Any) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
@@ -34,6 +34,7 @@ from .progress import Progress, end_of, say, size_of, start_of, status_of
 from .resume import flags_of, name_of, resume_command
 from .signals import Signals
 from .status import StatusFile
+from .stream import chunks
 from .summary import summary_of, write_results
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ class Run:
 
     Attributes:
         args: the flags of the run.
-        global_step: how many environment steps it has done; the script counts them.
+        global_step: how many environment steps it has done; the script or `stream` counts them.
+        waiting: seconds of waiting for chunks.
         video_name: what `make_env` gets as ``run_name``.
     """
 
@@ -83,6 +85,7 @@ class Run:
         check_flags(args)
         self.args = args
         self.global_step: int = self.directory.saved.get("global_step", 0)
+        self.waiting: float = self.directory.saved.get("waiting", 0.0)
         done = f"the {self.global_step} steps that {args.resume} has done"
         total = f"--total-timesteps {args.total_timesteps}"
         check(args.total_timesteps >= self.global_step, f"{total} must be at least {done}")
@@ -136,7 +139,7 @@ class Run:
         self._unwritten = {
             "parts": self.directory.state_dicts(), "rng": rng_state(), "args": asdict(self.args),
             "global_step": self.global_step, "seconds": self.seconds,
-            "wandb_id": self.logs.wandb_id,
+            "wandb_id": self.logs.wandb_id, "waiting": self.waiting,
         }  # fmt: skip
         self._write()
 
@@ -196,7 +199,7 @@ class Run:
         for self._iteration in range(done + 1, number + 1):
             self._signals.raise_if_received()
             self._evaluations.go_on(self.global_step)
-            if self._is_save_due():
+            if time.monotonic() - self._saved_at > self.args.checkpoint_interval:
                 self._try_to_save()
                 self._saved_at = time.monotonic()
             self._progress.tell(f"step {self.global_step:,}")
@@ -210,8 +213,12 @@ class Run:
         self._try_to_save()
         self._signals.raise_if_received()
 
-    def _is_save_due(self) -> bool:
-        return time.monotonic() - self._saved_at > self.args.checkpoint_interval
+    def stream(self, envs: ClusterEnv, explore: Callable[[int], None]) -> Iterator[Rollout]:
+        """Yield a worker's chunk for each of the `iterations` left; that worker goes on meanwhile.
+
+        Before each request ``explore(steps)`` sets the `Policy.numbers` that travel with it.
+        """
+        return chunks(self, envs, explore)
 
     def _is_time_up(self) -> bool:
         return self.args.max_seconds is not None and self.seconds > self.args.max_seconds

@@ -112,6 +112,12 @@ def main(output, script, interrupt, *flags):
     keep, add, evaluates = Run.keep, LearningCurve.add_episodes, harness.evaluate
     add_scalars = torch.utils.tensorboard.SummaryWriter.add_scalar
 
+    def script_variables():
+        frame = sys._getframe(2)
+        while frame.f_globals["__name__"] != "__main__":  # the harness, which calls for the script
+            frame = frame.f_back
+        return frame.f_globals
+
     def networks(variables):
         return {
             name: deepcopy(variables[name].state_dict()) for name in NETWORKS if name in variables
@@ -121,7 +127,7 @@ def main(output, script, interrupt, *flags):
         def call(envs, *args, **kwargs):
             state = (
                 torch.get_rng_state(),
-                networks(sys._getframe(1).f_globals),
+                networks(script_variables()),
             )
             result = original[name](envs, *args, **kwargs)
             rollout = result[1] if name == "recv" else result
@@ -131,7 +137,7 @@ def main(output, script, interrupt, *flags):
         return call
 
     def send(envs, *args, **kwargs):
-        policy = sys._getframe(1).f_globals["policy"]
+        policy = script_variables()["policy"]
         recording.epsilons.append(getattr(policy, policy.numbers[0]))
         recording.newest.append(envs.policy_version)
         return original["send"](envs, *args, **kwargs)
@@ -145,7 +151,7 @@ def main(output, script, interrupt, *flags):
             recording.parts = {name: deepcopy(part.state_dict()) for name, part in kept.items()}
         original["publish"](envs, *args, **kwargs)
         recording.versions.append(envs.policy_version)
-        recording.published.append(networks(sys._getframe(1).f_globals))
+        recording.published.append(networks(script_variables()))
 
     def add_episodes(curve, returns, lengths):
         add(curve, returns, lengths)

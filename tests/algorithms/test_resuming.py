@@ -100,12 +100,8 @@ def without_times(parts):
     the policy.
     """
     parts = {name: dict(part) for name, part in parts.items()}
-    for name, times in {
-        "envs": ("waiting_seconds", "policy_version"),
-        "count": ("waiting",),
-    }.items():
-        for key in times if name in parts else ():
-            del parts[name][key]
+    for key in ("waiting_seconds", "policy_version"):
+        del parts["envs"][key]
     return parts
 
 
