@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from clusterenv_runtime import DeadlineError, EnvError, Exit, StartupError, WorkerDiedError
-from clusterenv_runtime.head.failures import to_exception
+from clusterenv_runtime.head.requests import to_exception
 from clusterenv_runtime.head.supervisor import KILL_S, LOOK_S, NOTICE_S, REASON_S, SOON_S
 from clusterenv_runtime.head.worker import Process, State, Worker
 from clusterenv_runtime.wire.protocol import Built, Call, Collect, Error, Pull, Reply, Step

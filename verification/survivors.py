@@ -55,10 +55,8 @@ TESTS = {
     "head/interrupts.py": ["test_ctrl_c.py", SCHEDULES],
     "policy/versions.py": ["test_versions.py", "test_differences.py", "test_probe.py", SCHEDULES,
         "test_sync.py"],
-    "head/episodes.py": ["test_replacement.py", "test_head.py", SCHEDULES, "test_vector_env.py"],
-    "head/failures.py": ["test_head.py", "test_env_errors.py", "test_failures.py"],
-    "head/worker.py": ["test_head.py", "test_pool.py", SCHEDULES, "test_recovery.py",
-        "test_failures.py"],
+    "head/worker.py": ["test_replacement.py", "test_head.py", "test_pool.py", SCHEDULES,
+        "test_recovery.py", "test_failures.py", "test_vector_env.py"],
     "head/pool.py": [
         "test_head.py", "test_pool.py", "test_ctrl_c.py", SCHEDULES, "test_strangers.py",
         "test_streaming.py",
@@ -66,7 +64,8 @@ TESTS = {
     ],
     "head/messenger.py": ["test_head.py", "test_pool.py", SCHEDULES, "test_strangers.py",
         "test_failures.py", "test_env_errors.py"],
-    "head/requests.py": ["test_pool.py", SCHEDULES, "test_streaming.py"],
+    "head/requests.py": ["test_head.py", "test_pool.py", SCHEDULES, "test_streaming.py",
+        "test_env_errors.py", "test_failures.py"],
     "head/recovery.py": ["test_replacement.py", "test_head.py", SCHEDULES, "test_recovery.py",
         "test_resume.py"],
     "head/supervisor.py": [

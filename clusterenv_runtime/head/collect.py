@@ -16,10 +16,9 @@ from ..envs.blueprint import Blueprint
 from ..rollout import Rollout
 from ..wire.part import RolloutPart
 from ..wire.protocol import Collect, Structure
-from .episodes import Episodes
 from .requests import Request
 from .start import Head
-from .worker import State, Worker
+from .worker import Episodes, State, Worker
 
 if TYPE_CHECKING:
     from ..policy.base import Policy

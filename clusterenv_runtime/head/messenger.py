@@ -27,9 +27,8 @@ from ..wire.protocol import (
     Weights,
 )
 from .answers import Opener, value_of
-from .failures import Failures
 from .recovery import Recovery
-from .requests import Requests
+from .requests import Failures, Requests
 from .supervisor import Supervisor
 from .transport import Outgoing, Received, Transport
 from .worker import CONNECTED, State, Worker

@@ -22,9 +22,8 @@ from ..envs.blueprint import Blueprint
 from ..errors import DeadlineError, printable
 from ..wire.protocol import Call, Message, Reset, SetAttr
 from .answers import OpenedReply
-from .episodes import Episodes
 from .start import Head
-from .worker import Worker
+from .worker import Episodes, Worker
 
 Infos = list[tuple[int, dict[str, Any]]]  # (environment, info)
 
