@@ -9,8 +9,7 @@ import pytest
 from clusterenv_runtime import Launcher
 from clusterenv_runtime.envs.large import LARGE, LargeArrays
 from clusterenv_runtime.envs.likeness import Likeness
-from clusterenv_runtime.envs.randomness import number_of_globals
-from clusterenv_runtime.head.recovery import Recovery
+from clusterenv_runtime.head.recovery import Recovery, number_of_globals
 from clusterenv_runtime.head.requests import Request
 from clusterenv_runtime.head.worker import Episodes, Worker
 from clusterenv_runtime.policy.sync import SyncRule

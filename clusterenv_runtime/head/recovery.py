@@ -1,10 +1,16 @@
-"""What a process must be told to be a worker: the first one, or a replacement."""
+"""What a process must be told to be a worker, be it the first one or a replacement; and the numbers
+from which its noise follows.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import pickle
+import random
 import secrets
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,15 +20,14 @@ import numpy as np
 
 from ..envs.large import contents, places
 from ..envs.likeness import Likeness
-from ..envs.randomness import number_of_globals
 from ..policy.sync import SyncRule
 from ..policy.versions import PolicyStore
 from ..wire.protocol import Collect, CutOff, Message, Reset, SetAttr, Setup, Step, Structure
-from .edits import Edits
 from .requests import Request
 from .worker import Worker
 
 logger = logging.getLogger(__name__)
+SHOWN = 3  # files of edited code that a warning names
 Order = tuple[int | None, Message, tuple[Any, ...]]  # seq, if it is known, message and buffers
 
 
@@ -49,7 +54,11 @@ class Recovery:
         self._rule = pickle.dumps(rule)
         self._likeness = pickle.dumps(likeness)
         self._shares_memory = shares_memory  # whether workers can open files of this process
-        self._edits = Edits()
+        # When the files were written of all modules that are imported here. The script is none of
+        # them: it travels as it was.
+        modules = [module for name, module in sys.modules.items() if name != "__main__"]
+        files = {getattr(module, "__file__", None) for module in modules} - {None}
+        self._mtimes = {file: _mtime(file) for file in files}
         self._store = store
         self._options: dict[str, Any] | None = None  # of the user's last reset of all
         self.attributes: dict[str, list[Any]] = {}  # of all environments, as the user set them
@@ -91,7 +100,17 @@ class Recovery:
             {"worker": worker.index, "time": time.time(), "reason": reason, "seeds": worker.seeds}
         )
         text = "%s; another is started, replacement %d of this worker%s"
-        logger.warning(text, reason, number, self._edits.describe())
+        logger.warning(text, reason, number, self._edits())
+
+    def _edits(self) -> str:
+        """Return a text that names the files of code edited since; "" if there are none."""
+        times = self._mtimes.items()
+        edited = sorted(file for file, mtime in times if _mtime(file) != mtime)
+        if not edited:
+            return ""
+        names = ", ".join(edited[:SHOWN])
+        more = f" and {len(edited) - SHOWN} more" if len(edited) > SHOWN else ""
+        return f"; it runs code that was changed since the others started: {names}{more}"
 
     def number(self, worker: Worker, request: Collect) -> None:
         """Say in a request to act which rollout it is, and so which noise it draws."""
@@ -108,8 +127,8 @@ class Recovery:
         The first seed that is given seeds the noise, too, unless its seed was just loaded.
         """
         self._options = options
-        rows = range(workers[0].offset, workers[0].offset + len(seeds))
-        given = [seed - row for row, seed in zip(rows, seeds, strict=True) if seed is not None]
+        first = workers[0].numbers.start
+        given = [seed - row for row, seed in enumerate(seeds, first) if seed is not None]
         for worker in workers:
             worker.seeds = seeds[worker.rows]
             worker.evaluated = 0
@@ -138,3 +157,20 @@ def _fresh_seeds(worker: Worker, number: int) -> list[int | None]:
     # Some environments take only 31 bits.
     fresh = (sequence.generate_state(worker.num_envs) >> 1).tolist()
     return [None if old is None else new for old, new in zip(worker.seeds, fresh, strict=True)]
+
+
+def _mtime(file: str) -> int | None:
+    """Return when a file was written, in nanoseconds; None if it is not there."""
+    try:
+        return os.stat(file).st_mtime_ns
+    except OSError:
+        return None
+
+
+def number_of_globals() -> int:
+    """Return a number of 62 bits that follows from the states of the global generators."""
+    _, keys, *others = np.random.get_state()
+    states = [str(random.getstate()).encode(), keys.tobytes(), str(others).encode()]
+    if torch := sys.modules.get("torch"):
+        states.append(torch.get_rng_state().numpy().tobytes())
+    return int.from_bytes(hashlib.sha256(b"".join(states)).digest()[:8]) >> 2

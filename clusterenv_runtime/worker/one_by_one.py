@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,6 @@ from gymnasium.vector.utils import batch_space, concatenate, iterate
 
 from ..arrays.spaces import map_space, merge_rows
 from ..envs.blueprint import LayoutOf
-from ..envs.randomness import seed_globals
 from ..errors import EnvRaised
 from ..wire.part import RolloutPart
 from .connection import End
@@ -246,6 +247,17 @@ class EnvsOneByOne:
         with contextlib.ExitStack() as stack:
             for env in reversed(self._envs):
                 stack.callback(env.close)
+
+
+def seed_globals(*numbers: int) -> None:
+    """Seed the global generators of `random`, NumPy and, if it is loaded, torch, for environments
+    that draw from them. Policies do not.
+    """
+    first, second, third = np.random.SeedSequence(numbers, spawn_key=(0,)).generate_state(3)
+    random.seed(int(first))
+    np.random.seed(second)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(int(third))
 
 
 def _copy_arrays(value: Any) -> Any:

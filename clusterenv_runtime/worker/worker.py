@@ -19,7 +19,6 @@ import numpy as np
 
 from ..envs.blueprint import EnvFns, LayoutOf, Told
 from ..envs.large import open_shared
-from ..envs.randomness import seed_globals
 from ..envs.registry import load_registry
 from ..errors import EnvRaised
 from ..policy.sync import SyncRule
@@ -40,7 +39,7 @@ from ..wire.protocol import (
     Weights,
 )
 from .connection import Connection, End
-from .one_by_one import EnvsOneByOne
+from .one_by_one import EnvsOneByOne, seed_globals
 from .scores import Scores
 
 if TYPE_CHECKING:
