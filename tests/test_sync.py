@@ -369,9 +369,7 @@ def test_of_many_rows_fewer_states_of_each_are_kept(num_rows, most):
         (request,) = store.requests(copies[-1:], size)
         assert request.states == min(size, most)
         # As a worker sends them; here they are the observations themselves.
-        params = states[
-            measured_states(size, copies[-1].numbers, request.states, in_sequence=False)
-        ]
+        params = states[measured_states(size, copies[-1].rows, request.states, in_sequence=False)]
         rewards = np.zeros((size, 1))
         part = SimpleNamespace(
             version=1, rewards=rewards, observations=states[:, None], params=params, states=None

@@ -115,7 +115,7 @@ class Collector:
 
     def recv(self, worker: int | None) -> tuple[int, Rollout]:
         """Return the next response to `send`; see `ClusterEnv.recv`."""
-        if self._has_raised:
+        if self._pool.failures.must_reset:
             raise ResetNeeded(
                 "Cannot call `recv` before all environments are `reset`, as one has raised."
             )
@@ -164,9 +164,7 @@ class Collector:
             )
 
         with self.giving_up_after_errors():
-            self._pool.wait_until(
-                lambda: self._pool.failures.untold or have_weights(), self.granted
-            )
+            self._pool.wait_until(have_weights, self.granted)
 
     def _take(self, request: Request) -> RolloutPart:
         """Return a worker's part, and note what it tells of the worker."""
@@ -182,18 +180,13 @@ class Collector:
             self._store.acted(worker.copy, part)
         return part
 
-    @property
-    def _has_raised(self) -> bool:
-        """Whether an environment has raised since all were reset, and the user knows."""
-        return bool(self._pool.failures.to_reset) and not self._pool.failures.untold
-
     @contextlib.contextmanager
     def giving_up_after_errors(self) -> Iterator[None]:
         """Give up all outstanding requests if this raises the error of an environment."""
         try:
             yield
         except BaseException:
-            if self._has_raised:
+            if self._pool.failures.must_reset:
                 self._give_up()
             raise
 

@@ -102,8 +102,7 @@ class Evaluator:
         return evaluation
 
     def _assert_none_has_raised(self, method: str) -> None:
-        failures = self._pool.failures
-        if failures.to_reset and not failures.untold:
+        if self._pool.failures.must_reset:
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`, as one has raised.")
 
 

@@ -108,7 +108,7 @@ class Messenger:
             case str():  # no message
                 self._refuse(worker, f"it sent {message}")
             case Built():
-                self.supervisor.has_built_one(worker)
+                self.supervisor.note_built(worker)
             case Pull():
                 self._send_weights(worker, seq, message)
                 return None
@@ -131,14 +131,14 @@ class Messenger:
             text = f"a hello from {hello.host}, pid {hello.pid}: no worker {hello.index}"
             return self.transport.drop(identity, text)
         self._by_identity[identity] = worker
-        self.supervisor.said_hello(worker, identity, hello.host, hello.pid)
+        self.supervisor.note_hello(worker, identity, hello.host, hello.pid)
         if (mismatch := protocol.mismatch(hello)) is not None:
             if self.supervisor.all_must_start:
                 raise StartupError(f"{self.supervisor.describe(worker)} {mismatch}")
             return self._refuse(worker, f"it {mismatch}")
         process = worker.process
         for seq, message, buffers in self.recovery.orders(worker, self.requests.of(worker)):
-            seq = next(self.requests.numbers) if seq is None else seq
+            seq = next(self.requests.seqs) if seq is None else seq
             if process.building is None:
                 process.building = seq
             self.post(worker, seq, message, *buffers)
@@ -205,7 +205,7 @@ class Messenger:
         except Exception as error:  # anything may be sent
             self._refuse(worker, f"its answer was wrong: {printable(str(error))}")
         else:
-            self.supervisor.is_ready(worker)
+            self.supervisor.note_ready(worker)
 
     def _refuse(self, worker: Worker, text: str) -> None:
         self.post(worker, None, Close())

@@ -45,9 +45,9 @@ class WorkerPool:
         """Start all workers. Return when so many have built their environments."""
         self._supervisor.start(all_must_start=min_workers == len(self.workers))
 
-        def enough_are_ready() -> bool:
+        def enough_are_ready() -> Any:
             ready = sum(worker.process.state == State.READY for worker in self.workers)
-            return bool(self.failures.untold) or ready >= min_workers
+            return self.failures.untold or ready >= min_workers
 
         self._wait(enough_are_ready)
 
@@ -96,11 +96,7 @@ class WorkerPool:
 
     def first(self, seqs: Collection[int]) -> Request:
         """Return the first of these requests that has a response."""
-
-        def is_answered() -> bool:
-            return self._requests.first_answered(seqs) is not None
-
-        self.wait_until(lambda: self.failures.untold or is_answered(), seqs)
+        self.wait_until(lambda: self._requests.first_answered(seqs) is not None, seqs)
         return self._requests.answered.pop(self._requests.first_answered(seqs))
 
     def forget(self, seqs: Iterable[int]) -> None:
@@ -113,16 +109,17 @@ class WorkerPool:
         self._requests.forget(set(seqs) - set(waiting))
         return waiting
 
-    def wait_until(self, done: Callable[[], bool], seqs: Collection[int]) -> None:
-        """Serve the workers until ``done``, while one of ``seqs`` is outstanding; see `settle`.
+    def wait_until(self, done: Callable[[], Any], seqs: Collection[int]) -> None:
+        """Serve the workers until ``done`` or an error, while one of ``seqs`` is outstanding; see
+        `settle`.
 
         They are served once even if it is done already, as a worker may wait for its weights.
         """
-        self._wait(lambda: done() or self._requests.are_settled(seqs))
+        self._wait(lambda: done() or self.failures.untold or self._requests.are_settled(seqs))
         if not done():
             self.require(*self.workers)
 
-    def _wait(self, done: Callable[[], bool], timeout: float | None = None) -> None:
+    def _wait(self, done: Callable[[], Any], timeout: float | None = None) -> None:
         """Exchange messages and supervise until ``done``, then raise the errors that came."""
         began = self._clock()
         deadline = math.inf if timeout is None else began + timeout

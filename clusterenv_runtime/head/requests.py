@@ -44,13 +44,13 @@ class Requests:
     """Numbers requests. Keeps each until its response comes, and the response until it is taken."""
 
     def __init__(self) -> None:
-        self.numbers = itertools.count(1)
+        self.seqs = itertools.count(1)
         self.outstanding: dict[int, Request] = {}  # by seq, oldest first
         self.answered: dict[int, Request] = {}  # by seq, in the order of the responses
 
     def add(self, worker: Worker, message: Message, buffers: Any, published: Published) -> int:
         """Keep a request, and return its number."""
-        seq = next(self.numbers)
+        seq = next(self.seqs)
         self.outstanding[seq] = Request(seq, worker, message, buffers, published)
         return seq
 
@@ -100,6 +100,11 @@ class Failures:
             self.to_reset.discard(worker)  # nothing is left to reset
         elif error.ends:
             self.to_reset.add(worker)
+
+    @property
+    def must_reset(self) -> bool:
+        """Whether an environment has raised since all were reset, and the user knows."""
+        return bool(self.to_reset) and not self.untold
 
     def raise_untold(self) -> None:
         """Raise the errors of which the user was not told, if there are any."""

@@ -73,7 +73,7 @@ class Supervisor:
     def _new_process(self) -> Process:
         return Process(self.clock(), self._startup_timeout)
 
-    def said_hello(self, worker: Worker, identity: bytes, host: str, pid: int) -> None:
+    def note_hello(self, worker: Worker, identity: bytes, host: str, pid: int) -> None:
         """Note that a process is there. It is told next what to build."""
         process = worker.process
         process.state = State.BUILDING
@@ -83,12 +83,12 @@ class Supervisor:
         process.heard = self.clock()
         process.deadline = process.heard + self._startup_timeout
 
-    def has_built_one(self, worker: Worker) -> None:
+    def note_built(self, worker: Worker) -> None:
         """Note that a worker has built one of its environments, and has others to build."""
         if worker.process.state == State.BUILDING:
             worker.process.deadline = self.clock() + self._startup_timeout
 
-    def is_ready(self, worker: Worker) -> None:
+    def note_ready(self, worker: Worker) -> None:
         """Note that a worker has built all of its environments."""
         if worker.process.state == State.BUILDING:
             worker.process.state = State.READY

@@ -146,7 +146,7 @@ class Worker:
         # Its environments' numbers, for seeds and for the user.
         self.numbers = range(self.offset + self.rows.start, self.offset + self.rows.stop)
         self.num_envs = len(self.numbers)
-        self.copy.numbers = self.numbers
+        self.copy.rows = self.numbers
         self.episodes = Episodes.begun(None, self.num_envs)  # as far as the user knows them
 
     def describe(self, log: str | None = None) -> str:

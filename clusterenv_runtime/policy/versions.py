@@ -44,7 +44,7 @@ class Published(NamedTuple):
 class PolicyCopy:
     """What the head knows of one worker's copy of the policy."""
 
-    numbers: range = range(1)  # of the worker's environments
+    rows: range = range(1)  # the numbers of the worker's environments
     held: int = 0  # the version last sent; 0 for none of this structure
     behavior: int = 0  # the version it acted on when last heard of; 0 for unknown
     measured: int = 0  # the version whose divergence is known; 0 for none
@@ -85,7 +85,7 @@ class PolicyStore:
         self._rounds = rounds
         self._needs_kl = needs_kl
         self.learners = learners
-        self._own_rows = sum(len(copy.numbers) for copy in copies)
+        self._own_rows = sum(len(copy.rows) for copy in copies)
         self._num_rows = self._own_rows  # of all learners, once they have told each other
         self._spaces: tuple[Space, Space] | None = None
         self._elements = 1  # numbers in an observation
@@ -218,9 +218,9 @@ class PolicyStore:
             return  # another structure
         if part.version != copy.behavior or part.states is not None:
             copy.recent = []  # states of the same policy add up, except for sequences
-        copy.recent.append(Seen.of(part, copy.numbers))
+        copy.recent.append(Seen.of(part, copy.rows))
         copy.behavior = part.version
-        most = len(copy.numbers) * states_of_each_row(KL_STATES, self._num_rows, self._elements)
+        most = len(copy.rows) * states_of_each_row(KL_STATES, self._num_rows, self._elements)
         while sum(seen.starts.size for seen in copy.recent) > most and len(copy.recent) > 1:
             del copy.recent[0]
 
@@ -234,8 +234,8 @@ class PolicyStore:
         from .tensors import numbers_of
 
         known = [copy for copy in copies if copy.measured]
-        total = sum(copy.divergence * len(copy.numbers) for copy in known)
-        number = sum(len(copy.numbers) for copy in known)
+        total = sum(copy.divergence * len(copy.rows) for copy in known)
+        number = sum(len(copy.rows) for copy in known)
         if self.learners is not None:
             sums = self.learners.sum(np.array([total, number, self._own_rows], np.float64))
             total, number, self._num_rows = sums[0], sums[1], int(sums[2])
