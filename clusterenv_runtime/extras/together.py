@@ -16,8 +16,7 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from ..arrays.spaces import map_space
 from ..envs.blueprint import LayoutOf
 from ..wire.part import RolloutPart
-from ..worker.statistics import Counts, OwnStatistics, begin_step
-from ..worker.transitions import Transitions, stack
+from ..worker.transitions import Counts, OwnStatistics, Transitions, begin_step, stack
 from .backends import EnvPoolVectorEnv
 
 if TYPE_CHECKING:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from gymnasium import Space
 from gymnasium.error import NoAsyncCallError, ResetNeeded
 
+from ..arrays.trees import map_tree
 from ..envs.blueprint import Blueprint
-from ..errors import DeadlineError
+from ..errors import DeadlineError, one_line
 from ..rollout import Evaluation
 from ..wire.protocol import Evaluate
 from .start import Head
@@ -55,9 +57,6 @@ class Evaluator:
 
         The policy is not published, and no worker pulls: each evaluation brings its own weights.
         """
-        # This brings torch, as the policy has by now.
-        from ..policy.whole import packed
-
         least = {"episodes": (episodes, 1), "seed": (seed, 0), "max_steps": (max_steps, 1)}
         for name, (number, smallest) in least.items():
             if number < smallest:
@@ -65,7 +64,7 @@ class Evaluator:
         self._assert_none_has_raised("evaluate")
         workers = self._pool.workers
         seen = workers[0].episodes.seen
-        numbers, buffers = packed(policy, *self._spaces, seen, deterministic)
+        numbers, buffers = _packed(policy, *self._spaces, seen, deterministic)
         shares = shares_of(episodes, workers[-1].rows.stop)
         self._pool.require(*workers)
         self._max_steps = max_steps
@@ -104,6 +103,35 @@ class Evaluator:
     def _assert_none_has_raised(self, method: str) -> None:
         if self._pool.failures.must_reset:
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`, as one has raised.")
+
+
+def _packed(
+    policy: Policy, space: Space, action_space: Space, seen: Any, deterministic: bool
+) -> tuple[list[float], list[Any]]:
+    """Return the numbers of a policy that is to be evaluated, and as buffers its structure and its
+    weights; the arguments are those of `probe`, and `Evaluate.deterministic`.
+
+    Raises:
+        TypeError: it is no `Policy`.
+        ValueError: it cannot act in these environments.
+    """
+    # These bring torch, as the policy has by now.
+    import torch
+
+    from ..policy.probe import probe
+    from ..policy.structure import check_policy, pickled
+    from ..policy.tensors import flat_weights, numbers_of
+
+    check_policy(policy)
+    params = probe(policy, space, action_space, seen).example["params"]
+    if deterministic:
+        try:
+            policy.distribution(map_tree(torch.from_numpy, params)).mode  # noqa: B018
+        except Exception as error:
+            text = f"the policy's distribution has no mode: {one_line(error)}"
+            raise ValueError(f"{text}; evaluate it with its noise") from error
+    weights = [part.cpu().numpy().data for part in flat_weights(policy)]
+    return numbers_of(policy), [pickled(policy), *weights]
 
 
 def shares_of(episodes: int, num_envs: int) -> list[int]:

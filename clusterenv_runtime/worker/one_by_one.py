@@ -19,8 +19,7 @@ from ..envs.blueprint import LayoutOf
 from ..errors import EnvRaised
 from ..wire.part import RolloutPart
 from .connection import End
-from .statistics import Counts, OwnStatistics, begin_step
-from .transitions import Transitions, stack
+from .transitions import Counts, OwnStatistics, Transitions, begin_step, stack
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor

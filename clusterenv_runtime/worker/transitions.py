@@ -1,12 +1,16 @@
-"""The steps of a rollout while they are taken, and the part that is sent of them."""
+"""What is kept of steps: of a rollout the part that is sent, of an evaluation the scores of its
+episodes. An environment may count its episodes itself.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
+from gymnasium.wrappers import RecordEpisodeStatistics
 
 from ..arrays.frames import fold
 from ..arrays.trees import filled, leaves, map_tree
@@ -14,6 +18,8 @@ from ..wire.part import RolloutPart
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor
+
+Counts = tuple[float, int]  # the return of an episode, and its length
 
 
 class Transitions:
@@ -103,3 +109,102 @@ def stack(space: gym.Space, items: list[Any]) -> Any:
     """Return a batch of these, which may be none."""
     empty = create_empty_array(space, len(items), np.empty)
     return concatenate(space, items, empty) if items else empty
+
+
+class OwnStatistics:
+    """What an environment's outermost RecordEpisodeStatistics says of its episodes.
+
+    Wrappers around it may end episodes that go on for it, as where a game loses a life; or it may
+    not see an end, as where a time limit stands around it.
+    """
+
+    def __init__(self, wrapper: RecordEpisodeStatistics) -> None:
+        self._wrapper = wrapper
+        self.begin_step()
+
+    @classmethod
+    def of(cls, env: gym.Env) -> Self | None:
+        """Return the statistics of an environment; None if it keeps none."""
+        while isinstance(env, gym.Wrapper):
+            if isinstance(env, RecordEpisodeStatistics):
+                return cls(env)
+            env = env.env
+        return None
+
+    def begin_step(self) -> None:
+        """Note what there is before a step."""
+        self._ended = self._wrapper.episode_count
+        self._begun = self._wrapper.episode_start_time
+
+    def counts(self, seen: Counts) -> Counts | None:
+        """Return what counts of an episode that has ended, once the environment is reset.
+
+        That is what they say; or what the worker has ``seen``, if another episode has begun without
+        a word of theirs. None stands for an episode that goes on.
+        """
+        has_seen_end = self._wrapper.episode_count > self._ended
+        if has_seen_end and self._wrapper.return_queue:
+            return float(self._wrapper.return_queue[-1]), int(self._wrapper.length_queue[-1])
+        return seen if self._wrapper.episode_start_time != self._begun else None
+
+
+def begin_step(statistics: Sequence[OwnStatistics | None]) -> None:
+    """Note what there is before a step of several environments."""
+    for own in statistics:
+        if own is not None:
+            own.begin_step()
+
+
+class Scores:
+    """Of each environment of a worker the first episodes, as many as it is to play.
+
+    Args:
+        wanted: how many episodes of each environment count.
+        max_steps: after so many an episode is left, and counts as far as it went.
+    """
+
+    def __init__(self, wanted: Sequence[int], max_steps: int) -> None:
+        self._missing = list(wanted)
+        self._max_steps = max_steps
+        # Of each environment its episodes: the return, the length, and whether it has ended.
+        self._found: list[list[tuple[float, int, bool]]] = [[] for _ in wanted]
+        self._returns = np.zeros(len(wanted))  # of the episodes under way
+        self._lengths = np.zeros(len(wanted), np.int64)
+        self._was_left = np.zeros(len(wanted), bool)  # what is under way is the rest of an episode
+
+    @property
+    def are_complete(self) -> bool:
+        return not any(self._missing)
+
+    def add(self, part: RolloutPart) -> None:
+        """Count the episodes in the next steps of all environments."""
+        counts = zip(part.episodic_returns.tolist(), part.episodic_lengths.tolist(), strict=True)
+        ends = dict(zip(part.episodes.tolist(), counts, strict=True))
+        num_envs = len(self._missing)
+        for step, rewards in enumerate(part.rewards):
+            self._returns += rewards
+            self._lengths += 1
+            for row in range(num_envs):
+                end = ends.get(step * num_envs + row)
+                if end is not None or self._lengths[row] >= self._max_steps:
+                    self._end(row, end)
+
+    def _end(self, row: int, counts: tuple[float, int] | None) -> None:
+        """Note an episode that has ended, or, without its counts, one that is left.
+
+        Of one that was left the rest is no other one, unless it is as long again.
+        """
+        has_ended = counts is not None
+        is_rest = has_ended and self._was_left[row]
+        if self._missing[row] and not is_rest:
+            seen = float(self._returns[row]), int(self._lengths[row])
+            self._found[row].append((*(counts or seen), has_ended))
+            self._missing[row] -= 1
+        self._was_left[row] = not has_ended
+        self._returns[row] = self._lengths[row] = 0
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Return the returns, the lengths, and which have ended, by environment, then time."""
+        episodes = [each for of_one in self._found for each in of_one]
+        returns, lengths, ended = zip(*episodes, strict=True)
+        return np.array(returns), np.array(lengths, np.int64), np.array(ended)

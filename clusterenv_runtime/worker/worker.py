@@ -40,7 +40,7 @@ from ..wire.protocol import (
 )
 from .connection import Connection, End
 from .one_by_one import EnvsOneByOne, seed_globals
-from .scores import Scores
+from .transitions import Scores
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor
