@@ -6,7 +6,7 @@ import msgspec
 from gymnasium import spaces
 
 from clusterenv_runtime import Exit, Launcher
-from clusterenv_runtime.envs.layout import EnvLayout
+from clusterenv_runtime.envs.blueprint import EnvLayout
 from clusterenv_runtime.envs.likeness import Likeness
 from clusterenv_runtime.head.messenger import Messenger
 from clusterenv_runtime.head.pool import WorkerPool

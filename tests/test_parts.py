@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from clusterenv_runtime import ProtocolError
 from clusterenv_runtime.arrays.spaces import map_space
-from clusterenv_runtime.envs.layout import EnvLayout
+from clusterenv_runtime.envs.blueprint import EnvLayout
 from clusterenv_runtime.errors import EnvRaised
 from clusterenv_runtime.head.answers import Opener, Published
 from clusterenv_runtime.rollout import RolloutPart

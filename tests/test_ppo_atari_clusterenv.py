@@ -8,7 +8,7 @@ from torch import nn
 
 import scripts.ppo_atari_clusterenv as script
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.envs.layout import EnvLayout
+from clusterenv_runtime.envs.blueprint import EnvLayout
 from clusterenv_runtime.extras import make_vec
 from clusterenv_runtime.extras.together import EnvsTogether
 from clusterenv_runtime.script import by_backend

@@ -17,7 +17,7 @@ from gymnasium.vector.utils import create_empty_array
 from ..arrays.frames import Frames
 from ..arrays.spaces import map_space
 from ..arrays.trees import map_tree
-from ..envs.layout import EnvLayout
+from ..envs.blueprint import EnvLayout
 from ..errors import ProtocolError
 from ..policy.versions import Published
 from ..wire.buffers import Arrays

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..envs.blueprint import Blueprint
-from ..envs.layout import EnvLayout, SpacesError
+from ..envs.blueprint import Blueprint, EnvLayout, SpacesError
 from ..errors import StartupError, printable
 from ..policy.versions import PolicyStore
 from ..wire import protocol
