@@ -21,7 +21,7 @@ from scipy import stats
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
-from clusterenv_runtime.arrays.spaces import map_space
+from clusterenv_runtime.arrays.trees import map_space
 from clusterenv_runtime.extras import Together, make_vec
 from clusterenv_runtime.policy.tensors import to_tensors
 from clusterenv_runtime.script.environments import one_line_for_environments

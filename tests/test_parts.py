@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clusterenv_runtime import ProtocolError
-from clusterenv_runtime.arrays.spaces import map_space
+from clusterenv_runtime.arrays.trees import map_space
 from clusterenv_runtime.envs.blueprint import EnvLayout
 from clusterenv_runtime.errors import EnvRaised
 from clusterenv_runtime.head.answers import Opener, Published

@@ -21,7 +21,7 @@ from clusterenv_runtime import (
     Frames,
     GaussianPolicy,
 )
-from clusterenv_runtime.arrays.spaces import map_space
+from clusterenv_runtime.arrays.trees import map_space
 from clusterenv_runtime.policy.tensors import to_tensors
 from clusterenv_runtime.rollout import Rollout
 

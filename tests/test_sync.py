@@ -20,7 +20,7 @@ from clusterenv_runtime import (
     GaussianPolicy,
     LocalLauncher,
 )
-from clusterenv_runtime.arrays.spaces import one_of
+from clusterenv_runtime.arrays.trees import one_of
 from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.policy.structure import pickled
 from clusterenv_runtime.policy.sync import SyncRule, measured_states

@@ -1,1 +1,1 @@
-"""Trees of arrays, Gymnasium's spaces as batches, and stacks of frames."""
+"""Trees of arrays, such as batches of Gymnasium's spaces, and stacks of frames."""

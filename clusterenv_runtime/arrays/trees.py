@@ -1,9 +1,17 @@
-"""Values that are one leaf, or dicts and tuples of such values."""
+"""Trees: values that are one leaf, or dicts and tuples of such values. A batch of a Gymnasium space
+is one, of arrays or of tuples of what cannot be batched.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector.utils import concatenate, create_empty_array
 
 
 def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
@@ -38,3 +46,85 @@ def filled(tree: Any, values: list[Any]) -> Any:
     """Return a tree like another, with these values for its leaves, in order."""
     rest = iter(values)
     return map_tree(lambda _: next(rest), tree)
+
+
+def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:
+    """Apply ``function`` to the leaves of batches of ``space``: arrays, or tuples of what cannot be
+    batched.
+    """
+    if isinstance(space, spaces.Dict):
+        return {
+            key: map_space(function, sub, *(tree[key] for tree in trees))
+            for key, sub in space.items()
+        }
+    if isinstance(space, spaces.Tuple):
+        parts = zip(space.spaces, *trees, strict=True)
+        return tuple(map_space(function, sub, *own) for sub, *own in parts)
+    return function(*trees)
+
+
+def merge_rows(space: Space, mask: np.ndarray, there: Any, elsewhere: Any) -> Any:
+    """Return a batch of ``space`` with the rows of ``there`` where ``mask`` is True, and of
+    ``elsewhere`` where not.
+    """
+
+    def merge(left: Any, right: Any) -> Any:
+        if isinstance(left, np.ndarray):
+            return np.where(mask.reshape(-1, *[1] * (left.ndim - 1)), left, right)
+        return tuple(pair[not chosen] for chosen, *pair in zip(mask, left, right, strict=True))
+
+    return map_space(merge, space, there, elsewhere)
+
+
+def is_batched(space: Space) -> bool:
+    """Return whether batches of ``space`` are (nested) arrays."""
+    found: list[Any] = []
+    map_space(found.append, space, create_empty_array(space, 1))
+    return all(isinstance(leaf, np.ndarray) for leaf in found)
+
+
+def one_of(space: Space) -> Any:
+    """Return a batch of one of ``space``, always the same: of zeros if none can be drawn, and else
+    of anything.
+    """
+    batch = create_empty_array(space, 1)
+    # NumPy draws no numbers from bounds as wide as float64's.
+    with contextlib.suppress(Exception):
+        own = copy.deepcopy(space)  # whose random numbers are nobody else's
+        own.seed(0)
+        batch = concatenate(space, [own.sample()], batch)
+    return batch
+
+
+def are_actions(space: Space, actions: Any, axes: int) -> bool:
+    """Say whether a batch of actions with so many leading axes is of a space; those of a Box may
+    lie beyond its bounds.
+    """
+    if isinstance(space, spaces.Dict):
+        return isinstance(actions, dict) and all(
+            are_actions(sub, actions.get(key), axes) for key, sub in space.items()
+        )
+    if isinstance(space, spaces.Tuple):
+        is_like = isinstance(actions, tuple) and len(actions) == len(space)
+        return is_like and all(
+            are_actions(*pair, axes) for pair in zip(space, actions, strict=True)
+        )
+    if not isinstance(actions, np.ndarray) or actions.shape[axes:] != space.shape:
+        return False
+    kind = actions.dtype.kind
+    if isinstance(space, spaces.Box):
+        return kind in "fiu"
+    if isinstance(space, spaces.MultiBinary):
+        return bool(((actions == 0) | (actions == 1)).all())
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        number = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        is_within = (actions >= space.start) & (actions < space.start + number)
+        return kind in "iu" and bool(is_within.all())
+    return False
+
+
+def check_actions(space: Space, actions: Any) -> None:
+    """Raise ValueError if some of a batch of actions are not of a space, see `are_actions`."""
+    if not are_actions(space, actions, 1):
+        given = map_tree(lambda leaf: f"{leaf.dtype} {leaf.shape[1:]}, such as {leaf[0]}", actions)
+        raise ValueError(f"the policy's actions are not of {space}, but {given}")

@@ -17,8 +17,7 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space, create_empty_array
 
-from ..arrays.spaces import map_space
-from ..arrays.trees import leaves
+from ..arrays.trees import leaves, map_space
 from .large import LargeArray, LargeArrays
 from .registry import packed_registry
 from .script import dumps_noting

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, create_empty_array
 
-from ..arrays.spaces import map_space
+from ..arrays.trees import map_space
 
 
 class EnvPoolVectorEnv(VectorEnv):

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrap
 from gymnasium.vector.utils import create_empty_array
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-from ..arrays.spaces import map_space
+from ..arrays.trees import map_space
 from ..envs.blueprint import LayoutOf
 from ..wire.part import RolloutPart
 from ..worker.transitions import Counts, OwnStatistics, Transitions, begin_step, stack

@@ -15,8 +15,7 @@ import numpy as np
 from gymnasium.vector.utils import create_empty_array
 
 from ..arrays.frames import Frames
-from ..arrays.spaces import map_space
-from ..arrays.trees import map_tree
+from ..arrays.trees import map_space, map_tree
 from ..envs.blueprint import EnvLayout
 from ..errors import ProtocolError
 from ..policy.versions import Published

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 
-from ..arrays.spaces import is_batched
+from ..arrays.trees import is_batched
 from ..envs.blueprint import Blueprint
 from ..rollout import Rollout
 from ..wire.part import RolloutPart

@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import create_empty_array, iterate
 
-from ..arrays.spaces import check_reset_mask, map_space
+from ..arrays.trees import map_space
 from ..envs.blueprint import Blueprint
 from ..errors import DeadlineError, printable
 from ..wire.protocol import Call, Message, Reset, SetAttr
@@ -62,7 +62,7 @@ class Stepper:
         mask = None
         if options is not None and "reset_mask" in options:
             mask = options.pop("reset_mask")
-            check_reset_mask(mask, num_envs)
+            _check_reset_mask(mask, num_envs)
             self._assert_none_waits_for_reset("reset` with a `reset_mask")
             mask = None if mask.all() else mask
         seeds = [None] * num_envs if seed is None else seed
@@ -258,3 +258,19 @@ def _joined(out: Any, *leaves: Any) -> Any:
     if isinstance(out, np.ndarray):
         return np.concatenate(leaves, out=out)
     return tuple(item for leaf in leaves for item in leaf)
+
+
+def _check_reset_mask(mask: Any, num_envs: int) -> None:
+    if not isinstance(mask, np.ndarray):
+        raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
+    if mask.shape != (num_envs,):
+        raise ValueError(
+            f"`options['reset_mask']` must have shape `({num_envs},)`, got {mask.shape}"
+        )
+    if mask.dtype != np.bool_:
+        raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
+    if not mask.any():
+        raise ValueError(
+            f"`options['reset_mask']` must contain a boolean array with at least one True value, "
+            f"got reset_mask={mask}"
+        )

@@ -10,7 +10,7 @@ import cloudpickle
 import numpy as np
 from gymnasium import Space
 
-from ..arrays.spaces import merge_rows
+from ..arrays.trees import merge_rows
 from ..envs.large import LargeArray
 from ..launchers import Exit
 from ..policy.versions import PolicyCopy

@@ -15,8 +15,7 @@ import torch
 from gymnasium import Space
 from gymnasium.vector.utils import create_empty_array
 
-from ..arrays.spaces import check_actions, one_of
-from ..arrays.trees import leaves, map_tree
+from ..arrays.trees import check_actions, leaves, map_tree, one_of
 from ..errors import one_line
 from ..wire.protocol import Collect
 from .actor import Actor, layout_of_state

@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 from gymnasium import Space
 
-from ..arrays.spaces import are_actions
-from ..arrays.trees import leaves, map_tree
+from ..arrays.trees import are_actions, leaves, map_tree
 from ..errors import EnvRaised, ProtocolError
 from .buffers import Arrays, to_buffers
 from .protocol import Part

@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, iterate
 
-from ..arrays.spaces import map_space, merge_rows
+from ..arrays.trees import map_space, merge_rows
 from ..envs.blueprint import LayoutOf
 from ..errors import EnvRaised
 from ..wire.part import RolloutPart
