@@ -19,7 +19,7 @@ import threading
 import types
 from pathlib import Path
 
-from clusterenv_runtime.launchers.processes import has_ended
+from clusterenv_runtime.launchers.forking import has_ended
 from clusterenv_runtime.launchers.start import PATH
 
 PRELOADED = [

@@ -26,7 +26,7 @@ from typing import Any
 import cloudpickle
 
 from ..launchers import Launcher
-from ..launchers.python import current_directory, import_path
+from ..launchers.processes import current_directory, import_path
 
 logger = logging.getLogger(__name__)
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]

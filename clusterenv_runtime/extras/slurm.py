@@ -22,8 +22,7 @@ from typing import IO
 from ..errors import StartupError
 from ..launchers.base import WORKER, Exit, Launcher
 from ..launchers.local import LocalLauncher, kill_group
-from ..launchers.processes import VARIABLE
-from ..launchers.python import python_command
+from ..launchers.processes import VARIABLE, python_command
 
 logger = logging.getLogger(__name__)
 # srun divides a step by these variables.

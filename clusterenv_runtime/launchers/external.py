@@ -7,7 +7,7 @@ import shlex
 
 from ..errors import print_line
 from .base import Launcher
-from .python import hash_seed
+from .processes import hash_seed
 
 
 class ExternalLauncher(Launcher):

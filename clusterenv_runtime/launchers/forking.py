@@ -19,6 +19,7 @@ import functools
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -30,8 +31,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..errors import StartupError
-from .processes import VARIABLE, has_ended
-from .python import python_command
+from .processes import VARIABLE, python_command
 from .start import PATH
 
 MAX_MESSAGE = 2**18  # bytes
@@ -58,6 +58,13 @@ AT_LOAD = (
 
 class ForkServerLost(Exception):
     """The process that forks workers has ended, or does not answer."""
+
+
+def has_ended(process: int, timeout: float = 0.0) -> bool:
+    """Wait for up to ``timeout`` seconds until a process has ended, by its descriptor."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
 
 
 class Forked:

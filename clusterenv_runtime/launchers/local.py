@@ -17,8 +17,14 @@ from typing import IO, Any
 
 from .base import WORKER, Exit, Launcher
 from .forking import UNKNOWN, Forked, ForkServer, ForkServerLost, can_fork, shared_server
-from .processes import VARIABLE, kill_marked
-from .python import current_directory, hash_seed, import_path, python_command
+from .processes import (
+    VARIABLE,
+    current_directory,
+    hash_seed,
+    import_path,
+    kill_marked,
+    python_command,
+)
 from .start import PATH
 
 logger = logging.getLogger(__name__)

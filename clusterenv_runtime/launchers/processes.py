@@ -1,5 +1,5 @@
-"""Whether a process has ended; and the processes that a worker's environments have started,
-wherever they have gone.
+"""Workers' processes: how a Python like this one is started, and how the processes are found that a
+worker's environments have started, wherever they have gone.
 
 A process can leave its group, and the system forgets a parent that has died. But each process
 inherits the environment variables of its parent, and a worker's variables hold a mark. Only Linux
@@ -8,21 +8,60 @@ shows the variables of a process. Elsewhere nothing is found.
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import multiprocessing.process
 import os
-import select
 import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
+
+from . import start
 
 VARIABLE = "CLUSTERENV_WORKER"
 
 
-def has_ended(process: int, timeout: float = 0.0) -> bool:
-    """Wait for up to ``timeout`` seconds until a process has ended, by its descriptor."""
-    poll = select.poll()
-    poll.register(process, select.POLLIN)
-    return bool(poll.poll(timeout * 1000))
+def current_directory() -> str | None:
+    """Return the current directory; None if it has been removed."""
+    with suppress(FileNotFoundError):
+        return os.getcwd()
+    return None
+
+
+def import_path() -> list[str]:
+    """Return `sys.path` for another process, whatever its directory is.
+
+    A relative entry may have been used before this process changed its directory.
+    """
+    directories = filter(None, [multiprocessing.process.ORIGINAL_DIR, current_directory()])
+    directories = list(dict.fromkeys(directories))
+    path = []
+    for entry in sys.path:
+        if not isinstance(entry, str):  # imports skip it
+            continue
+        if os.path.isabs(entry):
+            path.append(entry)
+        else:
+            path += [os.path.normpath(os.path.join(each, entry)) for each in directories]
+    return path
+
+
+def hash_seed() -> str:
+    """Return the seed by which all workers hash strings: this process's, if it can be known."""
+    seed = os.environ.get("PYTHONHASHSEED", "random")
+    return "1" if seed in ("", "random") else seed
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module in a Python like this one.
+
+    The variable `start.PATH` has the `sys.path` of the process.
+    """
+    flags = subprocess._args_from_interpreter_flags()  # as `multiprocessing` does
+    for name, value in sys._xoptions.items():
+        flags += ["-X", name if value is True else f"{name}={value}"]
+    return [sys.executable, *flags, start.__file__, module, *arguments]
 
 
 def kill_marked(mark: str) -> bool:
@@ -37,7 +76,7 @@ def kill_marked(mark: str) -> bool:
     except OSError as error:
         return error.errno in (errno.EMFILE, errno.ENFILE)
     for pid in map(int, filter(str.isdecimal, names)):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # it has ended, or is another user's
             if start in b"\0" + Path(f"/proc/{pid}/environ").read_bytes() and pid != os.getpid():
                 os.kill(pid, signal.SIGKILL)
                 found = True

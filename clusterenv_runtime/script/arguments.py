@@ -20,7 +20,7 @@ import msgspec
 import tyro
 
 from ..errors import Interrupted, LearnerLostError, StartupError, WorkerDiedError
-from ..launchers.python import current_directory
+from ..launchers.processes import current_directory
 from ..options import (
     ClusterOptions,
     Name,

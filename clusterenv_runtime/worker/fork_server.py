@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import one_line
-from ..launchers.forking import MAX_MESSAGE
-from ..launchers.processes import VARIABLE, has_ended
+from ..launchers.forking import MAX_MESSAGE, has_ended
+from ..launchers.processes import VARIABLE
 from ..wire.protocol import shared_versions
 from .__main__ import main as be_worker
 
