@@ -97,6 +97,10 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     """
     kl_threshold: Nats = 0.001
     max_policy_lag: NotNegative | None = 8
+    compile: bool = False
+    """compile losses: gradient steps on a GPU take about 0.9 of the time"""
+    worker_bfloat16: bool = False
+    """the workers' networks compute in bfloat16, for processors that have it in hardware"""
     save_replay: bool = False
     """whether checkpoints hold the replay buffer; else a resumed run collects `--learning-starts`
     steps first
@@ -124,6 +128,14 @@ class PixelPolicy(EpsilonGreedyPolicy):
 
     float_observations = False
 
+    def __init__(self, q_network, epsilon, bfloat16):
+        super().__init__(q_network, epsilon)
+        self.bfloat16 = bfloat16
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
+            return super().forward(x).float()
+
 
 class QNetwork(nn.Module):
     def __init__(self, env):
@@ -144,7 +156,7 @@ class QNetwork(nn.Module):
 def make_policy(args, envs):
     """Return the Q-network, and the policy that acts by it, which travels to the workers."""
     q_network = QNetwork(envs)
-    return q_network, PixelPolicy(q_network, args.end_e)
+    return q_network, PixelPolicy(q_network, args.end_e, args.worker_bfloat16)
 
 
 def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
@@ -170,10 +182,13 @@ def td_loss(q_network, obs, actions, td_target):
     return F.mse_loss(td_target, old_val), old_val
 
 
-def update(optimizer, q_network, target_network, args, obs, actions, next_obs, rewards, dones):
-    """Take a gradient step on a batch; return its loss, and the Q-values of its `actions`."""
-    td_target = compute_td_target(target_network, next_obs, rewards, dones, args.gamma)
-    loss, old_val = td_loss(q_network, obs, actions, td_target)
+def update(optimizer, q_network, target_network, args, target_fn, loss_fn, *batch):
+    """Take a gradient step on a batch, by `compute_td_target` and `td_loss`; return its loss, and
+    the Q-values of its actions.
+    """
+    obs, actions, next_obs, rewards, dones = batch
+    td_target = target_fn(target_network, next_obs, rewards, dones, args.gamma)
+    loss, old_val = loss_fn(q_network, obs, actions, td_target)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -225,7 +240,10 @@ if __name__ == "__main__":
     target_network = QNetwork(envs).to(device)
     target_network.load_state_dict(q_network.state_dict())
     run.keep("target_network", target_network)
-    update_once = CudaGraph(update, optimizer, q_network, target_network, args)
+    functions = compute_td_target, td_loss
+    if args.compile:
+        functions = [torch.compile(function, dynamic=False) for function in functions]
+    update_once = CudaGraph(update, optimizer, q_network, target_network, args, *functions)
     space = envs.single_observation_space
     rb = ReplayBuffer(args.buffer_size, num_frames, space, args.save_replay, rb_device)
     run.keep("rb", rb)

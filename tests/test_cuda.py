@@ -32,11 +32,13 @@ RATES = 2**-10, 2**-9, 2**-11  # exact in float32, so that a number is the same 
 
 @pytest.fixture(autouse=True)
 def as_in_the_scripts(monkeypatch):
-    before = Distribution._validate_args
+    before, precision = Distribution._validate_args, torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
     Distribution.set_default_validate_args(False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     yield
     Distribution.set_default_validate_args(before)
+    torch.set_float32_matmul_precision(precision)
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("default")
 
@@ -234,8 +236,8 @@ def test_a_replay_buffer_on_a_gpu_holds_what_one_in_memory_does(has_frames):
     make = FrameReplay if has_frames else ReplayBuffer
     here, there = (make(*sizes, *spaces, True, device) for device in ("cpu", "cuda"))
     for number in range(6):
-        chunk = chunk_of(8 * number, 4, 2, (4, 1, 1))
         for buffer in (here, there):
+            chunk = chunk_of(8 * number, 4, 2, (4, 1, 1))
             buffer.add(in_frames(chunk) if has_frames else chunk)
     back = make(*sizes, *spaces, True, "cpu")
     back.load_state_dict(there.state_dict())

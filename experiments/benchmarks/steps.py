@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import isfunction
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ ARGS = SimpleNamespace(
 )  # fmt: skip
 FIRST = 12  # steps before the clock starts; a graph is captured within them
 SCRIPTS = "ppo", "ppo_continuous", "ppo_lstm", "ppo_atari", "dqn", "dqn_atari", "sac"
-COMPILED = "ppo", "ppo_continuous", "ppo_atari"  # those that have --compile
+COMPILED = "ppo", "ppo_continuous", "ppo_atari", "dqn_atari"  # those that have --compile
 
 
 @dataclass
@@ -104,9 +105,11 @@ def make(name: str, device: str, compiled: bool = False) -> Learner:
         if isinstance(module, nn.Module):
             module.to(device)
     if compiled:
-        *fixed, loss_fn = learner.fixed
         options = {"cpp.use_decompose_tanh": True} if device == "cpu" else {}
-        learner.fixed = [*fixed, torch.compile(loss_fn, dynamic=False, options=options)]
+        learner.fixed = [
+            torch.compile(part, dynamic=False, options=options) if isfunction(part) else part
+            for part in learner.fixed
+        ]
     learner.inputs = [value.to(device) for value in learner.inputs]
     return learner
 
@@ -141,7 +144,8 @@ def make_dqn(batch_size: int = 128) -> Learner:
 def make_dqn_atari(obs: torch.Tensor, actions: torch.Tensor) -> Learner:
     network, target_network = dqn_atari.QNetwork(PIXELS), dqn_atari.QNetwork(PIXELS)
     inputs = [obs, actions, obs.flip(0), torch.randn(len(obs)), torch.zeros(len(obs))]
-    return Learner(dqn_atari.update, adam(network), [network, target_network, ARGS], inputs)
+    fixed = [network, target_network, ARGS, dqn_atari.compute_td_target, dqn_atari.td_loss]
+    return Learner(dqn_atari.update, adam(network), fixed, inputs)
 
 
 def make_sac(device: str, batch_size: int = 256) -> Learner:
@@ -202,6 +206,7 @@ def main() -> None:
     args = tyro.cli(Args)
     Distribution.set_default_validate_args(False)
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")  # as in the scripts, on a GPU
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(where, "torch", torch.__version__, flush=True)
     for name in args.scripts:
