@@ -178,7 +178,7 @@ def test_a_users_reset_seeds_the_noise_anew_unless_its_seed_was_just_loaded(told
         told.reset()
         assert told.recovery.state_dict(told.workers) == state
     assert [worker.rollouts for worker in told.workers] == [7, 7]
-    told.recovery.number(told.worker, Collect(5, 1, 0, 0.0, []))
+    told.recovery.seed_noise(told.worker, Collect(5, 1, 0, 0.0, []))
     told.reset()
     assert told.recovery.state_dict(told.workers) == {
         "seed": 5,

@@ -137,7 +137,7 @@ class Collector:
         self._pool.require(*workers)
         granted = list(zip(workers, requests, strict=True))
         for worker, request in granted:
-            self._recovery.number(worker, request)
+            self._recovery.seed_noise(worker, request)
             self.granted[self._pool.ask(worker, request)] = worker.index
         return granted
 

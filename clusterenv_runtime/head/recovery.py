@@ -112,7 +112,7 @@ class Recovery:
         more = f" and {len(edited) - SHOWN} more" if len(edited) > SHOWN else ""
         return f"; it runs code that was changed since the others started: {names}{more}"
 
-    def number(self, worker: Worker, request: Collect) -> None:
+    def seed_noise(self, worker: Worker, request: Collect) -> None:
         """Say in a request to act which rollout it is, and so which noise it draws."""
         request.seed = self.seed
         request.rollout = worker.asked_rollouts

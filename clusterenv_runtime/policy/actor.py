@@ -4,6 +4,8 @@ comes.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from ..errors import EnvRaised
 from ..wire.protocol import Collect, Weights
 from .base import Policy
 from .differences import FROM_HELD, WHOLE, Difference, checksum
-from .sync import measured_states, noise_seed
+from .sync import measured_states
 from .tensors import (
     empty_copy,
     flat_weights,
@@ -210,6 +212,16 @@ class Actor:
         if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in leaves(params)):
             raise ValueError("params hold NaN: has the policy diverged?")
         return self.policy.distribution(params).log_prob(actions)
+
+
+def noise_seed(seed: int, row: int, rollout: int) -> int:
+    """Return what seeds the noise of one row in one rollout; it follows from these numbers, and
+    from nothing else.
+
+    Of a seed, torch's generators use 32 bits.
+    """
+    numbers = struct.pack("<4Q", seed, row, rollout, 0)
+    return int.from_bytes(hashlib.blake2b(numbers, digest_size=4).digest())
 
 
 def _blame_environment(params: Any, observations: Any) -> None:

@@ -1,19 +1,16 @@
-"""Adaptive Policy Synchronization: when a worker pulls, by which states the divergence is
-measured, and how a rollout's noise is seeded.
+"""Adaptive Policy Synchronization: when a worker pulls, and by which states the divergence is
+measured.
 
 The head measures, the worker decides. After each update the head evaluates its new policy on
 observations each worker has just acted on, and sends it one number, its divergence, with the next
 request. If all are asked at once, the number is the mean over all, so all pull at once, and one
-policy acts in the whole rollout. Weights move only when a worker asks for them. States and noise
-follow from the numbers of rows and rollouts, whichever worker has a row. Source: *Adaptive Policy
-Synchronization for Scalable RL* (arXiv 2507.10990). The head's side is in `versions`.
+policy acts in the whole rollout. Weights move only when a worker asks for them. Source: *Adaptive
+Policy Synchronization for Scalable RL* (arXiv 2507.10990). The head's side is in `versions`.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import struct
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -69,13 +66,3 @@ def measured_states(num_steps: int, rows: range, number: int, in_sequence: bool)
     if not in_sequence:
         steps = ((steps + np.array(rows) * GOLDEN_RATIO % 1) * num_steps / number).astype(np.int64)
     return (steps * len(rows) + places).reshape(-1)
-
-
-def noise_seed(seed: int, row: int, rollout: int) -> int:
-    """Return what seeds the noise of one row in one rollout; it follows from these numbers, and
-    from nothing else.
-
-    Of a seed, torch's generators use 32 bits.
-    """
-    numbers = struct.pack("<4Q", seed, row, rollout, 0)
-    return int.from_bytes(hashlib.blake2b(numbers, digest_size=4).digest())
