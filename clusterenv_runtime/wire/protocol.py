@@ -83,7 +83,7 @@ class Collect(Message):
     numbers: list[float]  # the policy's, see `Policy.numbers`
     states: int = 1  # of each row, whose distribution parameters are wanted
     seed: int = 0  # of the run's noise
-    rollout: int = 0  # the number of this rollout since the seed was given, for `sync.noise_seed`
+    rollout: int = 0  # the number of this rollout since the seed was given, for `actor.noise_seed`
 
 
 class Evaluate(Message):
@@ -102,15 +102,13 @@ class Evaluate(Message):
     seeds: list[int | None]  # of the reset that follows
 
 
-class Structure(
-    Message
-):  # cloudpickle of the policy without its weights, which the worker then pulls
+# cloudpickle of the policy without its weights, which the worker then pulls
+class Structure(Message):
     pass
 
 
-class Weights(
-    Message
-):  # all, flat; or what `differences.Difference.pack` makes, and what is never rounded
+# all, flat; or what `differences.Difference.pack` makes, and what is never rounded
+class Weights(Message):
     """Answers a `Pull`."""
 
     version: int
@@ -229,9 +227,8 @@ def shared_versions() -> dict[str, str]:
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("gymnasium", "numpy", "cloudpickle", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name).split("+")[
-                0
-            ]  # a CPU build matches a CUDA build
+            # a CPU build matches a CUDA build
+            versions[name] = importlib.metadata.version(name).split("+")[0]
     return versions
 
 
@@ -262,9 +259,8 @@ def keep_alive(socket: zmq.Socket[bytes], silence: float) -> None:
     is for a connection that carries nothing else. The head waits for 65 seconds at most: libzmq
     counts milliseconds in 16 bits there.
     """
-    milliseconds = max(
-        int(min(silence, 10**6) * 750), 1
-    )  # eleven days at most: here it has 32 bits
+    # eleven days at most: here it has 32 bits
+    milliseconds = max(int(min(silence, 10**6) * 750), 1)
     socket.heartbeat_timeout = milliseconds
     socket.heartbeat_ttl = min(max(milliseconds, 100), 65_500)
     socket.heartbeat_ivl = max(min(milliseconds // 3, int(PULSE_S * 1000)), 1)

@@ -49,7 +49,7 @@ OWN = r"<\w+> \(" + re.escape(SCRIPT.name) + r"|\((numpy|torch/_tensor\.py)"
 WORKER = (
     (r"forward \(torch/nn/modules/container|_call_impl", "policy: forward"),
     (
-        r"(act|finish|noise|to_tensors) \(clusterenv_runtime/(policy|worker/actor)",
+        r"(act|finish|noise|to_tensors) \(clusterenv_runtime/policy",
         "policy: noise, sampling, log-probs",
     ),
     (r"step \((?!clusterenv_runtime)", "environments: step"),
