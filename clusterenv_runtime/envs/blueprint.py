@@ -19,8 +19,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space, create_e
 
 from ..arrays.trees import leaves, map_space
 from .large import LargeArray, LargeArrays
-from .registry import packed_registry
-from .script import dumps_noting
+from .script import dumps_noting, packed_registry
 
 
 class SpacesError(RuntimeError, ValueError):

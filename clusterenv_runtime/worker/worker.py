@@ -19,7 +19,7 @@ import numpy as np
 
 from ..envs.blueprint import EnvFns, LayoutOf, Told
 from ..envs.large import open_shared
-from ..envs.registry import load_registry
+from ..envs.script import load_registry
 from ..errors import EnvRaised
 from ..policy.sync import SyncRule
 from ..wire import protocol
