@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -101,26 +102,27 @@ class Rollout:
         come now take their place.
         """
         sizes = [part.rewards.shape[1] for part in parts]
-        fields = {}
-        for name, axis in _JOINED.items():
-            trees = [getattr(part, name) for part in parts]
-            is_kept = name == "next_observations"  # the head keeps the views of these
-            fields[name] = _joined(trees, axis, is_kept)
-        if len(parts) > 1:
-            ended = [np.flatnonzero(part.terminations | part.truncations) for part in parts]
-            counted = [part.episodes for part in parts]  # some ends may not count
-            orders: dict[tuple[str, ...], np.ndarray] = {
-                ENDS: _in_order(ended, sizes),
-                EPISODES: _in_order(counted, sizes),
-            }
-            for name in _JOINED:
-                if AXES[name] in orders:
-                    fields[name] = map_tree(itemgetter(orders[AXES[name]]), fields[name])
         return cls(
             rows=rows,
             infos=_join_infos(parts, sizes, infos),
             policy_versions=np.repeat([part.version for part in parts], sizes),
-            **fields,
+            **_join_fields(parts, {EPISODES: [part.episodes for part in parts]}),
+        )
+
+    @classmethod
+    def concatenate(cls, chunks: Sequence[Rollout]) -> Rollout:
+        """Return chunks of `ClusterEnv.recv`, of one ``num_steps``, side by side as one rollout.
+
+        A worker's chunks go on one after the other, in as many columns: ``rows`` says whose they
+        are. Episodes come chunk by chunk.
+        """
+        return cls(
+            rows=np.concatenate([chunk.rows for chunk in chunks]),
+            infos={
+                key: _concatenate([each.infos[key] for each in chunks]) for key in chunks[0].infos
+            },
+            policy_versions=np.concatenate([chunk.policy_versions for chunk in chunks]),
+            **_join_fields(chunks, {}),
         )
 
 
@@ -130,6 +132,38 @@ _JOINED = {
     for name, axes in AXES.items()
     if name in Rollout.__dataclass_fields__
 }
+
+
+def _join_fields(
+    parts: Sequence[RolloutPart | Rollout], counted: dict[tuple[str, ...], list[np.ndarray]]
+) -> dict[str, Any]:
+    """Return these fields, joined; ``counted`` are by axis the steps that ended what is to come in
+    their order, as numbers step * num_envs + environment.
+    """
+    fields = {}
+    for name, axis in _JOINED.items():
+        trees = [getattr(part, name) for part in parts]
+        is_kept = name == "next_observations"  # the head keeps the views of these
+        fields[name] = _joined(trees, axis, is_kept)
+    if len(parts) > 1:
+        sizes = [part.rewards.shape[1] for part in parts]
+        ended = [np.flatnonzero(part.terminations | part.truncations) for part in parts]
+        # some ends may not count as those of episodes
+        orders = {axes: _in_order(own, sizes) for axes, own in {ENDS: ended, **counted}.items()}
+        for name in _JOINED:
+            if AXES[name] in orders:
+                fields[name] = map_tree(itemgetter(orders[AXES[name]]), fields[name])
+    return fields
+
+
+def _concatenate(infos: list[np.ndarray]) -> np.ndarray:
+    """Return infos of chunks side by side; before the first has come, its shape is not known."""
+    most = max((values.shape for values in infos), key=len)
+    alike = [
+        values if values.ndim == len(most) else np.zeros((*values.shape, *most[2:]), bool)
+        for values in infos
+    ]
+    return np.concatenate(alike, 1)
 
 
 def _joined(trees: list[Any], axis: int, copy: bool) -> Any:
