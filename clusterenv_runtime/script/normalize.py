@@ -58,11 +58,21 @@ class NormalizeReward:
         self.discounted_return = np.zeros(num_envs)
 
     def __call__(self, rollout: Rollout) -> np.ndarray:
-        """Return a rollout's scaled rewards, ``(num_steps, num_envs)`` in float32, clipped."""
-        discounted_returns, self.discounted_return = discount(
-            rollout.rewards, rollout.starts, rollout.terminations | rollout.truncations,
-            self.gamma, self.discounted_return,
-        )  # fmt: skip
+        """Return a rollout's scaled rewards, ``(num_steps, num_envs)`` in float32, clipped.
+
+        Of chunks side by side, those of one worker go on one after the other.
+        """
+        dones = rollout.terminations | rollout.truncations
+        discounted_returns = np.empty_like(rollout.rewards)
+        left = np.arange(len(rollout.rows))
+        while len(left):
+            rows, firsts = np.unique(rollout.rows[left], return_index=True)
+            columns = left[firsts]
+            discounted_returns[:, columns], self.discounted_return[rows] = discount(
+                rollout.rewards[:, columns], rollout.starts[columns], dones[:, columns],
+                self.gamma, self.discounted_return[rows],
+            )  # fmt: skip
+            left = np.delete(left, firsts)
         self.moments.update(discounted_returns.reshape(-1))
         return scale_rewards(rollout.rewards, self.moments.var).astype(np.float32)
 

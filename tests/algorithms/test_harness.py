@@ -60,14 +60,26 @@ def test_all_random_numbers_follow_the_seed_and_go_on():
     assert draw() == second
 
 
-def test_discounted_returns_begin_anew_where_an_episode_does():
-    def rollout(starts):
-        none = np.zeros((1, 2), bool)
-        rewards = np.array([[1.0, 10.0]])
-        return SimpleNamespace(
-            rewards=rewards, starts=np.array(starts), terminations=none, truncations=none
-        )
+def rollout(starts, rows=(0, 1), rewards=((1.0, 10.0),)):
+    none = np.zeros((1, len(rows)), bool)
+    return SimpleNamespace(
+        rows=np.array(rows), rewards=np.array(rewards), starts=np.array(starts),
+        terminations=none, truncations=none,
+    )  # fmt: skip
 
+
+def test_discounted_returns_go_on_in_the_next_chunk_of_a_worker():
+    scale = NormalizeReward(3, 0.5)
+    scale(rollout([True] * 3, (0, 1, 2), [[1.0, 10.0, 100.0]]))
+    # Three chunks of the last row, and one of the first, which is a replacement's.
+    scale(rollout([False, True, False, False], (2, 0, 2, 2), [[1.0, 2.0, 3.0, 4.0]]))
+    scale(rollout([False], (1,), [[0.0]]))
+    seen = np.array([1, 10, 100, 51, 2, 28.5, 18.25, 5])
+    assert scale.moments.mean == pytest.approx(seen.mean())
+    assert scale.moments.var == pytest.approx(seen.var())
+
+
+def test_discounted_returns_begin_anew_where_an_episode_does():
     scale = NormalizeReward(2, 0.5)
     scale(rollout([True, True]))
     scale(rollout([False, True]))  # the second one was lost
