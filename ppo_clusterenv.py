@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.optim as optim
 from torch.distributions import Categorical
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Rollout
 from clusterenv_runtime.options import (
     EnvId,
     Fraction,
@@ -33,12 +33,14 @@ from clusterenv_runtime.script import (
     by_backend,
     check_batches,
     check_discrete,
+    check_stream,
     check_vectors,
     env_setup,
     evaluate,
     parse,
     record_video,
     seeded_device,
+    stream,
 )
 
 
@@ -91,6 +93,14 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
     overlap: bool = False
     """collect the next rollout while learning from this one; it acts one update behind"""
+    stream: bool = False
+    """learn from the first chunks that are ready, of whichever workers: none waits for another"""
+    outstanding: Positive = 2
+    """with `--stream`: chunks each worker may be ahead of the learner"""
+    deterministic: bool = False
+    """with `--stream`: take chunks in a fixed order, one outstanding each, so that two runs of one
+    seed are the same to the last bit
+    """
     compile: bool = False
     """compile networks and loss: after up to half a minute, updates take about 0.6 of the time"""
 
@@ -220,6 +230,7 @@ if __name__ == "__main__":
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
     check_batches(args)
+    check_stream(args)
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
@@ -252,6 +263,7 @@ if __name__ == "__main__":
     envs.reset(seed=args.seed + run.global_step)
 
     with run.training(envs, agent, policy):
+        chunks = stream(run, envs)
         for iteration in run.iterations(args.num_iterations, args.batch_size):
             # Annealing the rate if instructed to do so.
             frac = 1.0 - (iteration - 1.0) / args.num_iterations if args.anneal_lr else 1.0
@@ -259,8 +271,12 @@ if __name__ == "__main__":
             optimizer.param_groups[0]["lr"] = lrnow
             # The workers act and step. Those whose policy has diverged pull this one first.
             collect_start = time.monotonic()
-            overlap = args.overlap and iteration < args.num_iterations
-            rollout = envs.rollout(policy, args.num_steps, overlap=overlap)
+            if args.stream:  # as many chunks as there are workers: of a fast one two, say
+                envs.publish(policy)
+                rollout = Rollout.concatenate([next(chunks) for _ in range(args.num_workers)])
+            else:
+                overlap = args.overlap and iteration < args.num_iterations
+                rollout = envs.rollout(policy, args.num_steps, overlap=overlap)
             learn_start = time.monotonic()
             run.add_episodes(rollout)
             run.global_step += args.batch_size

@@ -52,11 +52,22 @@ def check_batches(args: Any, of_whole_envs: bool = False) -> None:
     check(args.num_iterations >= 1, f"{total} must be at least {batch} = {args.batch_size}")
 
 
+def check_stream(args: Any) -> None:
+    """Check that the chunks of a PPO script's batch are alike, if it streams."""
+    if args.stream:
+        check(not args.overlap, "--stream and --overlap exclude each other: give one of them")
+        _check_rows(args)
+
+
+def _check_rows(args: Any) -> None:
+    multiple = f"a multiple of --num-workers {args.num_workers}: all chunks are as large"
+    check(args.num_envs % args.num_workers == 0, f"--num-envs {args.num_envs} must be {multiple}")
+
+
 def check_chunks(args: Any) -> None:
     """Check that chunks for a replay buffer are alike, and fit into the run and into the buffer."""
-    rows, rest = divmod(args.num_envs, args.num_workers)
-    multiple = f"a multiple of --num-workers {args.num_workers}: all chunks are as large"
-    check(rest == 0, f"--num-envs {args.num_envs} must be {multiple}")
+    _check_rows(args)
+    rows = args.num_envs // args.num_workers
     chunk = f"a chunk of {rows} environments x {args.num_steps} steps = {args.chunk_size}"
     total = f"--total-timesteps {args.total_timesteps}"
     check(args.num_iterations >= 1, f"{total} must be at least {chunk}")

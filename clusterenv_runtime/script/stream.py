@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,24 +14,70 @@ from ..rollout import Rollout
 
 def chunks(run: Any, envs: ClusterEnv, explore: Callable[[int], None]) -> Iterator[Rollout]:
     """Yield the chunks of `Run.stream`."""
+    number, size = run.args.num_iterations, run.args.chunk_size
+    done = -(-run.global_step // size)
+    explore(run.global_step)
+    steps = itertools.count((done + 1) * size, size)
+    ready = _ready(run, envs, number - done, None, lambda: explore(next(steps)))
+    for _, chunk in zip(run.iterations(number, size), ready, strict=False):
+        # From here to the next chunk nothing waits for workers, so a checkpoint holds all of this
+        # one or nothing.
+        run.global_step += size
+        run.add_episodes(chunk)
+        yield chunk
+
+
+def stream(run: Any, envs: ClusterEnv) -> Iterator[Rollout]:
+    """Yield the chunks of what is left of a run, `num_workers` of them in each iteration.
+
+    If the policy is published once before these, no policy that acted is older than
+    `max_policy_lag` + `outstanding` versions, or with `deterministic` + 1: the learner waits for a
+    chunk before it would be.
+    """
+    left = run.args.num_iterations - run.global_step // run.args.batch_size
+    return _ready(run, envs, left * run.args.num_workers, run.args.max_policy_lag, lambda: None)
+
+
+def _ready(
+    run: Any, envs: ClusterEnv, number: int, bound: int | None, taken: Callable[[], None]
+) -> Iterator[Rollout]:
+    """Yield ``number`` chunks of whichever worker is ready. Call ``taken`` before it is asked for
+    another one.
+    """
     args = run.args
     # Who may send the next chunk, and whose to take next (None: whichever is ready). Nothing sent
     # is left unused.
     turns = itertools.cycle(range(args.num_workers) if args.deterministic else [None])
     ahead = list(range(args.num_workers)) * (1 if args.deterministic else args.outstanding)
-    explore(run.global_step)
-    left = args.num_iterations - -(-run.global_step // args.chunk_size)
-    for worker in ahead[:left]:
+    # Of each worker's outstanding chunks, oldest first: the last version at which it may come.
+    deadlines: list[deque[int]] = [deque() for _ in range(args.num_workers)]
+
+    def send(worker: int) -> None:
         envs.send(args.num_steps, worker)
-    for iteration in run.iterations(args.num_iterations, args.chunk_size):
+        if bound is not None:  # a worker that is further behind pulls
+            acts = max(envs.held_versions[worker], envs.policy_version - bound)
+            deadlines[worker].append(acts + bound + len(ahead) // args.num_workers)
+
+    def late(slots: int) -> int | None:
+        """Return the worker whose chunk must come next, so that all come in time."""
+        order = sorted((each, worker) for worker, own in enumerate(deadlines) for each in own)
+        for place, (deadline, _) in enumerate(order, 1):
+            if place >= slots + (deadline - envs.policy_version) * args.num_workers:
+                return order[0][1]
+        return None
+
+    for worker in ahead[:number]:
+        send(worker)
+    for left in range(number, 0, -1):
+        turn = next(turns)
+        if bound is not None and turn is None:
+            turn = late((left - 1) % args.num_workers + 1)
         start = time.monotonic()
-        worker, chunk = envs.recv(next(turns))
+        worker, chunk = envs.recv(turn)
         run.waiting += time.monotonic() - start
-        explore(iteration * args.chunk_size)
-        if iteration + len(ahead) <= args.num_iterations:
-            envs.send(args.num_steps, worker)
-        # From here to the next chunk nothing waits for workers, so a checkpoint holds all of this
-        # one or nothing.
-        run.global_step += args.chunk_size
-        run.add_episodes(chunk)
+        if bound is not None:
+            deadlines[worker].popleft()
+        taken()
+        if left > len(ahead):
+            send(worker)
         yield chunk

@@ -10,7 +10,7 @@ import runpy
 import signal
 import sys
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def evaluated(policy, rollout):
 
 
 def main(output, script, interrupt, *flags):
-    from clusterenv_runtime import ClusterEnv
+    from clusterenv_runtime import ClusterEnv, Rollout
     from clusterenv_runtime import script as harness
     from clusterenv_runtime.script import Run
     from clusterenv_runtime.script.curve import LearningCurve
@@ -110,6 +110,7 @@ def main(output, script, interrupt, *flags):
         name: getattr(ClusterEnv, name) for name in ("rollout", "recv", "send", "reset", "publish")
     }
     keep, add, evaluates = Run.keep, LearningCurve.add_episodes, harness.evaluate
+    joins = Rollout.concatenate
     add_scalars = torch.utils.tensorboard.SummaryWriter.add_scalar
 
     def script_variables():
@@ -136,9 +137,15 @@ def main(output, script, interrupt, *flags):
 
         return call
 
+    def concatenate(chunks):
+        """What is learned from is the rollout of chunks that were received last."""
+        rollout = joins(chunks)
+        recording.calls[-len(chunks) :] = [replace(recording.calls[-1], rollout=deepcopy(rollout))]
+        return rollout
+
     def send(envs, *args, **kwargs):
         policy = script_variables()["policy"]
-        recording.epsilons.append(getattr(policy, policy.numbers[0]))
+        recording.epsilons += [getattr(policy, name) for name in policy.numbers[:1]]
         recording.newest.append(envs.policy_version)
         return original["send"](envs, *args, **kwargs)
 
@@ -173,6 +180,7 @@ def main(output, script, interrupt, *flags):
 
     ClusterEnv.rollout, ClusterEnv.recv = collect("rollout"), collect("recv")
     ClusterEnv.send, ClusterEnv.reset, ClusterEnv.publish = send, reset, publish
+    Rollout.concatenate = concatenate
     Run.keep, LearningCurve.add_episodes = keep_noted, add_episodes
     harness.evaluate = evaluate
     torch.utils.tensorboard.SummaryWriter.add_scalar = add_scalar

@@ -223,7 +223,7 @@ def ppo(recording, network):
     args = SimpleNamespace(**recording.args)
     weights, learned = parameters_of(recording.calls[0].networks["agent"])
     adam, logged, reached = Adam(learned, eps=1e-5), defaultdict(list), set()
-    observed, discounted, running = [], [], None
+    observed, discounted, running = [], [], defaultdict(float)
     is_recurrent, is_continuous = isinstance(network, Recurrent), isinstance(network, Continuous)
     for iteration, call in enumerate(recording.calls):
         rollout = call.rollout
@@ -237,11 +237,11 @@ def ppo(recording, network):
 
         rewards = rollout.rewards * getattr(args, "reward_scale", 1)
         if is_continuous:
-            running = np.zeros(num_envs) if running is None else running
-            for step in range(num_steps):
-                running = args.gamma * running + rollout.rewards[step]
-                discounted.append(running[None])
-                running = np.where(ends[step], 0, running)
+            for column, row in enumerate(rollout.rows.tolist()):  # a row may have several
+                for step in range(num_steps):
+                    running[row] = args.gamma * running[row] + rollout.rewards[step, column]
+                    discounted.append(np.full((1, 1), running[row]))
+                    running[row] *= not ends[step, column]
             rewards = np.clip(rollout.rewards / np.sqrt(moments(discounted)[1] + 1e-8), -10, 10)
 
         # The outputs of the policy and the critic at the beginning of the update.

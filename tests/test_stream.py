@@ -1,0 +1,310 @@
+"""Streaming of rollouts: the learner takes the first chunks that are ready, of whichever workers,
+and learns from them as from one rollout.
+"""
+
+import itertools
+import json
+import os
+import signal
+from collections import deque
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Rollout
+from clusterenv_runtime.policy.sync import SyncRule
+from clusterenv_runtime.script import stream
+from clusterenv_runtime.wire.protocol import Collect
+
+from . import scripts
+from . import test_ppo_clusterenv as ppo
+from .envs import CountingEnv, RandomEnv, assert_same
+from .nets import MixedNet, change, linear
+from .patience import PATIENCE
+from .scripts import scalars
+
+# Chunks as one rollout.
+
+SPACES = {
+    "vectors": (spaces.Box(-1, 1, (3,)), linear),
+    "dicts": (
+        spaces.Dict({"a": spaces.Box(-1, 1, (2,)), "b": spaces.Discrete(3)}),
+        partial(MixedNet, 3, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_chunks_of_all_workers_are_the_rollout(kind):
+    space, network = SPACES[kind]
+    env_fns = [partial(RandomEnv, space, end=0.2)] * 5
+    keys = "int", "array"
+    with (
+        ClusterEnv(env_fns, 2, info_keys=keys) as envs,
+        ClusterEnv(env_fns, 2, info_keys=keys) as twin,
+    ):
+        for each in (envs, twin):
+            each.reset(seed=3)
+        for _ in range(2):
+            expected = twin.rollout(CategoricalPolicy(network()), 7)
+            envs.publish(CategoricalPolicy(network()))
+            envs.send(7)
+            found = Rollout.concatenate([envs.recv(worker)[1] for worker in range(2)])
+            assert len(expected.final_observations) > 1
+            for name, value in vars(expected).items():
+                if name not in ("episodic_returns", "episodic_lengths"):
+                    assert_same(getattr(found, name), value)
+            for name in ("episodic_returns", "episodic_lengths"):
+                assert sorted(getattr(found, name)) == sorted(getattr(expected, name))
+
+
+def test_a_workers_chunks_go_on_in_columns_of_their_own_and_an_episode_counts_once():
+    # Episodes of five steps, in chunks of three.
+    with ClusterEnv([CountingEnv] * 3, 3) as envs:
+        envs.publish(CategoricalPolicy(linear(1, 2)))
+        envs.reset()
+        chunks = []
+        for worker in (0, 2, 0, 0):
+            envs.send(3, worker)
+            chunks.append(envs.recv()[1])
+        rollout = Rollout.concatenate(chunks)
+        assert rollout.rows.tolist() == [0, 2, 0, 0]
+        assert rollout.rewards.T.tolist() == [[1, 2, 3], [1, 2, 3], [4, 5, 1], [2, 3, 4]]
+        assert rollout.observations[..., 0].T.tolist() == [[0, 1, 2]] * 2 + [[3, 4, 0], [1, 2, 3]]
+        assert rollout.next_observations[:, 0].tolist() == [3, 3, 1, 4]
+        assert rollout.final_observations.tolist() == [[5]]
+        assert rollout.episodic_lengths.tolist() == [5]
+        assert rollout.episodic_returns.tolist() == [15]
+
+
+class PairEnv(CountingEnv):
+    """Its infos have the count from the fourth step on, as a pair."""
+
+    def step(self, action):
+        *others, _ = super().step(action)
+        return *others, {"pair": np.full(2, self.count)} if self.count > 3 else {}
+
+
+def test_infos_are_joined_also_before_the_first_one_has_come():
+    with ClusterEnv([PairEnv], 1, info_keys=["pair"]) as envs:
+        envs.publish(CategoricalPolicy(linear(1, 2)))
+        envs.reset()
+        chunks = []
+        for _ in range(2):
+            envs.send(3)
+            chunks.append(envs.recv()[1])
+        infos = Rollout.concatenate(chunks).infos
+        assert infos["pair"].tolist() == [[[0, 0], [4, 4]], [[0, 0], [5, 5]], [[0, 0], [0, 0]]]
+        assert infos["_pair"].tolist() == [[False, True], [False, True], [False, False]]
+
+
+# Who is asked, and whose chunk comes next.
+
+
+def a_run(num_workers, num_iterations, outstanding, max_policy_lag=None, deterministic=False):
+    args = SimpleNamespace(
+        num_workers=num_workers, num_iterations=num_iterations, outstanding=outstanding,
+        max_policy_lag=max_policy_lag, deterministic=deterministic, num_steps=3, batch_size=1,
+    )  # fmt: skip
+    return SimpleNamespace(args=args, global_step=0, waiting=0.0)
+
+
+class Workers:
+    """Workers of a `ClusterEnv` that act as fast as they like, and pull by its rule."""
+
+    def __init__(self, number, mode, max_policy_lag, speeds, seed):
+        self.rule = SyncRule(mode, 0.01, None, max_policy_lag)
+        self.held_versions = np.zeros(number, np.int64)
+        self.asked = [deque() for _ in range(number)]  # the version at each request
+        self.done = deque()  # who has a chunk ready, and the version that acted
+        self.policy_version, self.speeds = 1, speeds
+        self.random = np.random.default_rng(seed)
+
+    def _act(self, worker):
+        asked = self.asked[worker].popleft()
+        self._pull(worker, asked)
+        self.done.append((worker, self.held_versions[worker]))
+
+    def _pull(self, worker, asked):
+        if self.rule.wants_pull(self.held_versions[worker], Collect(1, asked, 0, 0.0, {}, 1)):
+            self.held_versions[worker] = self.policy_version
+
+    def send(self, num_steps, worker):
+        assert num_steps == 3
+        if not self.asked[worker]:  # an idle one pulls at once
+            self._pull(worker, self.policy_version)
+        self.asked[worker].append(self.policy_version)
+
+    def recv(self, worker=None):
+        while not any(worker in (None, each) for each, _ in self.done):
+            busy = [number for number, asked in enumerate(self.asked) if asked]
+            chances = self.speeds[busy] if worker is None else np.array(busy) == worker
+            self._act(self.random.choice(busy, p=chances / chances.sum()))
+        found = next(pair for pair in self.done if worker in (None, pair[0]))
+        self.done.remove(found)
+        return found
+
+
+@pytest.mark.parametrize("outstanding", [1, 2, 3])
+def test_all_that_is_asked_is_taken_and_a_fast_workers_more_often(outstanding):
+    envs = Workers(3, "always", None, np.array([10.0, 10.0, 1.0]), 1)
+    chunks = stream(a_run(3, 20, outstanding), envs)
+    assert sum(map(len, envs.asked)) == 0  # nothing before the first is wanted
+    taken = []
+    for number, version in enumerate(chunks, 1):
+        taken.append(version)
+        outstanding_now = sum(map(len, envs.asked)) + len(envs.done)
+        assert outstanding_now == min(3 * outstanding, 60 - number)
+        envs.policy_version += 1
+    assert len(taken) == 60
+
+
+@pytest.mark.parametrize("mode", ["always", "never", "kl"])
+@pytest.mark.parametrize("outstanding", [1, 2, 3])
+def test_no_chunk_is_older_than_the_bound(outstanding, mode):
+    for seed, bound in itertools.product(range(10), (0, 1, 5)):
+        envs = Workers(4, mode, bound, np.array([1.0, 5.0, 20.0, 0.01]), seed)
+        chunks, lags = stream(a_run(4, 50, outstanding, bound), envs), []
+        while batch := list(itertools.islice(chunks, 4)):
+            lags.append(max(envs.policy_version - version for version in batch))
+            envs.policy_version += 1
+        assert len(lags) == 50
+        assert bound < max(lags) <= bound + outstanding
+
+
+def test_turns_are_taken_one_by_one():
+    envs = Workers(3, "always", 0, np.array([1.0, 1.0, 1e-3]), 1)
+    order, recv = [], envs.recv
+    envs.recv = lambda worker: (order.append(worker), recv(worker))[1]
+    for _ in stream(a_run(3, 3, 2, 0, deterministic=True), envs):
+        assert all(len(asked) <= 1 for asked in envs.asked)
+    assert order == [0, 1, 2] * 3
+
+
+def test_the_lag_of_real_workers_is_bounded():
+    env_fns = [CountingEnv, partial(CountingEnv, delay=0.02)]
+    with ClusterEnv(env_fns, 2, sync_mode="never", max_policy_lag=1) as envs:
+        policy = CategoricalPolicy(linear(1, 2))
+        envs.publish(policy)
+        envs.reset(seed=1)
+        chunks, lags, rows = stream(a_run(2, 30, 2, 1), envs), [], []
+        for _ in range(30):
+            change(policy, 0.1)
+            envs.publish(policy)
+            rollout = Rollout.concatenate(list(itertools.islice(chunks, 2)))
+            lags += [*(envs.policy_version - rollout.policy_versions)]
+            rows += [*rollout.rows]
+        assert 1 < max(lags) <= 3
+        assert rows.count(0) > rows.count(1) > 0
+
+
+# The scripts.
+
+STREAM = [*ppo.TINY, "--stream"]
+CONTINUOUS = "scripts/ppo_continuous_clusterenv.py"
+SCRIPTS = {ppo.SCRIPT: "CartPole-v1", CONTINUOUS: "Pendulum-v1"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_deterministic_runs_of_one_seed_are_the_same_and_one_version_behind(tmp_path, script):
+    flags = [*STREAM, "--env-id", SCRIPTS[script], "--deterministic", "--sync-mode", "always"]
+    runs = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        runs.append(scripts.train(script, tmp_path / name, *flags, "--num-workers", "2"))
+    (folder, first), (other, second) = runs
+    for key in ("mean_return_100", "eval_return_mean", "pulls_per_worker", "sync_bytes"):
+        assert first[key] == second[key] or first[key] != first[key]
+    tags = "losses/value_loss", "losses/policy_loss", "losses/approx_kl", "sync/kl"
+    for tag in tags:
+        assert scalars(folder, tag) == scalars(other, tag)
+    assert scalars(folder, "sync/policy_lag") == [0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_steps_and_updates_are_exact(tmp_path, workers):
+    flags = ["--num-workers", str(workers), "--num-envs", "4", "--outstanding", "3"]
+    folder, summary = scripts.train(ppo.SCRIPT, tmp_path, *STREAM, *flags)
+    assert summary["global_step"] == 320 and summary["updates"] == 5
+    steps = [event.step for event in scripts.events_of(folder).Scalars("charts/SPS")]
+    assert steps == [64, 128, 192, 256, 320]
+
+
+# Its first chunk waits for the other worker's hundreds of steps.
+SLOW_ENV = """
+import os, sys
+import gymnasium as gym
+from gymnasium.envs.classic_control import CartPoleEnv
+from tests.patience import wait_until
+
+SLOW = ["--index", "0"] == sys.argv[1:3]
+
+class Slow(CartPoleEnv):
+    steps = 0
+
+    def step(self, action):
+        if SLOW and self.steps == 2:
+            wait_until(lambda: os.path.exists("far"))
+        self.steps += 1
+        if not SLOW and self.steps == 160:
+            open("far", "w").close()
+        return super().step(action)
+
+gym.register("Slow-v0", Slow, max_episode_steps=500)
+"""
+
+
+def test_nobody_waits_for_a_slow_worker(tmp_path):
+    (tmp_path / "slow_env.py").write_text(SLOW_ENV)
+    flags = ["--env-id", "slow_env:Slow-v0", "--total-timesteps", "1280"]
+    folder, summary = scripts.train(ppo.SCRIPT, tmp_path, *STREAM, *flags)
+    assert summary["global_step"] == 1280 and summary["updates"] == 20
+    # Ten chunks of the fast one come first, which are five iterations.
+    assert max(scalars(folder, "sync/policy_lag")) > 1
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_worker_that_is_killed_is_replaced_and_no_step_is_lost(tmp_path, killed):
+    flags = [*STREAM, "--total-timesteps", "1280", "--run-name", "x"]
+    process, _ = scripts.start_and_await_training(ppo.SCRIPT, tmp_path, *flags)
+    os.kill(scripts.workers_of(process.pid)[killed], signal.SIGKILL)
+    log = tmp_path / "runs" / "x" / "workers" / f"worker-{killed}.log"
+    (tmp_path / "go").touch()
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    assert "another is started, replacement 1 of this worker" in errors and log.exists()
+    summary = json.loads((tmp_path / "runs" / "x" / "summary.json").read_text())
+    assert summary["global_step"] == 1280 and summary["updates"] == 20
+
+
+def test_an_interrupted_run_goes_on_with_each_step_once(tmp_path):
+    flags = [*STREAM, "--total-timesteps", "1280"]
+    process, workers = scripts.start_and_await_training(ppo.SCRIPT, tmp_path, *flags)
+    folder = tmp_path / scripts.check_interruption(process, workers)
+    before = [event.step for event in scripts.events_of(folder).Scalars("charts/SPS")]
+    (tmp_path / "go").touch()
+    again = ["--env-id", scripts.LASTING_ID, "--resume", f"runs/{folder.name}"]
+    _, summary = scripts.train(ppo.SCRIPT, tmp_path, *again)
+    assert summary["global_step"] == 1280 and summary["updates"] == 20
+    assert summary["args"]["stream"] and 0 < len(before) < 20
+    steps = [event.step for event in scripts.events_of(folder).Scalars("charts/SPS")]
+    assert steps == list(range(64, 1281, 64))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--stream --overlap", "--stream and --overlap exclude each other: give one of them"),
+        (
+            "--stream --num-envs 64 --num-workers 5",
+            "--num-envs 64 must be a multiple of --num-workers 5: all chunks are as large",
+        ),
+        ("--stream --outstanding 0", "outstanding is 0: Expected `int` >= 1"),
+    ],
+)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bad_input_is_one_line(tmp_path, monkeypatch, script, flags, says):
+    scripts.check_refusal_here(monkeypatch, script, tmp_path, flags.split(), says)
