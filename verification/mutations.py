@@ -131,6 +131,11 @@ MUTATIONS = {
         "starts = self._lengths == 0",
         "starts = self._lengths < 0",
     ),
+    "final observations of several chunks stay in the order of these": (
+        "rollout.py",
+        "if len(parts) > 1:",
+        "if counted and len(parts) > 1:",
+    ),
     "the steps of a replacement's first rollout are too few": (
         "worker/one_by_one.py",
         "for step in range(num_steps + 1):",

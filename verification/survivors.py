@@ -80,8 +80,8 @@ TESTS = {
         "-k", "dqn_atari or not clusterenv",
     ],
     "script/stream.py": [
-        "algorithms/test_training.py", "algorithms/test_resuming.py", "test_dqn_clusterenv.py",
-        "-k", "dqn_clusterenv",
+        "test_stream.py", "algorithms/test_training.py", "algorithms/test_resuming.py",
+        "test_dqn_clusterenv.py", "-k", "dqn_clusterenv or stream",
     ],
     "script/normalize.py": [
         "algorithms/test_harness.py", "algorithms/test_formulas.py",

@@ -34,6 +34,7 @@ CALLS = ["rollout"] * 4 + [
     "send",
     "recv",
     "recv",
+    "stream",
     "step",
     "step",
     "reset",
@@ -110,6 +111,8 @@ class User:
         """Say whether a call is allowed."""
         if name == "recv":
             return self.sent > 0
+        if name == "stream":
+            return self.ahead is None and self.sent == 0
         if name == "send":
             return (
                 self.ahead is None
@@ -137,7 +140,7 @@ class User:
             getattr(self, name)()
         except (Interrupted, KeyboardInterrupt):
             world.note("the user is interrupted")
-            if name in ("rollout", "overlap", "step", "reset"):
+            if name in ("rollout", "overlap", "step", "reset", "stream"):
                 self.ledger.lose_track(self.everything)
                 self.ahead = self.envs._collector.overlapped
             # The interrupt came after the receipt.
@@ -202,6 +205,25 @@ class User:
         worker, rollout = self.envs.recv()
         self.sent -= 1
         self.check_rollout(rollout, self.rows[worker])
+
+    def stream(self) -> None:
+        """Take as many chunks as there are workers, of those that are first, as one rollout."""
+        self.learn()
+        num_steps, draw = self.world.random.randint(1, 4), self.world.random
+        self.envs.publish(self.policy)
+        chunks: list[Rollout] = []
+        rows: list[np.ndarray] = []
+        try:
+            for _ in range(draw.randint(1, 2)):
+                self.envs.send(num_steps)
+            while len(chunks) < len(self.rows):
+                worker, chunk = self.envs.recv()
+                chunks.append(chunk)
+                rows.append(self.rows[worker])
+                self.envs.send(num_steps, worker)
+        finally:
+            self.sent = len(self.envs._collector.granted)
+        self.check_rollout(Rollout.concatenate(chunks), np.concatenate(rows))
 
     def check_rollout(self, rollout: Rollout, rows: np.ndarray) -> None:
         versions = rollout.policy_versions
