@@ -1,15 +1,25 @@
-"""One slow worker among others: the loss from waiting for it, in rollouts and in streaming.
+"""Slow workers, and slow steps: the loss from waiting for them.
 
-    python -m experiments.benchmarks.straggler
+    python -m experiments.benchmarks.straggler          # `rollout` beside `send` and `recv`
+    python -m experiments.benchmarks.straggler --ppo --delay 0.008 --seconds 15
 
-The environments sleep, on `--num-workers` workers of which the last is slowed ten times. Prints the
-steps per second with and without the slow one, by `rollout` (all wait for the slowest) and by
-`send` and `recv` (none waits). Streaming can lose no less than the slow worker's own share.
+The environments sleep, so that few cores are enough. One of four workers is ten times slower than
+the others. The first command prints the steps per second with and without it, by `rollout`, in
+which all wait for the slowest, and by `send` and `recv`, in which none waits. Streaming can lose no
+less than the slow worker's own share.
+
+The second one does so with the whole script: as it is, with `--overlap` and with `--stream`, in
+turn. Then, on eight workers, each step takes a time of its own, which is lognormal (sigma 1).
+Beside what is measured stands the speed that remains if only the waiting for the slowest costs
+time, of 20,000 rollouts drawn.
 """
 
+import math
+import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -17,6 +27,10 @@ import torch
 import tyro
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
+
+from .scripts import ROOT, steady
+
+MODES = {"waiting": (), "`--overlap`": ("--overlap",), "`--stream`": ("--stream",)}
 
 
 @dataclass
@@ -27,20 +41,31 @@ class Args:
     """seconds a step takes on the others"""
     seconds: float = 10
     """of each measurement"""
+    ppo: bool = False
+    """measure the script"""
+    rounds: int = 3
+    """with --ppo: of all settings in turn"""
 
 
 class SleepingEnv(gym.Env):
+    """Sleeps in each step; on one worker ``slowdown`` times as long, if there is one so slow."""
+
     observation_space, action_space = gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2)
 
-    def __init__(self, delay):
-        self.delay = delay
+    def __init__(self, delay, slow_worker=None, slowdown=1.0, sigma=0.0):
+        is_slow = Path("/proc/self/comm").read_text() == f"worker {slow_worker}\n"
+        self.delay, self.sigma = delay * (slowdown if is_slow else 1), sigma
 
     def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
         return np.zeros(4, np.float32), {}
 
     def step(self, action):
-        time.sleep(self.delay)
+        time.sleep(self.delay * math.exp(self.sigma * self.np_random.normal()))
         return np.zeros(4, np.float32), 0.0, False, False, {}
+
+
+gym.register("Sleeping-v0", SleepingEnv, max_episode_steps=100)
 
 
 def steps_per_second(args, slowdown, stream):
@@ -64,8 +89,54 @@ def steps_per_second(args, slowdown, stream):
         return steps / (time.perf_counter() - start)
 
 
+def train(args, num_workers, num_steps, mode, **env):
+    """Return the script's steps per second in this mode."""
+    kwargs = " ".join(f"{name}={value}" for name, value in {"delay": args.delay, **env}.items())
+    steps, seconds = steady(
+        ROOT / "ppo_clusterenv.py", "--env-id", "experiments.benchmarks.straggler:Sleeping-v0",
+        "--env-kwargs", kwargs, "--num-workers", str(num_workers), "--envs-per-worker", "1",
+        "--num-steps", str(num_steps), "--num-minibatches", "4", "--eval-episodes", "0",
+        "--max-seconds", str(args.seconds), *MODES[mode],
+    )  # fmt: skip
+    return steps / seconds
+
+
+def measure_ppo(args):
+    number, slow = args.num_workers, {"slow_worker": args.num_workers - 1, "slowdown": 10}
+    settings = {"as fast": (number, 32, {}), "one ten times slower": (number, 32, slow)}
+    settings |= {f"lognormal, {steps} steps": (8, steps, {"sigma": 1}) for steps in (16, 64)}
+    found = {(setting, mode): [] for setting in settings for mode in MODES}
+    for _ in range(args.rounds):
+        for setting, mode in found:
+            num_workers, num_steps, env = settings[setting]
+            found[setting, mode].append(train(args, num_workers, num_steps, mode, **env))
+    rows = {setting: [np.median(found[setting, mode]) for mode in MODES] for setting in settings}
+    even, uneven = rows["as fast"], rows["one ten times slower"]
+    print(
+        f"| steps per second | {' | '.join(MODES)} | if only waiting costs |\n|---|---|---|---|---|"
+    )
+    for setting, rates in rows.items():
+        num_workers, num_steps, env = settings[setting]
+        rest = ""
+        if env.get("sigma"):
+            times = np.random.default_rng(1).lognormal(0, 1, (20_000, 8, num_steps)).sum(-1)
+            rest = f"{times.mean() / times.max(1).mean():.2f} of streaming"
+        elif env:
+            rest = f"0.10, streaming {(number - 0.9) / number:.2f}"
+        print(f"| {setting} | {' | '.join(f'{rate:.0f}' for rate in rates)} | {rest} |")
+    ratios = np.divide(uneven, even)
+    print("with the slow one, of the speed without:", ", ".join(f"{each:.2f}" for each in ratios))
+    for setting in list(settings)[2:]:
+        each = [np.divide(found[setting, mode], found[setting, "`--stream`"]) for mode in MODES]
+        text = ", ".join(f"{np.median(ratio):.2f}" for ratio in each)
+        print(f"{setting}, of the speed of streaming: {text}")
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args)
+    if args.ppo:
+        measure_ppo(args)
+        sys.exit()
     best = (args.num_workers - 0.9) / args.num_workers
     for name, stream in (("rollout", False), ("send and recv", True)):
         even, uneven = steps_per_second(args, 1, stream), steps_per_second(args, 10, stream)
