@@ -187,7 +187,8 @@ class Simulation:
         clock = self.network.clock
         self.supervisor = Supervisor(self.workers, self.launcher, options, clock)
         parts = self.network, self.supervisor, self.recovery, self.store
-        messenger = Messenger(*parts, AnyEnvs(), make_opener=lambda _: opener)
+        messenger = Messenger(*parts, AnyEnvs())
+        messenger._open = opener
         self.pool = WorkerPool(messenger)
         self.launcher.prepare(number, [], "nowhere")
         if start:

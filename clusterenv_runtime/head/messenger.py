@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
-from ..envs.blueprint import Blueprint, EnvLayout, SpacesError
+from ..envs.blueprint import Blueprint, SpacesError
 from ..errors import StartupError, printable
 from ..policy.versions import PolicyStore
 from ..wire import protocol
@@ -47,7 +46,6 @@ class Messenger:
         recovery: Recovery,
         store: PolicyStore,
         blueprint: Blueprint,
-        make_opener: Callable[[EnvLayout], Any] = Opener,
     ) -> None:
         self.transport = transport
         self.supervisor = supervisor
@@ -56,8 +54,7 @@ class Messenger:
         self.requests = Requests()
         self.failures = Failures()
         self._blueprint = blueprint
-        self._make_opener = make_opener
-        self._open: Any = None  # what that makes once the layout of environments is known
+        self._open: Opener | None = None  # once the layout of environments is known
         self._by_identity: dict[bytes, Worker] = {}  # of all processes so far
         self.outbox: list[Outgoing] = []
         self.inbox = deque[Received]()  # messages that are not handled to the end
@@ -195,7 +192,7 @@ class Messenger:
             self._blueprint.learn(value_of(message, frames), worker.rows)
             if self._open is None:
                 layout = self._blueprint.layout
-                self._open = self._make_opener(layout)
+                self._open = Opener(layout)
                 self.store.act_in(layout.single_observation_space, layout.single_action_space)
         except SpacesError as error:
             self.post(worker, None, Close())
