@@ -20,7 +20,7 @@ from ..errors import one_line
 from ..wire.protocol import Collect
 from .actor import Actor, layout_of_state
 from .base import Policy
-from .structure import differences, layout_of
+from .structure import changed_parts, parts_of
 from .tensors import flat_weights, numbers_of
 
 # Of the rollout in which a policy is tried. They are unlike other sizes, such as those of actions,
@@ -34,7 +34,7 @@ class Probed(NamedTuple):
     # The fields of a `RolloutPart` that come from the policy, of one row: arrays ``(1, ...)``.
     example: dict[str, Any]
     dimensions: int  # of an action
-    volatile: set[str]  # the parts of its layout that change when it acts
+    volatile: set[str]  # the names of its parts that change when it acts
     kl_fault: str | None  # why its divergence cannot be measured, if it cannot
 
 
@@ -91,7 +91,7 @@ def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
     actor.load(policy, [part.cpu().numpy() for part in flat_weights(policy)])
     acting = actor.policy
     _check_methods(acting)
-    before = layout_of(acting)
+    before = parts_of(acting)
     request = Collect(NUM_STEPS, 0, 0, 0.0, numbers_of(policy), states=NUM_STEPS)
     actor.prepare(request, range(NUM_ENVS))
     starts = np.ones(NUM_ENVS, bool)
@@ -119,7 +119,7 @@ def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
         example,
         dimensions=max(sum(leaf[0].size for leaf in leaves(given)), 1),
         kl_fault=_fault_of_kl(acting, example["params"]),
-        volatile=differences(before, layout_of(acting)),
+        volatile=changed_parts(before, parts_of(acting)),
     )
 
 

@@ -1,11 +1,11 @@
 """A policy's structure: all that it consists of but its weights and its `Policy.numbers`.
 
 The structure travels once, in a pickle (`pickled`). At each publish the store asks whether anything
-but weights and numbers has changed since the last one, and `layout_of` gives the answer: it
+but weights and numbers has changed since the last one, and `parts_of` gives the answer: it
 describes each part of the policy by a value that is equal as long as the part is the same, and
-`differences` names the parts that are not. So a changed attribute is always noticed, be it on the
+`changed_parts` names those that are not. So a changed attribute is always noticed, be it on the
 policy or on one of its modules, except for the attributes that change by themselves whenever the
-policy acts, such as counters: `probe` finds their names by comparing the layouts before and after.
+policy acts, such as counters: `probe` finds their names by comparing the parts before and after.
 
 This module imports torch.
 """
@@ -44,29 +44,29 @@ def check_policy(policy: Any) -> None:
     numbers_of(policy)
 
 
-def layout_of(policy: Policy) -> dict[str, Any]:
+def parts_of(policy: Policy) -> dict[str, Any]:
     """Return a description of each part of the policy, by the part's name."""
     named = [*policy.named_parameters(), *policy.named_buffers()]
-    layout: dict[str, Any] = {
+    parts: dict[str, Any] = {
         "numbers": tuple(policy.numbers),
         "tensors": tuple((name, tensor.shape, tensor.dtype) for name, tensor in named),
     }
     weights = {id(tensor) for _, tensor in named}
     for path, module in policy.named_modules():
-        layout[f"module {path}"] = type(module)
+        parts[f"module {path}"] = type(module)
         for name, value in vars(module).items():
             if name in TORCHS_OWN:
                 # Of these only hooks may change what the module computes; their keys are numbers
                 # that grow each time one is registered.
                 if name.endswith("_hooks") and value:
-                    layout[f"{path}.{name}"] = _described(list(value.values()), weights)
+                    parts[f"{path}.{name}"] = _described(list(value.values()), weights)
             elif module is not policy or name not in policy.numbers:
-                layout[f"{path}.{name}"] = _described(value, weights)
-    return layout
+                parts[f"{path}.{name}"] = _described(value, weights)
+    return parts
 
 
-def differences(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    """Return the names of the parts in which two layouts differ."""
+def changed_parts(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """Return the names of the parts that are not the same."""
     names = before.keys() | after.keys()
     return {name for name in names if before.get(name) != after.get(name)}
 

@@ -95,7 +95,7 @@ class PolicyStore:
         self.bytes_sent = 0  # cumulative weight bytes, all workers
         self.mismatches = 0  # how often a worker did not hold what it had been sent
         self._policy: Policy | None = None
-        self._layout: dict[str, Any] = {}  # see `structure.layout_of`
+        self._parts: dict[str, Any] = {}  # see `structure.parts_of`
         self._probed: Probed | None = None
         self._changes = 0  # of the structure, by parts of the policy that can be named
         self._has_warned = False  # that a divergence could not be measured
@@ -152,10 +152,10 @@ class PolicyStore:
         need none.
         """
         from .probe import probe
-        from .structure import differences, layout_of, pickled
+        from .structure import changed_parts, parts_of, pickled
 
-        layout = layout_of(policy)
-        changes = differences(self._layout, layout)
+        parts = parts_of(policy)
+        changes = changed_parts(self._parts, parts)
         if self._probed is not None:
             changes -= self._probed.volatile
         if not is_new and not changes:
@@ -173,7 +173,7 @@ class PolicyStore:
             names = " and ".join(sorted(changes)[:3])
             logger.warning(f"{text}: {hint}", MANY_CHANGES, names)
         self._policy = policy
-        self._layout = layout
+        self._parts = parts
         self._probed = probed
         self.structure = structure
         return changed
