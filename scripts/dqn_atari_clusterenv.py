@@ -99,8 +99,6 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     max_policy_lag: NotNegative | None = 8
     compile: bool = False
     """compile losses: gradient steps on a GPU take about 0.9 of the time"""
-    worker_bfloat16: bool = False
-    """the workers' networks compute in bfloat16, for processors that have it in hardware"""
     save_replay: bool = False
     """whether checkpoints hold the replay buffer; else a resumed run collects `--learning-starts`
     steps first
@@ -128,14 +126,6 @@ class PixelPolicy(EpsilonGreedyPolicy):
 
     float_observations = False
 
-    def __init__(self, q_network, epsilon, bfloat16):
-        super().__init__(q_network, epsilon)
-        self.bfloat16 = bfloat16
-
-    def forward(self, x):
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
-            return super().forward(x).float()
-
 
 class QNetwork(nn.Module):
     def __init__(self, env):
@@ -156,7 +146,7 @@ class QNetwork(nn.Module):
 def make_policy(args, envs):
     """Return the Q-network, and the policy that acts by it, which travels to the workers."""
     q_network = QNetwork(envs)
-    return q_network, PixelPolicy(q_network, args.end_e, args.worker_bfloat16)
+    return q_network, PixelPolicy(q_network, args.end_e)
 
 
 def linear_schedule(start_e: float, end_e: float, duration: float, t: int):

@@ -96,8 +96,6 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     """the learner's networks compute in bfloat16, where its processor has that in hardware; weights
     stay in float32
     """
-    worker_bfloat16: bool = False
-    """the workers' networks compute in bfloat16, for processors that have it in hardware"""
     compile: bool = False
     """compile networks and loss: after up to half a minute, updates take about 0.6 of the time"""
 
@@ -129,14 +127,12 @@ class PixelPolicy(CategoricalPolicy):
 
     float_observations = False
 
-    def __init__(self, network, actor, bfloat16):
+    def __init__(self, network, actor):
         super().__init__(actor)
         self.network = network
-        self.bfloat16 = bfloat16
 
     def forward(self, x):
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
-            return self.actor(self.network(x / 255.0)).float()
+        return self.actor(self.network(x / 255.0))
 
 
 class Agent(nn.Module):
@@ -171,7 +167,7 @@ class Agent(nn.Module):
 def make_policy(args, envs):
     """Return the agent that learns, and the policy that acts, which travels to the workers."""
     agent = Agent(envs, args.bfloat16)
-    return agent, PixelPolicy(agent.network, agent.actor, args.worker_bfloat16)
+    return agent, PixelPolicy(agent.network, agent.actor)
 
 
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):

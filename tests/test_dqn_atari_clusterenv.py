@@ -2,8 +2,6 @@
 once.
 """
 
-from types import SimpleNamespace
-
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ import torch
 
 import dqn_clusterenv
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from scripts import dqn_atari_clusterenv, ppo_atari_clusterenv
 from scripts.dqn_atari_clusterenv import ReplayBuffer
 
 from . import scripts
@@ -141,18 +138,3 @@ def test_bytes_of_a_transition():
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, flags, says):
     scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, [*TINY, *flags.split()], says)
-
-
-@pytest.mark.parametrize("module", [dqn_atari_clusterenv, ppo_atari_clusterenv])
-def test_workers_may_compute_in_bfloat16(module):
-    envs = SimpleNamespace(single_action_space=gym.spaces.Discrete(4))
-    frames = torch.randint(256, (3, 4, 84, 84), dtype=torch.uint8)
-    given = []
-    for bfloat16 in (False, True):
-        torch.manual_seed(1)
-        args = SimpleNamespace(end_e=0.1, bfloat16=False, worker_bfloat16=bfloat16)
-        _, policy = module.make_policy(args, envs)
-        given.append(policy(frames))
-    exact, rounded = given
-    assert rounded.dtype == torch.float32 and not torch.equal(rounded, exact)
-    torch.testing.assert_close(rounded, exact, rtol=0, atol=0.02 * exact.std().item() + 0.002)

@@ -53,6 +53,8 @@ class Args:
     """what is measured"""
     compile: bool = True
     """measure compiled losses, too"""
+    tf32: bool = True
+    """multiply matrices on a GPU in TensorFloat-32, as the scripts do"""
 
 
 @dataclass
@@ -206,7 +208,7 @@ def main() -> None:
     args = tyro.cli(Args)
     Distribution.set_default_validate_args(False)
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("high")  # as in the scripts, on a GPU
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(where, "torch", torch.__version__, flush=True)
     for name in args.scripts:
