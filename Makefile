@@ -1,10 +1,11 @@
 # make train: LunarLander through two local workers. make test: the suite. make test-all: also what takes long.
 # make test-versions: the suite on Python 3.12 and 3.13, and with the lowest and newest packages; an hour.
 # make test-algorithms: what the scripts compute, learn and resume. make lint: style. make docs: the site.
+# make results: all of experiments/benchmarks/results.md, which takes some hours of an idle machine, and can be interrupted.
 # make figures: a small version of the figures, in runs/quick. make all-figures: those of experiments/figures/, which takes hours.
 PYTHON ?= python3
 
-.PHONY: train test test-all test-versions test-algorithms lint docs figures all-figures
+.PHONY: train test test-all test-versions test-algorithms lint docs results figures all-figures
 train: .venv/installed
 	.venv/bin/python ppo_clusterenv.py
 
@@ -20,6 +21,9 @@ test-all: .venv/installed
 # What has finished is skipped, and what has failed is tried again next time. Reversed, PPO comes first.
 RUN = for file in $$(ls -r $(1)/*.yaml); do \
 	.venv/bin/python experiments/sweeps/run.py $$file --output $(2)/$$(basename $$file .yaml) || test $$? -eq 1 || exit; done
+
+results: .venv/installed
+	.venv/bin/python -m experiments.results $(RESULTS)
 
 figures: .venv/installed
 	$(call RUN,experiments/figures/recipes/quick,runs/quick)

@@ -1,0 +1,134 @@
+"""Run every command of benchmarks/results.md, each once at a commit: `make results`.
+
+    python -m experiments.results --cleanrl path/to/cleanrl --venvs build/peers
+    python -m experiments.results --only startup recovery
+
+What a command prints goes to `experiments/benchmarks/results/NAME.txt`, below the command itself,
+the commit, the processor and the date. A command that has finished at this commit is skipped, so an
+interrupted run goes on where it was. The commit is the last one that changed code. Nothing else
+should run on the machine: most commands measure time.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+ROOT = Path(__file__).parent.parent
+OUTPUT = ROOT / "experiments/benchmarks/results"
+BENCHMARK = "-m experiments.benchmarks"
+COMMANDS = {  # by name, from short ones to long ones
+    "steps": f"{BENCHMARK}.steps",
+    "differences": f"{BENCHMARK}.differences",
+    "collection": f"{BENCHMARK}.collection",
+    "collection_cartpole": f"{BENCHMARK}.collection --env-id CartPole-v1",
+    "rows": f"{BENCHMARK}.rows",
+    "recovery": f"{BENCHMARK}.recovery",
+    "straggler": f"{BENCHMARK}.straggler",
+    "security": f"{BENCHMARK}.security",
+    "transport": f"{BENCHMARK}.transport",
+    "make_train": "ppo_clusterenv.py",
+    "atari": f"{BENCHMARK}.atari",
+    "startup": f"{BENCHMARK}.startup",
+    "scale": f"{BENCHMARK}.scale",
+    "learners": f"{BENCHMARK}.learners",
+    "time_to_solve": f"{BENCHMARK}.time_to_solve",
+    "overlap": f"{BENCHMARK}.compare --script ppo_clusterenv.py --flags=--overlap",
+    "compile": f"{BENCHMARK}.compare --script ppo_clusterenv.py --flags=--compile --seeds 15",
+    "dqn_always": f"{BENCHMARK}.compare --script dqn_clusterenv.py --flags='--sync-mode always'",
+    "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
+    "soak": "-m tests.soak",
+    "dqn_cleanrl": (
+        f"{BENCHMARK}.dqn --cleanrl {{cleanrl}}/cleanrl/dqn.py --cleanrl-python {sys.executable}"
+    ),
+    "ppo_cleanrl": f"{BENCHMARK}.training --rounds 5 --cleanrl {{cleanrl}}/cleanrl/ppo.py",
+    "ppo_continuous_cleanrl": (
+        f"{BENCHMARK}.training --total-timesteps 1000000 --rounds 5 --one-thread "
+        "--cleanrl {cleanrl}/cleanrl/ppo_continuous_action.py"
+    ),
+    "peers": f"{BENCHMARK}.peers --venvs {{venvs}}",
+}
+
+
+@dataclass
+class Args:
+    """What to run, and with what of other projects."""
+
+    only: tuple[str, ...] = tuple(COMMANDS)
+    """names of what is to run"""
+    cleanrl: str = ""
+    """a clone of CleanRL; without it, what compares with its scripts is left out"""
+    venvs: str = ""
+    """where the environments of other libraries are or come; without it, these are left out"""
+
+
+def main() -> None:
+    args = tyro.cli(Args)
+    unknown = set(args.only) - set(COMMANDS)
+    if unknown:
+        sys.exit(f"error: no such result: {', '.join(sorted(unknown))}")
+    failed = []
+    for number, name in enumerate(args.only, 1):
+        print(f"[{number} of {len(args.only)}] {name}: ", end="", flush=True)
+        says = measure(name, {"cleanrl": args.cleanrl, "venvs": args.venvs})
+        print(says, flush=True)
+        failed += [name] * says.startswith("failed")
+    sys.exit(f"error: failed: {', '.join(failed)}" if failed else 0)
+
+
+def measure(name: str, paths: dict[str, str]) -> str:
+    """Run a command, unless its result is there; return what became of it."""
+    command = COMMANDS[name]
+    missing = [path for path, value in paths.items() if f"{{{path}}}" in command and not value]
+    if missing:
+        return f"left out, for want of --{missing[0]}"
+    commit = commit_of_code()
+    file = OUTPUT / f"{name}.txt"
+    if file.exists() and f"commit {commit}," in file.read_text().split("\n\n")[0]:
+        return "is there"
+    start = time.monotonic()
+    part = ROOT / "build" / f"{name}.txt"
+    part.parent.mkdir(exist_ok=True)
+    with part.open("w") as output:
+        result = subprocess.run(
+            f"{sys.executable} {command.format(**paths)}",
+            shell=True, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    seconds = time.monotonic() - start
+    if result.returncode:
+        return f"failed after {seconds:.0f} s, see {part.relative_to(ROOT)}"
+    shown = command.format(cleanrl="CLEANRL", venvs="VENVS").replace(sys.executable, "python")
+    file.write_text(f"$ python {shown}\n{facts(commit, seconds)}\n\n{part.read_text()}")
+    return f"{seconds:.0f} s"
+
+
+def commit_of_code() -> str:
+    """Return the last commit that changed code, with "-dirty" if the code has changed since."""
+    code = ["--", "*.py", "*.yaml", "requirements.txt"]
+    commit = git("log", "-1", "--format=%h", *code)
+    return commit + "-dirty" * bool(git("status", "--porcelain", *code))
+
+
+def git(*arguments: str) -> str:
+    return subprocess.check_output(["git", *arguments], cwd=ROOT, text=True).strip()
+
+
+def facts(commit: str, seconds: float) -> str:
+    """Return a line on where and when a command ran."""
+    cpu = Path("/proc/cpuinfo")
+    models = [line for line in cpu.read_text().split("\n") if "model name" in line]
+    processor = models[0].split(": ")[1] if models else platform.machine()
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    when = time.strftime("%Y-%m-%d")
+    cores = f"{os.cpu_count()} cores of {processor}"
+    return f"commit {commit}, {cores}, {versions}, {when}, {seconds:.0f} s"
+
+
+if __name__ == "__main__":
+    main()
