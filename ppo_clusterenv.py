@@ -31,6 +31,7 @@ from clusterenv_runtime.script import (
     Run,
     ScriptArgs,
     by_backend,
+    check,
     check_batches,
     check_discrete,
     check_stream,
@@ -91,6 +92,10 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     """clip against the policy at the start of the update, not against the one that acted"""
     clip_rho: PositiveNumber = 2.0
     """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
+    vtrace: bool = False
+    """with `--decoupled`: advantages and value targets by V-trace, which corrects them for policies
+    that acted otherwise
+    """
     overlap: bool = False
     """collect the next rollout while learning from this one; it acts one update behind"""
     stream: bool = False
@@ -174,6 +179,22 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
     return advantages, advantages + values
 
 
+def compute_vtrace(ratios, rewards, values, final_values, terminations, truncations, gamma, lam):
+    """Return advantages and value targets by V-trace, https://arxiv.org/abs/1802.01561.
+
+    `ratios`, `(num_steps, num_envs)`, are the probabilities of the actions under the learner's
+    policy over those under the policy that acted; both truncations, of rho and of c, are at 1. The
+    rest is as in `compute_gae`, which returns the same if all ratios are 1.
+    """
+    traces, dones = np.minimum(ratios, 1), terminations | truncations
+    delta, _ = compute_gae(rewards, values, final_values, terminations, truncations, gamma, 0)
+    advantages, correction = np.zeros_like(delta), 0
+    for t in reversed(range(len(delta))):
+        advantages[t] = delta[t] + gamma * lam * (1 - dones[t]) * correction
+        correction = traces[t] * advantages[t]
+    return advantages, values[:-1] + traces * advantages
+
+
 def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
     """Return the loss of a minibatch, and by name the scalars to log.
 
@@ -231,6 +252,7 @@ if __name__ == "__main__":
     args.num_iterations = args.total_timesteps // args.batch_size
     check_batches(args)
     check_stream(args)
+    check(args.decoupled or not args.vtrace, "--vtrace needs --decoupled, which has the ratios")
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
@@ -313,6 +335,13 @@ if __name__ == "__main__":
                     proximal = Categorical(logits=actor(b_obs)).log_prob(b_actions)
                     b_weights = (proximal - b_logprobs).exp().clamp(max=args.clip_rho)
                     b_logprobs = proximal
+            if args.vtrace:
+                advantages, returns = compute_vtrace(
+                    b_weights.view(rewards.shape).cpu().numpy(), rewards, values, final_values,
+                    rollout.terminations, rollout.truncations, args.gamma, args.gae_lambda,
+                )  # fmt: skip
+                b_advantages = torch.from_numpy(advantages).to(device).reshape(-1)
+                b_returns = torch.from_numpy(returns).to(device).reshape(-1)
 
             # Optimizing the policy and value network
             batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values, b_weights

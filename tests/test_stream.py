@@ -304,6 +304,7 @@ def test_an_interrupted_run_goes_on_with_each_step_once(tmp_path):
             "--num-envs 64 must be a multiple of --num-workers 5: all chunks are as large",
         ),
         ("--stream --outstanding 0", "outstanding is 0: Expected `int` >= 1"),
+        ("--vtrace --no-decoupled", "--vtrace needs --decoupled, which has the ratios"),
     ],
 )
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -94,9 +94,10 @@ TESTS = {
 # The parts of a script that are changed: these functions and classes, and its loop from the first
 # of these lines to the last.
 COMPUTE = {
-    "compute_gae", "normalize", "ppo_loss", "update", "get_states", "get_action_and_value",
-    "get_value", "get_hidden", "ReplayBuffer", "compute_td_target", "td_loss", "linear_schedule",
-    "explore", "compute_next_q_value", "actor_loss", "alpha_loss", "update_q", "update_actor",
+    "compute_gae", "compute_vtrace", "normalize", "ppo_loss", "update", "get_states", "get_hidden",
+    "get_action_and_value", "get_value", "ReplayBuffer", "compute_td_target", "td_loss",
+    "linear_schedule", "explore", "compute_next_q_value", "actor_loss", "alpha_loss", "update_q",
+    "update_actor",
 }  # fmt: skip
 LOOP = "    with run.training(", "            # TRY NOT TO MODIFY: record rewards"
 FOLDERS = ROOT, ROOT / "scripts"

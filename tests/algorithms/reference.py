@@ -152,13 +152,14 @@ def parameters_of(state):
 
 
 def advantages_by_definition(
-    rewards, values, next_values, terminations, truncations, gamma, gae_lambda
+    rewards, values, next_values, terminations, truncations, gamma, gae_lambda, ratios=None
 ):
     """The sum of discounted TD errors up to the end of the episode or of the rollout,
     https://arxiv.org/abs/1506.02438.
 
     All are ``(num_steps, num_envs)``; ``next_values`` are the values of the observations after each
-    step.
+    step. With ``ratios`` of probabilities each error counts by the product of those of the actions
+    that led to it, each truncated at 1, https://arxiv.org/abs/1802.01561.
     """
     num_steps, num_envs = rewards.shape
     advantages = np.zeros((num_steps, num_envs))
@@ -167,7 +168,9 @@ def advantages_by_definition(
             for step in range(first, num_steps):
                 bootstrap = 0.0 if terminations[step, env] else gamma * next_values[step, env]
                 error = rewards[step, env] + bootstrap - values[step, env]
-                advantages[first, env] += (gamma * gae_lambda) ** (step - first) * error
+                between = slice(first + 1, step + 1)
+                trace = 1.0 if ratios is None else np.prod(np.minimum(ratios[between, env], 1))
+                advantages[first, env] += (gamma * gae_lambda) ** (step - first) * trace * error
                 if terminations[step, env] or truncations[step, env]:
                     break
     return advantages
@@ -265,17 +268,19 @@ def ppo(recording, network):
         logged["lag"].append((proximal - behavior).abs().max().item())
         logged["charts/episodic_return"].append(rollout.episodic_returns.mean())
         logged["charts/episodic_length"].append(rollout.episodic_lengths.mean())
+        ratio = (proximal - behavior).exp()
+        is_vtrace = getattr(args, "vtrace", False)
         advantages = torch.from_numpy(
             advantages_by_definition(
                 rewards, values.numpy(), next_values.numpy(), rollout.terminations,
                 rollout.truncations, args.gamma, args.gae_lambda,
+                ratio.numpy() if is_vtrace else None,
             )
         )  # fmt: skip
-        returns = advantages + values
+        returns = values + (ratio.clamp(max=1) * advantages if is_vtrace else advantages)
         old = proximal if args.decoupled else behavior
         importance = torch.ones_like(behavior)
         if args.decoupled:
-            ratio = (proximal - behavior).exp()
             importance = torch.minimum(ratio, torch.full_like(ratio, args.clip_rho))
             reached |= {"weight truncated"} if (ratio > args.clip_rho).any() else set()
 
@@ -317,7 +322,7 @@ def ppo(recording, network):
                     break
         last |= {
             "clipfrac": np.mean(fractions),
-            "explained_variance": 1 - np.var(advantages.numpy()) / np.var(returns.numpy()),
+            "explained_variance": 1 - (returns - values).numpy().var() / returns.numpy().var(),
         }
         for name, value in last.items():
             logged[f"losses/{name}"].append(value)

@@ -83,6 +83,58 @@ def test_advantages_are_the_discounted_sum_of_td_errors(ppo, share_of_ends):
     np.testing.assert_allclose(returns, expected + values[:-1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture(params=["ppo_clusterenv", "scripts.ppo_continuous_clusterenv"])
+def stale(request):
+    return importlib.import_module(request.param)
+
+
+def vtrace_targets(ratios, rewards, values, next_values, ends, gamma, lam):
+    """The value targets of the paper, https://arxiv.org/abs/1802.01561, equation 1: a sum over what
+    follows each step, with rho and c truncated at 1.
+    """
+    targets = values[:-1].copy()
+    for (first, env), _ in np.ndenumerate(rewards):
+        for step in range(first, len(rewards)):
+            rho = min(1, ratios[step, env])
+            trace = np.prod([lam * min(1, ratios[i, env]) for i in range(first, step)])
+            ahead = 0 if ends[step, env] == 1 else gamma * next_values[step, env]
+            error = rho * (rewards[step, env] + ahead - values[step, env])
+            targets[first, env] += gamma ** (step - first) * trace * error
+            if ends[step, env]:
+                break
+    return targets
+
+
+@pytest.mark.parametrize("lam", [1, 0.7])
+def test_value_targets_of_vtrace_are_the_papers(stale, lam):
+    rng = np.random.default_rng(2)
+    shape = 9, 4
+    rewards, values = rng.normal(size=shape), rng.normal(size=(10, 4))
+    ratios, ends = np.exp(rng.normal(size=shape)), rng.choice(3, size=shape, p=[0.8, 0.1, 0.1])
+    ends[:, 0] = 0
+    final_values, next_values = rng.normal(size=np.count_nonzero(ends)), values[1:].copy()
+    next_values[ends > 0] = final_values
+    arguments = rewards, values, final_values, ends == 1, ends == 2, 0.9, lam
+    advantages, targets = stale.compute_vtrace(ratios, *arguments)
+    expected = vtrace_targets(ratios, rewards, values, next_values, ends, 0.9, lam)
+    np.testing.assert_allclose(targets, expected)
+    if lam == 1:  # the paper's advantage: the reward and the next target, less the value
+        after = np.concatenate([expected[1:], values[-1:]])
+        after[ends > 0] = final_values
+        after[ends == 1] = 0
+        np.testing.assert_allclose(advantages, rewards + 0.9 * after - values[:-1])
+    # Where the learner would have acted in the same way, or is as likely to, nothing is corrected.
+    for found, same in zip(
+        stale.compute_vtrace(np.full(shape, 1.5), *arguments),
+        stale.compute_gae(*arguments),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, same)
+    # What the learner would never do teaches nothing.
+    _, targets = stale.compute_vtrace(np.zeros(shape), *arguments)
+    np.testing.assert_allclose(targets, values[:-1])
+
+
 def test_advantages_in_closed_form(ppo):
     ones = np.ones((4, 1))
     # With lambda 1 the return is that of the rewards, and of the value after the last: 1 + g + g^2

@@ -48,6 +48,10 @@ WAYS = {  # flags, and the cases of the algorithm that occur
         f"{ON} --decoupled --sync-mode always --overlap --clip-rho 1.02 --max-grad-norm 9",
         {"ratio clipped", "weight truncated"},
     ),
+    "vtrace": (
+        f"{ON} --decoupled --sync-mode never --vtrace --clip-rho 1.02 --max-grad-norm 9",
+        {"ratio clipped", "weight truncated"},
+    ),
     # An iteration's chunks are of whichever workers.
     "stream": (
         f"{ON} --decoupled --sync-mode always --stream --clip-rho 1.02 --max-grad-norm 9",
@@ -127,7 +131,7 @@ CASES = [
     )
     for script in PPO
     for way in WAYS
-    if way != "stream" or script in STREAMING
+    if way not in ("stream", "vtrace") or script in STREAMING
 ]
 
 
