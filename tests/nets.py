@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from clusterenv_runtime.policy.divergence import Seen, divergence, params_along
+from clusterenv_runtime.policy.divergence import Sample, divergence, params_along
 from clusterenv_runtime.policy.versions import PolicyStore
 
 
@@ -66,7 +66,7 @@ def divergence_of(policy, observations, params):
     return divergence(
         policy,
         [
-            [Seen(states[None], np.asarray(old)[None], np.ones((1, len(states)), bool), None)]
+            [Sample(states[None], np.asarray(old)[None], np.ones((1, len(states)), bool), None)]
             for states, old in parts
         ],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from .sync import measured_states
 from .tensors import to_tensors
 
 
-class Seen(NamedTuple):
+class Sample(NamedTuple):
     """Some states of a worker, and its policy's distribution parameters there.
 
     They are sequences of ``num_steps`` if the policy has a state, and else of one step each.
@@ -28,7 +29,7 @@ class Seen(NamedTuple):
     states: Any  # (batch, ...) of the policy before the first step, None if it has none
 
     @classmethod
-    def of(cls, part: RolloutPart, rows: range) -> Seen:
+    def of(cls, part: RolloutPart, rows: range) -> Sample:
         """Return the measured states of a worker's part.
 
         They are copies: the user, who gets the rest, may write to it, and a view would keep all of
@@ -52,29 +53,22 @@ class Seen(NamedTuple):
         states = map_tree(np.copy, part.states) if in_sequence else None
         return cls(observations, map_tree(in_order, part.params), at_places(starts), states)
 
-    @classmethod
-    def join(cls, parts: Sequence[Seen]) -> Seen:
-        """Return states of several workers or parts, whose sequences must be equally long, as one.
-
-        Only now are `Frames` gathered, because images are megabytes.
-        """
-        observations, params, starts, states = zip(*parts, strict=True)
-        return cls(
-            _concatenate(observations, 1),
-            _concatenate(params, 1),
-            np.concatenate(starts, 1),
-            None if states[0] is None else _concatenate(states, 0),
-        )
-
 
 @torch.no_grad()
-def divergence(policy: Policy, workers: Sequence[Sequence[Seen]]) -> np.ndarray:
-    """Return KL(behavior || policy) in nats for each of several workers, a mean over its states."""
-    seen = Seen.join([part for parts in workers for part in parts])
-    behavior = map_tree(lambda leaf: torch.as_tensor(leaf, device=policy.device), seen.params)
-    params = params_along(policy, seen.observations, seen.starts, seen.states)
+def divergence(policy: Policy, workers: Sequence[Sequence[Sample]]) -> np.ndarray:
+    """Return KL(behavior || policy) in nats for each of several workers, a mean over the states of
+    its samples. All sequences must be equally long.
+
+    Only now are `Frames` gathered, because images are megabytes.
+    """
+    observations, acted, starts, states = zip(*itertools.chain(*workers), strict=True)
+    begins = np.concatenate(starts, 1)
+    state = None if states[0] is None else _concatenate(states, 0)
+    params = params_along(policy, _concatenate(observations, 1), begins, state)
+    acted = _concatenate(acted, 1)
+    behavior = map_tree(lambda leaf: torch.as_tensor(leaf, device=policy.device), acted)
     flat = [map_tree(lambda leaf: leaf.flatten(0, 1), tree) for tree in (behavior, params)]
-    kl = policy.kl(*flat).view(seen.starts.shape).mean(0)
+    kl = policy.kl(*flat).view(begins.shape).mean(0)
     sizes = [sum(part.starts.shape[1] for part in parts) for parts in workers]
     firsts = np.cumsum([0, *sizes[:-1]])
     return np.add.reduceat(kl.cpu().numpy(), firsts) / sizes

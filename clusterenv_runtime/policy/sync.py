@@ -46,7 +46,7 @@ class SyncRule(msgspec.Struct, frozen=True):
         return self.mode == "always" and lag > 0 or self.mode == "interval" and lag >= self.interval
 
 
-def states_of_each_row(num_steps: int, num_rows: int, elements: int = 1) -> int:
+def states_of_each_row(num_steps: int, num_rows: int, elements: int) -> int:
     """Return on how many states of each row the divergence is measured; ``elements`` are the
     numbers in one.
     """

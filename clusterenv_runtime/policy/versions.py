@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ..wire.part import RolloutPart
     from .base import Policy
-    from .divergence import Seen
+    from .divergence import Sample
     from .probe import Probed
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class PolicyCopy:
     # In nats per action dimension, from the published version; inf until it has acted.
     divergence: float = math.inf
     pulls: int = 0  # so far
-    recent: list[Seen] = field(default_factory=list)  # its last states under `behavior`, by part
+    recent: list[Sample] = field(default_factory=list)  # its last states under `behavior`, by part
     weights: torch.Tensor | None = None  # (weights,) float32; None if not known to the bit
 
     def forget(self) -> None:
@@ -212,16 +212,16 @@ class PolicyStore:
         """Keep some states of a worker's part of a rollout, and its policy's distribution
         parameters there.
         """
-        from .divergence import Seen
+        from .divergence import Sample
 
         if part.version < self.published.since:
             return  # another structure
         if part.version != copy.behavior or part.states is not None:
             copy.recent = []  # states of the same policy add up, except for sequences
-        copy.recent.append(Seen.of(part, copy.rows))
+        copy.recent.append(Sample.of(part, copy.rows))
         copy.behavior = part.version
         most = len(copy.rows) * states_of_each_row(KL_STATES, self._num_rows, self._elements)
-        while sum(seen.starts.size for seen in copy.recent) > most and len(copy.recent) > 1:
+        while sum(each.starts.size for each in copy.recent) > most and len(copy.recent) > 1:
             del copy.recent[0]
 
     def requests(self, copies: Sequence[PolicyCopy], num_steps: int) -> list[Collect]:
