@@ -74,7 +74,7 @@ def give(grade, value):
     temporary.rename(grade)
 
 
-def test_the_best_policy_is_kept_as_it_was_when_it_was_sent(tmp_path, monkeypatch):
+def test_the_best_policy_is_kept_as_it_was_when_it_was_sent(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     grade = tmp_path / "grade"
     flags = {"eval_interval": 50, "eval_episodes": 1, "num_envs": 4}
@@ -108,6 +108,12 @@ def test_the_best_policy_is_kept_as_it_was_when_it_was_sent(tmp_path, monkeypatc
         assert best() == [6, 6]
         found = [(60, 6.0), (190, 3.0), (200, 9.0)]
         assert run.logs.curve.evaluations == found
+        said = [line for line in capsys.readouterr().out.split("\n") if "evaluated" in line]
+        best_yet = [", the best yet", "", ", the best yet"]
+        assert said == [
+            f"evaluated step {step}: return {mean}{text}"
+            for (step, mean), text in zip(found, best_yet, strict=True)
+        ]
         run.global_step = 210
         run.save()
     steps = [event.step for event in scripts.events_of("runs/x").Scalars("eval/return_mean")]

@@ -187,6 +187,7 @@ class Evaluations:
         best = self._logs.curve.best_return
         self._logs.curve.evaluations.append((self._last, mean))
         self._logs.writer.add_scalar("eval/return_mean", mean, self._last)
+        say(f"evaluated step {self._last:,}: return {mean:.1f}" + ", the best yet" * (mean > best))
         if mean > best and self._args.save_model:
             try:
                 directory = self._logs.writer.log_dir
