@@ -86,8 +86,8 @@ def read_allocation() -> Allocation:
     het = "SLURM_JOB_NODELIST_HET_GROUP_1" in os.environ
     part = "_HET_GROUP_1" if het else ""
     nodes = _scontrol("show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{part}"]).split()
-    text = os.environ[f"SLURM_JOB_CPUS_PER_NODE{part}"]  # as in 4(x2),2
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    # as in 4(x2),2
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ[f"SLURM_JOB_CPUS_PER_NODE{part}"])
     cpus = [int(number) for number, times in counts for _ in range(int(times or 1))]
     free, head = dict(zip(nodes, cpus, strict=True)), os.environ.get("SLURMD_NODENAME")
     cores = int(os.environ.get(f"SLURM_CPUS_PER_TASK{part}", 1))
