@@ -31,6 +31,7 @@ COMMANDS = {  # by name, from short ones to long ones
     "rows": f"{BENCHMARK}.rows",
     "recovery": f"{BENCHMARK}.recovery",
     "straggler": f"{BENCHMARK}.straggler",
+    "straggler_ppo": f"{BENCHMARK}.straggler --ppo --delay 0.008 --seconds 15",
     "security": f"{BENCHMARK}.security",
     "transport": f"{BENCHMARK}.transport",
     "make_train": "ppo_clusterenv.py",
