@@ -90,7 +90,8 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     to the last bit
     """
     sync_check_frequency: Positive = 20
-    """gradient steps between publishing the policy, which measures the workers' divergence from it
+    """gradient steps between publishing the policy, which measures the workers' divergence from it;
+    at most once per chunk
     """
     kl_threshold: Nats = 0.001
     max_policy_lag: NotNegative | None = 40
@@ -229,13 +230,12 @@ if __name__ == "__main__":
             # ALGO LOGIC: training. One gradient step per `train_frequency` environment steps after
             # `learning_starts`.
             due = max(run.global_step - count.warm_up, 0) // args.train_frequency
+            checks = count.gradient_steps // args.sync_check_frequency
             while count.gradient_steps < due:
                 # Steps up to the next change of the target network get their batches and targets
                 # in one go.
-                check_every = args.sync_check_frequency
                 until_target = target_every - count.gradient_steps % target_every
-                until_check = check_every - count.gradient_steps % check_every
-                burst = min(due - count.gradient_steps, until_target, until_check)
+                burst = min(due - count.gradient_steps, until_target)
                 samples = rb.sample(burst, args.batch_size, device)
                 b_obs, b_actions, b_next_obs, b_rewards, b_dones = samples
                 b_td_target = compute_td_target(
@@ -249,8 +249,9 @@ if __name__ == "__main__":
                     parameters = target_network.parameters(), q_network.parameters()
                     for target_param, q_param in zip(*parameters, strict=True):
                         target_param.data.lerp_(q_param.data, args.tau)
-                if count.gradient_steps % args.sync_check_frequency == 0:
-                    envs.publish(policy)
+            # Workers pull between two chunks, so of several publications only the last would count.
+            if count.gradient_steps // args.sync_check_frequency > checks:
+                envs.publish(policy)
 
             if not run.report_is_due():
                 continue

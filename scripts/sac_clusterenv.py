@@ -90,7 +90,8 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     to the last bit
     """
     sync_check_frequency: Positive = 50
-    """gradient steps between publishing the policy, which measures the workers' divergence from it
+    """gradient steps between publishing the policy, which measures the workers' divergence from it;
+    at most once per chunk
     """
     max_policy_lag: NotNegative | None = 40
     save_replay: bool = True
@@ -299,6 +300,7 @@ if __name__ == "__main__":
             # ALGO LOGIC: training. `utd` gradient steps per environment step after
             # `learning_starts`.
             due = int(max(run.global_step - count.warm_up, 0) * utd)
+            checks = count.gradient_steps // args.sync_check_frequency
             batches = zip(
                 *rb.sample(due - count.gradient_steps, args.batch_size, device), strict=True
             )
@@ -315,8 +317,9 @@ if __name__ == "__main__":
                             target.parameters(), qf.parameters(), strict=True
                         ):
                             target_param.data.lerp_(q_param.data, args.tau)
-                if count.gradient_steps % args.sync_check_frequency == 0:
-                    envs.publish(policy)
+            # Workers pull between two chunks, so of several publications only the last would count.
+            if count.gradient_steps // args.sync_check_frequency > checks:
+                envs.publish(policy)
 
             if not run.report_is_due():
                 continue
