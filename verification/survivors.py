@@ -96,8 +96,8 @@ TESTS = {
 COMPUTE = {
     "compute_gae", "compute_vtrace", "normalize", "ppo_loss", "update", "get_states", "get_hidden",
     "get_action_and_value", "get_value", "ReplayBuffer", "compute_td_target", "td_loss",
-    "linear_schedule", "explore", "compute_next_q_value", "actor_loss", "alpha_loss", "update_q",
-    "update_actor",
+    "linear_schedule", "explore", "compute_next_q_value", "q_loss", "pi_loss", "actor_loss",
+    "alpha_loss", "update_q", "update_actor",
 }  # fmt: skip
 LOOP = "    with run.training(", "            # TRY NOT TO MODIFY: record rewards"
 FOLDERS = ROOT, ROOT / "scripts"

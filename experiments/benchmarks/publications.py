@@ -25,7 +25,6 @@ from clusterenv_runtime import ClusterEnv
 from clusterenv_runtime.script import Run
 
 
-
 @dataclass
 class Args:
     script: str = "scripts/sac_clusterenv.py"
@@ -59,7 +58,10 @@ def timed(script: str, flags: list[str]) -> None:
         )  # fmt: skip
 
     sys.argv = [script, *flags]
-    with patch.multiple(ClusterEnv, publish=timed_publish), patch.multiple(Run, finish=timed_finish):
+    with (
+        patch.multiple(ClusterEnv, publish=timed_publish),
+        patch.multiple(Run, finish=timed_finish),
+    ):
         runpy.run_path(script, run_name="__main__")
 
 

@@ -38,7 +38,7 @@ ARGS = SimpleNamespace(
 )  # fmt: skip
 FIRST = 12  # steps before the clock starts; a graph is captured within them
 SCRIPTS = "ppo", "ppo_continuous", "ppo_lstm", "ppo_atari", "dqn", "dqn_atari", "sac"
-COMPILED = "ppo", "ppo_continuous", "ppo_atari", "dqn_atari"  # those that have --compile
+COMPILED = "ppo", "ppo_continuous", "ppo_atari", "dqn_atari", "sac"  # those that have --compile
 
 
 @dataclass
@@ -158,7 +158,7 @@ def make_sac(device: str, batch_size: int = 256) -> Learner:
         torch.randn(batch_size, 17), torch.rand(batch_size, 6), torch.randn(batch_size, 17),
         torch.randn(batch_size), torch.zeros(batch_size),
     ]  # fmt: skip
-    fixed = [qfs, targets, sac.Actor(ROBOT), log_alpha, (scale + 1, bias), ARGS]
+    fixed = [qfs, targets, sac.Actor(ROBOT), log_alpha, (scale + 1, bias), ARGS, sac.q_loss]
     return Learner(sac.update_q, adam(qfs), fixed, inputs)
 
 

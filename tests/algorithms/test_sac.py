@@ -124,7 +124,7 @@ def test_an_update_of_the_q_networks_moves_them_down_their_own_errors_and_nothin
         pairs = zip(qf.parameters(), gradients, strict=True)
         expected += [(p - 0.1 * g).detach().reshape(-1) for p, g in pairs]
     torch.set_rng_state(state)
-    losses = sac.update_q(q_optimizer, qfs, targets, *fixed, *batch)
+    losses = sac.update_q(q_optimizer, qfs, targets, *fixed, sac.q_loss, *batch)
     torch.testing.assert_close(weights(*qfs), torch.cat(expected))
     assert torch.equal(weights(actor, *targets), others) and log_alpha.item() == pytest.approx(-0.3)
     assert losses.keys() == {"qf1_values", "qf2_values", "qf1_loss", "qf2_loss"}
@@ -144,7 +144,7 @@ def test_an_update_of_the_actor_moves_it_and_alpha_and_nothing_else(autotune):
     # The mean over two actions of the entropy is to be 2.
     change = 0.01 * np.exp(-0.3) * (log_pi.mean().item() - 2)
     torch.set_rng_state(state)
-    losses = sac.update_actor(optimizer, qfs, *fixed, batch[0])
+    losses = sac.update_actor(optimizer, qfs, *fixed, sac.pi_loss, batch[0])
     torch.testing.assert_close(weights(actor), expected)
     assert torch.equal(weights(*qfs, *targets), others)
     assert log_alpha.item() == pytest.approx(-0.3 + autotune * change, rel=1e-4)
