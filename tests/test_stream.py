@@ -162,6 +162,40 @@ def test_all_that_is_asked_is_taken_and_a_fast_workers_more_often(outstanding):
     assert len(taken) == 60
 
 
+@pytest.mark.parametrize(("done", "left"), [(0, 9), (1, 6), (2, 3), (3, 0)])
+def test_no_more_is_asked_than_is_left_of_a_run(done, left):
+    run = a_run(3, 3, outstanding=3)
+    run.global_step = done
+    envs = Workers(3, "always", None, np.ones(3), 1)
+    assert len(list(stream(run, envs))) == left
+    assert not any(envs.asked) and not envs.done
+
+
+def test_the_learner_waits_for_a_chunk_only_when_its_time_has_come():
+    envs = Workers(4, "always", 3, np.array([20.0, 20.0, 20.0, 1e-9]), 1)
+    turns, recv = [], envs.recv
+    envs.recv = lambda worker: (turns.append(worker), recv(worker))[1]
+    chunks = stream(a_run(4, 40, 1, 3), envs)
+    while list(itertools.islice(chunks, 4)):
+        envs.policy_version += 1
+    # Asked for in one iteration, the slow worker's chunk comes in the fourth after that, as its
+    # last one.
+    assert [number for number, worker in enumerate(turns) if worker is not None] == list(
+        range(19, 160, 16)
+    )
+    assert {worker for worker in turns if worker is not None} == {3}
+
+
+def test_the_learner_waits_for_no_worker_if_all_are_as_fast():
+    envs = Workers(4, "always", 5, np.ones(4), 1)
+    in_turn, recv = itertools.cycle(range(4)), envs.recv
+    envs.random = SimpleNamespace(choice=lambda busy, p: next(n for n in in_turn if n in busy))
+    envs.recv = lambda worker: recv(pytest.fail("waits") if worker is not None else None)
+    chunks = stream(a_run(4, 40, 2, 5), envs)
+    while list(itertools.islice(chunks, 4)):
+        envs.policy_version += 1
+
+
 @pytest.mark.parametrize("mode", ["always", "never", "kl"])
 @pytest.mark.parametrize("outstanding", [1, 2, 3])
 def test_no_chunk_is_older_than_the_bound(outstanding, mode):
