@@ -103,7 +103,7 @@ FRAGMENTS = [
 FRAGMENTS += [
     (page, re.sub(r"^(-.*\n|[+ ])", "", code, flags=re.M))
     for page, kind, code in BLOCKS
-    if kind == "diff" and page.stem != "learners"  # whose diff is of a whole script
+    if kind == "diff" and page.stem not in ("learners", "sac")  # diffs of whole scripts
 ]
 FRAGMENTS = {code: name_of(page) for page, code in FRAGMENTS}  # each once
 

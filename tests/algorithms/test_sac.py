@@ -1,6 +1,10 @@
 """What SAC computes, against definitions that are written down here once more."""
 
 import importlib
+import re
+import runpy
+import shutil
+import subprocess
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -204,3 +208,35 @@ def test_there_are_exactly_as_many_gradient_steps_as_were_asked_for(tmp_path, ut
     flags += f"--buffer-size 200 --eval-episodes 0 --utd {utd}"
     _, summary = scripts.train("scripts/sac_clusterenv.py", tmp_path, *flags.split())
     assert summary["gradient_steps"] == {"0.29": 29, "2": 200}[utd]
+
+
+def test_the_pages_diff_makes_td3_of_the_script(tmp_path):
+    diff = re.search(r"```diff\n(.*?)```", (scripts.ROOT / "docs/sac.md").read_text(), re.S)[1]
+    assert len(re.findall(r"^\+[^+\n]", diff, re.M)) == 27
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(scripts.ROOT / "scripts/sac_clusterenv.py", tmp_path / "scripts")
+    subprocess.run(["patch", "-p0"], cwd=tmp_path, input=diff, text=True, check=True)
+    flags = "--env-id tests.algorithms.toys:Corridor-box-v0 --num-workers 2 --envs-per-worker 1 "
+    flags += "--num-steps 5 --total-timesteps 100 --learning-starts 10 --batch-size 4 "
+    flags += "--buffer-size 200 --eval-episodes 2"
+    _, summary = scripts.train(script, tmp_path, *flags.split())
+    assert summary["gradient_steps"] == 90
+
+    td3 = SimpleNamespace(**runpy.run_path(script))
+    actor, qfs = Fixed([0.3, -0.95], [0.0, 0.0]), [lambda obs, a: a.sum(-1), lambda obs, a: 0]
+    actions, log_pi = td3.get_action(actor, torch.zeros(500, 3), SCALE, BIAS, policy_noise=0.2)
+    noise = (
+        (actions - BIAS) / SCALE - actor.mean
+    ).detach()  # clipped at 0.5, and where actions end
+    assert (noise.abs().amax(0) <= 0.5 + 1e-6).all() and noise[:, 0].std() > 0.15
+    assert noise[:, 1].min() == pytest.approx(-0.05) and not log_pi.any()
+    pi, _ = td3.get_action(actor, torch.zeros(4, 3), SCALE, BIAS)
+    torch.testing.assert_close(pi, (actor.mean * SCALE + BIAS).expand(4, 2))
+    assert td3.actor_loss(qfs, None, pi, log_pi, 0.2).item() == pytest.approx(-pi[0].sum().item())
+    policy = td3.NoisyPolicy(td3.Actor(ENVS), SPACE)
+    params = policy(torch.zeros(4000, 3)).detach()
+    drawn, even, _ = policy.noise(1, params, torch.Generator().manual_seed(3))
+    acts = policy.act(params, (drawn[0], even[0], torch.ones(4000, 1)))
+    mean = params[:, :2]
+    assert (acts - mean).std(0).tolist() == pytest.approx([0.1, 0.1], rel=0.1)
+    assert all(SPACE.contains(action) for action in policy.to_env(3 * acts).detach().numpy())
