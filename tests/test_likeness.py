@@ -152,7 +152,7 @@ def start(tmp_path, flags, words, **variables):
     ("how", "flags"),
     [
         ("fork", ["-X", "utf8", "-W", "ignore::ImportWarning"]),
-        ("spawn", ["-O", "-X", "faulthandler"]),
+        pytest.param("spawn", ["-O", "-X", "faulthandler"], marks=pytest.mark.long),
     ],
 )
 def test_workers_and_their_replacements_are_the_process_that_the_head_was(tmp_path, how, flags):
@@ -212,7 +212,7 @@ def ends(env_fns, kind=ClusterEnv):
     return ends
 
 
-@pytest.mark.parametrize("module", [None, "later"])
+@pytest.mark.parametrize("module", [pytest.param(None, marks=pytest.mark.long), "later"])
 def test_registrations_are_the_heads_whatever_is_imported_later(
     tmp_path, monkeypatch, registry, module
 ):
@@ -316,7 +316,14 @@ class Stored(CountingEnv):
         return before
 
 
-@pytest.mark.parametrize("options", [{}, {"worker_start": "spawn"}, {"worker_prefix": "nice -n 0"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"worker_start": "spawn"},
+        pytest.param({"worker_prefix": "nice -n 0"}, marks=pytest.mark.long),
+    ],
+)
 def test_a_large_array_is_held_once_and_environments_may_change_it(workers, options):
     data = np.full(2**18, 7.0)
     small = np.zeros(3)

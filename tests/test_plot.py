@@ -114,6 +114,7 @@ def test_a_resumed_run_has_no_step_twice_and_no_time_between_its_parts(runs):
     time.sleep(1.1)  # the names of the files are those of their seconds
     writer = SummaryWriter(str(runs / "x"), purge_step=21)
     writer.close()
+    time.sleep(1.1)
     log(runs / "x", [7, 8], OURS | {"num_steps": 9}, begin=BEGIN + 5000, first=30)
     run = LoggedRun(str(runs / "x"))
     steps, seconds, values = run.scalars("charts/episodic_return")

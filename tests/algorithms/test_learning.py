@@ -6,8 +6,10 @@ from tests import scripts
 
 from .learning import MOST, REACHED, SEEDS, TRAININGS, learn
 
-# These take two minutes. The other tests here try these scripts, too.
+# These take four minutes. The other tests here try these scripts, too.
 LONG = {
+    "scripts/ppo_continuous_clusterenv.py",
+    "scripts/sac_clusterenv.py",
     "scripts/ppo_lstm_clusterenv.py",
     "scripts/ppo_multilearner_clusterenv.py",
     "scripts/ppo_minatar_clusterenv.py",

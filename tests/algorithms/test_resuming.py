@@ -113,6 +113,9 @@ def logged(recording, after=0):
 
 
 LONG = {
+    "scripts/ppo_continuous_clusterenv.py",
+    "scripts/ppo_lstm_clusterenv.py",
+    "scripts/sac_clusterenv.py",
     "scripts/ppo_multilearner_clusterenv.py",
     "scripts/ppo_minatar_clusterenv.py",
     "scripts/ppo_atari_clusterenv.py",

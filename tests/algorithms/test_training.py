@@ -117,11 +117,7 @@ def assert_same_logs(recording, expected):
 
 
 # Scripts that share their loss with the first one are tried in one way, Atari's later.
-OFTEN = {
-    "ppo_clusterenv.py",
-    "scripts/ppo_continuous_clusterenv.py",
-    "scripts/ppo_lstm_clusterenv.py",
-}
+OFTEN = {"ppo_clusterenv.py", "scripts/ppo_lstm_clusterenv.py"}
 STREAMING = {"ppo_clusterenv.py", "scripts/ppo_continuous_clusterenv.py"}
 CASES = [
     pytest.param(
@@ -222,7 +218,11 @@ def check_acts(recording, network, weights):
 
 @pytest.mark.parametrize(
     ("script", "every"),
-    [("dqn_clusterenv.py", 1), ("dqn_clusterenv.py", 3), ("scripts/dqn_atari_clusterenv.py", 3)],
+    [
+        ("dqn_clusterenv.py", 1),
+        ("dqn_clusterenv.py", 3),
+        pytest.param("scripts/dqn_atari_clusterenv.py", 3, marks=pytest.mark.long),
+    ],
 )
 def test_dqn_is_as_defined(tmp_path, script, every):
     with_some_seed(check_dqn, DQN[script][0], tmp_path, script, every)
