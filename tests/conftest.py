@@ -48,11 +48,13 @@ def worker_commands():
     parents, commands = {}, {}
     for directory in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+            state, parent, *_ = (directory / "stat").read_text().rpartition(")")[2].split()
             command = os.fsdecode((directory / "cmdline").read_bytes()).split("\0")
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended in between
-        parents[int(directory.name)] = parent
+        if state == "Z":
+            continue  # it has ended, and its parent does not know that yet
+        parents[int(directory.name)] = int(parent)
         commands[int(directory.name)] = command
     servers = {
         pid
