@@ -16,7 +16,10 @@ from torch.distributions import AffineTransform, Independent, Normal, Transforme
 from torch.distributions.transforms import TanhTransform
 
 from clusterenv_runtime import SquashedGaussianPolicy
+from clusterenv_runtime.script.checkpoint import load_checkpoint
 from tests import scripts
+
+from .recording import record
 
 sac = importlib.import_module("scripts.sac_clusterenv")
 SPACE = gym.spaces.Box(np.array([-1, 0], np.float32), np.array([3, 0.5], np.float32))
@@ -208,6 +211,63 @@ def test_there_are_exactly_as_many_gradient_steps_as_were_asked_for(tmp_path, ut
     flags += f"--buffer-size 200 --eval-episodes 0 --utd {utd}"
     _, summary = scripts.train("scripts/sac_clusterenv.py", tmp_path, *flags.split())
     assert summary["gradient_steps"] == {"0.29": 29, "2": 200}[utd]
+
+
+def test_the_loop_takes_its_steps_when_they_are_due(tmp_path):
+    flags = "--env-id tests.algorithms.toys:Corridor-box-v0 --num-workers 1 --envs-per-worker 2 "
+    flags += "--num-steps 5 --total-timesteps 60 --learning-starts 30 --batch-size 4 --utd 0.7 "
+    flags += "--policy-frequency 3 --target-network-frequency 2 --tau 0.5 --buffer-size 60 "
+    flags += "--sync-check-frequency 10 --eval-episodes 0 --deterministic --no-cuda"
+    recording = record("scripts/sac_clusterenv.py", tmp_path, *flags.split())
+    parts = load_checkpoint(tmp_path / "runs" / "x")["parts"]
+    # Each chunk of ten steps is requested when the previous one has come; the first are random.
+    assert recording.epsilons == [1, 1, 1, 0, 0, 0]
+    drawn = np.concatenate([call.rollout.actions for call in recording.calls]).reshape(60, -1)
+    np.testing.assert_allclose(parts["rb"]["actions"], np.tanh(drawn), atol=1e-6)
+
+    # The same gradient steps, in a loop of their own, from the same state.
+    space = gym.spaces.Box(-1, 1, drawn.shape[1:])
+    obs_space = gym.spaces.Box(-1, 1, parts["rb"]["observations"].shape[1:])
+    envs = SimpleNamespace(single_observation_space=obs_space, single_action_space=space)
+    names = "qf1", "qf2", "qf1_target", "qf2_target", "actor"
+    nets = {name: (sac.Actor if name == "actor" else sac.SoftQNetwork)(envs) for name in names}
+    for name, net in nets.items():
+        net.load_state_dict(recording.parts[name])
+    actor, qfs = nets["actor"], [nets["qf1"], nets["qf2"]]
+    log_alpha = nn.Parameter(recording.parts["entropy"]["log_alpha"].clone())
+    bounds = torch.ones(drawn.shape[1]), torch.zeros(drawn.shape[1])
+    args = SimpleNamespace(gamma=0.99, autotune=True)
+    q_adam = torch.optim.Adam([p for qf in qfs for p in qf.parameters()], lr=1e-3, fused=True)
+    groups = [{"params": list(actor.parameters()), "lr": 3e-4}, {"params": [log_alpha], "lr": 1e-3}]
+    adam = torch.optim.Adam(groups, fused=True)
+    rb, targets, number = sac.ReplayBuffer(60, obs_space, space), names[2:4], 0
+    acting = []
+    for chunk, (first, call) in enumerate(zip((0, 0, 0, 0, 7, 14), recording.calls, strict=True)):
+        call.rollout.actions = np.tanh(call.rollout.actions)
+        rb.add(call.rollout)
+        torch.set_rng_state(call.torch_state)
+        for batch in zip(*rb.sample(7 if chunk > 2 else 0, 4, torch.device("cpu")), strict=True):
+            rest = actor, log_alpha, bounds, args
+            sac.update_q(q_adam, qfs, [nets[name] for name in targets], *rest, sac.q_loss, *batch)
+            number += 1
+            for _ in range(3 if number % 3 == 0 else 0):
+                sac.update_actor(adam, qfs, *rest, sac.pi_loss, batch[0])
+            for fast, slow in zip(("qf1", "qf2"), targets, strict=True) if number % 2 == 0 else ():
+                pairs = zip(nets[slow].parameters(), nets[fast].parameters(), strict=True)
+                for slow_param, fast_param in pairs:
+                    slow_param.data = (slow_param.data + fast_param.data) / 2
+        if first // 10 < number // 10:
+            acting.append(weights(actor))
+    for name, net in nets.items():
+        for key, value in net.state_dict().items():
+            torch.testing.assert_close(parts[name][key], value, rtol=1e-4, atol=3e-5)
+    torch.testing.assert_close(parts["entropy"]["log_alpha"], log_alpha.data)
+    published = [each["actor"] for each in recording.published[1:]]
+    assert len(published) == len(acting) == 2
+    for found, expected in zip(published, acting, strict=True):
+        found = torch.cat([value.reshape(-1) for value in found.values()])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-5)
+    assert recording.steps["losses/alpha"] == [40, 50, 60]
 
 
 def test_the_pages_diff_makes_td3_of_the_script(tmp_path):
