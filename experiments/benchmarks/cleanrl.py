@@ -44,6 +44,22 @@ class Wrapper(gym.Wrapper):
         return getattr(self.env, name)
 
 
+class SameStep(gym.vector.SyncVectorEnv):
+    """Gymnasium's environments side by side, which were reset within the step that ended an
+    episode.
+    """
+
+    def __init__(self, env_fns):
+        super().__init__(env_fns, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+
+    def step(self, actions):
+        *outcome, infos = super().step(actions)
+        infos.pop("final_info", None)  # a list then
+        if "final_obs" in infos:
+            infos["final_observation"] = infos["final_obs"]
+        return *outcome, infos
+
+
 class Pool(gym.Env):
     """EnvPool's environments as Gym had them, before Gymnasium: with one "done" for two flags."""
 
@@ -86,6 +102,8 @@ if __name__ == "__main__":
     with suppress(ModuleNotFoundError):
         gym.register_envs(importlib.import_module("ale_py"))
     del sys.argv[0]
+    if "final_observation" in Path(sys.argv[0]).read_text():
+        gym.vector.SyncVectorEnv = SameStep
     # The folder of cleanrl_utils.
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent.parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
