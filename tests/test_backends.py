@@ -373,7 +373,7 @@ def in_a_loop(num_envs):
     return SyncVectorEnv([Graded] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-@pytest.mark.parametrize("make", [OneObject, in_a_loop])
+@pytest.mark.parametrize("make", [OneObject, pytest.param(in_a_loop, marks=pytest.mark.long)])
 def test_what_is_set_reaches_them_and_their_replacements(make, workers):
     policy = CategoricalPolicy(linear(1, 2))
     with ClusterEnv(Together(make), 2, num_envs=4) as envs:

@@ -100,7 +100,9 @@ def test_deterministic_runs_of_one_seed_are_the_same(trained, tmp_path):
         assert scalars(folder, tag) == scalars(other, tag)
 
 
-@pytest.mark.parametrize(("workers", "mode"), [(1, "never"), (4, "always")])
+@pytest.mark.parametrize(
+    ("workers", "mode"), [pytest.param(1, "never", marks=pytest.mark.long), (4, "always")]
+)
 def test_gradient_steps_are_exact_nothing_is_lost_and_pulls_are_as_told(tmp_path, workers, mode):
     flags = (
         f"--num-workers {workers} --sync-mode {mode} --train-frequency 4 "
@@ -196,6 +198,7 @@ def test_bad_input_is_one_line_before_anything_starts(tmp_path, monkeypatch, fla
     scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, flags.split(), says)
 
 
+@pytest.mark.long
 def test_killed_worker_ends_the_run_with_its_name(tmp_path):
     flags = [
         *TINY,

@@ -119,6 +119,7 @@ def evaluated(env_id, backend, policy):
         return envs.evaluate(policy, 3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("env_id", "backend"), [("ALE/Seaquest-v5", "gymnasium"), ("Seaquest-v5", "envpool")]
 )

@@ -94,6 +94,7 @@ def test_run_leaves_summary_model_and_logs(always):
     }
 
 
+@pytest.mark.long
 def test_same_seed_gives_the_same_run_and_the_decoupled_objective_is_plain_ppo_at_lag_0(
     always, tmp_path
 ):

@@ -107,7 +107,7 @@ def received(packed, buffers):
     return value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(VALUES)
 def test_values_come_back_exactly(value):
     assert_same(over_the_wire(value), value)

@@ -242,7 +242,7 @@ CONTINUOUS = "scripts/ppo_continuous_clusterenv.py"
 SCRIPTS = {ppo.SCRIPT: "CartPole-v1", CONTINUOUS: "Pendulum-v1"}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", scripts.parameters(SCRIPTS, later={CONTINUOUS}))
 def test_deterministic_runs_of_one_seed_are_the_same_and_one_version_behind(tmp_path, script):
     flags = [*STREAM, "--env-id", SCRIPTS[script], "--deterministic", "--sync-mode", "always"]
     runs = []

@@ -6,8 +6,9 @@ from tests import scripts
 
 from .learning import MOST, REACHED, SEEDS, TRAININGS, learn
 
-# These take four minutes. The other tests here try these scripts, too.
+# These take five minutes. The other tests here try these scripts, too.
 LONG = {
+    "dqn_clusterenv.py",
     "scripts/ppo_continuous_clusterenv.py",
     "scripts/sac_clusterenv.py",
     "scripts/ppo_lstm_clusterenv.py",

@@ -187,7 +187,10 @@ def test_exploration_and_counts_go_on_where_they_were(tmp_path, script, outstand
     assert end["rb"]["inserted"] == 64
 
 
-@pytest.mark.parametrize("script", ["dqn_clusterenv.py", "scripts/dqn_atari_clusterenv.py"])
+@pytest.mark.parametrize(
+    "script",
+    scripts.parameters(["dqn_clusterenv.py", "scripts/dqn_atari_clusterenv.py"], later=LONG),
+)
 def test_without_its_replay_buffer_a_run_collects_before_it_learns_and_learns_at_the_new_rate(
     tmp_path, script
 ):

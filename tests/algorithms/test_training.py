@@ -116,7 +116,8 @@ def assert_same_logs(recording, expected):
         assert recording.steps[tag] == steps[-len(values) :].tolist(), tag
 
 
-# Scripts that share their loss with the first one are tried in one way, Atari's later.
+# Scripts that share their loss with the first one are tried in one way, these later.
+LATER = {"scripts/ppo_atari_clusterenv.py", "scripts/ppo_minatar_clusterenv.py"}
 OFTEN = {"ppo_clusterenv.py", "scripts/ppo_lstm_clusterenv.py"}
 STREAMING = {"ppo_clusterenv.py", "scripts/ppo_continuous_clusterenv.py"}
 CASES = [
@@ -124,7 +125,7 @@ CASES = [
         script,
         way,
         marks=[pytest.mark.long]
-        * (script not in OFTEN and (way != "decoupled" or "atari" in script)),
+        * (script not in OFTEN and (way != "decoupled" or script in LATER)),
     )
     for script in PPO
     for way in WAYS
