@@ -19,6 +19,7 @@ def call(command, directory, timeout=None, **variables):
     """Run a command with these environment variables, and end all that it has started; return its
     output.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends this as Ctrl-C does
     # A pipe would stay open for as long as any process that was left behind.
     output = Path(directory, "output.txt")
     with output.open("w") as file:
