@@ -103,9 +103,17 @@ FRAGMENTS = [
 FRAGMENTS += [
     (page, re.sub(r"^(-.*\n|[+ ])", "", code, flags=re.M))
     for page, kind, code in BLOCKS
-    if kind == "diff" and page.stem not in ("learners", "sac")  # diffs of whole scripts
+    if kind == "diff" and not code.startswith("---")
 ]
+DIFFS = [(page, code) for page, kind, code in BLOCKS if code.startswith("--- scripts/")]
 FRAGMENTS = {code: name_of(page) for page, code in FRAGMENTS}  # each once
+
+
+@pytest.mark.parametrize(("page", "code"), DIFFS, ids=[name_of(page) for page, _ in DIFFS])
+def test_a_diff_fits_its_script_without_fuzz(page, code):
+    command = ["patch", "-p0", "--dry-run", "--fuzz", "0"]
+    result = subprocess.run(command, cwd=ROOT, input=code, capture_output=True, text=True)
+    assert result.returncode == 0 and "offset" not in result.stdout, result.stdout
 
 
 @pytest.mark.parametrize("code", FRAGMENTS, ids=FRAGMENTS.values())
