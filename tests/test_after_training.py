@@ -20,7 +20,7 @@ from clusterenv_runtime.arrays.trees import leaves
 from clusterenv_runtime.policy.actor import Actor
 from clusterenv_runtime.policy.tensors import flat_weights
 from clusterenv_runtime.script import play
-from clusterenv_runtime.script.export import Acting, export
+from clusterenv_runtime.script.export import TOLERANCE, Acting, export
 from clusterenv_runtime.script.export import main as export_main
 from clusterenv_runtime.script.model import load_model, save_model
 
@@ -338,7 +338,8 @@ def test_an_exported_policy_draws_as_it_does_itself(tmp_path, name):
         else:
             params = policy(inputs["observation"].float())
         expected = policy.to_env(policy.act(params, noise))
-    np.testing.assert_allclose(actions, expected.numpy(), rtol=1e-5, atol=1e-5)
+    # A drawn action is a number of float32 times a deviation of up to e², here by other kernels.
+    np.testing.assert_allclose(actions, expected.numpy(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_torch_export_is_for_what_onnx_cannot(tmp_path):
