@@ -85,6 +85,7 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert 0 < summary["sync_bytes"] / 2 < first + (summary["pulls_per_worker"] - 1) * others
 
 
+@pytest.mark.long
 def test_deterministic_runs_of_one_seed_are_the_same(trained, tmp_path):
     folder, first = trained
     other, second = train(tmp_path, "--deterministic", "--kl-threshold", "1e-5")

@@ -265,7 +265,7 @@ def test_a_replacement_by_other_code_is_said(tmp_path, monkeypatch, caplog):
     assert second.endswith(f"; it runs code that was changed since the others started: {module}")
 
 
-@pytest.mark.parametrize("address", [None, "127.0.0.1"])
+@pytest.mark.parametrize("address", [None, pytest.param("127.0.0.1", marks=pytest.mark.long)])
 def test_a_removed_directory_is_made_again_for_replacements(address, caplog):
     with ClusterEnv([CountingEnv] * 2, 2, bind_address=address) as envs:
         envs.reset()
