@@ -9,16 +9,15 @@ interrupted run goes on where it was. The commit is the last one that changed co
 should run on the machine: most commands measure time.
 """
 
-import os
-import platform
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import tyro
+
+from experiments.sweeps.attempts import here
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "experiments/benchmarks/results"
@@ -122,13 +121,10 @@ def git(*arguments: str) -> str:
 
 def facts(commit: str, seconds: float) -> str:
     """Return a line on where and when a command ran."""
-    cpu = Path("/proc/cpuinfo")
-    models = [line for line in cpu.read_text().split("\n") if "model name" in line]
-    processor = models[0].split(": ")[1] if models else platform.machine()
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    when = time.strftime("%Y-%m-%d")
-    cores = f"{os.cpu_count()} cores of {processor}"
-    return f"commit {commit}, {cores}, {versions}, {when}, {seconds:.0f} s"
+    known = here()
+    python, torch = (known["versions"][name] for name in ("python", "torch"))
+    where = f"{known['machine']}, Python {python}, torch {torch}"
+    return f"commit {commit}, {where}, {time.strftime('%Y-%m-%d')}, {seconds:.0f} s"
 
 
 if __name__ == "__main__":

@@ -156,6 +156,18 @@ class CountingEnv(gym.Env):
             os._exit(code)
 
 
+class RenderingEnv(CountingEnv):
+    """Renders, as a subclass defines it, in its constructor and in `reset`, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.render()
+
+    def reset(self, **kwargs):
+        self.render()
+        return super().reset(**kwargs)
+
+
 class BufferEnv(CountingEnv):
     """Hands out the same observation, and the same array in its infos, again and again."""
 

@@ -153,6 +153,39 @@ def start_and_await_training(script, directory, *flags):
     return process, list(workers_of(process.pid).values())
 
 
+SLOW_ENV = """
+import os
+import gymnasium as gym
+from gymnasium.envs.classic_control import CartPoleEnv
+from tests.patience import wait_until
+
+with open("/proc/self/comm") as name:
+    SLOW = name.read() == "worker 0\\n"
+
+class Slow(CartPoleEnv):
+    steps = 0
+
+    def step(self, action):
+        if SLOW and self.steps == 2:
+            wait_until(lambda: os.path.exists("far"))
+        self.steps += 1
+        if not SLOW and self.steps == FAR:
+            open("far", "w").close()
+        return super().step(action)
+
+gym.register("Slow-v0", Slow, max_episode_steps=500)
+"""
+
+
+def write_slow_env(directory, far):
+    """Write a module into a directory; return the id of its environment.
+
+    In its first chunk worker 0 waits until an environment of another worker has made ``far`` steps.
+    """
+    Path(directory, "slow_env.py").write_text(SLOW_ENV.replace("FAR", str(far)))
+    return "slow_env:Slow-v0"
+
+
 def parameters(scripts, later):
     """These scripts as parameters of a test; those of ``later`` are left to `make test-all`."""
     return [pytest.param(each, marks=[pytest.mark.long] * (each in later)) for each in scripts]

@@ -23,7 +23,7 @@ from experiments.benchmarks.steps import SCRIPTS, loss_of, make
 
 from . import scripts
 from .algorithms.test_formulas import chunk_of, in_frames
-from .envs import CountingEnv
+from .envs import RenderingEnv
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 STEPS = 10  # of which three are eager, and the fourth is captured
@@ -251,16 +251,8 @@ def test_a_replay_buffer_on_a_gpu_holds_what_one_in_memory_does(has_frames):
     assert rewards == set(here.sample(*numbers, torch.device("cpu"))[3].flatten().tolist())
 
 
-class OnGpuEnv(CountingEnv):
-    """Computes on a GPU in its constructor, in `reset` and in `render`."""
-
-    def __init__(self):
-        super().__init__()
-        self.render()
-
-    def reset(self, **kwargs):
-        self.render()
-        return super().reset(**kwargs)
+class OnGpuEnv(RenderingEnv):
+    """Computes on a GPU."""
 
     def render(self):
         return torch.arange(100, device="cuda").sum().item()

@@ -115,33 +115,9 @@ def test_gradient_steps_are_exact_nothing_is_lost_and_pulls_are_as_told(tmp_path
     assert (summary["pulls_per_worker"] == 1) == (mode == "never")
 
 
-SLOW_ENV = """
-import os
-import gymnasium as gym
-from gymnasium.envs.classic_control import CartPoleEnv
-from tests.patience import wait_until
-
-with open("/proc/self/comm") as name:
-    SLOW = name.read() == "worker 0\\n"
-
-class Slow(CartPoleEnv):
-    steps = 0
-
-    def step(self, action):
-        if SLOW and self.steps == 2:
-            wait_until(lambda: os.path.exists("far"))
-        self.steps += 1
-        if not SLOW and self.steps == 1500:
-            open("far", "w").close()
-        return super().step(action)
-
-gym.register("Slow-v0", Slow, max_episode_steps=500)
-"""
-
-
 def test_the_ratio_is_exact_and_nobody_waits_for_a_slow_worker(tmp_path):
-    (tmp_path / "slow_env.py").write_text(SLOW_ENV)
-    flags = ["--env-id", "slow_env:Slow-v0", "--total-timesteps", "4000"]
+    slow_id = scripts.write_slow_env(tmp_path, 1500)
+    flags = ["--env-id", slow_id, "--total-timesteps", "4000"]
     # During its first chunk the slow worker waits for the other's 1500th step of two environments:
     # 3000 of all steps.
     _, summary = train(tmp_path, *flags)

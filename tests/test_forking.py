@@ -20,7 +20,7 @@ import torch
 
 from clusterenv_runtime import ClusterEnv, StartupError
 
-from .envs import CountingEnv
+from .envs import CountingEnv, RenderingEnv
 from .machine import do_without
 from .patience import assert_ended, wait_until
 from .scripts import ROOT
@@ -201,16 +201,8 @@ def test_environments_start_threads_and_processes_and_draw():
         assert envs.render() == ((400, 600, 3),) * 2
 
 
-class OpenGLEnv(CountingEnv):
-    """Draws by OpenGL in its constructor, in `reset` and in `render`."""
-
-    def __init__(self):
-        super().__init__()
-        self.render()
-
-    def reset(self, **kwargs):
-        self.render()
-        return super().reset(**kwargs)
+class OpenGLEnv(RenderingEnv):
+    """Draws by OpenGL."""
 
     def render(self):
         size = {"width": 64, "height": 48}

@@ -267,34 +267,9 @@ def test_steps_and_updates_are_exact(tmp_path, workers):
     assert steps == [64, 128, 192, 256, 320]
 
 
-# Its first chunk waits for the other worker's hundreds of steps.
-SLOW_ENV = """
-import os
-import gymnasium as gym
-from gymnasium.envs.classic_control import CartPoleEnv
-from tests.patience import wait_until
-
-with open("/proc/self/comm") as name:
-    SLOW = name.read() == "worker 0\\n"
-
-class Slow(CartPoleEnv):
-    steps = 0
-
-    def step(self, action):
-        if SLOW and self.steps == 2:
-            wait_until(lambda: os.path.exists("far"))
-        self.steps += 1
-        if not SLOW and self.steps == 160:
-            open("far", "w").close()
-        return super().step(action)
-
-gym.register("Slow-v0", Slow, max_episode_steps=500)
-"""
-
-
 def test_nobody_waits_for_a_slow_worker(tmp_path):
-    (tmp_path / "slow_env.py").write_text(SLOW_ENV)
-    flags = ["--env-id", "slow_env:Slow-v0", "--total-timesteps", "1280"]
+    slow_id = scripts.write_slow_env(tmp_path, 160)
+    flags = ["--env-id", slow_id, "--total-timesteps", "1280"]
     folder, summary = scripts.train(ppo.SCRIPT, tmp_path, *STREAM, *flags)
     assert summary["global_step"] == 1280 and summary["updates"] == 20
     # Ten chunks of the fast one come first, which are five iterations.
