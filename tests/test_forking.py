@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from clusterenv_runtime import ClusterEnv, StartupError
+from clusterenv_runtime.launchers.processes import import_path
 
 from .envs import CountingEnv, RenderingEnv
 from .machine import do_without
@@ -44,12 +45,13 @@ class TellingEnv(CountingEnv):
             "told": ascii(os.environ.get("TOLD")),
             "numpy": float(np.random.random()),
             "python": random.random(),
+            "path": sys.path,
             "modules": [name for name in ("torch", "wave") if name in sys.modules],
         }
 
 
 def test_workers_are_forked_from_one_process_and_are_what_they_were_as_processes_of_their_own(
-    monkeypatch,
+    monkeypatch, tmp_path
 ):
     monkeypatch.setenv("TOLD", "later \udcff")  # after the process that forks has started, maybe
     with ClusterEnv([TellingEnv] * 3, 3) as envs:
@@ -66,9 +68,10 @@ def test_workers_are_forked_from_one_process_and_are_what_they_were_as_processes
             assert len({each[generator] for each in told}) == 3
         assert all("torch" in each["modules"] for each in told)  # as this process has it
     monkeypatch.delenv("TOLD")
+    monkeypatch.syspath_prepend(tmp_path)
     with ClusterEnv([TellingEnv], 1) as envs:
         (told,) = envs.call("tell")
-        assert told["told"] == "None"
+        assert told["told"] == "None" and told["path"] == import_path()
         assert server_of(told["pid"]) == server  # it forks for the next `ClusterEnv`, too
 
 

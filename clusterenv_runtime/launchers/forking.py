@@ -32,7 +32,6 @@ from typing import Any, NoReturn
 
 from ..errors import StartupError
 from .processes import VARIABLE, python_command
-from .start import PATH
 
 MAX_MESSAGE = 2**18  # bytes
 # What a worker that acts imports, with torch.
@@ -43,7 +42,6 @@ UNKNOWN = 256  # the code of a worker that has ended when nobody was left to say
 # Variables that act when an interpreter, a library or torch is loaded, by how they begin.
 AT_LOAD = (
     "PYTHON",
-    PATH,
     "LD_",
     "MALLOC_",
     "OMP_",

@@ -28,6 +28,7 @@ import numpy as np
 from ..errors import one_line
 from ..launchers.forking import MAX_MESSAGE, has_ended
 from ..launchers.processes import VARIABLE
+from ..launchers.start import PATH
 from ..wire.protocol import shared_versions
 from .__main__ import main as be_worker
 
@@ -115,6 +116,9 @@ class ForkServer:
         for name in order["unset"]:
             os.environ.pop(name, None)
         os.environ.update(order["variables"])
+        if path := os.environ.pop(PATH, None):  # it has changed since this process started
+            sys.path[:] = json.loads(path)
+        importlib.invalidate_caches()  # a folder may be new
         time.tzset()
         np.random.seed()  # as Python seeds its own generator anew in each fork
         index = order["arguments"][order["arguments"].index("--index") + 1]
