@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from clusterenv_runtime.launchers import forking
+
 # For one test with its fixtures: it ends a test that hangs, and is at least ten times as long as
 # the longest test takes on an idle machine.
 SECONDS = int(os.environ.get("TEST_SECONDS", 900))
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+# A worker that needs a class of a test's module imports that module, and with it all of these. It
+# takes longer than most tests, so the process that forks workers does it.
+forking.ACTING += "pytest", "scipy.stats", "tests.scripts"
 
 # A shell's background jobs ignore SIGINT, and so do the processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

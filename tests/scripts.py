@@ -7,7 +7,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -202,27 +201,19 @@ def check_refusal(result, says):
 
 
 def check_refusal_here(monkeypatch, script, directory, flags, says):
-    """The same in this process, which has imported everything already.
-
-    The directory has the same path each time. So `sys.path` stays, to which a script adds it, and
-    the process that forks workers.
-    """
-    here = Path(tempfile.gettempdir(), f"refused-{os.getpid()}")
-    os.rename(directory, here)
-    try:
-        with monkeypatch.context() as patch:
-            patch.chdir(here)
-            patch.setattr(sys, "argv", [script, *flags])
-            with pytest.raises(SystemExit) as exit:
-                runpy.run_path(str(ROOT / script), run_name="__main__")
-        Distribution.set_default_validate_args(__debug__)  # as scripts set it otherwise
-        line = str(exit.value.code)
-        del exit
-        gc.collect()  # of the workers that it may have started
-        assert says in line and line.startswith("error: ") and "\n" not in line
-        assert os.listdir(here) == []
-    finally:
-        os.rename(here, directory)
+    """The same in this process, which has imported everything already."""
+    with monkeypatch.context() as patch:
+        patch.chdir(directory)
+        patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(sys, "argv", [script, *flags])
+        with pytest.raises(SystemExit) as exit:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    Distribution.set_default_validate_args(__debug__)  # as scripts set it otherwise
+    line = str(exit.value.code)
+    del exit
+    gc.collect()  # of the workers that it may have started
+    assert says in line and line.startswith("error: ") and "\n" not in line
+    assert os.listdir(directory) == []
 
 
 def check_interruption(process, workers, number=signal.SIGINT, code=130):

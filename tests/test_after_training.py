@@ -401,9 +401,7 @@ def test_the_programs_of_the_page_act(here, monkeypatch, program):
         flags = directory, "model.onnx", "--script", ROOT / "ppo_clusterenv.py"
         assert command(monkeypatch, export_main, *flags) is None
         program = f"import sys\nsys.modules['torch'] = None\n{program}"
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=here, env=scripts.environment(), capture_output=True, text=True,
-    )  # fmt: skip
+    (here / "program.py").write_text(program)
+    result = scripts.run(here / "program.py", here)
     assert result.returncode == 0, result.stderr
     assert 0 < float(result.stdout.splitlines()[-1]) <= 500

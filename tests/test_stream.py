@@ -276,7 +276,8 @@ def test_nobody_waits_for_a_slow_worker(tmp_path):
     assert max(scalars(folder, "sync/policy_lag")) > 1
 
 
-@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [0, 1])
 def test_a_worker_that_is_killed_is_replaced_and_no_step_is_lost(tmp_path, killed):
     flags = [*STREAM, "--total-timesteps", "1280", "--run-name", "x"]
     process, _ = scripts.start_and_await_training(ppo.SCRIPT, tmp_path, *flags)

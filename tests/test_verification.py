@@ -45,8 +45,8 @@ def simulate(*flags, timeout=1200):
 
 
 def test_no_schedule_breaks_the_runtime():
-    result = simulate("--schedules", "300")
-    assert result.returncode == 0 and "300 schedules" in result.stdout, (
+    result = simulate("--schedules", "100")
+    assert result.returncode == 0 and "100 schedules" in result.stdout, (
         result.stdout + result.stderr
     )
 

@@ -116,16 +116,15 @@ def assert_same_logs(recording, expected):
         assert recording.steps[tag] == steps[-len(values) :].tolist(), tag
 
 
-# Scripts that share their loss with the first one are tried in one way, these later.
+# The first script is tried in all ways, the others in one, and these later.
 LATER = {"scripts/ppo_atari_clusterenv.py", "scripts/ppo_minatar_clusterenv.py"}
-OFTEN = {"ppo_clusterenv.py", "scripts/ppo_lstm_clusterenv.py"}
+FIRST = "ppo_clusterenv.py"
 STREAMING = {"ppo_clusterenv.py", "scripts/ppo_continuous_clusterenv.py"}
 CASES = [
     pytest.param(
         script,
         way,
-        marks=[pytest.mark.long]
-        * (script not in OFTEN and (way != "decoupled" or script in LATER)),
+        marks=[pytest.mark.long] * (script != FIRST and (way != "decoupled" or script in LATER)),
     )
     for script in PPO
     for way in WAYS
@@ -220,7 +219,7 @@ def check_acts(recording, network, weights):
 @pytest.mark.parametrize(
     ("script", "every"),
     [
-        ("dqn_clusterenv.py", 1),
+        pytest.param("dqn_clusterenv.py", 1, marks=pytest.mark.long),
         ("dqn_clusterenv.py", 3),
         pytest.param("scripts/dqn_atari_clusterenv.py", 3, marks=pytest.mark.long),
     ],
