@@ -1,22 +1,32 @@
 """How long until a task is solved: seconds to a mean return over the last 100 episodes, for several
-seeds.
+seeds and several ways to run the script.
 
     python -m experiments.benchmarks.time_to_solve
-    python -m experiments.benchmarks.time_to_solve --env-id LunarLander-v3 --flags="--gamma 0.99"
+    python -m experiments.benchmarks.time_to_solve --env-id LunarLander-v3 --ways="--gamma 0.99"
+    python -m experiments.benchmarks.time_to_solve --ways=",--overlap,--stream" --seeds 10 \
+        --output runs/time_to_solve
 
-Trains with the environment's script, one seed after the other, to the end. Seconds count from the
-start of the process, with its imports and the workers' start. Beside them stand the seconds of
-training alone, and the environment steps.
+Trains with the environment's script to the end, all ways in turn for each seed. Seconds count from
+the start of the process, with its imports and the workers' start. Beside them stand the seconds of
+training alone, the environment steps, and the returns at the end and after as long a time. With
+--output, runs that are there already are not repeated.
 """
 
+import json
 import math
 import shlex
+import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import tyro
+
+from clusterenv_runtime.script.estimates import interval, iqm
+from experiments.figures.claims import difference
 
 from .scripts import ROOT, train
 
@@ -33,44 +43,103 @@ TASKS = {  # environment: (the return at which it counts as solved, script, flag
 class Args:
     env_id: tuple[Literal["LunarLander-v3", "CartPole-v1", "HalfCheetah-v5"], ...] = tuple(TASKS)
     """the environments"""
-    flags: str = ""
-    """further flags, in one string"""
+    ways: str = ""
+    """further flags of each way, in one string, with commas between the ways"""
     seeds: int = 5
     """seeds, from 1"""
+    output: Path | None = None
+    """a directory for a file of each run; by default none is kept"""
 
 
-def solve(env_id, seed, flags):
-    """Return the seconds since the start of the process, those of training, and the steps; NaN if
-    the task was not solved.
+def measure(env_id: str, way: str, seed: int) -> dict:
+    """Train; return the seconds since the start of the process, those of training, and the steps at
+    which the task was solved, if it was, and what became of the run.
     """
     target, script, own = TASKS[env_id]
     start = time.time()
-    scalars, _ = train(
-        ROOT / script, "--env-id", env_id, "--seed", str(seed), "--eval-episodes", "1",
-        *shlex.split(own), *shlex.split(flags),
-    )  # fmt: skip
+    flags = *shlex.split(own), *shlex.split(way)
+    scalars, summary = train(ROOT / script, "--env-id", env_id, "--seed", str(seed), *flags)
+    found = {"solved": None, "eval": summary["eval_return_mean"], "curve": []}
     for returned, sps in zip(scalars("charts/mean_return_100"), scalars("charts/SPS"), strict=True):
-        if returned.value >= target:
-            return returned.wall_time - start, returned.step / sps.value, returned.step
-    return math.nan, math.nan, math.nan
+        seconds, training = returned.wall_time - start, returned.step / sps.value
+        found["curve"].append((training, returned.value))
+        if returned.value >= target and found["solved"] is None:
+            found["solved"] = seconds, training, returned.step
+    found["seconds"], found["return"] = found["curve"][-1]
+    return found
+
+
+def kept(output: Path, env_id: str, way: str, seed: int) -> dict:
+    """Return the result of a run from its file, or train and leave the file."""
+    file = output / f"{env_id}{way.replace(' ', '')}-{seed}.json"
+    if not file.exists():
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(measure(env_id, way, seed)))
+        part.rename(file)
+    return json.loads(file.read_text())
+
+
+def return_at(found: dict, seconds: float) -> float:
+    """Return what a run returned after so many seconds of training, or at its end before."""
+    return [value for when, value in found["curve"] if when <= seconds or when == 0][-1]
+
+
+def compare(name: str, ways: dict[str, list[dict]], values: dict[str, np.ndarray]) -> None:
+    """Print a measure of each way, and its difference from the first."""
+    first, *_ = ways
+    print(f"  {name}:")
+    for way, column in values.items():
+        text = f"    {way or 'as it is'}: {iqm(column):.1f}"
+        if way != first:
+            value, low, high = interval(difference, column, values[first], resamples=10000)
+            text += f", {value:+.1f} ({low:.1f} to {high:.1f})"
+        print(text)
+
+
+def report(env_id: str, ways: dict[str, list[dict]]) -> None:
+    """Print when each way solved a task, and what it returned."""
+    print(f"{env_id} to {TASKS[env_id][0]}, {len(next(iter(ways.values())))} seeds:")
+    for way, runs in ways.items():
+        # An unsolved one counts as longer than any solved one.
+        solved = np.array([found["solved"] or [math.inf] * 3 for found in runs])
+        seconds, training, steps = np.median(solved, axis=0)
+        low, high = solved[:, 0].min(), solved[:, 0].max()
+        print(
+            f"  {way or 'as it is'}: median {seconds:.1f} s ({low:.1f} to {high:.1f}), "
+            f"{training:.1f} of them training; {steps:,.0f} steps; "
+            f"{np.isinf(solved[:, 0]).sum()} not solved; "
+            f"whole training {np.median([found['seconds'] for found in runs]):.1f} s"
+        )
+    if len(ways) == 1:
+        return
+    end = min(found["seconds"] for runs in ways.values() for found in runs)
+    for share in (0.25, 0.5, 1):
+        compare(
+            f"return after {share * end:.0f} s of training", ways,
+            {way: np.array([return_at(f, share * end) for f in ways[way]]) for way in ways},
+        )  # fmt: skip
+    for key, name in (("return", "return of the last 100 episodes"), ("eval", "evaluation")):
+        compare(name, ways, {way: np.array([found[key] for found in ways[way]]) for way in ways})
+
+
+def main() -> None:
+    args = tyro.cli(Args)
+    with ExitStack() as stack:
+        output = args.output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        output.mkdir(parents=True, exist_ok=True)
+        for env_id in args.env_id:
+            ways = {way: [] for way in args.ways.split(",")}
+            for seed in range(1, args.seeds + 1):
+                for way, runs in ways.items():
+                    runs.append(kept(output, env_id, way, seed))
+                    seconds, training, steps = runs[-1]["solved"] or [math.nan] * 3
+                    print(
+                        f"{env_id} {way}, seed {seed}: {seconds:.1f} s, {training:.1f} of them "
+                        f"training; {steps:,.0f} steps; return {runs[-1]['return']:.1f}",
+                        flush=True,
+                    )
+            report(env_id, ways)
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args)
-    for env_id in args.env_id:
-        found = []
-        for seed in range(1, args.seeds + 1):
-            found.append(solve(env_id, seed, args.flags))
-            seconds, training, steps = found[-1]
-            print(
-                f"{env_id}, seed {seed}: {seconds:.1f} s, {training:.1f} of them training; "
-                f"{steps:,.0f} steps",
-                flush=True,
-            )
-        # An unsolved one counts as longer than any solved one.
-        seconds, training, steps = np.median(np.nan_to_num(found, nan=math.inf), axis=0)
-        target = TASKS[env_id][0]
-        print(
-            f"{env_id} to {target}: median {seconds:.1f} s, {training:.1f} of them training; "
-            f"{steps:,.0f} steps"
-        )
+    main()
