@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from functools import partial
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -15,9 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def call(command, directory, timeout=None, **variables):
+def call(command, directory, timeout=None, stop=None, **variables):
     """Run a command with these environment variables, and end all that it has started; return its
-    output.
+    output. The command is ended once ``stop`` returns True, which is called each second.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends this as Ctrl-C does
     # A pipe would stay open for as long as any process that was left behind.
@@ -28,7 +30,11 @@ def call(command, directory, timeout=None, **variables):
             stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            how = f"failed with exit code {code}" if (code := process.wait(timeout)) else None
+            while stop and not stop() and process.poll() is None:
+                time.sleep(1)
+            is_over = stop and process.poll() is None
+            code = 0 if is_over else process.wait(timeout)
+            how = f"failed with exit code {code}" if code else None
         except subprocess.TimeoutExpired:
             how = f"had not ended after {timeout:g} seconds"
         finally:
@@ -52,11 +58,12 @@ def torchrun(number):
     return "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)
 
 
-def train(script, *flags, python=sys.executable, launcher=(), timeout=None, **variables):
+def train(script, *flags, python=sys.executable, launcher=(), timeout=None, stop=None, **variables):
     """Run a training script; return a function from a tag to its scalars, and its summary if it
     leaves one.
 
-    Python runs ``launcher`` instead, which then runs the script: see `torchrun`.
+    It is ended once ``stop`` returns True, which is called each second with its directory. Python
+    runs ``launcher`` instead, which then runs the script: see `torchrun`.
     """
     script = Path(script).resolve()
     with tempfile.TemporaryDirectory() as directory:
@@ -65,6 +72,7 @@ def train(script, *flags, python=sys.executable, launcher=(), timeout=None, **va
             [str(python), *launcher, str(script), *flags],
             directory,
             timeout,
+            stop and partial(stop, Path(directory)),
             PYTHONPATH=import_path(script.parent.parent),
             **variables,
         )

@@ -4,12 +4,13 @@ seeds and several ways to run the script.
     python -m experiments.benchmarks.time_to_solve
     python -m experiments.benchmarks.time_to_solve --env-id LunarLander-v3 --ways="--gamma 0.99"
     python -m experiments.benchmarks.time_to_solve --ways=",--overlap,--stream" --seeds 10 \
-        --output runs/time_to_solve
+        --stop --output runs/time_to_solve
 
-Trains with the environment's script to the end, all ways in turn for each seed. Seconds count from
-the start of the process, with its imports and the workers' start. Beside them stand the seconds of
-training alone, the environment steps, and the returns at the end and after as long a time. With
---output, runs that are there already are not repeated.
+Trains with the environment's script to the end, or with --stop until the task is solved; all ways
+in turn for each seed. Seconds count from the start of the process, with its imports and the
+workers' start. Beside them stand the seconds of training alone, the environment steps, and without
+--stop the returns at the end and after as long a time. With --output, runs that are there already
+are not repeated.
 """
 
 import json
@@ -24,12 +25,14 @@ from typing import Literal
 
 import numpy as np
 import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clusterenv_runtime.script.estimates import interval, iqm
 from experiments.figures.claims import difference
 
 from .scripts import ROOT, train
 
+RETURN = "charts/mean_return_100"
 CARTPOLE = "--num-steps 64 --update-epochs 8 --learning-rate 1e-3 --total-timesteps 400000"
 TASKS = {  # environment: (the return at which it counts as solved, script, flags)
     "LunarLander-v3": (200, "ppo_clusterenv.py", ""),
@@ -47,20 +50,40 @@ class Args:
     """further flags of each way, in one string, with commas between the ways"""
     seeds: int = 5
     """seeds, from 1"""
+    stop: bool = False
+    """end each run once the task is solved"""
     output: Path | None = None
     """a directory for a file of each run; by default none is kept"""
 
 
-def measure(env_id: str, way: str, seed: int) -> dict:
+class Watch:
+    """Says whether the task of a run has been solved by now."""
+
+    def __init__(self, target: float) -> None:
+        self._target = target
+        self._events: EventAccumulator | None = None
+
+    def __call__(self, directory: Path) -> bool:
+        if self._events is None:
+            for logs in directory.glob("runs/*/events.*"):
+                self._events = EventAccumulator(str(logs.parent))
+            return False
+        self._events.Reload()
+        if RETURN not in self._events.Tags()["scalars"]:
+            return False
+        return any(each.value >= self._target for each in self._events.Scalars(RETURN))
+
+
+def measure(env_id: str, way: str, seed: int, stop: bool) -> dict:
     """Train; return the seconds since the start of the process, those of training, and the steps at
     which the task was solved, if it was, and what became of the run.
     """
     target, script, own = TASKS[env_id]
     start = time.time()
-    flags = *shlex.split(own), *shlex.split(way)
-    scalars, summary = train(ROOT / script, "--env-id", env_id, "--seed", str(seed), *flags)
-    found = {"solved": None, "eval": summary["eval_return_mean"], "curve": []}
-    for returned, sps in zip(scalars("charts/mean_return_100"), scalars("charts/SPS"), strict=True):
+    flags = "--env-id", env_id, "--seed", str(seed), *shlex.split(own), *shlex.split(way)
+    scalars, summary = train(ROOT / script, *flags, stop=Watch(target) if stop else None)
+    found = {"solved": None, "eval": summary and summary["eval_return_mean"], "curve": []}
+    for returned, sps in zip(scalars(RETURN), scalars("charts/SPS"), strict=not stop):
         seconds, training = returned.wall_time - start, returned.step / sps.value
         found["curve"].append((training, returned.value))
         if returned.value >= target and found["solved"] is None:
@@ -69,12 +92,12 @@ def measure(env_id: str, way: str, seed: int) -> dict:
     return found
 
 
-def kept(output: Path, env_id: str, way: str, seed: int) -> dict:
+def kept(output: Path, env_id: str, way: str, seed: int, stop: bool) -> dict:
     """Return the result of a run from its file, or train and leave the file."""
-    file = output / f"{env_id}{way.replace(' ', '')}-{seed}.json"
+    file = output / f"{env_id}{way.replace(' ', '')}-{seed}{'-stopped' * stop}.json"
     if not file.exists():
         part = file.with_suffix(".part")
-        part.write_text(json.dumps(measure(env_id, way, seed)))
+        part.write_text(json.dumps(measure(env_id, way, seed, stop)))
         part.rename(file)
     return json.loads(file.read_text())
 
@@ -108,9 +131,9 @@ def report(env_id: str, ways: dict[str, list[dict]]) -> None:
             f"  {way or 'as it is'}: median {seconds:.1f} s ({low:.1f} to {high:.1f}), "
             f"{training:.1f} of them training; {steps:,.0f} steps; "
             f"{np.isinf(solved[:, 0]).sum()} not solved; "
-            f"whole training {np.median([found['seconds'] for found in runs]):.1f} s"
+            f"all {np.median([found['seconds'] for found in runs]):.1f} s"
         )
-    if len(ways) == 1:
+    if len(ways) == 1 or next(iter(ways.values()))[0]["eval"] is None:
         return
     end = min(found["seconds"] for runs in ways.values() for found in runs)
     for share in (0.25, 0.5, 1):
@@ -131,7 +154,7 @@ def main() -> None:
             ways = {way: [] for way in args.ways.split(",")}
             for seed in range(1, args.seeds + 1):
                 for way, runs in ways.items():
-                    runs.append(kept(output, env_id, way, seed))
+                    runs.append(kept(output, env_id, way, seed, args.stop))
                     seconds, training, steps = runs[-1]["solved"] or [math.nan] * 3
                     print(
                         f"{env_id} {way}, seed {seed}: {seconds:.1f} s, {training:.1f} of them "
