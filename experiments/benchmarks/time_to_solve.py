@@ -32,7 +32,7 @@ from experiments.figures.claims import difference
 
 from .scripts import ROOT, train
 
-RETURN = "charts/mean_return_100"
+RETURN, SPEED = "charts/mean_return_100", "charts/SPS"
 CARTPOLE = "--num-steps 64 --update-epochs 8 --learning-rate 1e-3 --total-timesteps 400000"
 TASKS = {  # environment: (the return at which it counts as solved, script, flags)
     "LunarLander-v3": (200, "ppo_clusterenv.py", ""),
@@ -69,9 +69,10 @@ class Watch:
                 self._events = EventAccumulator(str(logs.parent))
             return False
         self._events.Reload()
-        if RETURN not in self._events.Tags()["scalars"]:
+        if not {RETURN, SPEED} <= set(self._events.Tags()["scalars"]):
             return False
-        return any(each.value >= self._target for each in self._events.Scalars(RETURN))
+        returns, speeds = map(self._events.Scalars, (RETURN, SPEED))
+        return any(each.value >= self._target for each, _ in zip(returns, speeds, strict=False))
 
 
 def measure(env_id: str, way: str, seed: int, stop: bool) -> dict:
@@ -83,7 +84,7 @@ def measure(env_id: str, way: str, seed: int, stop: bool) -> dict:
     flags = "--env-id", env_id, "--seed", str(seed), *shlex.split(own), *shlex.split(way)
     scalars, summary = train(ROOT / script, *flags, stop=Watch(target) if stop else None)
     found = {"solved": None, "eval": summary and summary["eval_return_mean"], "curve": []}
-    for returned, sps in zip(scalars(RETURN), scalars("charts/SPS"), strict=not stop):
+    for returned, sps in zip(scalars(RETURN), scalars(SPEED), strict=not stop):
         seconds, training = returned.wall_time - start, returned.step / sps.value
         found["curve"].append((training, returned.value))
         if returned.value >= target and found["solved"] is None:
