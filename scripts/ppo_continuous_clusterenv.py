@@ -104,8 +104,8 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     """collect the next rollout while learning from this one; it acts one update behind"""
     stream: bool = False
     """learn from the first chunks that are ready, of whichever workers: none waits for another"""
-    outstanding: Positive = 2
-    """with `--stream`: chunks each worker may be ahead of the learner"""
+    outstanding: Positive = 1
+    """with `--stream`: chunks each worker may be ahead of the learner; the more, the older"""
     deterministic: bool = False
     """with `--stream`: take chunks in a fixed order, one outstanding each, so that two runs of one
     seed are the same to the last bit
