@@ -9,6 +9,7 @@ Policies act up to `sync_interval` - 1 versions behind. Values are interquartile
 seeds with 95% bootstrap intervals. Differences are of pairs of one seed.
 """
 
+import argparse
 import csv
 from collections import defaultdict
 from pathlib import Path
@@ -20,7 +21,6 @@ from clusterenv_runtime.script.estimates import ENOUGH, interval, iqm
 from .claims import difference
 from .drawing import BLUE, GREEN, ORANGE, subplots
 
-RESULTS = Path(__file__).parent / "results/staleness"
 HELD_OUT = 4  # the first seed of confirm_*.yaml; the screening has those before it
 BASE = "decoupled"
 RULES = {
@@ -121,11 +121,18 @@ def compare(base, rows, name, seeds):
 
 
 def main():
-    runs = load(RESULTS)
-    figure = draw(runs)
-    figure.savefig(RESULTS / "staleness.png", dpi=150, metadata={"Software": None})
-    (RESULTS / "staleness.md").write_text("\n".join(table(runs)) + "\n")
-    print(RESULTS / "staleness.png", RESULTS / "staleness.md", sep="\n")
+    parser = argparse.ArgumentParser(description="Draw the figure of recipes/staleness.")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default="experiments/figures/results/staleness",
+        help="where the tables are, and the figure goes",
+    )
+    results = parser.parse_args().results
+    runs = load(results)
+    draw(runs).savefig(results / "staleness.png", dpi=150, metadata={"Software": None})
+    (results / "staleness.md").write_text("\n".join(table(runs)) + "\n")
+    print(results / "staleness.png", results / "staleness.md", sep="\n")
 
 
 if __name__ == "__main__":
