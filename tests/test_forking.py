@@ -35,6 +35,9 @@ def server_of(pid):
 class TellingEnv(CountingEnv):
     """Says what a worker's process is."""
 
+    def path_of(self, module):
+        return sys.modules[module].__file__
+
     def tell(self):
         return {
             "pid": os.getpid(),
@@ -73,6 +76,17 @@ def test_workers_are_forked_from_one_process_and_are_what_they_were_as_processes
         (told,) = envs.call("tell")
         assert told["told"] == "None" and told["path"] == import_path()
         assert server_of(told["pid"]) == server  # it forks for the next `ClusterEnv`, too
+
+
+def test_a_module_to_preload_is_that_of_the_present_path(monkeypatch, tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "preloaded_here.py").touch()
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(tmp_path / name)
+            with ClusterEnv([TellingEnv], 1, worker_preload="preloaded_here") as envs:
+                (path,) = envs.call("path_of", "preloaded_here")
+        assert path == str(tmp_path / name / "preloaded_here.py")
 
 
 def test_the_process_that_forks_has_one_thread_one_socket_and_no_keys():

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 
 from ..errors import StartupError
 from .processes import VARIABLE, python_command
+from .start import PATH
 
 MAX_MESSAGE = 2**18  # bytes
 # What a worker that acts imports, with torch.
@@ -280,6 +281,7 @@ def shared_server(variables: Mapping[str, str], preload: Sequence[str]) -> ForkS
         os.sched_getaffinity(0),
         {name: text for name, text in variables.items() if name.startswith(AT_LOAD)},
         modules,
+        variables.get(PATH) if preload else None,  # where these modules are found
     )
     if _shared.server is None or _shared.likeness != likeness or not _shared.server.is_open:
         # No worker's mark, but as long as one; see `fork_server`.
