@@ -30,7 +30,7 @@ COMMANDS = {  # by name, from short ones to long ones
     "rows": f"{BENCHMARK}.rows",
     "recovery": f"{BENCHMARK}.recovery",
     "straggler": f"{BENCHMARK}.straggler",
-    "straggler_ppo": f"{BENCHMARK}.straggler --ppo --delay 0.008 --seconds 15",
+    "straggler_ppo": f"{BENCHMARK}.straggler --ppo --delay 0.008 --seconds 15 --rounds 2",
     "security": f"{BENCHMARK}.security",
     "transport": f"{BENCHMARK}.transport",
     "make_train": "ppo_clusterenv.py",
@@ -38,7 +38,10 @@ COMMANDS = {  # by name, from short ones to long ones
     "startup": f"{BENCHMARK}.startup",
     "scale": f"{BENCHMARK}.scale",
     "learners": f"{BENCHMARK}.learners",
-    "time_to_solve": f"{BENCHMARK}.time_to_solve",
+    "time_to_solve": (
+        f"{BENCHMARK}.time_to_solve --ways=',--overlap,--stream,--stream --outstanding 2' "
+        "--seeds 10 --stop"
+    ),
     "overlap": f"{BENCHMARK}.compare --script ppo_clusterenv.py --flags=--overlap",
     "compile": f"{BENCHMARK}.compare --script ppo_clusterenv.py --flags=--compile --seeds 15",
     "dqn_always": f"{BENCHMARK}.compare --script dqn_clusterenv.py --flags='--sync-mode always'",

@@ -6,7 +6,8 @@ recipes/staleness.
     python -m experiments.figures.staleness
 
 Policies act up to `sync_interval` - 1 versions behind. Values are interquartile means (IQM) over
-seeds with 95% bootstrap intervals. Differences are of pairs of one seed.
+seeds, pale points are single seeds. The table has differences of pairs of one seed, with 95%
+bootstrap intervals where the seeds are enough.
 """
 
 import argparse
@@ -23,11 +24,7 @@ from .drawing import BLUE, GREEN, ORANGE, subplots
 
 HELD_OUT = 4  # the first seed of confirm_*.yaml; the screening has those before it
 BASE = "decoupled"
-RULES = {
-    BASE: BLUE,
-    "V-trace": ORANGE,
-    "V-trace, filter": GREEN,
-}  # the latter two are decoupled, too
+RULES = {BASE: BLUE, "V-trace": ORANGE, "V-trace, filter": GREEN}  # all are decoupled
 MEASURES = {  # a column, its title, its heading
     "eval_return_mean": "evaluation of the learned policy",
     "training_return": "mean return of all of training",
