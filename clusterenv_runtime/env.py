@@ -35,8 +35,9 @@ class ClusterEnv(Measures, VectorApi):
     from the head's exceeds ``kl_threshold``.
 
     Args:
-        env_fns: functions that make the environments, on workers alone. Or a `Vectorized`, which
-            makes each worker's rows as one vector environment. Only `rollout` and `send` step it.
+        env_fns: functions that make the environments, on workers alone. Or a `Together` of
+            `extras`, which makes each worker's rows as one vector environment. Only `rollout`,
+            `send` and `evaluate` step it.
         num_workers: worker processes; never more than environments. Each gets a contiguous share of
             the rows.
         num_envs: how many environments one function is to make, in all.

@@ -42,7 +42,6 @@ COMMANDS = {  # by name, from short ones to long ones
         f"{BENCHMARK}.time_to_solve --ways=',--overlap,--stream,--stream --outstanding 2' "
         "--seeds 10 --stop"
     ),
-    "overlap": f"{BENCHMARK}.compare --script ppo_clusterenv.py --flags=--overlap",
     "compile": f"{BENCHMARK}.compare --script ppo_clusterenv.py --flags=--compile --seeds 15",
     "dqn_always": f"{BENCHMARK}.compare --script dqn_clusterenv.py --flags='--sync-mode always'",
     "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
