@@ -170,6 +170,10 @@ class EpsilonGreedyPolicy(Policy):
         greedy = nn.functional.one_hot(params.argmax(-1), params.shape[-1])
         return Categorical(probs=greedy * (1 - self.epsilon) + self.epsilon / params.shape[-1])
 
+    def mode(self, params: Tensor) -> Tensor:
+        """As in `Policy`, and the greedy action also where ``epsilon`` makes all equally likely."""
+        return params.argmax(-1)
+
     def kl(self, behavior: Tensor, params: Tensor) -> Tensor:
         """As in `Policy`, but of the softmax of both value functions, whatever ``epsilon`` is.
 

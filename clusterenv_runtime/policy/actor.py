@@ -149,7 +149,7 @@ class Actor:
     def _choose(self, params: Any) -> Any:
         """Return the policy's actions in the next step."""
         if self._takes_mode:
-            return self.policy.distribution(params).mode
+            return self.policy.mode(params)
         step = len(self._actions)
         if step == 0:
             self._noise = self._draw(params)

@@ -74,6 +74,10 @@ class Policy(nn.Module):
         """
         raise NotImplementedError
 
+    def mode(self, params: Any) -> Any:
+        """Return the most likely actions ``(batch, ...)``, for an evaluation without noise."""
+        return self.distribution(params).mode
+
     def extras(self, params: Any, actions: Any) -> dict[str, torch.Tensor]:
         """Return by name further values of each step, ``(num_steps, num_envs, ...)``, for
         `Rollout.extras`.

@@ -103,7 +103,7 @@ class Acting(nn.Module):
         if self._stochastic:
             actions = self.policy.act(params, inputs["noise"])
         else:
-            actions = self.policy.distribution(params).mode
+            actions = self.policy.mode(params)
         return _flat({"action": self.policy.to_env(actions), **outputs})
 
     def _converted(self, leaf: Tensor) -> Tensor:
