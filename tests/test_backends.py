@@ -17,6 +17,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from scipy import stats
 from torch import nn
 
@@ -275,6 +276,19 @@ def test_seeds(backend):
     assert len({*first[:, 0], *again[:, 0]}) == 8
     with made(1) as envs:  # each environment has its own seed, the seed plus its row
         np.testing.assert_array_equal(first, envs.reset(seed=1)[0])
+
+
+def test_each_seed_counts_under_a_wrapper_too():
+    def make(num_envs):
+        envs = SyncVectorEnv(
+            [partial(gym.make, "CartPole-v1")] * num_envs, autoreset_mode="SameStep"
+        )
+        return RecordEpisodeStatistics(envs)
+
+    with ClusterEnv(Together(make), 1, num_envs=3) as envs:
+        observations = envs.reset(seed=[10, 500, 7])[0]
+        assert_same(envs.reset(seed=[10, 501, 7])[0][[0, 2]], observations[[0, 2]])
+        assert (envs.reset(seed=500)[0][0] == observations[1]).all()
 
 
 def test_threads_change_nothing_but_the_time():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import Space
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import create_empty_array
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
@@ -133,7 +133,8 @@ class EnvsTogether:
     def reset(self, seeds: list[int | None], options: dict[str, Any] | None) -> Any:
         """Reset all environments; return the observations."""
         # Other vector environments take the seed of their first environment.
-        takes_all = isinstance(self._envs, EnvPoolVectorEnv | SyncVectorEnv)
+        kinds = EnvPoolVectorEnv | SyncVectorEnv | AsyncVectorEnv
+        takes_all = isinstance(self._envs.unwrapped, kinds)
         seed: Any = seeds if takes_all else seeds[0]
         observations, _ = self._envs.reset(seed=seed, options=options)
         self._observations = self._of_space(observations)
