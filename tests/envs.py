@@ -211,7 +211,7 @@ class UnsendableEnv(CountingEnv):
         *result, _ = super().step(action)
         return *result, {
             "fine": self.count,
-            "secret": self.secret,
+            "secret %": self.secret,
             "nested": {"fine": "x", "a_set": {1, 2}},
         }
 

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import nn
 from torch.distributions import Distribution
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy
 from clusterenv_runtime.extras.together import Together
 from clusterenv_runtime.head.evaluation import shares_of
 
@@ -138,6 +138,28 @@ def test_what_follows_is_not_what_was_evaluated():
             envs.evaluate(policy, 2)
             seen.append(envs.rollout(policy, 9).observations)
     assert len({array.tobytes() for array in seen}) == 3
+
+
+@pytest.mark.parametrize("seed", [None, [3, None]])
+def test_training_without_seeds_does_not_repeat_itself_either(seed):
+    policy = CategoricalPolicy(linear(1, 2))
+    with made(1, 2) as envs:
+        envs.reset(seed=seed)
+        seen = []
+        for _ in range(3):
+            envs.evaluate(policy, 2)
+            seen.append(envs.rollout(policy, 9).observations[0, 1].item())
+    assert len(set(seen)) == 3
+
+
+def test_the_mode_is_the_greedy_action_whatever_epsilon_is():
+    policy = EpsilonGreedyPolicy(nn.Linear(1, 2), epsilon=1.0)
+    nn.init.zeros_(policy.q_network.weight)
+    policy.q_network.bias.data = torch.tensor([0.0, 1.0])
+    with made(1, 1) as envs:
+        numbers = {"seed": np.int64(7), "max_steps": np.int64(99)}
+        found = envs.evaluate(policy, np.int64(1), deterministic=np.True_, **numbers)
+    assert found.returns.tolist() == found.lengths.tolist()
 
 
 def test_outstanding_rollouts_come_after_it():
@@ -274,6 +296,11 @@ def test_misuse_is_one_line():
             ({"episodes": 1, "max_steps": 0}, "max_steps must be at least 1, got 0"),
         ):
             with pytest.raises(ValueError, match=text):
+                envs.evaluate(policy, **arguments)
+        for arguments in {"episodes": 4.0}, {"episodes": 1, "max_steps": 1e4}:
+            with pytest.raises(
+                TypeError, match="'float' object cannot be interpreted as an integer"
+            ):
                 envs.evaluate(policy, **arguments)
         with pytest.raises(ValueError, match="the policy cannot act on"):
             envs.evaluate(CategoricalPolicy(linear(3, 2)), 1)

@@ -380,7 +380,7 @@ def test_an_error_that_an_interrupt_has_overtaken_is_raised_by_the_next_call(tmp
             envs.step([0, 0])
         gate.touch()
         with pytest.raises(ValueError, match="on purpose"):
-            envs.step([0, 0])
+            envs.reset()
         assert envs.reset()[0].tolist() == [[0], [0]]
 
 

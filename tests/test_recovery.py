@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.error import ResetNeeded
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 
@@ -365,7 +366,7 @@ class SlowlyBornEnv(CountingEnv):
         wait_until(gate.exists)
 
 
-def test_a_step_that_timed_out_on_a_loss_is_told_by_the_next(tmp_path):
+def test_a_step_that_times_out_on_a_loss_needs_a_reset(tmp_path):
     gate = tmp_path / "gate"
     gate.touch()
     with ClusterEnv([CountingEnv, partial(SlowlyBornEnv, gate)], 2) as envs:
@@ -377,9 +378,56 @@ def test_a_step_that_timed_out_on_a_loss_is_told_by_the_next(tmp_path):
         with pytest.raises(multiprocessing.TimeoutError, match="worker 1"):
             envs.step_wait(timeout=0.1)
         gate.touch()
-        observations, _, _, truncations, _ = envs.step([0, 0])
-        assert observations.tolist() == [[3], [1]] and truncations.tolist() == [False, True]
-        assert envs.step([0, 0])[0].tolist() == [[4], [0]]
+        with pytest.raises(ResetNeeded, match="or a step was given up"):
+            envs.step([0, 0])
+        assert envs.reset()[0].tolist() == [[0], [0]]
+        assert envs.step([0, 0])[0].tolist() == [[1], [1]]
+
+
+def test_a_row_that_was_reset_since_the_loss_does_not_lose_a_step():
+    with ClusterEnv(
+        [partial(CountingEnv, 2), partial(CountingEnv, 9)], 1, autoreset_mode="Disabled"
+    ) as envs:
+        envs.reset()
+        envs.step([0, 0])
+        assert envs.step([0, 0])[3].tolist() == [True, False]
+        kill(pid_of(0))
+        envs.reset(options={"reset_mask": np.array([True, False])})
+        _, _, _, truncations, infos = envs.step([0, 0])
+        assert truncations.tolist() == infos["worker_lost"].tolist() == [True, True]
+
+
+class GlobalEnv(CountingEnv):
+    """Draws from a global generator."""
+
+    def reset(self, *, seed=None, options=None):
+        self.drawn = np.random.random()
+        self.options = options
+        return super().reset(seed=seed)
+
+    def of_reset(self):
+        return self.drawn, self.options
+
+
+def test_a_replacement_does_not_repeat_its_predecessors_unseeded_episodes():
+    with ClusterEnv([GlobalEnv], 1) as envs:
+        envs.reset()
+        ((before, _),) = envs.call("of_reset")
+        kill(pid_of(0))
+        ((after, _),) = envs.call("of_reset")
+        assert before != after
+
+
+def test_a_replacement_gets_what_was_set_and_not_what_became_of_it():
+    goal, options = np.zeros(2), {"level": 1}
+    with ClusterEnv([GlobalEnv], 1) as envs:
+        envs.reset(options=options)
+        envs.set_attr("goal", goal)
+        goal += 7
+        options["level"] = 99
+        kill(pid_of(0))
+        assert envs.get_attr("goal")[0].tolist() == [0, 0]
+        assert envs.call("of_reset")[0][1] == {"level": 1}
 
 
 def test_seeds_are_fresh_and_those_of_the_next_loss_fresh_again():

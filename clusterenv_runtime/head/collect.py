@@ -5,6 +5,7 @@ or on the version that they hold.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ class Collector:
 
     def assert_can_act(self, method: str, num_steps: int) -> None:
         """Raise ValueError or ResetNeeded if no policy can act for so many steps now."""
-        if num_steps < 1:
+        if operator.index(num_steps) < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
         if self._pool.workers[0].seeds is None or self._pool.failures.to_reset:
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`.")

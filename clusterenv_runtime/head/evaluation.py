@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ..envs.blueprint import Blueprint
 from ..errors import DeadlineError, one_line
 from ..rollout import Evaluation
 from ..wire.protocol import Evaluate
+from .recovery import with_fresh
 from .start import Head
 from .worker import Worker
 
@@ -57,6 +59,7 @@ class Evaluator:
 
         The policy is not published, and no worker pulls: each evaluation brings its own weights.
         """
+        episodes, seed, max_steps = map(operator.index, (episodes, seed, max_steps))
         least = {"episodes": (episodes, 1), "seed": (seed, 0), "max_steps": (max_steps, 1)}
         for name, (number, smallest) in least.items():
             if number < smallest:
@@ -71,7 +74,7 @@ class Evaluator:
         for worker in workers:
             if any(own := shares[worker.rows]):
                 seeds = _seeds_after(worker)
-                request = Evaluate(own, seed, deterministic, max_steps, numbers, seeds)
+                request = Evaluate(own, seed, bool(deterministic), max_steps, numbers, seeds)
                 worker.evaluated = self._pool.ask(worker, request, *buffers)
                 self._seqs.append(worker.evaluated)
         self._pool.exchange()
@@ -126,7 +129,7 @@ def _packed(
     params = probe(policy, space, action_space, seen).example["params"]
     if deterministic:
         try:
-            policy.distribution(map_tree(torch.from_numpy, params)).mode  # noqa: B018
+            policy.mode(map_tree(torch.from_numpy, params))
         except Exception as error:
             text = f"the policy's distribution has no mode: {one_line(error)}"
             raise ValueError(f"{text}; evaluate it with its noise") from error
@@ -144,15 +147,15 @@ def shares_of(episodes: int, num_envs: int) -> list[int]:
     return np.diff(firsts).tolist()
 
 
-def _seeds_after(worker: Worker) -> list[int | None]:
+def _seeds_after(worker: Worker) -> list[int]:
     """Return the seeds with which a worker's environments go on training; they follow from those
     before.
     """
     if worker.seeds is None:
-        return [None] * worker.num_envs
+        return with_fresh([None] * worker.num_envs)
     # Some environments take only 31 bits.
     worker.seeds = [
         None if seed is None else int(np.random.SeedSequence([seed, 1]).generate_state(1)[0] >> 1)
         for seed in worker.seeds
     ]
-    return worker.seeds
+    return with_fresh(worker.seeds)

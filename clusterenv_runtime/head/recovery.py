@@ -60,8 +60,9 @@ class Recovery:
         files = {getattr(module, "__file__", None) for module in modules} - {None}
         self._mtimes = {file: _mtime(file) for file in files}
         self._store = store
-        self._options: dict[str, Any] | None = None  # of the user's last reset of all
-        self.attributes: dict[str, list[Any]] = {}  # of all environments, as the user set them
+        self._options = cloudpickle.dumps(None)  # of the user's last reset of all
+        # As the user set them: for each worker a pickle of its environments' values.
+        self.attributes: dict[str, list[bytes]] = {}
         self.restarts: list[dict[str, Any]] = []  # worker, time, reason and seeds of each
         self._built_with = number_of_globals()  # seeds what environments draw when they are built
         self.seed = secrets.randbits(62)  # of the noise, until the user gives one
@@ -77,9 +78,10 @@ class Recovery:
         if self._store.structure:
             orders.append((None, Structure(), (self._store.structure,)))
         for name, values in self.attributes.items():
-            orders.append((None, SetAttr(name), (cloudpickle.dumps(values[worker.rows]),)))
+            orders.append((None, SetAttr(name), (values[worker.index],)))
         if worker.seeds is not None and not _reset_all(unanswered):
-            reset = cloudpickle.dumps((worker.seeds, self._options, None))
+            options = pickle.loads(self._options)
+            reset = cloudpickle.dumps((with_fresh(worker.seeds), options, None))
             orders.append((None, Reset(), (reset,)))
         for request in unanswered:
             message, buffers = request.message, request.buffers
@@ -126,7 +128,7 @@ class Recovery:
 
         The first seed that is given seeds the noise, too, unless its seed was just loaded.
         """
-        self._options = options
+        self._options = cloudpickle.dumps(options)
         first = workers[0].numbers.start
         given = [seed - row for row, seed in enumerate(seeds, first) if seed is not None]
         for worker in workers:
@@ -148,6 +150,15 @@ class Recovery:
         self._is_loaded = True
         for worker in workers:
             worker.asked_rollouts = worker.rollouts = state["rollouts"]
+
+
+def with_fresh(seeds: list[int | None]) -> list[int]:
+    """Return seeds with a random one where none was given.
+
+    Without it, environments would go on from the state of the generators that an evaluation or the
+    worker's start has left, which is the same each time.
+    """
+    return [secrets.randbits(31) if seed is None else seed for seed in seeds]
 
 
 def _fresh_seeds(worker: Worker, number: int) -> list[int | None]:

@@ -152,13 +152,14 @@ class Stepper:
                 "Values must be a list or tuple with length equal to the number of environments. "
                 f"Got `{len(values)}` values for {num_envs} environments."
             )
+        pickles = [cloudpickle.dumps(values[worker.rows]) for worker in self._pool.workers]
         before = self._recovery.attributes
         # Replacements are told from now on, as a worker may die right after its response.
-        self._recovery.attributes = {**before, name: values}
+        self._recovery.attributes = {**before, name: pickles}
         try:
             self._ask(
                 AsyncState.WAITING_CALL,
-                lambda worker: (SetAttr(name), cloudpickle.dumps(values[worker.rows])),
+                lambda worker: (SetAttr(name), pickles[worker.index]),
                 fits_together=True,
             )
             if waits:
@@ -173,7 +174,8 @@ class Stepper:
     def _assert_none_waits_for_reset(self, method: str) -> None:
         if self._pool.failures.to_reset:
             raise ResetNeeded(
-                f"Cannot call `{method}` before all environments are `reset`, as one has raised."
+                f"Cannot call `{method}` before all environments are `reset`, as one has raised, "
+                "or a step was given up."
             )
         if any(worker.evaluated for worker in self._pool.workers):
             raise ResetNeeded(
@@ -214,7 +216,11 @@ class Stepper:
             )
         try:
             requests = self._pool.gather(self._seqs, timeout)
-        except DeadlineError as error:
+        except BaseException as error:
+            if state == AsyncState.WAITING_STEP:  # which may have ended episodes unseen
+                self._pool.failures.to_reset |= {worker.index for worker in self._pool.workers}
+            if not isinstance(error, DeadlineError):
+                raise
             raise multiprocessing.TimeoutError(
                 f"The call to `{name}_wait` has timed out after {timeout} second(s). {error}"
             ) from None
@@ -225,7 +231,7 @@ class Stepper:
         dropped = {key for reply in replies.values() for key in reply.dropped}
         for key in sorted(dropped - self._left_out):
             kinds = "only arrays, numbers, strings and their containers leave a worker"
-            gym.logger.warn(f"Info {printable(key)} is left out: {kinds}.")
+            gym.logger.warn("Info %s is left out: %s.", printable(key), kinds)
         self._left_out |= dropped
         return [
             replies.get(worker.index)

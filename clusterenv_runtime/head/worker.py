@@ -105,7 +105,8 @@ class Episodes:
     def step(self, actions: Any) -> tuple[Message, bytes]:
         """Return the request to step the environments, or to say that their episodes are lost."""
         if self.cut is not None:
-            return CutOff(), cloudpickle.dumps((self.seen, self.cut))
+            # Also episodes that a reset by a mask has begun since: their steps would be lost.
+            return CutOff(), cloudpickle.dumps((self.seen, ~self.ended))
         return Step(), cloudpickle.dumps(actions)
 
     def saw_reset(self, space: Space, observations: Any, mask: np.ndarray) -> Any:
