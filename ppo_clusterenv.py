@@ -96,10 +96,6 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     """with `--decoupled`: advantages and value targets by V-trace, which corrects them for policies
     that acted otherwise
     """
-    tv_filter: bool = False
-    """do not clip: leave out samples that lead away from the policy at the start of the update once
-    it is too far off, by the total variation that `--clip-coef` allows
-    """
     overlap: bool = False
     """collect the next rollout while learning from this one; it acts one update behind"""
     stream: bool = False
@@ -218,13 +214,8 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
 
     # Policy loss
     pg_loss1 = -advantages * ratio
-    if args.tv_filter:  # https://arxiv.org/abs/2603.01365
-        is_far = (ratio - 1).abs().mean() > args.clip_coef
-        pg_losses = pg_loss1 * ~(is_far & (advantages * (ratio - 1) > 0))
-    else:
-        pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-        pg_losses = torch.max(pg_loss1, pg_loss2)
-    pg_loss = (weights * pg_losses).mean()
+    pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    pg_loss = (weights * torch.max(pg_loss1, pg_loss2)).mean()
 
     # Value loss
     newvalue = newvalue.view(-1)

@@ -169,7 +169,6 @@ def test_the_arrays_that_advantages_are_computed_from_stay_as_they_are(ppo):
 # PPO's loss.
 
 ARGS = {"clip_coef": 0.2, "norm_adv": False, "clip_vloss": False, "ent_coef": 0.0, "vf_coef": 0.0}
-ARGS |= {"tv_filter": False}
 
 
 def loss_of(
@@ -264,16 +263,6 @@ def test_the_loss_falls_as_good_actions_become_likelier_and_stops_at_the_clip(pp
     # wrong way does.
     expected = np.array([-1, 0, -0.5, 1, 1.5, 0]) / 6
     np.testing.assert_allclose(new.grad, expected, atol=1e-6)
-
-
-def test_the_filter_leaves_out_what_leads_away_once_the_policy_is_too_far_off(stale):
-    advantages = [1, 1, -1, -1]
-    near, far = np.log([1.2, 0.9, 1.2, 0.9]), np.log([1.4, 0.9, 1.4, 0.9])  # 0.15 and 0.25 off
-    for logprob, led in ((near, [1, 1, 1, 1]), (far, [0, 1, 1, 0])):
-        loss, _, (new, _, _) = loss_of(stale, logprob, [0.0] * 4, advantages, tv_filter=True)
-        loss.backward()
-        expected = -np.array(advantages) * np.exp(logprob) * led / 4
-        np.testing.assert_allclose(new.grad, expected, atol=1e-6)
 
 
 def test_importance_weights_multiply_the_policys_loss_alone(ppo):
