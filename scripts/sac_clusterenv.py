@@ -319,9 +319,8 @@ if __name__ == "__main__":
             # `learning_starts`.
             due = int(max(run.global_step - count.warm_up, 0) * utd)
             checks = count.gradient_steps // args.sync_check_frequency
-            batches = zip(
-                *rb.sample(due - count.gradient_steps, args.batch_size, device), strict=True
-            )
+            number = max(due - count.gradient_steps, 0)  # without its buffer a run collects first
+            batches = zip(*rb.sample(number, args.batch_size, device), strict=True)
             for obs, *others in batches:
                 losses |= update_q_once(obs, *others)
                 count.gradient_steps += 1

@@ -187,6 +187,16 @@ def test_exploration_and_counts_go_on_where_they_were(tmp_path, script, outstand
     assert end["rb"]["inserted"] == 64
 
 
+def test_sac_without_its_replay_buffer_collects_before_it_learns(tmp_path):
+    script = "scripts/sac_clusterenv.py"
+    flags = [*flags_of(script), "--no-save-replay", "--learning-starts", "24"]
+    record(script, tmp_path, *flags, interrupt=3)
+    resumed = resume(script, tmp_path, "--total-timesteps", "96")
+    end = load_checkpoint(tmp_path / "runs" / "x")["parts"]
+    assert end["count"]["gradient_steps"] == (48 - 24) // 2 + (96 - 48 - 24) // 2
+    assert resumed.summary["transitions_inserted"] == 96 - 48 and end["rb"] == {}
+
+
 @pytest.mark.parametrize(
     "script",
     scripts.parameters(["dqn_clusterenv.py", "scripts/dqn_atari_clusterenv.py"], later=LONG),
