@@ -284,6 +284,12 @@ if __name__ == "__main__":
     groups = [{"params": list(actor.parameters()), "lr": args.policy_lr}]
     groups += [{"params": [log_alpha], "lr": args.q_lr}] * args.autotune
     actor_optimizer = run.keep("actor_optimizer", optim.Adam(groups, fused=True))
+    # The rates and alpha may be others than those of the checkpoint.
+    q_optimizer.param_groups[0]["lr"] = args.q_lr
+    for group, given in zip(actor_optimizer.param_groups, groups, strict=True):
+        group["lr"] = given["lr"]
+    if not args.autotune:
+        log_alpha.data.fill_(args.alpha).log_()
     fixed = actor, log_alpha, bounds, args
     losses_fn = q_loss, pi_loss
     if args.compile:

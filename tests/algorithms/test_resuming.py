@@ -215,6 +215,19 @@ def test_without_its_replay_buffer_a_run_collects_before_it_learns_and_learns_at
     assert end["optimizer"]["param_groups"][0]["lr"] == 0.25
 
 
+@pytest.mark.parametrize("autotune", [True, False])
+def test_sac_goes_on_at_new_rates_and_with_a_new_alpha(tmp_path, autotune):
+    script = "scripts/sac_clusterenv.py"
+    flags = [*flags_of(script), f"--autotune={autotune}"]
+    record(script, tmp_path, *flags, interrupt=INTERRUPT)
+    resume(script, tmp_path, "--q-lr", "0.25", "--policy-lr", "0.5", "--alpha", "0.125")
+    end = load_checkpoint(tmp_path / "runs" / "x")["parts"]
+    groups = end["q_optimizer"]["param_groups"] + end["actor_optimizer"]["param_groups"]
+    assert [group["lr"] for group in groups] == [0.25, 0.5] + [0.25] * autotune
+    if not autotune:
+        assert end["entropy"]["log_alpha"].exp().item() == pytest.approx(0.125)
+
+
 def test_a_run_goes_on_with_another_number_of_workers(tmp_path):
     flags = (
         "--num-workers 2 --num-envs 5 --num-steps 8 --total-timesteps 160 --num-minibatches 2 "
