@@ -195,7 +195,10 @@ def frames_of(buffer_size, num_steps, chunk_size):
 
 
 if __name__ == "__main__":
-    run = Run(parse(Args), fixed=("env_id", "num_steps", "buffer_size", "train_frequency"))
+    run = Run(
+        parse(Args),
+        fixed=("env_id", "num_steps", "buffer_size", "learning_starts", "train_frequency"),
+    )
     args = run.args  # with --resume those of its checkpoint, but for the flags given now
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size

@@ -240,7 +240,7 @@ def update_actor(optimizer, qfs, actor, log_alpha, bounds, args, loss_fn, obs):
 
 
 if __name__ == "__main__":
-    run = Run(parse(Args), fixed=("env_id", "num_steps", "buffer_size", "utd"))
+    run = Run(parse(Args), fixed=("env_id", "num_steps", "buffer_size", "learning_starts", "utd"))
     args = run.args  # with --resume those of its checkpoint, but for the flags given now
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size

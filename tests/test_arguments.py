@@ -4,6 +4,7 @@ import importlib
 import io
 import math
 import os
+import runpy
 import shlex
 import sys
 import zipfile
@@ -111,6 +112,20 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
 def test_a_run_that_cannot_be_resumed_is_one_line(run_x, monkeypatch, flags, says):
     os.mkdir("runs/empty")
     assert says in refusal(monkeypatch, ppo_clusterenv.Args, *flags.split())
+
+
+@pytest.mark.parametrize(
+    "name", ["dqn_clusterenv", "scripts.dqn_atari_clusterenv", "scripts.sac_clusterenv"]
+)
+def test_when_learning_starts_is_settled(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("runs/x")
+    args = vars(importlib.import_module(name).Args(num_envs=2, learning_starts=16))
+    save_checkpoint("runs/x", whole(args, 5), 5)
+    script = f"{name.replace('.', '/')}.py"
+    monkeypatch.setattr(sys, "argv", [script, "--resume", "runs/x", "--learning-starts", "17"])
+    with pytest.raises(SystemExit, match="--learning-starts cannot change on the way: runs/x has"):
+        runpy.run_path(str(scripts.ROOT / script), run_name="__main__")
 
 
 RUNNING_CODE = [

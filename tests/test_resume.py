@@ -430,14 +430,12 @@ def test_without_its_replay_buffer_a_run_collects_first(tmp_path):
     gradient_steps = saved["parts"]["count"]["gradient_steps"]
     assert saved["parts"]["rb"] == {} and gradient_steps == (saved["global_step"] - 16) // 10
     (tmp_path / "go").touch()
-    result = resume(dqn.SCRIPT, tmp_path, folder, *LASTING, "--learning-starts", "100")
+    result = resume(dqn.SCRIPT, tmp_path, folder, *LASTING)
     assert "not in checkpoints" in result.stdout
-    assert (
-        "no replay buffer in the checkpoint: collecting 100 steps before learning" in result.stdout
-    )
+    assert "no replay buffer in the checkpoint: collecting 16 steps before" in result.stdout
     summary = check_the_whole_run(dqn.SCRIPT, folder, total)
     left = total - saved["global_step"]
-    assert summary["gradient_steps"] == gradient_steps + max(left - 100, 0) // 10
+    assert summary["gradient_steps"] == gradient_steps + max(left - 16, 0) // 10
     assert summary["transitions_inserted"] == left
 
 
