@@ -124,7 +124,7 @@ class SoftQNetwork(nn.Module):
         self.fc3 = nn.Linear(256, 1)
 
     def forward(self, x, a):
-        x = torch.cat([x, a], -1)
+        x = torch.cat([x, a.float()], -1)
         x = F.relu(self.fc1(x))
         x = F.relu(self.fc2(x))
         return self.fc3(x).squeeze(-1)
@@ -260,8 +260,10 @@ if __name__ == "__main__":
     with env_setup(run):
         envs = ClusterEnv(env_fns, num_envs=args.num_envs, **run.options())
         spaces = envs.single_observation_space, envs.single_action_space
-        is_box = isinstance(spaces[1], gym.spaces.Box) and spaces[1].is_bounded()
-        check(is_box, f"actions must be continuous and bounded, not {spaces[1]}: {args.env_id}")
+        continuous = isinstance(spaces[1], gym.spaces.Box) and spaces[1].dtype.kind == "f"
+        vectors = continuous and len(spaces[1].shape) == 1 and spaces[1].is_bounded()
+        what = "actions must be continuous vectors, bounded"
+        check(vectors, f"{what}, not {spaces[1]}: {args.env_id}")
         check_vectors(spaces[0])
         needed = ReplayBuffer.num_bytes(args.buffer_size, *spaces)
         rb_device = replay_device(args, needed, device)

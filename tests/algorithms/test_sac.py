@@ -21,6 +21,7 @@ from tests import scripts
 
 from .recording import record
 
+SCRIPT = "scripts/sac_clusterenv.py"
 sac = importlib.import_module("scripts.sac_clusterenv")
 SPACE = gym.spaces.Box(np.array([-1, 0], np.float32), np.array([3, 0.5], np.float32))
 SCALE, BIAS = torch.tensor([2.0, 0.25]), torch.tensor([1.0, 0.25])
@@ -202,6 +203,43 @@ def test_before_there_is_anything_to_learn_from_actions_are_drawn_evenly():
 def test_a_space_without_bounds_is_refused():
     with pytest.raises(ValueError, match="actions are scaled to bounds"):
         SquashedGaussianPolicy(Fixed([0.0], [0.0]), gym.spaces.Box(-np.inf, 1, (1,)))
+
+
+FORMS = """
+import gymnasium as gym
+import numpy as np
+
+class Form(gym.Env):
+    observation_space = gym.spaces.Box(-1, 1, (3,))
+
+    def __init__(self, space):
+        self.action_space = eval(space, {"Box": gym.spaces.Box, "inf": np.inf})
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(3, np.float32), 1.0, False, False, {}
+
+gym.register("Form-v0", Form, max_episode_steps=5)
+"""
+OF_FORMS = ["--env-id", "form:Form-v0", "--num-workers", "1", "--eval-episodes", "0"]
+
+
+def test_actions_may_have_double_precision(tmp_path):
+    (tmp_path / "form.py").write_text(FORMS)
+    flags = "--total-timesteps 64 --learning-starts 16 --batch-size 4 --buffer-size 64 "
+    flags += "--env-kwargs space='Box(-1,1,(2,),\"float64\")'"
+    _, summary = scripts.train(SCRIPT, tmp_path, *OF_FORMS, *flags.split())
+    assert summary["gradient_steps"] == 48
+
+
+@pytest.mark.parametrize("space", ["Box(-1,1,(2,),int)", "Box(-1,1,(2,1))", "Box(-1,inf,(2,))"])
+def test_other_actions_are_refused_in_one_line(tmp_path, space):
+    (tmp_path / "form.py").write_text(FORMS)
+    result = scripts.run(SCRIPT, tmp_path, *OF_FORMS, "--env-kwargs", f"space='{space}'")
+    scripts.check_refusal(result, "actions must be continuous vectors, bounded, not Box(")
 
 
 @pytest.mark.parametrize("utd", ["0.29", "2"])
