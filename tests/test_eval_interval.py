@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from . import scripts
 from .envs import CountingEnv
 from .nets import linear
 from .patience import PATIENCE, wait_until
+from .slurm.machine import free_ports
 from .test_ppo_clusterenv import SCRIPT, TINY
 
 gym.register("Blind-v0", CountingEnv)
@@ -68,6 +70,10 @@ def best(path="runs/x/experiment.best.cleanrl_model"):
     return load_model(path).model["actor.bias"].tolist()
 
 
+def wait_for(evaluations):
+    wait_until(lambda: evaluations._look() or evaluations._weights is None)
+
+
 def give(grade, value):
     temporary = grade.with_suffix(".tmp")
     temporary.write_text(value)
@@ -89,11 +95,11 @@ def test_the_best_policy_is_kept_as_it_was_when_it_was_sent(tmp_path, monkeypatc
 
         def finish(value):
             give(grade, value)
-            evaluations.finish(lambda: None)
+            wait_for(evaluations)
             grade.unlink()
 
         evaluate(49, 1)
-        evaluations.finish(lambda: None)  # none was due
+        wait_for(evaluations)  # none was due
         assert run.logs.curve.evaluations == []
         evaluate(60, 2)
         evaluate(170, 3)  # waits for the one before
@@ -128,9 +134,23 @@ def test_the_best_policy_is_kept_as_it_was_when_it_was_sent(tmp_path, monkeypatc
         run._evaluations.go_on(210)  # none is due
         run._evaluations.go_on(260)
         give(grade, "2")
-        run._evaluations.finish(lambda: None)
+        wait_for(run._evaluations)
         assert run.logs.curve.evaluations == [*found, (260, 6.0)]
         assert best() == [6, 6]
+
+
+def test_the_last_one_is_in_the_last_checkpoint_and_leaves_its_port(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    grade = tmp_path / "grade"
+    give(grade, "2")
+    (port,) = free_ports(1)
+    flags = {"eval_interval": 50, "eval_episodes": 1, "bind_address": "127.0.0.1", "port": port}
+    with training(grade, **flags) as (run, _):
+        for _ in run.iterations(2, 50):
+            run.global_step += 50
+        (found,) = load_checkpoint("runs/x")["parts"]["curve"]["evaluations"]
+        assert found == (50, 6.0)
+        socket.create_server(("127.0.0.1", port + 1)).close()
 
 
 def test_environments_that_record_videos_are_left_to_training(monkeypatch):

@@ -169,11 +169,16 @@ class Evaluations:
             self._last = step
             self._weights = copy.deepcopy(self._model.state_dict())
 
-    def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
-        """Wait for the evaluation that is under way."""
+    def finish(self, raise_if_interrupted: Callable[[], None]) -> bool:
+        """Wait for the evaluation that is under way, and end the worker, whose port `record_video`
+        needs; return whether there was one.
+        """
+        was_under_way = self._weights is not None
         while self._weights is not None:
             raise_if_interrupted()
             self._look(LOOK_S)
+        self.__exit__()
+        return was_under_way
 
     def _look(self, timeout: float = 0) -> None:
         if self._weights is None:

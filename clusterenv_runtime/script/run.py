@@ -166,8 +166,7 @@ class Run:
         """
         with env_setup(self):
             self._evaluations = Evaluations(self.args, envs, policy, model, self.logs)
-        self._envs = envs
-        self._model = model
+        self._envs, self._model = envs, model
         self._unwritten: dict[str, Any] | None = None
         saved = self.directory.saved
         if saved:
@@ -212,6 +211,8 @@ class Run:
         self._status.write("evaluating")
         self._try_to_save()
         self._signals.raise_if_received()
+        if self._evaluations.finish(self._signals.raise_if_received):
+            self._try_to_save()
 
     def stream(self, envs: ClusterEnv, explore: Callable[[int], None]) -> Iterator[Rollout]:
         """Yield a worker's chunk for each of the `iterations` left; that worker goes on meanwhile.
@@ -269,7 +270,6 @@ class Run:
         """End the workers, log the evaluation, draw the curve, write ``summary.json``; or exit with
         one line if a file cannot be written.
         """
-        self._evaluations.finish(self._signals.raise_if_received)
         self._envs.close()
         self._signals.raise_if_received()
         if len(eval_returns):
