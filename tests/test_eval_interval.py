@@ -239,6 +239,10 @@ def test_its_worker_is_replaced_and_ends_with_the_run(tmp_path):
             ["--eval-interval", "64", "--eval-episodes", "0"],
             "--eval-interval needs --eval-episodes",
         ),
+        (
+            ["--eval-interval", "64", "--bind-address", "127.0.0.1", "--port", "65535"],
+            "--port 65535 leaves no next one to the worker that evaluates",
+        ),
         (["--eval-video", "--env-backend", "vector"], "--eval-video needs --env-backend gymnasium"),
     ],
 )

@@ -235,6 +235,8 @@ def check_flags(args: ScriptArgs) -> None:
         where = f"--bind-address {args.bind_address}, port {args.port}"
         with one_line_for(OSError, text=f"cannot listen on {where}"):
             socket.create_server((args.bind_address, args.port), family=family).close()
+    has_next = args.port != 65535 or not (args.eval_interval or args.eval_video)
+    check(has_next, "--port 65535 leaves no next one to the worker that evaluates")
     too_few = f"must be at least as many as --num-workers {args.num_workers}"
     check(args.num_envs >= args.num_workers, f"--num-envs {args.num_envs} {too_few}")
     videos = {"--capture-video": args.capture_video, "--eval-video": args.eval_video}
