@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
 from clusterenv_runtime.extras import Together
 from clusterenv_runtime.script import Run, ScriptArgs
 from clusterenv_runtime.script.checkpoint import load_checkpoint
@@ -296,6 +296,22 @@ def test_a_video_that_cannot_be_is_one_line(tmp_path, make_env, why):
     with pytest.raises(SystemExit, match=f"^error: there is no {tmp_path}/x.mp4: {why}$"):
         film(args, make_env, policy, f"{tmp_path}/x.mp4", {"num_workers": 1}, seed=1)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_signal_while_it_is_recorded_is_no_failure_of_the_video(tmp_path):
+    def interrupt(*_):
+        raise Interrupted
+
+    args, policy = Args(), CategoricalPolicy(linear(1, 2))
+    options = {"num_workers": 1, "close_timeout": 0.1}
+    waits = partial(CountingEnv, 3, gate=tmp_path / "never")
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 1)
+    try:
+        with pytest.raises(Interrupted):
+            film(args, lambda *_: waits, policy, f"{tmp_path}/x.mp4", options, seed=1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_without_pictures_there_is_no_run(tmp_path):

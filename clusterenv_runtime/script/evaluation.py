@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..env import ClusterEnv
-from ..errors import one_line
+from ..errors import Interrupted, one_line
 from ..policy.base import Policy
 from .arguments import ScriptArgs
 from .checks import check
@@ -95,6 +95,8 @@ def film(
         recorded = f"{folder}/rl-video-episode-0.mp4"
         check(os.path.isfile(recorded), f"there is no {video}: make_env has recorded nothing")
         os.replace(recorded, video)
+    except Interrupted:
+        raise
     except Exception as error:  # an environment's own, too
         check(False, f"there is no {video}: {one_line(error)}")
     finally:
