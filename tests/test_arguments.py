@@ -92,7 +92,11 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
             "--resume must be runs/NAME, of the working directory, got elsewhere/x",
         ),
         (
-            "--resume runs/x --num-envs 6",
+            "--resume runs/x --run-name y",
+            "--run-name y is another run than that of --resume runs/x",
+        ),
+        (
+            "--resume runs/x --run-name x --num-envs 6",
             "--num-envs cannot change on the way: runs/x has 96, got 6",
         ),
         (

@@ -19,11 +19,15 @@ from .checks import check, one_line_for
 T = TypeVar("T", bound=ScriptArgs)
 
 
-def name_of(directory: str) -> str:
-    """Return the name of a run that --resume names, or exit with one line."""
+def name_of(directory: str, run_name: str | None) -> str:
+    """Return the name of a run that --resume names, and --run-name if it is there; or exit with one
+    line.
+    """
     name = os.path.relpath(directory, "runs")
     where = "must be runs/NAME, of the working directory"
     check(not name.startswith("."), f"--resume {where}, got {directory}")
+    another = f"--run-name {run_name} is another run than that of --resume {directory}"
+    check(run_name in (None, name), another)
     return name
 
 

@@ -75,7 +75,7 @@ class Run:
     def __init__(self, args: ScriptArgs, fixed: Iterable[str] = ()) -> None:
         if not self.has_learners:
             _check_is_alone()
-        name = _new_name(args) if args.resume is None else name_of(args.resume)
+        name = _new_name(args) if args.resume is None else name_of(args.resume, args.run_name)
         self.directory = RunDirectory(f"runs/{name}")
         if args.resume is not None:
             self.directory.load(locks=self.writes and not args.dry_run)
