@@ -284,8 +284,8 @@ def test_the_core_needs_nothing_of_the_scripts_and_the_extras():
         ("gravity=-5 enable_wind=true", {"gravity": -5, "enable_wind": True}),
         ("a=False b=None c=1e-3 d=x=y e=", {"a": False, "b": None, "c": 1e-3, "d": "x=y", "e": ""}),
         (
-            """sizes=[1,2] name='a b' more='{"c": 1}'""",
-            {"sizes": [1, 2], "name": "a b", "more": {"c": 1}},
+            """sizes=[1,2] name='a b' a="5" b='none' c='{"c": 1}' d=''""",
+            {"sizes": [1, 2], "name": "a b", "a": "5", "b": "none", "c": '{"c": 1}', "d": ""},
         ),
         ('desc=["SFFF","FHFH"]', {"desc": ["SFFF", "FHFH"]}),
         (
