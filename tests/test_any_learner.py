@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from clusterenv_runtime import ClusterEnv
 
-from .envs import assert_same
-from .patience import HOUR
+from .envs import CountingEnv, assert_same
+from .patience import HOUR, kill
 
 pytestmark = pytest.mark.long
 
@@ -193,6 +193,19 @@ def test_stable_baselines3s_vec_env_is_its_own_one():
     finally:
         for each in pair:
             each.close()
+
+
+def test_what_stable_baselines3_sets_is_also_set_for_a_replacement():
+    pytest.importorskip("stable_baselines3")
+    envs = clusters([partial(monitored, CountingEnv)] * 3)
+    try:
+        envs.reset()
+        envs.set_attr("level", 7)
+        kill(envs.env_method("pid")[0])
+        assert envs.step(np.zeros(3, int))[2].tolist() == [True, True, False]
+        assert envs.get_attr("level") == [7, 7, 7]
+    finally:
+        envs.close()
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,11 @@ class Numbered(gym.Wrapper):
         if self.number in numbers:
             setattr(self.env, name, value)
 
+    def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
+        """Set an attribute of the environment itself, as SB3 does, whatever that wraps."""
+        setattr(self.env, name, value)
+        return True
+
     def is_wrapped_by(self, wrapper: type[gym.Wrapper]) -> bool:
         """Return whether a wrapper of this class is around the environment."""
         return is_wrapped(self.env, wrapper)
@@ -142,7 +147,11 @@ class ClusterVecEnv(VecEnv):
 
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
         """Set an attribute of these environments."""
-        self.envs.call("set_of", self._numbers(indices), attr_name, value)
+        numbers = self._numbers(indices)
+        if set(numbers) == set(range(self.num_envs)):
+            self.envs.set_attr(attr_name, [value] * self.num_envs)  # of replacements, too
+        else:
+            self.envs.call("set_of", numbers, attr_name, value)
 
     def env_method(
         self,
