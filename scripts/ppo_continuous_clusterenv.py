@@ -324,11 +324,6 @@ if __name__ == "__main__":
             next_obs = torch.Tensor(rollout.next_observations).to(device)  # (num_envs, ...)
             actions = torch.Tensor(rollout.actions).to(device)  # (num_steps, num_envs, ...)
             logprobs = torch.Tensor(rollout.logprobs).to(device)
-
-            # A number that is not finite would stay in the moments.
-            finite = np.isfinite(rollout.observations).all((0, -1))
-            rows = rollout.rows[~finite].tolist()
-            check(not rows, f"environments {rows} gave observations that are not finite")
             rewards = normalize_reward(rollout)
 
             with torch.no_grad():  # values of all observations, also of those that ended episodes

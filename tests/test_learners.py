@@ -252,7 +252,12 @@ def test_a_model_that_is_another_ends_the_run_by_its_name(tmp_path, monkeypatch,
     run.learners = Learners(0, 2)
     # Its first message, and its message now.
     run.learners.gather = lambda own: told.append(own) or [told[0], own]
-    rollout = SimpleNamespace(episodic_returns=np.zeros(3), episodic_lengths=np.zeros(3))
+    ends = np.zeros((1, 1), bool)
+    rollout = SimpleNamespace(
+        episodic_returns=np.zeros(3), episodic_lengths=np.zeros(3), rows=np.arange(1),
+        observations=np.zeros((1, 1, 2)), next_observations=np.zeros((1, 2)),
+        final_observations=np.zeros((0, 2)), terminations=ends, truncations=ends,
+    )  # fmt: skip
     with (
         run.training(Envs(), model, None),
         contextlib.closing(run.iterations(1, 8)) as iterations,

@@ -42,6 +42,18 @@ def leaves(tree: Any) -> list[Any]:
     return found
 
 
+def not_finite(tree: Any, axes: int) -> np.ndarray:
+    """Return whether a number in a tree of arrays is not finite, for each place of the first
+    ``axes`` axes.
+    """
+    first, *_ = leaves(tree)
+    found = np.zeros(first.shape[:axes], bool)
+    for leaf in leaves(tree):
+        if leaf.dtype.kind == "f":
+            found |= ~np.isfinite(leaf).all(tuple(range(axes, len(leaf.shape))))
+    return found
+
+
 def filled(tree: Any, values: list[Any]) -> Any:
     """Return a tree like another, with these values for its leaves, in order."""
     rest = iter(values)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arrays.trees import leaves, map_tree
+from ..arrays.trees import leaves, map_tree, not_finite
 from ..errors import EnvRaised
 from ..wire.protocol import Collect, Weights
 from .base import Policy
@@ -226,19 +226,10 @@ def noise_seed(seed: int, row: int, rollout: int) -> int:
 
 def _blame_environment(params: Any, observations: Any) -> None:
     """Raise an error about parameters as that of an environment, if what it gave may be why."""
-    not_finite = _not_finite(observations)
-    envs = _not_finite(params).any(0) & not_finite.any(0)
+    steps = not_finite(observations, 2)
+    envs = not_finite(params, 2).any(0) & steps.any(0)
     if envs.any():
         env = int(envs.argmax())
-        step = int(not_finite[:, env].argmax())
+        step = int(steps[:, env].argmax())
         text = f"its observation before step {step} of the rollout holds NaN or infinity"
         raise EnvRaised(env) from ValueError(f"{text}, and so does what the policy makes of it")
-
-
-def _not_finite(tree: Any) -> np.ndarray:
-    """Return ``(num_steps, num_envs)`` bool: whether a number in the tree is not finite there."""
-    found = np.zeros(leaves(tree)[0].shape[:2], bool)
-    for leaf in leaves(tree):
-        if leaf.dtype.kind == "f":
-            found |= ~np.isfinite(leaf).reshape(*found.shape, -1).all(-1)
-    return found

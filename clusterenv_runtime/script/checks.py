@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 
+from ..arrays.trees import not_finite
 from ..errors import printable
+from ..rollout import Rollout
 
 ATARI = "scripts/ppo_atari_clusterenv.py or scripts/dqn_atari_clusterenv.py"
 
@@ -115,3 +118,13 @@ def check_vectors(space: gym.Space) -> None:
         hint += f", or use {ATARI} for Atari's games"
     is_vector = len(space.shape or ()) == 1
     check(is_vector, f"observations must be vectors, not {space}; {hint}")
+
+
+def check_finite(rollout: Rollout) -> None:
+    """Check that observations are finite, but for those of terminations, which nothing follows."""
+    wrong = not_finite(rollout.observations, 2).any(0) | not_finite(rollout.next_observations, 1)
+    steps, envs = np.nonzero(rollout.terminations | rollout.truncations)
+    goes_on = ~rollout.terminations[steps, envs]
+    wrong[envs[goes_on & not_finite(rollout.final_observations, 1)]] = True
+    rows = rollout.rows[wrong].tolist()
+    check(not rows, f"environments {rows} gave observations that are not finite")

@@ -85,6 +85,9 @@ class ReplayBuffer(Replay):
         # An episode's last step leads to its final observation, not to the one its environment was
         # reset to.
         next_observations[rollout.terminations | rollout.truncations] = rollout.final_observations
+        # Nothing follows a termination, but NaN times 0 would be NaN.
+        ends = next_observations[rollout.terminations]
+        next_observations[rollout.terminations] = np.nan_to_num(ends, posinf=0, neginf=0)
         num = rollout.rewards.size
         fit = min(num, self.size - self.pos)  # the rest goes to the front, where the oldest are
         for column, values in (

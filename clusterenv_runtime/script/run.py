@@ -23,7 +23,7 @@ from ..policy.base import Policy
 from ..rollout import Rollout
 from .arguments import ScriptArgs, check_flags
 from .checkpoint import rng_state, save_checkpoint, set_rng_state
-from .checks import check, one_line_for
+from .checks import check, check_finite, one_line_for
 from .directory import RunDirectory
 from .dry_run import worker_commands
 from .environments import env_setup
@@ -107,8 +107,7 @@ class Run:
         self.video_name = _video_name(self)
         self.logs = self._open_logs(self.global_step, not saved, saved.get("wandb_id"))
         self.keep("curve", self.logs.curve)
-        self._progress = Progress(is_quiet=not self.writes)
-        self._status = StatusFile(self)
+        self._progress, self._status = Progress(is_quiet=not self.writes), StatusFile(self)
         if self.writes:
             say(start_of(args, self.directory.path, saved))
         return self.logs.writer
@@ -225,7 +224,8 @@ class Run:
         return self.args.max_seconds is not None and self.seconds > self.args.max_seconds
 
     def add_episodes(self, rollout: Rollout) -> None:
-        """Count the episodes of a rollout."""
+        """Count the episodes of a rollout, or exit with one line if nobody can learn from it."""
+        check_finite(rollout)
         self.logs.curve.add_episodes(rollout.episodic_returns, rollout.episodic_lengths)
 
     def report_is_due(self) -> bool:

@@ -2,8 +2,13 @@
 run reports it.
 """
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
+from clusterenv_runtime.script.checkpoint import load_checkpoint
+from clusterenv_runtime.script.checks import check_finite
 from tests import scripts
 
 ENDS = """
@@ -29,6 +34,10 @@ class Ends(gym.Env):
 
 gym.register("Ends-v0", Ends)
 """
+MORE = {
+    "ppo": "--num-minibatches 2",
+    "others": "--learning-starts 32 --batch-size 8 --buffer-size 320",
+}
 
 
 @pytest.mark.parametrize(
@@ -37,16 +46,41 @@ gym.register("Ends-v0", Ends)
         ("ppo_clusterenv.py", "gym.spaces.Discrete(2)"),
         ("scripts/ppo_lstm_clusterenv.py", "gym.spaces.Discrete(2)"),
         ("scripts/ppo_continuous_clusterenv.py", "gym.spaces.Box(-1, 1, (2,))"),
+        ("dqn_clusterenv.py", "gym.spaces.Discrete(2)"),
+        ("scripts/sac_clusterenv.py", "gym.spaces.Box(-1, 1, (2,))"),
     ],
 )
 def test_nobody_learns_from_the_observation_that_ends_an_episode(tmp_path, script, space):
     (tmp_path / "ends.py").write_text(ENDS.replace("ACTIONS", space))
-    flags = (
-        "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 "
-        "--eval-episodes 1"
-    )
-    _, summary = scripts.train(script, tmp_path, *flags.split(), "--total-timesteps", "320")
+    flags = "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --eval-episodes 1 "
+    flags += MORE["ppo" if "ppo" in script else "others"]
+    folder, summary = scripts.train(script, tmp_path, *flags.split(), "--total-timesteps", "320")
     assert summary["mean_return_100"] == 5
+    parts = load_checkpoint(folder)["parts"]
+    networks = parts.keys() & {"agent", "q_network", "actor", "qf1"}
+    assert networks and all(
+        value.isfinite().all() for name in networks for value in parts[name].values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "space"),
+    [
+        ("ppo_clusterenv.py", "gym.spaces.Discrete(2)"),
+        ("dqn_clusterenv.py", "gym.spaces.Discrete(2)"),
+    ],
+)
+def test_nobody_learns_where_episodes_are_cut_off_at_what_is_not_finite(tmp_path, script, space):
+    text = ENDS.replace("ACTIONS", space).replace(
+        "self.steps == 5, False", "False, self.steps == 5"
+    )
+    (tmp_path / "ends.py").write_text(text)
+    flags = "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --total-timesteps 320 "
+    flags += MORE["ppo" if "ppo" in script else "others"]
+    result = scripts.run(script, tmp_path, *flags.split())
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("error: environments [") and line.endswith("that are not finite")
 
 
 def test_nothing_is_normalized_by_what_is_not_finite(tmp_path):
@@ -62,3 +96,17 @@ def test_nothing_is_normalized_by_what_is_not_finite(tmp_path):
     assert result.returncode == 1 and "Traceback" not in result.stderr
     says = "error: environments [0, 1, 2, 3] gave observations that are not finite"
     assert result.stderr.splitlines()[-1] == says
+
+
+@pytest.mark.parametrize("name", ["observations", "next_observations", "final_observations"])
+def test_the_environment_that_gave_it_is_named(name):
+    ends = np.array([[False, False], [True, False], [False, True]])
+    rollout = SimpleNamespace(
+        rows=np.array([4, 5]), terminations=np.zeros((3, 2), bool), truncations=ends,
+        observations=np.zeros((3, 2, 1)), next_observations=np.zeros((2, 1)),
+        final_observations=np.zeros((2, 1)),
+    )  # fmt: skip
+    check_finite(rollout)
+    getattr(rollout, name)[..., -1, 0] = np.inf
+    with pytest.raises(SystemExit, match=r"environments \[5\] gave observations"):
+        check_finite(rollout)

@@ -16,7 +16,7 @@ from ...env import ClusterEnv
 from ...rollout import Rollout
 from ..arguments import ScriptArgs, spell
 from ..checkpoint import has_checkpoint
-from ..checks import check
+from ..checks import check, check_finite
 from ..curve import LearningCurve
 from ..logs import Logs
 from ..run import Run
@@ -100,6 +100,7 @@ class LearnersRun(Run):
 
         Here the learners agree on what the clock of the first one says, and compare their models.
         """
+        check_finite(rollout)
         facts = [super()._is_time_up(), *fingerprint(self._model)]
         own = np.concatenate([facts, rollout.episodic_returns, rollout.episodic_lengths])
         everyones = self.learners.gather(own)
