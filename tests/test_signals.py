@@ -80,6 +80,9 @@ def test_an_error_of_an_environment_is_raised_when_all_is_saved(signals, capsys)
     ):
         raise error
     assert saves == [1] and capsys.readouterr().err == "saved; to go on: --resume runs/x\n"
+    with pytest.raises(ValueError), signals.saving(Envs(), None, "--resume runs/x", lambda: False):
+        raise error
+    assert capsys.readouterr().err == "not saved: the weights are not finite\n"
     with pytest.raises(ValueError), signals.saving(Envs(), None, "--resume runs/x"):
         raise ValueError("of the script: something may be half done")
 

@@ -32,6 +32,11 @@ class Model(msgspec.Struct):
     script: str
 
 
+def is_finite(model: torch.nn.Module) -> bool:
+    """Return whether all numbers in a model are finite."""
+    return all(bool(value.isfinite().all()) for value in model.state_dict().values())
+
+
 def save_model(directory: str, state: dict[str, Any], args: ScriptArgs, kind: str = "") -> None:
     """Write a model of this script, whole; if that fails, the one before stays.
 

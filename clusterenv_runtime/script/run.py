@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,7 +30,7 @@ from .dry_run import worker_commands
 from .environments import env_setup
 from .evaluation import Evaluations
 from .logs import Logs, log_in
-from .model import save_model
+from .model import is_finite, save_model
 from .progress import Progress, end_of, say, size_of, start_of, status_of
 from .resume import flags_of, name_of, resume_command
 from .signals import Signals
@@ -172,7 +173,7 @@ class Run:
             self.directory.restore("rng", lambda: set_rng_state(saved["rng"]))
         self._start = time.monotonic() - saved.get("seconds", 0)
         to_go_on = resume_command(self.args, self.directory.path, [*self.program])
-        saving = self._signals.saving(envs, self.save, to_go_on)
+        saving = self._signals.saving(envs, self.save, to_go_on, partial(is_finite, model))
         telling = self._status.training(envs)
         with envs, self._evaluations, self.logs.writer, self._progress.bar, telling, saving:
             yield

@@ -66,7 +66,13 @@ class Signals:
         sys.exit(self.code)
 
     @contextmanager
-    def saving(self, envs: ClusterEnv, save: Callable[[], None], to_go_on: str) -> Iterator[None]:
+    def saving(
+        self,
+        envs: ClusterEnv,
+        save: Callable[[], None],
+        to_go_on: str,
+        is_finite: Callable[[], bool] = lambda: True,
+    ) -> Iterator[None]:
         """Have a signal end this block where nothing is half done: save, say so, and exit.
 
         That is in a wait for workers, which the signal interrupts, and in `raise_if_received`. Once
@@ -86,14 +92,21 @@ class Signals:
             ignore_signals()  # torchrun, which ends all learners, would hide this error
             is_of_env = isinstance(error, EnvError) or isinstance(error.__cause__, EnvError)
             if is_of_env and self._speaks:
-                _save_after_error(save, to_go_on)
+                _save_after_error(save, to_go_on, is_finite)
             raise
         finally:
             self._envs = None
 
 
-def _save_after_error(save: Callable[[], None], to_go_on: str) -> None:
-    """Save a run that an environment's error ends, in a wait where nothing is half done."""
+def _save_after_error(
+    save: Callable[[], None], to_go_on: str, is_finite: Callable[[], bool]
+) -> None:
+    """Save a run that an environment's error ends, in a wait where nothing is half done; but not if
+    its weights are not finite, as it could not go on.
+    """
+    if not is_finite():
+        print("not saved: the weights are not finite", file=sys.stderr)
+        return
     try:
         save()
     except OSError as error:
