@@ -108,7 +108,8 @@ class Run:
         self.video_name = _video_name(self)
         self.logs = self._open_logs(self.global_step, not saved, saved.get("wandb_id"))
         self.keep("curve", self.logs.curve)
-        self._progress, self._status = Progress(is_quiet=not self.writes), StatusFile(self)
+        self._progress = Progress(is_quiet=not self.writes)
+        self._status = StatusFile(self)
         if self.writes:
             say(start_of(args, self.directory.path, saved))
         return self.logs.writer
@@ -166,7 +167,8 @@ class Run:
         """
         with env_setup(self):
             self._evaluations = Evaluations(self.args, envs, policy, model, self.logs)
-        self._envs, self._model = envs, model
+        self._envs = envs
+        self._model = model
         self._unwritten: dict[str, Any] | None = None
         saved = self.directory.saved
         if saved:
@@ -238,9 +240,7 @@ class Run:
     def report(self, rollout: Rollout, versions: int) -> None:
         """Log the episodes since the last report, and the synchronization of the policy.
 
-        Args:
-            rollout: the last one.
-            versions: how many policy versions the workers could have pulled so far.
+        ``rollout`` is the last one, and ``versions`` how many workers could have pulled so far.
         """
         step, sps = self.global_step, int(self.global_step / self.seconds)
         pulls, kl, lag, sync_bytes, restarts = self._measures(rollout)
