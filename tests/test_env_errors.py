@@ -388,7 +388,7 @@ def test_an_exception_after_a_timeout_is_not_lost(tmp_path):
             envs.step_wait(timeout=0.01)
         gate.touch()
         with at_most(), pytest.raises(ValueError, match="^late$") as caught:
-            envs.step([0, 0])
+            envs.reset()
         assert "environment 1 on worker 1" in str(caught.value.__cause__)
 
 

@@ -87,15 +87,16 @@ def test_a_process_is_told_the_policys_structure_then_what_was_set_then_to_reset
     told,
 ):
     told.store.structure = b"structure"
-    told.recovery.attributes["name"] = ["a", "b", "c", "d"]
+    told.recovery.attributes["name"] = [b"of worker 0", b"of worker 1"]
+    told.seeds = [5, 6, 7, 8]
     told.reset({"option": 1})
     _, structure, attribute, reset, call = told.orders(CALL)
     assert structure == (None, Structure(), (b"structure",))
-    assert attribute == (None, SetAttr("name"), (cloudpickle.dumps(["c", "d"]),))
+    assert attribute == (None, SetAttr("name"), (b"of worker 1",))
     assert not RESET.partial and reset == (
         None,
         RESET,
-        (cloudpickle.dumps(([7, None], {"option": 1}, None)),),
+        (cloudpickle.dumps(([7, 8], {"option": 1}, None)),),
     )
     assert call == (10, CALL, (b"of it",))
 
@@ -109,9 +110,12 @@ def test_a_process_is_reset_with_fresh_seeds_unless_all_are_being_reset(told, as
     orders = told.orders(*asked)
     resets = [buffers for seq, message, buffers in orders if message == RESET and seq is None]
     assert len(resets) == own
-    seeds, _, _ = cloudpickle.loads(resets[0][0]) if own else (told.worker.seeds, None, None)
-    assert seeds == told.worker.seeds == told.recovery.restarts[0]["seeds"]
+    seeds = told.recovery.restarts[0]["seeds"]
+    assert seeds == told.worker.seeds
     assert (seeds == [7, None]) == (not own) and seeds[1] is None
+    if own:  # where no seed was given, a random one
+        sent, _, _ = cloudpickle.loads(resets[0][0])
+        assert sent[0] == seeds[0] and sent[1] is not None
 
 
 def test_seeds_are_others_after_each_loss_and_for_each_worker(told):
