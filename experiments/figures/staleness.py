@@ -36,14 +36,14 @@ def load(results):
     curves = defaultdict(list)
     with open(results / "curves.csv", newline="") as file:
         for row in csv.DictReader(file):
-            curves[row["run"]].append(float(row["return"] or "nan"))
+            curves[row["run"]].append([float(row[name] or "nan") for name in ("return", "kl")])
     runs = {}
     with open(results / "runs.csv", newline="") as file:
         for row in csv.DictReader(file):
             rule = list(RULES)["--vtrace=True" in row["command"]]
             by_interval = row["sync_mode"] == "interval"
             trigger = int(row["sync_interval"]) - 1 if by_interval else float(row["kl_threshold"])
-            row["training_return"] = np.nanmean(curves[row["run"]])
+            row["training_return"], row["divergence"] = np.nanmean(curves[row["run"]], axis=0)
             key = row["env_id"], rule, row["sync_mode"], trigger
             runs.setdefault(key, {})[int(row["seed"])] = row
     return runs
@@ -83,10 +83,12 @@ def draw(runs):
 
 
 def table(runs):
-    """Return lines of Markdown: a measure's mean for each rule, and its difference from BASE."""
+    """Return lines of Markdown: measures' means for each rule, and differences from BASE."""
     lines = [
-        "| environment | at most behind | seeds | rule | " + " | ".join(MEASURES.values()) + " |",
-        "|---" * (4 + len(MEASURES)) + "|",
+        "| environment | at most behind | seeds | rule | mean divergence, nats | "
+        + " | ".join(MEASURES.values())
+        + " |",
+        "|---" * (5 + len(MEASURES)) + "|",
     ]
     for env_id, mode in sorted({(key[0], key[2]) for key in runs}):
         for trigger in triggers(runs, env_id, mode):
@@ -96,7 +98,8 @@ def table(runs):
                 shared = sorted(set(base) & set(rows))
                 screened = [seed for seed in shared if seed < HELD_OUT]
                 for seeds in filter(None, (screened, shared[len(screened) :])):
-                    cells = [compare(base, rows, measure, seeds) for measure in MEASURES]
+                    cells = [f"{iqm(column(rows, 'divergence', seeds)):.3f}"]
+                    cells += [compare(base, rows, measure, seeds) for measure in MEASURES]
                     which = f"{seeds[0]} to {seeds[-1]}"
                     lines.append("| " + " | ".join((env_id, name, which, rule, *cells)) + " |")
     return lines
