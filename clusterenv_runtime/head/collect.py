@@ -118,7 +118,8 @@ class Collector:
         """Return the next response to `send`; see `ClusterEnv.recv`."""
         if self._pool.failures.must_reset:
             raise ResetNeeded(
-                "Cannot call `recv` before all environments are `reset`, as one has raised."
+                "Cannot call `recv` before all environments are `reset`, as one has raised, or a "
+                "step was given up."
             )
         seqs: Collection[int] = self.granted
         if worker is not None:  # a worker answers its oldest request first

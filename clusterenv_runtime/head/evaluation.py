@@ -105,7 +105,8 @@ class Evaluator:
 
     def _assert_none_has_raised(self, method: str) -> None:
         if self._pool.failures.must_reset:
-            raise ResetNeeded(f"Cannot call `{method}` before calling `reset`, as one has raised.")
+            why = "as one has raised, or a step was given up"
+            raise ResetNeeded(f"Cannot call `{method}` before calling `reset`, {why}.")
 
 
 def _packed(
