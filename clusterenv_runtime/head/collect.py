@@ -17,7 +17,7 @@ from ..envs.blueprint import Blueprint
 from ..rollout import Rollout
 from ..wire.part import RolloutPart
 from ..wire.protocol import Collect, Structure
-from .requests import Request
+from .requests import WHY_RESET, Request
 from .start import Head
 from .worker import Episodes, State, Worker
 
@@ -118,8 +118,7 @@ class Collector:
         """Return the next response to `send`; see `ClusterEnv.recv`."""
         if self._pool.failures.must_reset:
             raise ResetNeeded(
-                "Cannot call `recv` before all environments are `reset`, as one has raised, or a "
-                "step was given up."
+                f"Cannot call `recv` before all environments are `reset`, {WHY_RESET}."
             )
         seqs: Collection[int] = self.granted
         if worker is not None:  # a worker answers its oldest request first

@@ -17,6 +17,7 @@ from ..errors import DeadlineError, one_line
 from ..rollout import Evaluation
 from ..wire.protocol import Evaluate
 from .recovery import with_fresh
+from .requests import WHY_RESET
 from .start import Head
 from .worker import Worker
 
@@ -105,8 +106,7 @@ class Evaluator:
 
     def _assert_none_has_raised(self, method: str) -> None:
         if self._pool.failures.must_reset:
-            why = "as one has raised, or a step was given up"
-            raise ResetNeeded(f"Cannot call `{method}` before calling `reset`, {why}.")
+            raise ResetNeeded(f"Cannot call `{method}` before calling `reset`, {WHY_RESET}.")
 
 
 def _packed(

@@ -20,6 +20,7 @@ from .answers import OpenedReply
 from .worker import Process, Worker
 
 logger = logging.getLogger(__name__)
+WHY_RESET = "as one has raised, or a step was given up"  # what `Failures.to_reset` stands for
 
 
 @dataclass

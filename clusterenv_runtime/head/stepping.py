@@ -22,6 +22,7 @@ from ..envs.blueprint import Blueprint
 from ..errors import DeadlineError, printable
 from ..wire.protocol import Call, Message, Reset, SetAttr
 from .answers import OpenedReply
+from .requests import WHY_RESET
 from .start import Head
 from .worker import Episodes, Worker
 
@@ -174,8 +175,7 @@ class Stepper:
     def _assert_none_waits_for_reset(self, method: str) -> None:
         if self._pool.failures.to_reset:
             raise ResetNeeded(
-                f"Cannot call `{method}` before all environments are `reset`, as one has raised, "
-                "or a step was given up."
+                f"Cannot call `{method}` before all environments are `reset`, {WHY_RESET}."
             )
         if any(worker.evaluated for worker in self._pool.workers):
             raise ResetNeeded(

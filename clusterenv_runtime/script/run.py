@@ -240,7 +240,7 @@ class Run:
     def report(self, rollout: Rollout, versions: int) -> None:
         """Log the episodes since the last report, and the synchronization of the policy.
 
-        ``rollout`` is the last one, and ``versions`` how many workers could have pulled so far.
+        ``rollout`` is the last one. Workers could have pulled ``versions`` of the policy so far.
         """
         step, sps = self.global_step, int(self.global_step / self.seconds)
         pulls, kl, lag, sync_bytes, restarts = self._measures(rollout)

@@ -33,8 +33,8 @@ from scripts import ppo_lstm_clusterenv as ppo_lstm
 from scripts import sac_clusterenv as sac
 
 ARGS = SimpleNamespace(
-    clip_coef=0.2, norm_adv=True, clip_vloss=True, ent_coef=0.01, vf_coef=0.5,
-    max_grad_norm=0.5, gamma=0.99,
+    clip_coef=0.2, norm_adv=True, clip_vloss=True, ent_coef=0.01, vf_coef=0.5, max_grad_norm=0.5,
+    gamma=0.99,
 )  # fmt: skip
 FIRST = 12  # steps before the clock starts; a graph is captured within them
 SCRIPTS = "ppo", "ppo_continuous", "ppo_lstm", "ppo_atari", "dqn", "dqn_atari", "sac"
