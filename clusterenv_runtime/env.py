@@ -185,7 +185,7 @@ class ClusterEnv(Measures, VectorApi):
                 warning. What is left of it is no other episode, unless it is as long again.
 
         Raises:
-            ResetNeeded: an environment has raised.
+            ResetNeeded: an environment has raised, or a step was given up.
             AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
             TypeError, ValueError: the policy cannot act here, its distribution has no mode, an
                 argument is out of range, or an episode's return is not finite.

@@ -75,6 +75,21 @@ def test_what_ctrl_c_interrupts_is_given_up():
     assert [request.name for request in heard if isinstance(request, Call)] == ["next"]
 
 
+def test_a_step_whose_result_ctrl_c_takes_in_the_end_needs_a_reset():
+    class Stepping(Caller):
+        @interruptible
+        def step(self):
+            signal.raise_signal(signal.SIGINT)
+
+    simulation = Simulation(2)
+    with pytest.raises(KeyboardInterrupt):
+        Caller(simulation).hold(lambda: signal.raise_signal(signal.SIGINT))
+    assert simulation.pool.failures.to_reset == set()
+    with pytest.raises(KeyboardInterrupt):
+        Stepping(simulation).step()
+    assert simulation.pool.failures.to_reset == {0, 1}
+
+
 def test_a_second_ctrl_c_does_not_wait(monkeypatch):
     simulation, pressed = Simulation(1), []
 

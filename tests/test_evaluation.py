@@ -321,7 +321,9 @@ def test_an_error_names_the_environment_and_needs_a_reset():
         with pytest.raises(KeyError, match="broken") as error:
             envs.evaluate(policy, 2)
         assert "environment 0" in str(error.value.__cause__)
-        with pytest.raises(ResetNeeded, match="Cannot call `evaluate` before calling `reset`"):
+        with pytest.raises(
+            ResetNeeded, match="before all environments are `reset`, as one has raised"
+        ):
             envs.evaluate(policy, 2)
         envs.reset()
         assert envs.evaluate(policy, 1).returns.tolist() == [15]

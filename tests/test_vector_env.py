@@ -343,6 +343,8 @@ def test_an_error_in_a_call_is_raised_and_no_harm(counting):
         counting.call("fail", ZeroDivisionError("on purpose"))
     with pytest.raises(AttributeError, match="no_such_thing"):
         counting.get_attr("no_such_thing")
+    with pytest.raises(TypeError, match="name must be a string, got 3"):
+        counting.get_attr(3)
     assert counting.step([0, 0, 0])[0].ravel().tolist() == [1, 1, 1]
 
 

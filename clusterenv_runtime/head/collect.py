@@ -17,7 +17,7 @@ from ..envs.blueprint import Blueprint
 from ..rollout import Rollout
 from ..wire.part import RolloutPart
 from ..wire.protocol import Collect, Structure
-from .requests import WHY_RESET, Request
+from .requests import Request, reset_needed
 from .start import Head
 from .worker import Episodes, State, Worker
 
@@ -48,7 +48,9 @@ class Collector:
         """Raise ValueError or ResetNeeded if no policy can act for so many steps now."""
         if operator.index(num_steps) < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
-        if self._pool.workers[0].seeds is None or self._pool.failures.to_reset:
+        if self._pool.failures.to_reset:
+            raise reset_needed(method)
+        if self._pool.workers[0].seeds is None:
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`.")
         self.assert_arrays()
 
@@ -117,9 +119,7 @@ class Collector:
     def recv(self, worker: int | None) -> tuple[int, Rollout]:
         """Return the next response to `send`; see `ClusterEnv.recv`."""
         if self._pool.failures.must_reset:
-            raise ResetNeeded(
-                f"Cannot call `recv` before all environments are `reset`, {WHY_RESET}."
-            )
+            raise reset_needed("recv")
         seqs: Collection[int] = self.granted
         if worker is not None:  # a worker answers its oldest request first
             seqs = [seq for seq, index in self.granted.items() if index == worker][:1]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import Space
-from gymnasium.error import NoAsyncCallError, ResetNeeded
+from gymnasium.error import NoAsyncCallError
 
 from ..arrays.trees import map_tree
 from ..envs.blueprint import Blueprint
@@ -17,7 +17,7 @@ from ..errors import DeadlineError, one_line
 from ..rollout import Evaluation
 from ..wire.protocol import Evaluate
 from .recovery import with_fresh
-from .requests import WHY_RESET
+from .requests import reset_needed
 from .start import Head
 from .worker import Worker
 
@@ -106,7 +106,7 @@ class Evaluator:
 
     def _assert_none_has_raised(self, method: str) -> None:
         if self._pool.failures.must_reset:
-            raise ResetNeeded(f"Cannot call `{method}` before calling `reset`, {WHY_RESET}.")
+            raise reset_needed(method)
 
 
 def _packed(

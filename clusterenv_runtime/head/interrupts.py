@@ -45,6 +45,7 @@ _under_way: Interrupt | None = None  # of the main thread's call; of nested call
 
 def interruptible(method: Method) -> Method:
     """Let Ctrl-C end a call of this method, of an object with a ``_pool``, as described above."""
+    is_step = method.__name__ in ("step", "step_wait")  # which may end episodes
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,15 +54,21 @@ def interruptible(method: Method) -> Method:
         interrupt = self._pool.interrupt
         if interrupt is before or current_thread() is not main_thread():
             return method(self, *args, **kwargs)
+        failures = self._pool.failures
+        to_reset = {worker.index for worker in self._pool.workers} if is_step else set()
         _under_way = interrupt
         try:
             return method(self, *args, **kwargs)
+        except KeyboardInterrupt:
+            failures.to_reset |= to_reset
+            raise
         finally:
             _under_way = before
             error = interrupt.error
             # No function is called here: in a call, Python may handle another Ctrl-C.
             if error.__class__ is KeyboardInterrupt:
                 interrupt.error = None
+                failures.to_reset |= to_reset
                 raise error
 
     return call

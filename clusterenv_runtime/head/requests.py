@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from gymnasium.error import ResetNeeded
+
 from ..errors import EnvError, printable
 from ..policy.versions import Published
 from ..wire.buffers import MAX_FRAME
@@ -20,7 +22,6 @@ from .answers import OpenedReply
 from .worker import Process, Worker
 
 logger = logging.getLogger(__name__)
-WHY_RESET = "as one has raised, or a step was given up"  # what `Failures.to_reset` stands for
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Failures:
 
     @property
     def must_reset(self) -> bool:
-        """Whether an environment has raised since all were reset, and the user knows."""
+        """Whether all are to be reset, and the user knows why."""
         return bool(self.to_reset) and not self.untold
 
     def raise_untold(self) -> None:
@@ -112,6 +113,12 @@ class Failures:
         if errors := self.untold:
             self.untold = []
             raise to_exception(errors)
+
+
+def reset_needed(method: str) -> ResetNeeded:
+    """Return the error of a method that cannot go on until `Failures.to_reset` is empty."""
+    why = "as one has raised, or a step was given up"
+    return ResetNeeded(f"Cannot call `{method}` before all environments are `reset`, {why}.")
 
 
 def to_exception(errors: list[tuple[str, Error]]) -> Exception:

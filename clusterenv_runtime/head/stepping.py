@@ -22,7 +22,7 @@ from ..envs.blueprint import Blueprint
 from ..errors import DeadlineError, printable
 from ..wire.protocol import Call, Message, Reset, SetAttr
 from .answers import OpenedReply
-from .requests import WHY_RESET
+from .requests import reset_needed
 from .start import Head
 from .worker import Episodes, Worker
 
@@ -132,6 +132,7 @@ class Stepper:
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ask for a call of each environment's method, or for its attribute."""
+        _check_name(name)
         arguments = cloudpickle.dumps((args, kwargs))
         self._ask(AsyncState.WAITING_CALL, lambda _: (Call(name), arguments))
 
@@ -146,6 +147,7 @@ class Stepper:
         Workers do that after all that they were asked before. Unless this ``waits`` for them, a
         later call raises their errors.
         """
+        _check_name(name)
         num_envs = self._blueprint.num_envs
         values = list(values) if isinstance(values, list | tuple) else [values] * num_envs
         if len(values) != num_envs:
@@ -174,9 +176,7 @@ class Stepper:
 
     def _assert_none_waits_for_reset(self, method: str) -> None:
         if self._pool.failures.to_reset:
-            raise ResetNeeded(
-                f"Cannot call `{method}` before all environments are `reset`, {WHY_RESET}."
-            )
+            raise reset_needed(method)
         if any(worker.evaluated for worker in self._pool.workers):
             raise ResetNeeded(
                 f"Cannot call `{method}` after `evaluate` before all environments are `reset`."
@@ -193,7 +193,7 @@ class Stepper:
         if self._blueprint.steps_together and not (is_reset or fits_together):
             raise ValueError(
                 "environments that step together are for a policy to act in: "
-                "`rollout`, `send` and `recv`"
+                "`rollout`, `send`, `recv` and `evaluate`"
             )
         self._pool.require(*workers)
         requests = [request(worker) for worker in workers]  # may raise, so before any is asked
@@ -264,6 +264,11 @@ def _joined(out: Any, *leaves: Any) -> Any:
     if isinstance(out, np.ndarray):
         return np.concatenate(leaves, out=out)
     return tuple(item for leaf in leaves for item in leaf)
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"an attribute's name must be a string, got {name!r}")
 
 
 def _check_reset_mask(mask: Any, num_envs: int) -> None:

@@ -99,7 +99,7 @@ class Evaluate(Message):
     deterministic: bool
     max_steps: int  # of an episode
     numbers: list[float]  # the policy's, see `Policy.numbers`
-    seeds: list[int | None]  # of the reset that follows
+    seeds: list[int]  # of the reset that follows
 
 
 # cloudpickle of the policy without its weights, which the worker then pulls

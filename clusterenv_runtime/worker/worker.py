@@ -91,7 +91,7 @@ class Worker:
         self._has_failed = False  # whether an environment has raised since all were reset
         self._next_look = 0.0  # when it takes in, while it acts, what the head has said
         # Of the reset that is to follow an evaluation.
-        self._next_seeds: list[int | None] | None = None
+        self._next_seeds: list[int] | None = None
 
     def run(self) -> None:
         """Answer requests until the head says `Close`, or until an error ends the worker."""
