@@ -36,7 +36,9 @@ class Interrupted(ClusterEnvError):
 
 
 class CheckpointError(ClusterEnvError):
-    """There is no run, or no checkpoint, or only damaged ones; the text says which."""
+    """There is no run, or no checkpoint, or only damaged ones, or one cannot be saved; the text
+    says which.
+    """
 
 
 class RunLockedError(ClusterEnvError):

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import dqn_clusterenv
-from clusterenv_runtime import EnvError, Interrupted
+from clusterenv_runtime import CheckpointError, EnvError, Interrupted
 from clusterenv_runtime.script import Run
+from clusterenv_runtime.script.checkpoint import load_checkpoint
 from clusterenv_runtime.script.signals import TOLD, Signals
 
 from .nets import linear
@@ -80,7 +81,11 @@ def test_an_error_of_an_environment_is_raised_when_all_is_saved(signals, capsys)
     ):
         raise error
     assert saves == [1] and capsys.readouterr().err == "saved; to go on: --resume runs/x\n"
-    with pytest.raises(ValueError), signals.saving(Envs(), None, "--resume runs/x", lambda: False):
+
+    def cannot_save():
+        raise CheckpointError("the weights are not finite")
+
+    with pytest.raises(ValueError), signals.saving(Envs(), cannot_save, "--resume runs/x"):
         raise error
     assert capsys.readouterr().err == "not saved: the weights are not finite\n"
     with pytest.raises(ValueError), signals.saving(Envs(), None, "--resume runs/x"):
@@ -148,6 +153,21 @@ def test_the_clock_may_be_set_back(signals, tmp_path, monkeypatch):
     with run.training(Envs(), linear(), None):
         monkeypatch.setattr("time.time", lambda: 0.0)
         assert 0 <= run.seconds < 1000
+
+
+def test_weights_that_are_not_finite_become_no_checkpoint(signals, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    run, model = Run(dqn_clusterenv.Args(checkpoint_interval=0, run_name="x")), linear()
+    run.begin()
+    run.keep("q_network", model)
+    with run.training(Envs(), model, None):
+        for _ in run.iterations(3, 8):
+            run.global_step += 8
+            if run.global_step == 16:
+                model[0].weight.data[0] = np.nan
+    assert load_checkpoint("runs/x")["global_step"] == 8
+    says = "no checkpoint of runs/x at step 24: the weights are not finite; training goes on"
+    assert caplog.messages[-1] == says
 
 
 @pytest.mark.parametrize(("interval", "at"), [(0, [0, 8, 16, 24]), (300, [24])])

@@ -308,7 +308,6 @@ def test_an_interrupted_run_goes_on_with_each_step_once(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--stream --overlap", "--stream and --overlap exclude each other: give one of them"),
         (
             "--stream --num-envs 64 --num-workers 5",
             "--num-envs 64 must be a multiple of --num-workers 5: all chunks are as large",

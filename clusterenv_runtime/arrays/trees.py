@@ -13,6 +13,8 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
+LARGEST = np.finfo(np.float32).max
+
 
 def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
     """Return a tree of what ``function`` makes of the leaves that these trees have in the same
@@ -43,14 +45,14 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def not_finite(tree: Any, axes: int) -> np.ndarray:
-    """Return whether a number in a tree of arrays is not finite, for each place of the first
+    """Return whether a number in a tree of arrays is no finite float32, for each place of the first
     ``axes`` axes.
     """
     first, *_ = leaves(tree)
     found = np.zeros(first.shape[:axes], bool)
     for leaf in leaves(tree):
         if leaf.dtype.kind == "f":
-            found |= ~np.isfinite(leaf).all(tuple(range(axes, len(leaf.shape))))
+            found |= ~(np.abs(leaf) <= LARGEST).all(tuple(range(axes, len(leaf.shape))))
     return found
 
 

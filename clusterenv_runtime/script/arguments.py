@@ -43,8 +43,8 @@ WORDS = {"true": True, "false": False, "none": None, "null": None}
 def read_kwargs(text: str) -> dict[str, Any]:
     """Return the keyword arguments in a text like ``gravity=-5 enable_wind=true``.
 
-    Values are numbers, booleans, None, JSON's lists and objects, or else texts. What has quotes, as
-    in a shell, is a text.
+    Values are numbers, booleans, None, JSON's lists and objects, or else texts. What begins with
+    a quote, as in a shell, is a text.
 
     Raises:
         ValueError: a part of the text is no ``name=value``, or a name is there twice.

@@ -100,6 +100,15 @@ def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], st
 
 
 @contextmanager
+def as_checkpoint_error() -> Iterator[None]:
+    """Make a `CheckpointError` of an error of the disk."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(error.strerror or error) from None
+
+
+@contextmanager
 def replaced(path: str, syncs: bool = True) -> Iterator[BinaryIO]:
     """Open a file that takes the place of ``path`` after this block, when all of it is on disk.
 

@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 
 from ..arrays.trees import not_finite
-from ..errors import printable
+from ..errors import Interrupted, printable
 from ..rollout import Rollout
 
 ATARI = "scripts/ppo_atari_clusterenv.py or scripts/dqn_atari_clusterenv.py"
@@ -58,7 +58,6 @@ def check_batches(args: Any, of_whole_envs: bool = False) -> None:
 def check_stream(args: Any) -> None:
     """Check that the chunks of a PPO script's batch are alike, if it streams."""
     if args.stream:
-        check(not args.overlap, "--stream and --overlap exclude each other: give one of them")
         _check_rows(args)
 
 
@@ -120,11 +119,14 @@ def check_vectors(space: gym.Space) -> None:
     check(is_vector, f"observations must be vectors, not {space}; {hint}")
 
 
-def check_finite(rollout: Rollout) -> None:
-    """Check that observations are finite, but for those of terminations, which nothing follows."""
+def check_finite(rollout: Rollout, first_row: int = 0) -> None:
+    """Raise Interrupted if observations are not finite, but for those of terminations, as nothing
+    follows these. ``first_row`` is the first environment's number.
+    """
     wrong = not_finite(rollout.observations, 2).any(0) | not_finite(rollout.next_observations, 1)
     steps, envs = np.nonzero(rollout.terminations | rollout.truncations)
     goes_on = ~rollout.terminations[steps, envs]
     wrong[envs[goes_on & not_finite(rollout.final_observations, 1)]] = True
-    rows = rollout.rows[wrong].tolist()
-    check(not rows, f"environments {rows} gave observations that are not finite")
+    if wrong.any():
+        rows = (np.unique(rollout.rows[wrong]) + first_row).tolist()
+        raise Interrupted(f"environments {rows} gave observations that are not finite")

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from ..errors import CheckpointError, RunLockedError, one_line
 from .checkpoint import check_run, load_checkpoint, load_part
 from .checks import check, one_line_for
+from .model import is_finite
 
 logger = logging.getLogger(__name__)
 _FLOCK = "hhqqi"  # the C library's: kind, whence, start, length, pid
@@ -33,6 +36,10 @@ class RunDirectory:
         self.saved: dict[str, Any] = {}
         self._is_new = False
         self._parts: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return os.path.relpath(self.path, "runs")
 
     def load(self, locks: bool = True) -> None:
         """Lock it and load its newest checkpoint, or exit with one line."""
@@ -88,7 +95,14 @@ class RunDirectory:
             check(False, f"{self.path} cannot be resumed: {why}")
 
     def state_dicts(self) -> dict[str, Any]:
-        """Return the state of each part that is kept, by its name."""
+        """Return the state of each part that is kept, by its name.
+
+        Raises:
+            CheckpointError: nobody could go on from these weights.
+        """
+        for part in self._parts.values():
+            if isinstance(part, torch.nn.Module) and not is_finite(part):
+                raise CheckpointError("the weights are not finite")
         return {name: part.state_dict() for name, part in self._parts.items()}
 
 

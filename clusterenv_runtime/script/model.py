@@ -33,8 +33,8 @@ class Model(msgspec.Struct):
 
 
 def is_finite(model: torch.nn.Module) -> bool:
-    """Return whether all numbers in a model are finite."""
-    return all(bool(value.isfinite().all()) for value in model.state_dict().values())
+    """Return whether all weights of a model are finite; its buffers may be masks of infinities."""
+    return all(bool(weight.isfinite().all()) for weight in model.parameters())
 
 
 def save_model(directory: str, state: dict[str, Any], args: ScriptArgs, kind: str = "") -> None:

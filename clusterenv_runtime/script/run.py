@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,18 +18,18 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from ..env import ClusterEnv
-from ..errors import print_line
+from ..errors import CheckpointError, print_line
 from ..policy.base import Policy
 from ..rollout import Rollout
 from .arguments import ScriptArgs, check_flags
-from .checkpoint import rng_state, save_checkpoint, set_rng_state
+from .checkpoint import as_checkpoint_error, rng_state, save_checkpoint, set_rng_state
 from .checks import check, check_finite, one_line_for
 from .directory import RunDirectory
 from .dry_run import worker_commands
 from .environments import env_setup
 from .evaluation import Evaluations
 from .logs import Logs, log_in
-from .model import is_finite, save_model
+from .model import save_model
 from .progress import Progress, end_of, say, size_of, start_of, status_of
 from .resume import flags_of, name_of, resume_command
 from .signals import Signals
@@ -91,10 +90,6 @@ class Run:
         total = f"--total-timesteps {args.total_timesteps}"
         check(args.total_timesteps >= self.global_step, f"{total} must be at least {done}")
 
-    @property
-    def name(self) -> str:
-        return os.path.relpath(self.directory.path, "runs")
-
     def begin(self) -> SummaryWriter:
         """Make the run's directory and return the writer of its logs; with --dry-run end here."""
         args, saved = self.args, self.directory.saved
@@ -133,8 +128,9 @@ class Run:
         """Write a checkpoint, and with --save-model the model.
 
         Raises:
-            OSError: they cannot be written.
+            CheckpointError: they cannot be written, or nobody could go on from such weights.
         """
+        self._unwritten = None
         # Logs up to here belong to this checkpoint. A resumed run drops later ones.
         self.logs.writer.flush()
         self._unwritten = {
@@ -144,6 +140,7 @@ class Run:
         }  # fmt: skip
         self._write()
 
+    @as_checkpoint_error()
     def _write(self) -> None:
         save_checkpoint(self.directory.path, self._unwritten, self.global_step)
         if self.args.save_model:
@@ -154,9 +151,9 @@ class Run:
         """Save, or warn: a full disk may have room the next time, or in `finish`."""
         try:
             self.save()
-        except OSError as error:
+        except CheckpointError as error:
             text = "no checkpoint of %s at step %d: %s; training goes on"
-            logger.warning(text, self.directory.path, self.global_step, error.strerror or error)
+            logger.warning(text, self.directory.path, self.global_step, error)
 
     @contextmanager
     def training(self, envs: ClusterEnv, model: torch.nn.Module, policy: Policy) -> Iterator[None]:
@@ -170,12 +167,11 @@ class Run:
         self._envs = envs
         self._model = model
         self._unwritten: dict[str, Any] | None = None
-        saved = self.directory.saved
-        if saved:
+        if saved := self.directory.saved:
             self.directory.restore("rng", lambda: set_rng_state(saved["rng"]))
         self._start = time.monotonic() - saved.get("seconds", 0)
         to_go_on = resume_command(self.args, self.directory.path, [*self.program])
-        saving = self._signals.saving(envs, self.save, to_go_on, partial(is_finite, model))
+        saving = self._signals.saving(envs, self.save, to_go_on)
         telling = self._status.training(envs)
         with envs, self._evaluations, self.logs.writer, self._progress.bar, telling, saving:
             yield
@@ -227,7 +223,7 @@ class Run:
         return self.args.max_seconds is not None and self.seconds > self.args.max_seconds
 
     def add_episodes(self, rollout: Rollout) -> None:
-        """Count the episodes of a rollout, or exit with one line if nobody can learn from it."""
+        """Count the episodes of a rollout; end the run if nobody can learn from it."""
         check_finite(rollout)
         self.logs.curve.add_episodes(rollout.episodic_returns, rollout.episodic_lengths)
 
@@ -283,7 +279,9 @@ class Run:
         }  # fmt: skip
         self.logs.add_summary(summary)
         try:
-            with one_line_for(OSError, text=f"cannot write to {self.directory.path}"):
+            with one_line_for(
+                OSError, CheckpointError, text=f"cannot write to {self.directory.path}"
+            ):
                 write_results(self.directory.path, summary, curve)
                 if self._unwritten:
                     self._write()
@@ -318,7 +316,8 @@ def _video_name(run: Run) -> str:
         args.capture_video = False  # environments would only wait for the evaluation
         instead = "--eval-video records an evaluated episode"
         logger.warning("nothing is left that --capture-video records; %s", instead)
-    return f"{run.name}/from-{step}" if run.directory.saved else run.name
+    name = run.directory.name
+    return f"{name}/from-{step}" if run.directory.saved else name
 
 
 def _measured(envs: ClusterEnv, rollout: Rollout) -> np.ndarray:

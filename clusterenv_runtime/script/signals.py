@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..env import ClusterEnv
-from ..errors import EnvError, Interrupted
+from ..errors import CheckpointError, EnvError, Interrupted
 
 TOLD = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 # Exit codes: EX_TEMPFAIL, for which schedulers may requeue, and the shell's 128 + SIGINT.
@@ -66,17 +66,12 @@ class Signals:
         sys.exit(self.code)
 
     @contextmanager
-    def saving(
-        self,
-        envs: ClusterEnv,
-        save: Callable[[], None],
-        to_go_on: str,
-        is_finite: Callable[[], bool] = lambda: True,
-    ) -> Iterator[None]:
+    def saving(self, envs: ClusterEnv, save: Callable[[], None], to_go_on: str) -> Iterator[None]:
         """Have a signal end this block where nothing is half done: save, say so, and exit.
 
         That is in a wait for workers, which the signal interrupts, and in `raise_if_received`. Once
-        ``envs`` are closed, nothing is half done anywhere. A learner that is lost ends it likewise.
+        ``envs`` are closed, nothing is half done anywhere. A learner that is lost ends it likewise,
+        and so do observations from which nobody can learn.
         """
         self._envs = envs
         try:
@@ -85,40 +80,33 @@ class Signals:
             ignore_signals()
             try:
                 save()
-            except OSError as error:
+            except CheckpointError as error:
                 sys.exit(not_saved(error, to_go_on))
             self.end(why, f"; to go on: {to_go_on}")
         except Exception as error:
             ignore_signals()  # torchrun, which ends all learners, would hide this error
             is_of_env = isinstance(error, EnvError) or isinstance(error.__cause__, EnvError)
             if is_of_env and self._speaks:
-                _save_after_error(save, to_go_on, is_finite)
+                _save_after_error(save, to_go_on)
             raise
         finally:
             self._envs = None
 
 
-def _save_after_error(
-    save: Callable[[], None], to_go_on: str, is_finite: Callable[[], bool]
-) -> None:
-    """Save a run that an environment's error ends, in a wait where nothing is half done; but not if
-    its weights are not finite, as it could not go on.
-    """
-    if not is_finite():
-        print("not saved: the weights are not finite", file=sys.stderr)
-        return
+def _save_after_error(save: Callable[[], None], to_go_on: str) -> None:
+    """Save a run that an environment's error ends, in a wait where nothing is half done."""
     try:
         save()
-    except OSError as error:
-        print(f"not saved: {error.strerror or error}", file=sys.stderr)
+    except CheckpointError as error:
+        print(f"not saved: {error}", file=sys.stderr)
     else:
         print(f"saved; to go on: {to_go_on}", file=sys.stderr)
 
 
-def not_saved(error: OSError, to_go_on: str) -> str:
+def not_saved(error: CheckpointError, to_go_on: str) -> str:
     """Say that an interrupted run has no checkpoint of its end."""
     before = f"to go on from the checkpoint before, if there is one: {to_go_on}"
-    return f"error: interrupted, and not saved: {error.strerror or error}; {before}"
+    return f"error: interrupted, and not saved: {error}; {before}"
 
 
 def ignore_signals() -> None:

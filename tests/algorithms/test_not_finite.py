@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from clusterenv_runtime import Interrupted
 from clusterenv_runtime.script.checkpoint import load_checkpoint
 from clusterenv_runtime.script.checks import check_finite
 from tests import scripts
@@ -80,7 +81,7 @@ def test_nobody_learns_where_episodes_are_cut_off_at_what_is_not_finite(tmp_path
     result = scripts.run(script, tmp_path, *flags.split())
     assert result.returncode == 1 and "Traceback" not in result.stderr
     line = result.stderr.splitlines()[-1]
-    assert line.startswith("error: environments [") and line.endswith("that are not finite")
+    assert line.startswith("error: environments [") and "that are not finite; to go on: " in line
 
 
 def test_nothing_is_normalized_by_what_is_not_finite(tmp_path):
@@ -94,8 +95,8 @@ def test_nothing_is_normalized_by_what_is_not_finite(tmp_path):
     )
     result = scripts.run("scripts/ppo_continuous_clusterenv.py", tmp_path, *flags.split())
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    says = "error: environments [0, 1, 2, 3] gave observations that are not finite"
-    assert result.stderr.splitlines()[-1] == says
+    says = "error: environments [0, 1, 2, 3] gave observations that are not finite; to go on: "
+    assert result.stderr.splitlines()[-1].startswith(says)
 
 
 @pytest.mark.parametrize("name", ["observations", "next_observations", "final_observations"])
@@ -107,6 +108,6 @@ def test_the_environment_that_gave_it_is_named(name):
         final_observations=np.zeros((2, 1)),
     )  # fmt: skip
     check_finite(rollout)
-    getattr(rollout, name)[..., -1, 0] = np.inf
-    with pytest.raises(SystemExit, match=r"environments \[5\] gave observations"):
-        check_finite(rollout)
+    getattr(rollout, name)[..., -1, 0] = 1e39  # infinite as float32
+    with pytest.raises(Interrupted, match=r"environments \[15\] gave observations"):
+        check_finite(rollout, first_row=10)

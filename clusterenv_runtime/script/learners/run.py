@@ -58,7 +58,7 @@ class LearnersRun(Run):
     def _make_directory(self) -> None:
         if self.writes:
             super()._make_directory()
-        name = self.learners.tell(self.name)[0]
+        name = self.learners.tell(self.directory.name)[0]
         self.learners.note_run(name)
         self.directory.path = f"runs/{name}"
 
@@ -100,7 +100,7 @@ class LearnersRun(Run):
 
         Here the learners agree on what the clock of the first one says, and compare their models.
         """
-        check_finite(rollout)
+        check_finite(rollout, self.rows.start)
         facts = [super()._is_time_up(), *fingerprint(self._model)]
         own = np.concatenate([facts, rollout.episodic_returns, rollout.episodic_lengths])
         everyones = self.learners.gather(own)
