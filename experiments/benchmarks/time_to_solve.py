@@ -3,14 +3,14 @@ seeds and several ways to run the script.
 
     python -m experiments.benchmarks.time_to_solve
     python -m experiments.benchmarks.time_to_solve --env-id LunarLander-v3 --ways="--gamma 0.99"
-    python -m experiments.benchmarks.time_to_solve --ways=",--overlap,--stream" --seeds 10 \
-        --stop --output runs/time_to_solve
+    python -m experiments.benchmarks.time_to_solve --ways="--no-overlap,--overlap,--stream" \
+        --seeds 10 --stop --output runs/time_to_solve
 
 Trains with the environment's script to the end, or with --stop until the task is solved; all ways
 in turn for each seed. Seconds count from the start of the process, with its imports and the
 workers' start. Beside them stand the seconds of training alone, the environment steps, and without
 --stop the returns at the end and after as long a time. With --output, runs that are there already
-are not repeated.
+are not repeated. With --plot, the returns are drawn against the seconds of training.
 """
 
 import json
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -48,12 +49,16 @@ class Args:
     """the environments"""
     ways: str = ""
     """further flags of each way, in one string, with commas between the ways"""
+    common: str = ""
+    """further flags of all ways, in one string"""
     seeds: int = 5
     """seeds, from 1"""
     stop: bool = False
     """end each run once the task is solved"""
     output: Path | None = None
     """a directory for a file of each run; by default none is kept"""
+    plot: Path | None = None
+    """an image of the returns"""
 
 
 class Watch:
@@ -108,9 +113,9 @@ def return_at(found: dict, seconds: float) -> float:
     return [value for when, value in found["curve"] if when <= seconds or when == 0][-1]
 
 
-def compare(name: str, ways: dict[str, list[dict]], values: dict[str, np.ndarray]) -> None:
+def compare(name: str, values: dict[str, np.ndarray]) -> None:
     """Print a measure of each way, and its difference from the first."""
-    first, *_ = ways
+    first, *_ = values
     print(f"  {name}:")
     for way, column in values.items():
         text = f"    {way or 'as it is'}: {iqm(column):.1f}"
@@ -118,6 +123,26 @@ def compare(name: str, ways: dict[str, list[dict]], values: dict[str, np.ndarray
             value, low, high = interval(difference, column, values[first], resamples=10000)
             text += f", {value:+.1f} ({low:.1f} to {high:.1f})"
         print(text)
+
+
+def draw(path: Path, tasks: dict[str, dict[str, list[dict]]]) -> None:
+    """Draw the interquartile mean of the returns over seconds of training, and the quartiles."""
+    figure, axes = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 3.6), squeeze=False)
+    for axis, (env_id, ways) in zip(axes[0], tasks.items(), strict=True):
+        for way, runs in ways.items():
+            first = max(found["curve"][0][0] for found in runs)
+            seconds = np.linspace(first, max(found["seconds"] for found in runs), 200)
+            returns = np.array([[return_at(found, when) for when in seconds] for found in runs])
+            known = np.isfinite(returns).all(0)
+            low, high = np.quantile(returns[:, known], (0.25, 0.75), axis=0)
+            middle = [iqm(column) for column in returns[:, known].T]
+            axis.plot(seconds[known], middle, label=way or "as it is")
+            axis.fill_between(seconds[known], low, high, alpha=0.2, linewidth=0)
+        axis.set(title=env_id, xlabel="seconds of training", ylabel="return of 100 episodes")
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
 
 
 def report(env_id: str, ways: dict[str, list[dict]]) -> None:
@@ -139,11 +164,11 @@ def report(env_id: str, ways: dict[str, list[dict]]) -> None:
     end = min(found["seconds"] for runs in ways.values() for found in runs)
     for share in (0.25, 0.5, 1):
         compare(
-            f"return after {share * end:.0f} s of training", ways,
+            f"return after {share * end:.0f} s of training",
             {way: np.array([return_at(f, share * end) for f in ways[way]]) for way in ways},
         )  # fmt: skip
     for key, name in (("return", "return of the last 100 episodes"), ("eval", "evaluation")):
-        compare(name, ways, {way: np.array([found[key] for found in ways[way]]) for way in ways})
+        compare(name, {way: np.array([found[key] for found in ways[way]]) for way in ways})
 
 
 def main() -> None:
@@ -151,11 +176,13 @@ def main() -> None:
     with ExitStack() as stack:
         output = args.output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         output.mkdir(parents=True, exist_ok=True)
+        tasks: dict[str, dict[str, list[dict]]] = {}
         for env_id in args.env_id:
-            ways = {way: [] for way in args.ways.split(",")}
+            ways = tasks[env_id] = {way: [] for way in args.ways.split(",")}
             for seed in range(1, args.seeds + 1):
                 for way, runs in ways.items():
-                    runs.append(kept(output, env_id, way, seed, args.stop))
+                    flags = f"{args.common} {way}".strip()
+                    runs.append(kept(output, env_id, flags, seed, args.stop))
                     seconds, training, steps = runs[-1]["solved"] or [math.nan] * 3
                     print(
                         f"{env_id} {way}, seed {seed}: {seconds:.1f} s, {training:.1f} of them "
@@ -163,6 +190,8 @@ def main() -> None:
                         flush=True,
                     )
             report(env_id, ways)
+        if args.plot is not None:
+            draw(args.plot, tasks)
 
 
 if __name__ == "__main__":
