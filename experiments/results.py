@@ -39,8 +39,8 @@ COMMANDS = {  # by name, from short ones to long ones
     "scale": f"{BENCHMARK}.scale",
     "learners": f"{BENCHMARK}.learners",
     "time_to_solve": (
-        f"{BENCHMARK}.time_to_solve --ways=',--overlap,--stream,--stream --outstanding 2' "
-        "--seeds 10 --stop"
+        f"{BENCHMARK}.time_to_solve --ways='--no-overlap,--overlap,--stream,--stream "
+        "--outstanding 2' --seeds 10 --stop"
     ),
     "compile": f"{BENCHMARK}.compare --script ppo_clusterenv.py --flags=--compile --seeds 15",
     "dqn_always": f"{BENCHMARK}.compare --script dqn_clusterenv.py --flags='--sync-mode always'",

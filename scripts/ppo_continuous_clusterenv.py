@@ -96,8 +96,10 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     """with `--decoupled`: advantages and value targets by V-trace, which corrects them for policies
     that acted otherwise
     """
-    overlap: bool = False
-    """collect the next rollout while learning from this one; it acts one update behind"""
+    overlap: bool = True
+    """without `--stream`: collect the next rollout while learning from this one; it acts one update
+    behind
+    """
     stream: bool = False
     """learn from the first chunks that are ready, of whichever workers: none waits for another"""
     outstanding: Positive = 1

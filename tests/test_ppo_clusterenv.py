@@ -57,7 +57,7 @@ def trained(tmp_path_factory):
     return train(tmp_path_factory.mktemp("trained"), "--kl-threshold", "1e-5")
 
 
-ALWAYS = ["--sync-mode", "always", "--weights", "float32", "--decoupled"]
+ALWAYS = ["--sync-mode", "always", "--weights", "float32", "--no-overlap"]
 
 
 @pytest.fixture(scope="module")
@@ -164,14 +164,14 @@ def test_never_pulls_once_and_always_pulls_every_update(always, other):
 
 
 def test_decoupled_objective_is_plain_ppo_at_lag_0(always, tmp_path):
-    plain, _ = train(tmp_path, "--sync-mode", "always", "--weights", "float32", "--no-decoupled")
+    plain, _ = train(tmp_path, *ALWAYS, "--no-decoupled")
     assert all(set(scalars(folder, "sync/policy_lag")) == {0} for folder in (plain, always[0]))
     decoupled = scalars(always[0], "losses/policy_loss")
     assert decoupled == pytest.approx(scalars(plain, "losses/policy_loss"), abs=1e-4)
 
 
 def test_overlap_acts_one_update_behind(tmp_path):
-    folder, summary = train(tmp_path, "--sync-mode", "always", "--overlap", "--eval-episodes", "0")
+    folder, summary = train(tmp_path, "--sync-mode", "always", "--eval-episodes", "0")
     assert scalars(folder, "sync/policy_lag") == [0, 1, 1, 1, 1]
     assert (
         summary["updates"] == 5

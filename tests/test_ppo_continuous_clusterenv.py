@@ -80,7 +80,7 @@ def check_moments(folder):
 
 @pytest.fixture(scope="module")
 def always(tmp_path_factory):
-    flags = ["--sync-mode", "always", "--weights", "float32"]
+    flags = ["--sync-mode", "always", "--weights", "float32", "--no-overlap"]
     return train(tmp_path_factory.mktemp("always"), *flags)
 
 
@@ -98,7 +98,7 @@ def test_run_leaves_summary_model_and_logs(always):
 def test_same_seed_gives_the_same_run_and_the_decoupled_objective_is_plain_ppo_at_lag_0(
     always, tmp_path
 ):
-    flags = ["--sync-mode", "always", "--weights", "float32"]
+    flags = ["--sync-mode", "always", "--weights", "float32", "--no-overlap"]
     (tmp_path / "same").mkdir()
     again, _ = train(tmp_path / "same", *flags)
     plain, _ = train(tmp_path, *flags, "--no-decoupled")

@@ -1,7 +1,7 @@
 """Two ways to run one of the scripts, over several seeds: returns with intervals, pulls, and time.
 
     python -m experiments.benchmarks.compare --script dqn_clusterenv.py --flags="--sync-mode always"
-    python -m experiments.benchmarks.compare --script ppo_clusterenv.py --flags=--overlap
+    python -m experiments.benchmarks.compare --script ppo_clusterenv.py --flags=--no-overlap
     python -m experiments.benchmarks.compare --learners 2 \
         --script scripts/ppo_multilearner_clusterenv.py
 

@@ -78,7 +78,8 @@ def clusterenv(args, env_id, num_workers):
     scalars, _ = train(
         ROOT / script, *work.FLAGS, "--env-id", env_id, "--num-workers", str(num_workers),
         "--envs-per-worker", str(args.envs_per_worker), "--total-timesteps",
-        str(args.iterations * batch_size), *args.flags, timeout=args.timeout, OMP_NUM_THREADS="1",
+        str(args.iterations * batch_size), "--no-overlap", *args.flags, timeout=args.timeout,
+        OMP_NUM_THREADS="1",
     )  # fmt: skip
     first, *_, last, _ = scalars("charts/SPS")
     parts = (

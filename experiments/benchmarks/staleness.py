@@ -102,7 +102,7 @@ def looks(args, seed):
             "float32",
         ]
         call(
-            [sys.executable, SCRIPT.name, *flags, "--eval-episodes", "1"],
+            [sys.executable, SCRIPT.name, *flags, "--no-overlap", "--eval-episodes", "1"],
             directory,
             PYTHONPATH=str(ROOT),
         )

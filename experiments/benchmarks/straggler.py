@@ -8,7 +8,7 @@ the others. The first command prints the steps per second with and without it, b
 which all wait for the slowest, and by `send` and `recv`, in which none waits. Streaming can lose no
 less than the slow worker's own share.
 
-The second one does so with the whole script: as it is, with `--overlap` and with `--stream`, in
+The second one does so with the whole script, with `--no-overlap`, `--overlap` and `--stream` in
 turn. Then, on eight workers, each step takes a time of its own, which is lognormal (sigma 1).
 Beside what is measured stands the speed that remains if only the waiting for the slowest costs
 time, of 20,000 rollouts drawn.
@@ -30,7 +30,7 @@ from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
 
 from .scripts import ROOT, steady
 
-MODES = {"waiting": (), "`--overlap`": ("--overlap",), "`--stream`": ("--stream",)}
+MODES = {f"`{flag}`": (flag,) for flag in ("--no-overlap", "--overlap", "--stream")}
 
 
 @dataclass

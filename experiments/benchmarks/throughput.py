@@ -4,7 +4,7 @@ learner.
     python -m experiments.benchmarks.throughput
 
 All systems do the work of `experiments/benchmarks/work.py`, in turn, `--rounds` times, with one
-torch thread per process. They are: our script without flags, with `--overlap`, compiled, with
+torch thread per process. They are: our script with `--no-overlap`, with `--overlap`, compiled, with
 workers that yield to the learner, with all environments on one worker, and on EnvPool (after `pip
 install envpool`); a loop in CleanRL's style in a single process, on SyncVectorEnv and on
 AsyncVectorEnv; and as the floor under any wall time, as many processes as we have workers that step
@@ -109,7 +109,7 @@ ONE_WORKER = (
     str(work.NUM_ENVS),
 )
 SYSTEMS = {  # name: (label, how to measure it)
-    "clusterenv": ("ClusterEnv, 2 workers", clusterenv),
+    "clusterenv": ("ClusterEnv, 2 workers, --no-overlap", clusterenv_with("--no-overlap")),
     "clusterenv-overlap": ("ClusterEnv, 2 workers, --overlap", clusterenv_with("--overlap")),
     "clusterenv-compile": ("ClusterEnv, 2 workers, --overlap --compile", clusterenv_with(*FAST)),
     "clusterenv-nice": (

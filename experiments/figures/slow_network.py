@@ -44,7 +44,7 @@ FLAGS = (
 )
 FLAGS += (
     "--max-seconds 500 --eval-episodes 1 --no-cuda --launcher external --on-worker-loss raise "
-    "--worker-timeout 120"
+    "--worker-timeout 120 --no-overlap"
 )
 COLUMNS = (
     "mbits",

@@ -34,7 +34,7 @@ DQN = {
 # limited.
 PPO_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 7 --eval-episodes 0 --weights float32"
 PPO_FLAGS += " --num-minibatches 2 --update-epochs 3 --gamma 0.9 --gae-lambda 0.8 --clip-coef 0.05"
-PPO_FLAGS += " --ent-coef 0.1 --vf-coef 0.7 --max-policy-lag None"
+PPO_FLAGS += " --ent-coef 0.1 --vf-coef 0.7 --max-policy-lag None --no-overlap"
 ON = "--anneal-lr --norm-adv"  # whatever the defaults are
 WAYS = {  # flags, and the cases of the algorithm that occur
     "decoupled": (
