@@ -89,7 +89,7 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     """clip against the policy at the start of the update, not against the one that acted"""
     clip_rho: PositiveNumber = 2.0
     """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
-    overlap: bool = False
+    overlap: bool = True
     """collect the next rollout while learning from this one; it acts one update behind"""
     compile: bool = False
     """compile networks and loss: after up to half a minute, updates take about 0.6 of the time"""
