@@ -78,7 +78,7 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
         "cuda": False,
     }
     assert vars(run.args) == vars(ppo_clusterenv.Args(**changed, num_envs=96, resume="runs/x"))
-    assert (run.global_step, run.name) == (5, "x")
+    assert (run.global_step, run.directory.name) == (5, "x")
 
 
 @pytest.mark.parametrize(

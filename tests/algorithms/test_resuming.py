@@ -40,7 +40,7 @@ FLAGS = (
     "--seed 5"
 )
 FLAGS += " --sync-mode always --weights float32"
-PPO = "--num-minibatches 2 --update-epochs 2 --learning-rate 0.001"
+PPO = "--num-minibatches 2 --update-epochs 2 --learning-rate 0.001 --no-overlap"
 # Chunks are requested before the previous one is learned from. So only random actions are the
 # same again.
 DQN = (
@@ -234,7 +234,7 @@ def test_a_run_goes_on_with_another_number_of_workers(tmp_path):
         "--update-epochs 2"
     )
     flags += " --env-id tests.algorithms.toys:Clockwork-vector-v0 --eval-episodes 0 --seed 5"
-    flags += " --sync-mode always --weights float32"
+    flags += " --sync-mode always --weights float32 --no-overlap"
     for name in ("whole", "parted"):
         (tmp_path / name).mkdir()
     whole = record("ppo_clusterenv.py", tmp_path / "whole", *flags.split())
