@@ -57,7 +57,7 @@ def trained(tmp_path_factory):
     return train(tmp_path_factory.mktemp("trained"), "--kl-threshold", "1e-5")
 
 
-ALWAYS = ["--sync-mode", "always", "--weights", "float32", "--no-overlap"]
+ALWAYS = ["--sync-mode", "always", "--weights", "float32", "--decoupled", "--no-overlap"]
 
 
 @pytest.fixture(scope="module")

@@ -117,7 +117,7 @@ def test_what_is_kept_is_as_the_checkpoint_has_it(new_run):
     curve = new_run().logs.curve.state_dict()
     parts = {"curve": curve, "count": {"a": 3}, "net": {"weight": torch.ones(1, 1)}}
     run = new_run(parts)
-    assert (run.global_step, run.directory.path) == (8, "runs/x")
+    assert (run.global_step, run.directory.name, run.directory.path) == (8, "x", "runs/x")
     assert vars(run.keep("count", Counters(a=0, b=5))) == {"a": 3, "b": 5}
     assert run.keep("net", torch.nn.Linear(1, 1, bias=False)).weight.item() == 1
     with pytest.raises(ValueError, match="there is a part 'net' already"):

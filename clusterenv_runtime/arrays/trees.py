@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-LARGEST = np.finfo(np.float32).max
+FLOAT32_MAX = np.finfo(np.float32).max
 
 
 def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
@@ -52,7 +52,7 @@ def not_finite(tree: Any, axes: int) -> np.ndarray:
     found = np.zeros(first.shape[:axes], bool)
     for leaf in leaves(tree):
         if leaf.dtype.kind == "f":
-            found |= ~(np.abs(leaf) <= LARGEST).all(tuple(range(axes, len(leaf.shape))))
+            found |= ~(np.abs(leaf) <= FLOAT32_MAX).all(tuple(range(axes, len(leaf.shape))))
     return found
 
 

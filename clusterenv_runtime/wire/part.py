@@ -10,13 +10,12 @@ import msgspec
 import numpy as np
 from gymnasium import Space
 
-from ..arrays.trees import are_actions, leaves, map_tree
+from ..arrays.trees import FLOAT32_MAX, are_actions, leaves, map_tree
 from ..errors import EnvRaised, ProtocolError
 from .buffers import Arrays, to_buffers
 from .protocol import Part
 
 _INT64 = np.dtype(np.int64)
-MOST = np.finfo(np.float32).max
 Tree = Any  # an array, or dicts and tuples of arrays
 STEPS = "steps", "envs"
 ENVS = ("envs",)
@@ -182,7 +181,7 @@ def check_part(part: RolloutPart, action_space: Space, given: Tree = None) -> No
     for name, numbers in steps.items():
         values = getattr(part, name).ravel()
         # a learner takes them as float32; NaN is not smaller, either
-        is_wrong = ~(np.abs(values) <= MOST)
+        is_wrong = ~(np.abs(values) <= FLOAT32_MAX)
         if is_wrong.any():
             fault = ValueError(f"{name} are not all finite numbers of float32")
             raise EnvRaised(int(numbers[is_wrong][0] % num_envs)) from fault
@@ -203,4 +202,4 @@ def check_part(part: RolloutPart, action_space: Space, given: Tree = None) -> No
 
 def _is_tame(numbers: np.ndarray) -> bool:
     """Say by one quick look whether all are finite and none is huge: then their squares' sum is."""
-    return bool(np.vdot(numbers, numbers) < MOST)
+    return bool(np.vdot(numbers, numbers) < FLOAT32_MAX)
