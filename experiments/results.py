@@ -4,11 +4,13 @@
     python -m experiments.results --only startup recovery
 
 What a command prints goes to `experiments/benchmarks/results/NAME.txt`, below the command itself,
-the commit, the processor and the date. A command that has finished at this commit is skipped, so an
-interrupted run goes on where it was. The commit is the last one that changed code. Nothing else
-should run on the machine: most commands measure time.
+the commit, the processor and the date; its tables and plots go beside that. A command that has
+finished at this commit is skipped, so an interrupted run goes on where it was. The commit is the
+last one that changed the runtime, the scripts, the benchmarks or the packages. Nothing else should
+run on the machine: most commands measure time.
 """
 
+import shutil
 import subprocess
 import sys
 import time
@@ -21,40 +23,49 @@ from experiments.sweeps.attempts import here
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "experiments/benchmarks/results"
+CODE = ("clusterenv_runtime", "scripts", ":(glob)*.py", "experiments/benchmarks/**.py",
+        "requirements.txt")  # fmt: skip
 BENCHMARK = "-m experiments.benchmarks"
 COMMANDS = {  # by name, from short ones to long ones
-    "steps": f"{BENCHMARK}.steps",
-    "differences": f"{BENCHMARK}.differences",
     "collection": f"{BENCHMARK}.collection",
     "collection_cartpole": f"{BENCHMARK}.collection --env-id CartPole-v1",
     "rows": f"{BENCHMARK}.rows",
     "recovery": f"{BENCHMARK}.recovery",
     "straggler": f"{BENCHMARK}.straggler",
-    "straggler_ppo": f"{BENCHMARK}.straggler --ppo --delay 0.008 --seconds 15 --rounds 2",
+    "straggler_ten": f"{BENCHMARK}.straggler --num-workers 10 --delay 0.01 --seconds 8",
+    "differences": f"{BENCHMARK}.differences",
+    "make_train": "ppo_clusterenv.py",
     "security": f"{BENCHMARK}.security",
     "transport": f"{BENCHMARK}.transport",
-    "make_train": "ppo_clusterenv.py",
+    "steps": f"{BENCHMARK}.steps",
     "atari": f"{BENCHMARK}.atari",
-    "startup": f"{BENCHMARK}.startup",
-    "scale": f"{BENCHMARK}.scale",
-    "learners": f"{BENCHMARK}.learners",
-    "time_to_solve": (
-        f"{BENCHMARK}.time_to_solve --ways='--no-overlap,--overlap,--stream,--stream "
-        "--outstanding 2' --seeds 10 --stop"
-    ),
-    "compile": f"{BENCHMARK}.compare --script ppo_clusterenv.py --flags=--compile --seeds 15",
-    "dqn_always": f"{BENCHMARK}.compare --script dqn_clusterenv.py --flags='--sync-mode always'",
-    "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
-    "soak": "-m tests.soak",
-    "dqn_cleanrl": (
-        f"{BENCHMARK}.dqn --cleanrl {{cleanrl}}/cleanrl/dqn.py --cleanrl-python {sys.executable}"
-    ),
+    "straggler_ppo": f"{BENCHMARK}.straggler --ppo --delay 0.008 --seconds 15 --rounds 2",
     "ppo_cleanrl": f"{BENCHMARK}.training --rounds 5 --cleanrl {{cleanrl}}/cleanrl/ppo.py",
     "ppo_continuous_cleanrl": (
-        f"{BENCHMARK}.training --total-timesteps 1000000 --rounds 5 --one-thread "
+        f"{BENCHMARK}.training --rounds 5 --one-thread "
         "--cleanrl {cleanrl}/cleanrl/ppo_continuous_action.py"
     ),
-    "peers": f"{BENCHMARK}.peers --venvs {{venvs}}",
+    "ppo_atari_cleanrl": (
+        f"{BENCHMARK}.training --total-timesteps 20480 --flags=--compile "
+        "--cleanrl {cleanrl}/cleanrl/ppo_atari.py"
+    ),
+    "dqn_cleanrl": (
+        f"{BENCHMARK}.dqn --cleanrl {{cleanrl}}/cleanrl/dqn.py "
+        "--cleanrl-python {venvs}/cleanrl/bin/python"
+    ),
+    "sac_cleanrl": (
+        f"{BENCHMARK}.sac --cleanrl {{cleanrl}}/cleanrl/sac_continuous_action.py --one-thread"
+    ),
+    "startup": f"{BENCHMARK}.startup",
+    "learners": f"{BENCHMARK}.learners --plot {{folder}}/learners.png",
+    "scale": f"{BENCHMARK}.scale --workers 1 10 100 1000 --out {{folder}}",
+    "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
+    "soak": "-m tests.soak",
+    "peers": f"{BENCHMARK}.peers --rounds 3 --venvs {{venvs}} --csv {{folder}}/peers.csv",
+    "time_to_solve": (
+        f"{BENCHMARK}.time_to_solve --ways='--no-overlap,--overlap,--stream,--stream "
+        "--outstanding 2' --seeds 10 --stop --output {folder}/time_to_solve"
+    ),
 }
 
 
@@ -95,26 +106,29 @@ def measure(name: str, paths: dict[str, str]) -> str:
     if file.exists() and f"commit {commit}," in file.read_text().split("\n\n")[0]:
         return "is there"
     start = time.monotonic()
-    part = ROOT / "build" / f"{name}.txt"
-    part.parent.mkdir(exist_ok=True)
+    folder = ROOT / "build/results" / commit
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{name}.txt"
     with part.open("w") as output:
         result = subprocess.run(
-            f"{sys.executable} {command.format(**paths)}",
+            f"{sys.executable} {command.format(folder=folder.relative_to(ROOT), **paths)}",
             shell=True, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
     seconds = time.monotonic() - start
     if result.returncode:
         return f"failed after {seconds:.0f} s, see {part.relative_to(ROOT)}"
-    shown = command.format(cleanrl="CLEANRL", venvs="VENVS").replace(sys.executable, "python")
+    shown = command.format(folder="build/results", cleanrl="CLEANRL", venvs="VENVS")
     file.write_text(f"$ python {shown}\n{facts(commit, seconds)}\n\n{part.read_text()}")
+    for drawn in folder.iterdir():
+        if drawn.suffix in (".csv", ".md", ".png"):
+            shutil.copy(drawn, OUTPUT)
     return f"{seconds:.0f} s"
 
 
 def commit_of_code() -> str:
     """Return the last commit that changed code, with "-dirty" if the code has changed since."""
-    code = ["--", "*.py", "*.yaml", "requirements.txt"]
-    commit = git("log", "-1", "--format=%h", *code)
-    return commit + "-dirty" * bool(git("status", "--porcelain", *code))
+    commit = git("log", "-1", "--format=%h", "--", *CODE)
+    return commit + "-dirty" * bool(git("status", "--porcelain", "--", *CODE))
 
 
 def git(*arguments: str) -> str:

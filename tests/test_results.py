@@ -11,7 +11,12 @@ from experiments import results
 def repository(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(results, "OUTPUT", tmp_path)
-    commands = {"fine": "-c 'print(42)'", "broken": "-c 1/0", "cleanrl": "{cleanrl}/dqn.py"}
+    commands = {
+        "fine": "-c 'print(42)'",
+        "drawn": "-c \"open('{folder}/a.csv', 'w')\"",
+        "broken": "-c 1/0",
+        "cleanrl": "{cleanrl}/dqn.py",
+    }
     monkeypatch.setattr(results, "COMMANDS", commands)
 
     def commit(text):
@@ -39,5 +44,11 @@ def test_a_command_runs_once_at_a_commit(repository, tmp_path):
 def test_what_fails_or_lacks_a_path_leaves_no_result(repository, tmp_path):
     assert results.measure("cleanrl", {"cleanrl": ""}) == "left out, for want of --cleanrl"
     assert results.measure("broken", {"cleanrl": ""}).startswith("failed after ")
-    assert "ZeroDivisionError" in (tmp_path / "build/broken.txt").read_text()
+    broken = tmp_path / "build/results" / results.commit_of_code() / "broken.txt"
+    assert "ZeroDivisionError" in broken.read_text()
     assert not list(tmp_path.glob("*.txt"))
+
+
+def test_tables_and_plots_go_beside_what_is_printed(repository, tmp_path):
+    assert results.measure("drawn", {"cleanrl": ""}).endswith(" s")
+    assert (tmp_path / "a.csv").exists()

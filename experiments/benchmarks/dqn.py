@@ -5,8 +5,8 @@ environment step, in turn.
         --cleanrl-python path/to/venv/bin/python
 
 CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file.
-Its dqn.py needs Gymnasium 0.29, hence a Python of its own: one with torch, gymnasium==0.29.1,
-"numpy<2", tyro and tensorboard. Both run with one thread. Prints the environment steps per second
+Its dqn.py needs Gymnasium 0.29, hence a Python of its own, with the packages of
+`peers/requirements-cleanrl.txt`. Both run with one thread. Prints the environment steps per second
 that each logs, their ratio, the share of the time that our learner was busy, and the cost of
 `--deterministic`.
 """
