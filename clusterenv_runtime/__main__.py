@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+from pathlib import Path
 
 import zmq
 
@@ -25,9 +26,17 @@ def report() -> str:
         except importlib.metadata.PackageNotFoundError:
             lines.append(f"{name} is not installed")
     lines.append(f"libzmq {zmq.zmq_version()}, CURVE {'yes' if zmq.has('curve') else 'no'}")
-    lines.append(f"{platform.platform()}, {os.cpu_count()} CPUs")
+    lines.append(f"{platform.platform()}, {os.cpu_count()} CPUs, {processor()}")
     lines.append(f"launchers {', '.join(names())}")
     return "\n".join(lines)
+
+
+def processor() -> str:
+    """Return the processor's name, as far as the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
 
 
 def main() -> None:

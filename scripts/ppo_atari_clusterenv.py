@@ -280,7 +280,8 @@ if __name__ == "__main__":
             frac = 1.0 - (iteration - 1.0) / args.num_iterations if args.anneal_lr else 1.0
             lrnow = frac * args.learning_rate
             optimizer.param_groups[0]["lr"] = lrnow
-            # The workers act and step. Those whose policy has diverged pull this one first.
+            # The workers act and step. Those whose policy has diverged pull this one first. With
+            # --overlap they began an iteration ago, and begin with the next rollout now.
             collect_start = time.monotonic()
             overlap = args.overlap and iteration < args.num_iterations
             rollout = envs.rollout(policy, args.num_steps, overlap=overlap)
@@ -346,7 +347,7 @@ if __name__ == "__main__":
             run.logs.add_group("losses", losses, run.global_step)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
             writer.add_scalar("charts/learning_rate", lrnow, run.global_step)
-            run.logs.add_times(collect_start, learn_start, args.batch_size, run.global_step)
+            run.logs.add_times(collect_start, learn_start, run.global_step)
 
         run.finish(evaluate(args, envs, policy), updates=run.global_step // args.batch_size)
         record_video(run, policy, make_env)

@@ -33,7 +33,7 @@ SUMMARY = {
 }  # fmt: skip
 METRICS = {
     "charts/episodic_return", "charts/episodic_length", "charts/mean_return_100",
-    "charts/learning_rate", "charts/SPS", "charts/collect_sps", "losses/value_loss",
+    "charts/learning_rate", "charts/SPS", "losses/value_loss",
     "losses/policy_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
     "losses/clipfrac", "losses/explained_variance", "sync/kl", "sync/pulls_per_worker",
     "sync/policy_lag", "sync/bytes", "time/collect", "time/learn", "eval/return_mean",

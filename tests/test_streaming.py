@@ -433,6 +433,8 @@ def test_misuse():
             envs.recv(0)
         assert envs.recv(1)[0] == 1
         envs.rollout(policy, 5, overlap=True)
+        with pytest.raises(AlreadyPendingCallError, match="pending call to `rollout`"):
+            envs.reset()
         with pytest.raises(
             NoAsyncCallError, match="Calling `recv` without any prior call to `send`"
         ):

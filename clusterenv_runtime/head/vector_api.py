@@ -160,7 +160,8 @@ class VectorApi(VectorEnv):
         pending = self._stepper.pending or ("evaluate" if self._evaluator.is_pending else "")
         # What a policy is asked to do, and what is set, is done in order.
         if self._collector.granted and method not in ("send", "evaluate", "set_attr"):
-            pending = pending or "send"
+            asked = "send" if self._collector.overlapped is None else "rollout"
+            pending = pending or asked
         if pending:
             raise AlreadyPendingCallError(
                 f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.",

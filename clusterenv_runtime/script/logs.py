@@ -55,13 +55,9 @@ class Logs:
         for name, value in zip(scalars, values, strict=True):
             self.writer.add_scalar(f"{group}/{name}", value, step)
 
-    def add_times(
-        self, collect_start: float, learn_start: float, batch_size: int, step: int
-    ) -> None:
-        """Log how long an iteration took to collect its batch, and since then to learn from it."""
-        collect_time = max(learn_start - collect_start, 1e-9)  # some clocks stand still
-        self.writer.add_scalar("charts/collect_sps", batch_size / collect_time, step)
-        self.writer.add_scalar("time/collect", collect_time, step)
+    def add_times(self, collect_start: float, learn_start: float, step: int) -> None:
+        """Log how long an iteration waited for its batch, and since then learned from it."""
+        self.writer.add_scalar("time/collect", learn_start - collect_start, step)
         self.writer.add_scalar("time/learn", time.monotonic() - learn_start, step)
 
     def add_summary(self, summary: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ def learner_seconds(number, width, iterations, seed):
         "--num-workers", "2", "--envs-per-worker", str(NUM_ENVS // 2), "--num-steps",
         str(NUM_STEPS), "--num-minibatches", str(NUM_MINIBATCHES),
         "--update-epochs", str(UPDATE_EPOCHS), "--hidden-size", str(width), "--seed", str(seed),
-        "--eval-episodes", "1", "--total-timesteps", str(iterations * BATCH),
+        "--eval-episodes", "1", "--total-timesteps", str(iterations * BATCH), "--no-overlap",
         launcher=torchrun(number), OMP_NUM_THREADS="1",
     )  # fmt: skip
     return np.median([event.value for event in scalars("time/learn")[2:]])

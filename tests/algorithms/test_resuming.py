@@ -57,7 +57,6 @@ STEP = 16 * INTERRUPT
 BY_THE_CLOCK = (
     "time/",
     "charts/SPS",
-    "charts/collect_sps",
     "throughput/produced_sps",
     "throughput/consumed_sps",
 )
