@@ -48,6 +48,7 @@ docs: .venv/installed
 	.venv/bin/python -m pip install -r docs/requirements.txt
 	.venv/bin/python -m docs.site
 	.venv/bin/zensical build --config-file build/mkdocs.yml --strict --clean
+	cd build/docs && find . -name '*.md' -exec cp --parents {} ../site ';'  # what llms.txt links to
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed, this is " + sys.version.split()[0])'

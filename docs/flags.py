@@ -55,6 +55,8 @@ def table(kinds: dict[str, type], flags: Iterable[str]) -> str:
 
 def defaults(kinds: dict[str, type], flag: str) -> str:
     """Return the default that most scripts have, and those of the others by their names."""
+    if flag == "exp_name":
+        return "the script's name"
     values = {name: default(kind, flag) for name, kind in kinds.items()}
     (usual, _), *others = Counter(values.values()).most_common()
     texts = [usual or "none"]

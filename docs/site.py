@@ -2,8 +2,8 @@
 laid out as they are here.
 
 So the links that work on GitHub work on the site. ``make docs`` calls this, and then builds. The
-site has ``llms.txt``, too, a list of its pages for language models: https://llmstxt.org. Built by
-GitHub, it links to the repository.
+site has ``llms.txt``, too, a list of its pages for language models, with their Markdown:
+https://llmstxt.org. Built by GitHub, it links to the repository.
 """
 
 import os

@@ -61,7 +61,7 @@ COMMANDS = {  # by name, from short ones to long ones
     "scale": f"{BENCHMARK}.scale --workers 1 10 100 1000 --out {{folder}}",
     "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
     "soak": "-m tests.soak",
-    "peers": f"{BENCHMARK}.peers --rounds 3 --venvs {{venvs}} --csv {{folder}}/peers.csv",
+    "peers": f"{BENCHMARK}.peers --rounds 3 --iterations 15 --venvs {{venvs}} --csv {{folder}}/peers.csv",
     "time_to_solve": (
         f"{BENCHMARK}.time_to_solve --ways='--no-overlap,--overlap,--stream,--stream "
         "--outstanding 2' --seeds 10 --stop --output {folder}/time_to_solve"

@@ -12,8 +12,10 @@ import tomllib
 import zipfile
 from importlib.metadata import packages_distributions
 
+import gymnasium as gym
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from .scripts import ROOT
 
@@ -78,6 +80,25 @@ def test_the_versions_that_are_tested_are_in_the_ranges():
         assert need.extras <= pin.extras, line
 
 
+def test_the_lowest_versions_that_are_tested_are_those_of_the_ranges():
+    lines = (ROOT / "tests/lowest.txt").read_text().splitlines()[1:]
+    lowest = {need.name: next(iter(need.specifier)).version for need in map(Requirement, lines)}
+    untested = {"envpool", "export", "minatar", "ray"}  # they need versions of their own
+    extras = [line for name, lines in EXTRAS.items() if name not in untested for line in lines]
+    for need in map(Requirement, [*PROJECT["dependencies"], *extras]):
+        bounds = [each.version for each in need.specifier if each.operator == ">="]
+        tested = Version(lowest[need.name])
+        assert all(tested.base_version.startswith(bound) for bound in bounds), need
+
+
+def test_gymnasium_has_the_private_attributes_that_are_used():
+    envs = gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")])
+    assert envs._add_info({}, {"a": 1}, 0)["a"] == 1
+    assert gym.wrappers.vector.RecordEpisodeStatistics(envs)._stats_key == "episode"
+    assert envs.single_action_space._np_random is None or envs.single_action_space.np_random
+    envs.close()
+
+
 def build(tree, kind):
     """Build a distribution of a tree; every deprecation is an error."""
     code = f"from setuptools import build_meta; print(build_meta.build_{kind}('dist'))"
@@ -130,9 +151,12 @@ def told_to_install():
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     for name in files.stdout.split():
-        if not name.startswith("tests/") and name.endswith((".py", ".md", ".toml", ".txt", ".sh")):
+        if not name.startswith("tests/") and not name.endswith(".png"):
             text = (ROOT / name).read_text()
             yield from re.findall(r"\bclusterenv(?:[-_.]runtime)?(?=\[[a-z,]+\])", text)
+            commands = re.findall(r"(?:pip install|uv pip|uv add|uvx|pipx)\b[^\n]*", text)
+            for command in commands:  # a path has a slash before or after it
+                yield from re.findall(r"(?<![/\w.-])clusterenv(?:[-_.]runtime)?(?![/\w])", command)
 
 
 def test_the_package_of_another_project_is_never_installed(tmp_path):
