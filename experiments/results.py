@@ -61,7 +61,9 @@ COMMANDS = {  # by name, from short ones to long ones
     "scale": f"{BENCHMARK}.scale --workers 1 10 100 1000 --out {{folder}}",
     "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
     "soak": "-m tests.soak",
-    "peers": f"{BENCHMARK}.peers --rounds 3 --iterations 15 --venvs {{venvs}} --csv {{folder}}/peers.csv",
+    "peers": (
+        f"{BENCHMARK}.peers --rounds 3 --iterations 15 --venvs {{venvs}} --csv {{folder}}/peers.csv"
+    ),
     "time_to_solve": (
         f"{BENCHMARK}.time_to_solve --ways='--no-overlap,--overlap,--stream,--stream "
         "--outstanding 2' --seeds 10 --stop --output {folder}/time_to_solve"
@@ -86,10 +88,12 @@ def main() -> None:
     unknown = set(args.only) - set(COMMANDS)
     if unknown:
         sys.exit(f"error: no such result: {', '.join(sorted(unknown))}")
+    paths = {"cleanrl": args.cleanrl, "venvs": args.venvs}
+    paths = {name: path and str(Path(path).absolute()) for name, path in paths.items()}
     failed = []
     for number, name in enumerate(args.only, 1):
         print(f"[{number} of {len(args.only)}] {name}: ", end="", flush=True)
-        says = measure(name, {"cleanrl": args.cleanrl, "venvs": args.venvs})
+        says = measure(name, paths)
         print(says, flush=True)
         failed += [name] * says.startswith("failed")
     sys.exit(f"error: failed: {', '.join(failed)}" if failed else 0)
