@@ -77,7 +77,9 @@ class Connection:
         self._monitors = [
             _dial(each, address, keys, timeout) for each in (self._pulse, self._socket)
         ]
-        self._pulse.send(protocol.encode((None, protocol.Ping())))  # the head counts on it now
+        # The head counts on the pulse now. If it has refused it already, this process will end.
+        with contextlib.suppress(zmq.Again):
+            self._pulse.send(protocol.encode((None, protocol.Ping())), zmq.DONTWAIT)
         threading.Thread(target=self._exit_with_head, daemon=True).start()
         self.waited = 0.0  # seconds in `receive` since this was last set to 0
 
