@@ -16,7 +16,7 @@ from clusterenv_runtime.envs.blueprint import EnvLayout
 from clusterenv_runtime.errors import EnvRaised
 from clusterenv_runtime.head.answers import Opener, Published
 from clusterenv_runtime.rollout import RolloutPart
-from clusterenv_runtime.wire.buffers import to_buffers
+from clusterenv_runtime.wire.buffers import Arrays, to_buffers
 from clusterenv_runtime.wire.codec import pack
 from clusterenv_runtime.wire.part import check_part, pack_part
 from clusterenv_runtime.wire.protocol import (
@@ -359,3 +359,9 @@ def test_actions_of_another_space_are_told(actions):
     check_part(part, space, part.actions)
     with pytest.raises(ValueError, match=r"^actions are not of Discrete\(2\)$"):
         check_part(part, space, actions)
+
+
+def test_sizes_that_overflow_are_a_protocol_error_also_of_no_elements():
+    arrays = Arrays(iter([b""]))
+    with pytest.raises(ProtocolError, match="infos cannot be <f8"):
+        arrays.take("infos", np.dtype("<f8"), (0, 145816, 7906687226415))

@@ -68,7 +68,10 @@ class Arrays:
             is_long_enough = self._at <= len(data)
         if not is_long_enough:  # NumPy's own check overflows
             raise ProtocolError(f"{name} must be {dtype.str} {shape}, but the message is too short")
-        return np.ndarray(shape, dtype, data, at)
+        try:
+            return np.ndarray(shape, dtype, data, at)
+        except ValueError as error:  # of no elements, but with sizes that overflow
+            raise ProtocolError(f"{name} cannot be {dtype.str} {shape}: {error}") from None
 
     def _joined(self, number: int) -> bytearray:
         return bytearray().join(itertools.islice(self._buffers, number))
