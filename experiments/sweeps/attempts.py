@@ -15,6 +15,8 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from clusterenv_runtime.__main__ import processor
+
 from .configurations import fill_macros, nest
 
 LIBC = ctypes.CDLL(None)
@@ -92,13 +94,7 @@ def here():
         ]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         versions |= {"commit": commit} if commit else {}
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):  # only Linux has it
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(
-            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
-        )
-    return {"versions": versions, "machine": f"{cpu}, {os.cpu_count()} cores"}
+    return {"versions": versions, "machine": f"{processor()}, {os.cpu_count()} cores"}
 
 
 def last_words(log):
