@@ -30,7 +30,7 @@ class EpisodicLife(gym.Wrapper):
     def step(self, action: Any) -> Any:
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.is_over = terminated or truncated
-        before, self.lives = self.lives, self.unwrapped.ale.lives()
+        before, self.lives = self.lives, self._lives_left()
         return observation, reward, terminated or 0 < self.lives < before, truncated, info
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -40,8 +40,12 @@ class EpisodicLife(gym.Wrapper):
             self.is_over = terminated or truncated
         if self.is_over:
             observation, info = self.env.reset(seed=seed, options=options)
-        self.is_over, self.lives = False, self.unwrapped.ale.lives()
+        self.is_over, self.lives = False, self._lives_left()
         return observation, info
+
+    def _lives_left(self) -> int:
+        game: Any = self.unwrapped
+        return int(game.ale.lives())
 
 
 class FireReset(gym.Wrapper):

@@ -102,7 +102,7 @@ class RayLauncher(Launcher):
     def address(self, num_workers: int) -> str:
         from ray.util import get_node_ip_address
 
-        return get_node_ip_address()
+        return str(get_node_ip_address())
 
     def command(self, index: int) -> list[str]:
         return [*self.prefix, "python", *self.arguments(index)]
@@ -154,7 +154,8 @@ class RayLauncher(Launcher):
         if not _is_done(self._runs[index]):
             return None
         try:
-            return ray.get(self._runs[index])
+            ended: Exit = ray.get(self._runs[index])
+            return ended
         except ray.exceptions.RayError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             says = [line for line in lines if line.startswith("The actor is dead")] or lines[-1:]

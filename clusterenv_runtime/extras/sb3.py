@@ -106,6 +106,7 @@ class ClusterVecEnv(VecEnv):
             raise ValueError(
                 f"all environments are reset with the same options, got {self._options}"
             )
+        observations: VecEnvObs
         observations, infos = self.envs.reset(seed=list(self._seeds), options=options or None)
         self.reset_infos = self._of_each(infos)
         self._reset_seeds()

@@ -49,7 +49,8 @@ class Allocation:
         Raises:
             StartupError: there are too few cores for workers with cores of their own.
         """
-        free, places = dict(self.free), []
+        free = dict(self.free)
+        places: list[str] = []
         for index in range(num_workers):
             node = max(free, key=lambda node: (free[node], -places.count(node)))
             if free[node] < own_cores:
@@ -150,19 +151,16 @@ class SlurmLauncher(LocalLauncher):
     """
 
     name, remote = "slurm", True
-    directory = Launcher.directory
+    directory = Launcher.directory  # type: ignore[assignment]
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         super().__init__(log_dir, prefix)
+        self.same_python = not self.prefix
         self._allocation = read_allocation()
         self._places: list[str] = []  # each worker's node
         self._words: dict[int, IO[bytes]] = {}  # the output of each srun itself
         # The times (`time.monotonic`) until which killed sruns may end by themselves.
         self._patience: dict[int, float] = {}
-
-    @property
-    def same_python(self) -> bool:
-        return not self.prefix
 
     def variables(self) -> dict[str, str]:
         if not self.prefix:
@@ -200,7 +198,7 @@ class SlurmLauncher(LocalLauncher):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
                 # This sends nothing: the kernel looks up its route.
                 sock.connect((found[1] if found else node, 9))
-                return sock.getsockname()[0]
+                return str(sock.getsockname()[0])
         except OSError as error:
             raise StartupError(
                 f"found no way from here to the node {node} ({error.strerror or error}): "
@@ -319,7 +317,7 @@ def _scontrol(*arguments: str) -> str:
         )
         fault = result.stderr.strip() if result.returncode else None
     except (OSError, subprocess.TimeoutExpired) as error:
-        fault = error
+        fault = str(error)
     if fault is not None:
         raise StartupError(f"{' '.join(command)}: {fault}")
     return result.stdout

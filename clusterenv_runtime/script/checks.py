@@ -84,7 +84,7 @@ def check_memory(args: Any, num_bytes: int) -> None:
     check(num_bytes < memory, f"--buffer-size {args.buffer_size} {takes}")
 
 
-def check_discrete(args: Any, space: gym.Space) -> None:
+def check_discrete(args: Any, space: gym.Space[Any]) -> None:
     """Check that actions are numbers from 0 on."""
     is_discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
     other = "; scripts/ppo_continuous_clusterenv.py is for continuous actions"
@@ -101,7 +101,7 @@ def check_game(args: Any) -> None:
 
 
 def check_stacks(
-    args: Any, obs_space: gym.Space, action_space: gym.Space, frame_stack: int
+    args: Any, obs_space: gym.Space[Any], action_space: gym.Space[Any], frame_stack: int
 ) -> None:
     """Check that spaces are those of Atari's games: stacks of so many frames, and buttons."""
     check_discrete(args, action_space)
@@ -110,7 +110,7 @@ def check_stacks(
     check(obs_space.shape == shape, stacks)
 
 
-def check_vectors(space: gym.Space) -> None:
+def check_vectors(space: gym.Space[Any]) -> None:
     """Check that observations are vectors."""
     hint = "have make_env put FlattenObservation around the environment"
     if len(space.shape or ()) == 3:

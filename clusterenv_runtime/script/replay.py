@@ -61,8 +61,8 @@ class ReplayBuffer(Replay):
     def __init__(
         self,
         size: int,
-        observation_space: gym.Space,
-        action_space: gym.Space,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
         in_checkpoints: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -75,7 +75,9 @@ class ReplayBuffer(Replay):
         self.dones = torch.zeros(size, device=device)
 
     @staticmethod
-    def num_bytes(size: int, observation_space: gym.Space, action_space: gym.Space) -> int:
+    def num_bytes(
+        size: int, observation_space: gym.Space[Any], action_space: gym.Space[Any]
+    ) -> int:
         spaces = observation_space, observation_space, action_space
         return size * (sum(_column(1, space, "cpu").nbytes for space in spaces) + 4 + 4)
 
@@ -119,7 +121,7 @@ class ReplayBuffer(Replay):
         return obs.float(), actions, next_obs.float(), rewards, dones
 
 
-def _column(size: int, space: gym.Space, device: torch.device | str) -> torch.Tensor:
+def _column(size: int, space: gym.Space[Any], device: torch.device | str) -> torch.Tensor:
     """Return room for so many of a space."""
     dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
     return torch.zeros(size, *(space.shape or (1,)), dtype=dtype, device=device)
