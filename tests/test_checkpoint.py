@@ -241,6 +241,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_whoever_reads_the_checkpoints_of_a_live_run_always_gets_a_good_one(tmp_path, caplog):
     process = subprocess.Popen(
         [sys.executable, "-c", LIVE, tmp_path], env=environment(), stdout=subprocess.PIPE, text=True

@@ -78,6 +78,7 @@ def test_workers_are_forked_from_one_process_and_are_what_they_were_as_processes
         assert server_of(told["pid"]) == server  # it forks for the next `ClusterEnv`, too
 
 
+@pytest.mark.long
 def test_a_module_to_preload_is_that_of_the_present_path(monkeypatch, tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()

@@ -320,7 +320,7 @@ class Stored(CountingEnv):
     "options",
     [
         {},
-        {"worker_start": "spawn"},
+        pytest.param({"worker_start": "spawn"}, marks=pytest.mark.long),
         pytest.param({"worker_prefix": "nice -n 0"}, marks=pytest.mark.long),
     ],
 )

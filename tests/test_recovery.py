@@ -820,6 +820,7 @@ class LateLauncher(LocalLauncher):
         return ["sleep", str(HOUR)] if queued else super().command(index)
 
 
+@pytest.mark.long
 def test_training_starts_with_few_workers_and_grows():
     launcher = LateLauncher()
     with ClusterEnv(

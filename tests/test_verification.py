@@ -51,6 +51,7 @@ def test_no_schedule_breaks_the_runtime():
     )
 
 
+@pytest.mark.long
 def test_a_seed_always_gives_the_same_run():
     first, second = (simulate("--seed", "3", "--trace") for _ in range(2))
     events = [line for line in first.stdout.splitlines() if "schedules in" not in line]

@@ -116,15 +116,21 @@ def assert_same_logs(recording, expected):
         assert recording.steps[tag] == steps[-len(values) :].tolist(), tag
 
 
-# The first script is tried in all ways, the others in one, and these later.
-LATER = {"scripts/ppo_atari_clusterenv.py", "scripts/ppo_minatar_clusterenv.py"}
+# The first script is tried in most ways, the others in one, and these later.
+LATER = {
+    "scripts/ppo_atari_clusterenv.py",
+    "scripts/ppo_minatar_clusterenv.py",
+    "scripts/ppo_multilearner_clusterenv.py",
+}
 FIRST = "ppo_clusterenv.py"
+LATER_WAYS = {"plain", "stale"}
 STREAMING = {"ppo_clusterenv.py", "scripts/ppo_continuous_clusterenv.py"}
 CASES = [
     pytest.param(
         script,
         way,
-        marks=[pytest.mark.long] * (script != FIRST and (way != "decoupled" or script in LATER)),
+        marks=[pytest.mark.long]
+        * (way in LATER_WAYS or script in LATER or (script != FIRST and way != "decoupled")),
     )
     for script in PPO
     for way in WAYS
