@@ -21,6 +21,7 @@ from clusterenv_runtime.options import (
     EnvId,
     Fraction,
     Name,
+    Nats,
     NotNegative,
     Positive,
     PositiveNumber,
@@ -93,6 +94,7 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     """gradient steps between publishing the policy, which measures the workers' divergence from it;
     at most once per chunk
     """
+    kl_threshold: Nats = 0.1
     max_policy_lag: NotNegative | None = 100
     save_replay: bool = True
     """whether checkpoints hold the replay buffer; else a resumed run collects `--learning-starts`
