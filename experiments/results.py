@@ -40,6 +40,9 @@ COMMANDS = {  # by name, from short ones to long ones
     "steps": f"{BENCHMARK}.steps",
     "atari": f"{BENCHMARK}.atari",
     "straggler_ppo": f"{BENCHMARK}.straggler --ppo --delay 0.008 --seconds 15 --rounds 2",
+    "straggler_sac": (
+        f"{BENCHMARK}.straggler --sac --num-workers 10 --delay 0.04 --seconds 40 --rounds 3"
+    ),
     "ppo_cleanrl": f"{BENCHMARK}.training --rounds 5 --cleanrl {{cleanrl}}/cleanrl/ppo.py",
     "ppo_continuous_cleanrl": (
         f"{BENCHMARK}.training --rounds 5 --one-thread "

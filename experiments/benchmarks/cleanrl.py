@@ -4,13 +4,15 @@ were not written for these.
     python experiments/benchmarks/cleanrl.py path/to/cleanrl/ppo_continuous_action.py --env-id ...
 
 This module restores the interfaces that the scripts expect. It leaves the mean return of the last
-100 episodes, from the environment's own rewards, in `summary.json` in the run's directory.
+100 episodes, from the environment's own rewards, in `summary.json` in the run's directory; and of
+Gymnasium's environments each episode: the environment steps by then, the time, and the return.
 """
 
 import importlib
 import json
 import runpy
 import sys
+import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -20,10 +22,13 @@ import gymnasium as gym
 import numpy as np
 
 returns = deque(maxlen=100)
+episodes = []
 
 
 class Episodes(gym.Wrapper):
-    """Adds each episode's return to ``returns``."""
+    """Adds each episode to ``episodes``, and its return to ``returns``."""
+
+    steps = 0  # of all environments
 
     def reset(self, **kwargs):
         self.episodic_return = 0.0
@@ -31,9 +36,11 @@ class Episodes(gym.Wrapper):
 
     def step(self, action):
         observation, reward, terminated, truncated, info = self.env.step(action)
+        Episodes.steps += 1
         self.episodic_return += reward
         if terminated or truncated:
             returns.append(self.episodic_return)
+            episodes.append((Episodes.steps, time.time(), float(self.episodic_return)))
         return observation, reward, terminated, truncated, info
 
 
@@ -108,4 +115,5 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent.parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
     (folder,) = Path("runs").iterdir()
-    (folder / "summary.json").write_text(json.dumps({"mean_return_100": float(np.mean(returns))}))
+    summary = {"mean_return_100": float(np.mean(returns)), "episodes": episodes}
+    (folder / "summary.json").write_text(json.dumps(summary))

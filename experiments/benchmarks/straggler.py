@@ -2,6 +2,7 @@
 
     python -m experiments.benchmarks.straggler          # `rollout` beside `send` and `recv`
     python -m experiments.benchmarks.straggler --ppo --delay 0.008 --seconds 15
+    python -m experiments.benchmarks.straggler --sac --num-workers 10 --delay 0.04 --seconds 40
 
 The environments sleep, so that few cores are enough. One of four workers is ten times slower than
 the others. The first command prints the steps per second with and without it, by `rollout`, in
@@ -12,6 +13,9 @@ The second one does so with the whole script, with `--no-overlap`, `--overlap` a
 turn. Then, on eight workers, each step takes a time of its own, which is lognormal (sigma 1).
 Beside what is measured stands the speed that remains if only the waiting for the slowest costs
 time, of 20,000 rollouts drawn.
+
+The third one runs `sac_clusterenv.py`, with one gradient step for eight environment steps, so that
+the workers set the pace.
 """
 
 import math
@@ -42,17 +46,20 @@ class Args:
     seconds: float = 10
     """of each measurement"""
     ppo: bool = False
-    """measure the script"""
+    """measure ppo_clusterenv.py"""
+    sac: bool = False
+    """measure sac_clusterenv.py"""
     rounds: int = 3
-    """with --ppo: of all settings in turn"""
+    """with --ppo and --sac: of all settings in turn"""
 
 
 class SleepingEnv(gym.Env):
     """Sleeps in each step; on one worker ``slowdown`` times as long, if there is one so slow."""
 
-    observation_space, action_space = gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2)
+    observation_space = gym.spaces.Box(-1, 1, (4,))
 
-    def __init__(self, delay, slow_worker=None, slowdown=1.0, sigma=0.0):
+    def __init__(self, delay, slow_worker=None, slowdown=1.0, sigma=0.0, continuous=False):
+        self.action_space = gym.spaces.Box(-1, 1, (2,)) if continuous else gym.spaces.Discrete(2)
         is_slow = Path("/proc/self/comm").read_text() == f"worker {slow_worker}\n"
         self.delay, self.sigma = delay * (slowdown if is_slow else 1), sigma
 
@@ -89,14 +96,13 @@ def steps_per_second(args, slowdown, stream):
         return steps / (time.perf_counter() - start)
 
 
-def train(args, num_workers, num_steps, mode, **env):
-    """Return the script's steps per second in this mode."""
+def train(args, script, num_workers, *flags, **env):
+    """Return a script's steps per second."""
     kwargs = " ".join(f"{name}={value}" for name, value in {"delay": args.delay, **env}.items())
     steps, seconds = steady(
-        ROOT / "ppo_clusterenv.py", "--env-id", "experiments.benchmarks.straggler:Sleeping-v0",
+        ROOT / script, "--env-id", "experiments.benchmarks.straggler:Sleeping-v0",
         "--env-kwargs", kwargs, "--num-workers", str(num_workers), "--envs-per-worker", "1",
-        "--num-steps", str(num_steps), "--num-minibatches", "4", "--eval-episodes", "0",
-        "--max-seconds", str(args.seconds), *MODES[mode],
+        "--eval-episodes", "0", "--max-seconds", str(args.seconds), *flags,
     )  # fmt: skip
     return steps / seconds
 
@@ -109,7 +115,9 @@ def measure_ppo(args):
     for _ in range(args.rounds):
         for setting, mode in found:
             num_workers, num_steps, env = settings[setting]
-            found[setting, mode].append(train(args, num_workers, num_steps, mode, **env))
+            flags = "--num-steps", str(num_steps), "--num-minibatches", "4", *MODES[mode]
+            rate = train(args, "ppo_clusterenv.py", num_workers, *flags, **env)
+            found[setting, mode].append(rate)
     rows = {setting: [np.median(found[setting, mode]) for mode in MODES] for setting in settings}
     even, uneven = rows["as fast"], rows["one ten times slower"]
     print(
@@ -132,12 +140,26 @@ def measure_ppo(args):
         print(f"{setting}, of the speed of streaming: {text}")
 
 
+def measure_sac(args, best):
+    script, flags = "scripts/sac_clusterenv.py", ("--utd", "0.125", "--learning-starts", "320")
+    ratios = []
+    for _ in range(args.rounds):
+        even, uneven = (
+            train(args, script, args.num_workers, *flags, continuous=True, **slow)
+            for slow in ({}, {"slow_worker": args.num_workers - 1, "slowdown": 10})
+        )
+        ratios.append(uneven / even)
+        share = f"{ratios[-1]:.2f} times (best: {best:.2f})"
+        print(f"{even:,.0f} steps/s, with the slow one {uneven:,.0f}: {share}", flush=True)
+    print(f"median {np.median(ratios):.2f} times")
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    if args.ppo:
-        measure_ppo(args)
-        sys.exit()
     best = (args.num_workers - 0.9) / args.num_workers
+    if args.ppo or args.sac:
+        measure_ppo(args) if args.ppo else measure_sac(args, best)
+        sys.exit()
     for name, stream in (("rollout", False), ("send and recv", True)):
         even, uneven = steps_per_second(args, 1, stream), steps_per_second(args, 10, stream)
         share = f"{uneven / even:.2f} times (best: {best:.2f})"

@@ -1,0 +1,111 @@
+"""What SAC returns: sac_clusterenv.py beside CleanRL's sac_continuous_action.py.
+
+    python -m experiments.benchmarks.sac_returns --output runs/sac_returns \
+        --cleanrl path/to/cleanrl/cleanrl/sac_continuous_action.py
+
+CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file.
+The two scripts train at the same time on the same machine, each with one thread for its networks,
+one seed after the other. A run that is in --output is not repeated. Prints for each seed the mean
+return of the episodes that ended within the last tenth of the steps, and the seconds since the
+start of the process. Draws the returns over the steps and over the seconds.
+"""
+
+import json
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import tyro
+
+from .scripts import ROOT, train
+
+OURS, THEIRS = "sac_clusterenv.py", "CleanRL's sac_continuous_action.py"
+
+
+@dataclass
+class Args:
+    cleanrl: Path
+    """path of CleanRL's sac_continuous_action.py"""
+    output: Path
+    """a directory for a file of each run, and for the plot"""
+    env_id: str = "HalfCheetah-v5"
+    """the environment"""
+    total_timesteps: int = 100_000
+    """environment steps of each run"""
+    seeds: int = 3
+    """seeds, from 1"""
+    flags: str = ""
+    """further flags of ours, in one string"""
+
+
+def measure(args: Args, name: str, seed: int) -> list[tuple[float, float, float]]:
+    """Train; return of its episodes the environment steps by then, the seconds since the start of
+    the process, and the return. It is the mean of those of ours that ended in the same chunk.
+    """
+    start = time.time()
+    flags = ["--env-id", args.env_id, "--seed", str(seed)]
+    flags += ["--total-timesteps", str(args.total_timesteps)]
+    if name == OURS:
+        own = ["--eval-episodes", "0", *args.flags.split()]
+        scalars, _ = train(ROOT / "scripts" / OURS, *flags, *own)
+        found = scalars("charts/episodic_return")
+        return [(each.step, each.wall_time - start, each.value) for each in found]
+    wrapper = ROOT / "experiments" / "benchmarks" / "cleanrl.py"
+    _, summary = train(wrapper, str(args.cleanrl.resolve()), *flags, OMP_NUM_THREADS="1")
+    return [(steps, when - start, returned) for steps, when, returned in summary["episodes"]]
+
+
+def kept(args: Args, name: str, seed: int) -> np.ndarray:
+    """Return a run's episodes from its file, or train and leave the file."""
+    kind = "ours" if name == OURS else "cleanrl"
+    file = args.output / f"{args.env_id}-{args.total_timesteps}-{kind}-{seed}.json"
+    if not file.exists():
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(measure(args, name, seed)))
+        part.rename(file)
+    return np.array(json.loads(file.read_text()))
+
+
+def draw(path: Path, runs: dict[str, list[np.ndarray]], env_id: str) -> None:
+    """Draw each run's returns over its steps, and over its seconds."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
+    for axis, column, label in zip(
+        axes, (0, 1), ("environment steps", "seconds since the start"), strict=True
+    ):
+        for color, (name, curves) in zip(("C0", "C1"), runs.items(), strict=True):
+            for number, curve in enumerate(curves):
+                of_first = {} if number else {"label": name}
+                axis.plot(curve[:, column], curve[:, 2], color=color, linewidth=0.8, **of_first)
+        axis.set(xlabel=label)
+        axis.grid(alpha=0.3)
+    axes[0].set(ylabel="return of an episode", title=env_id)
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    args = tyro.cli(Args)
+    args.output.mkdir(parents=True, exist_ok=True)
+    runs: dict[str, list[np.ndarray]] = {OURS: [], THEIRS: []}
+    with ProcessPoolExecutor(2) as pool:
+        for seed in range(1, args.seeds + 1):
+            both = [pool.submit(kept, args, name, seed) for name in runs]
+            for (name, curves), future in zip(runs.items(), both, strict=True):
+                curve = future.result()
+                curves.append(curve)
+                last = curve[curve[:, 0] > 0.9 * args.total_timesteps, 2]
+                seconds = curve[-1, 1]
+                print(f"seed {seed}, {name}: {last.mean():,.0f}, {seconds:,.0f} s", flush=True)
+    for name, curves in runs.items():
+        last = [curve[curve[:, 0] > 0.9 * args.total_timesteps, 2].mean() for curve in curves]
+        text = f"mean {np.mean(last):,.0f} ({min(last):,.0f} to {max(last):,.0f})"
+        print(f"{name}: {text}, median {np.median([curve[-1, 1] for curve in curves]):,.0f} s")
+    draw(args.output / f"sac_returns_{args.env_id}.png", runs, args.env_id)
+
+
+if __name__ == "__main__":
+    main()
