@@ -23,7 +23,7 @@ import tyro
 import zmq
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.wire.security import Gate, read_key_file
+from clusterenv_runtime.wire.security import Gate, HeadKeys, read_key_file, write_key_file
 
 from .idle import Corner, IdleEnv
 from .scale import OBSERVATIONS, TRANSPORTS
@@ -78,7 +78,11 @@ class Raw:
         self.context, self.directory = zmq.Context(), tempfile.TemporaryDirectory()
         self.socket = self.context.socket(zmq.ROUTER)
         key_file = Path(self.directory.name) / "key" if transport == "tcp+curve" else None
-        self.gate = Gate(self.context, self.socket, key_file, None) if key_file else None
+        self.gate = None
+        if key_file is not None:
+            keys = HeadKeys.make()
+            write_key_file(key_file, keys.workers())
+            self.gate = Gate(self.context, self.socket, keys)
         self.socket.bind(
             f"ipc://{self.directory.name}/head" if transport == "ipc" else "tcp://127.0.0.1:*"
         )
