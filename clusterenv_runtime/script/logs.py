@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from ..errors import one_line
 from .checks import check, one_line_for
 from .curve import LearningCurve
-from .summary import finite
+from .summary import as_json
 
 logger = logging.getLogger(__name__)
 FLUSH_S = 10  # after which what is logged can be read by others
@@ -63,7 +64,7 @@ class Logs:
     def add_summary(self, summary: dict[str, Any]) -> None:
         """Give W&B the summary of the run."""
         if self.wandb:
-            self.wandb.summary.update(finite(summary))
+            self.wandb.summary.update(msgspec.json.decode(as_json(summary)))
 
 
 def open_logs(directory: str, purge_step: int) -> SummaryWriter:

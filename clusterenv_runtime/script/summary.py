@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from .checkpoint import replaced
@@ -38,17 +37,11 @@ def write_results(directory: str, summary: dict[str, Any], curve: LearningCurve)
     """
     args = summary["args"]
     with replaced(f"{directory}/summary.json") as file:
-        file.write(json.dumps(finite(summary), indent=2).encode())
+        file.write(msgspec.json.format(as_json(summary), indent=2))
     with replaced(f"{directory}/learning_curve.png") as file:
         curve.plot(f"{args['exp_name']} on {args['env_id']}, seed {args['seed']}", file)
 
 
-def finite(value: Any) -> Any:
-    """Return what JSON can hold of a value: None in place of numbers that are not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
+def as_json(summary: dict[str, Any]) -> bytes:
+    """Return a summary as JSON, with null in place of numbers that are not finite."""
+    return msgspec.json.encode(summary, enc_hook=float)  # NumPy's numbers are no floats to it
