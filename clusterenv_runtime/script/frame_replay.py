@@ -32,16 +32,13 @@ class ReplayBuffer(Replay):
         in_checkpoints: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(in_checkpoints, device)
+        super().__init__(size, in_checkpoints, device)
         stack, *image = observation_space.shape
-        self.size, self.inserted = size, 0
         self.frames = torch.zeros(num_frames, *image, dtype=torch.uint8, device=device)
         self.num_frames = 0  # that there have ever been: number n is at n % len(frames)
         # the frames' numbers of what was seen before and after
         self.stacks = torch.zeros(size, 2, stack, dtype=torch.int64, device=device)
         self.actions = torch.zeros(size, 1, dtype=torch.int64, device=device)
-        self.rewards = torch.zeros(size, device=device)
-        self.dones = torch.zeros(size, device=device)
         # of which frames are left: the numbers of the first transition and of the first frame
         self.chunks: list[tuple[int, int]] = []
 
@@ -61,27 +58,13 @@ class ReplayBuffer(Replay):
         next_index = np.concatenate([obs.index[1:], after_index[None, dones.sum() :]])
         next_index[dones] = after_index[: dones.sum()]
         frames = np.concatenate([obs.frames, after.reshape(-1, *obs.frames.shape[1:])])
-        num = rollout.rewards.size
         held = self._places(self.num_frames, len(frames), len(self.frames))
-        places = self._places(self.inserted, num, self.size)
         self.frames[held] = torch.from_numpy(frames).to(self._device)
         stacks = torch.from_numpy(np.stack([obs.index, next_index], 2)).flatten(0, 1)
-        self.stacks[places] = (self.num_frames + stacks).to(self._device)
-        for column, values in (
-            (self.actions, rollout.actions),
-            (self.rewards, rollout.rewards),
-            (self.dones, rollout.terminations),  # a truncation is not the end
-        ):
-            values = torch.from_numpy(values).reshape(num, *column.shape[1:])
-            column[places] = values.to(column)
-        self.inserted += num
+        self._put(rollout, (self.stacks, self.num_frames + stacks))
         self.num_frames += len(frames)
         while self.chunks[0][1] < self.num_frames - len(self.frames):
             del self.chunks[0]
-
-    def _places(self, first: int, num: int, size: int) -> torch.Tensor:
-        """Return where so many are held, from number `first` on, if number n is at n % size."""
-        return torch.arange(first, first + num, device=self._device) % size
 
     def sample(self, batch_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Return observations, actions, next observations, rewards and dones, `(batch_size, ...)`,

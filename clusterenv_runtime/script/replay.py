@@ -30,10 +30,34 @@ def replay_device(args: Any, num_bytes: int, device: torch.device) -> torch.devi
 
 
 class Replay:
-    """What replay buffers have in common: a device, and a state that they load on any other."""
+    """What replay buffers have in common: the last `size` transitions, the oldest of which give way
+    to new ones, and a state that they load on any device.
+    """
 
-    def __init__(self, in_checkpoints: bool, device: torch.device | str) -> None:
+    actions: torch.Tensor
+
+    def __init__(self, size: int, in_checkpoints: bool, device: torch.device | str) -> None:
         self._in_checkpoints, self._device = in_checkpoints, torch.device(device)
+        self.size, self.inserted = size, 0
+        self.rewards = torch.zeros(size, device=device)
+        self.dones = torch.zeros(size, device=device)
+
+    def _put(self, rollout: Rollout, *columns: tuple[torch.Tensor, Any]) -> None:
+        """Write a rollout's actions, rewards and ends, and these values into these columns."""
+        num = rollout.rewards.size
+        places = self._places(self.inserted, num, self.size)
+        for column, values in (
+            *columns,
+            (self.actions, rollout.actions),
+            (self.rewards, rollout.rewards),
+            (self.dones, rollout.terminations),  # a truncation is not the end
+        ):
+            column[places] = torch.as_tensor(values).reshape(num, *column.shape[1:]).to(column)
+        self.inserted += num
+
+    def _places(self, first: int, num: int, size: int) -> torch.Tensor:
+        """Return where so many are held, from number `first` on, if number n is at n % size."""
+        return torch.arange(first, first + num, device=self._device) % size
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the buffer holds, or nothing if it is not in checkpoints."""
@@ -66,13 +90,10 @@ class ReplayBuffer(Replay):
         in_checkpoints: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(in_checkpoints, device)
-        self.size, self.pos, self.inserted = size, 0, 0
+        super().__init__(size, in_checkpoints, device)
         self.observations = _column(size, observation_space, device)
         self.next_observations = _column(size, observation_space, device)
         self.actions = _column(size, action_space, device)
-        self.rewards = torch.zeros(size, device=device)
-        self.dones = torch.zeros(size, device=device)
 
     @staticmethod
     def num_bytes(
@@ -90,18 +111,11 @@ class ReplayBuffer(Replay):
         # Nothing follows a termination, but NaN times 0 would be NaN.
         ends = next_observations[rollout.terminations]
         next_observations[rollout.terminations] = np.nan_to_num(ends, posinf=0, neginf=0)
-        num = rollout.rewards.size
-        fit = min(num, self.size - self.pos)  # the rest goes to the front, where the oldest are
-        for column, values in (
+        self._put(
+            rollout,
             (self.observations, rollout.observations),
             (self.next_observations, next_observations),
-            (self.actions, rollout.actions),
-            (self.rewards, rollout.rewards),
-            (self.dones, rollout.terminations),  # a truncation is not the end
-        ):
-            values = torch.from_numpy(values).to(self._device).reshape(num, *column.shape[1:])
-            column[self.pos : self.pos + fit], column[: num - fit] = values[:fit], values[fit:]
-        self.pos, self.inserted = (self.pos + num) % self.size, self.inserted + num
+        )
 
     def sample(
         self, num_batches: int, batch_size: int, device: torch.device
