@@ -50,15 +50,6 @@ class Numbered(gym.Wrapper):
         """Call a method if this is one of these environments, else return None."""
         return self.env.get_wrapper_attr(name)(*args, **kwargs) if self.number in numbers else None
 
-    def get_of(self, numbers: Sequence[int], name: str) -> Any:
-        """Return an attribute if this is one of these environments, else None."""
-        return self.env.get_wrapper_attr(name) if self.number in numbers else None
-
-    def set_of(self, numbers: Sequence[int], name: str, value: Any) -> None:
-        """Set an attribute if this is one of these environments."""
-        if self.number in numbers:
-            setattr(self.env, name, value)
-
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
         """Set an attribute of the environment itself, as SB3 does, whatever that wraps."""
         setattr(self.env, name, value)
@@ -88,16 +79,8 @@ class ClusterVecEnv(VecEnv):
         self.envs = ClusterEnv(
             numbered, num_workers, autoreset_mode=AutoresetMode.SAME_STEP, **options
         )
-        self.metadata = self.envs.metadata
-        try:
-            super().__init__(
-                self.envs.num_envs,
-                self.envs.single_observation_space,
-                self.envs.single_action_space,
-            )
-        except BaseException:
-            self.envs.close()
-            raise
+        spaces = self.envs.single_observation_space, self.envs.single_action_space
+        super().__init__(self.envs.num_envs, *spaces)
 
     def reset(self) -> VecEnvObs:
         """Reset all environments, with the seeds and the options that were set before."""
@@ -142,17 +125,14 @@ class ClusterVecEnv(VecEnv):
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
         """Return an attribute of these environments, of a kind that `ClusterEnv.call` returns."""
-        numbers = self._numbers(indices)
-        values = self.envs.call("get_of", numbers, attr_name)
-        return [values[number] for number in numbers]
+        return self.env_method("get_wrapper_attr", attr_name, indices=indices)
 
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
         """Set an attribute of these environments."""
-        numbers = self._numbers(indices)
-        if set(numbers) == set(range(self.num_envs)):
+        if set(self._numbers(indices)) == set(range(self.num_envs)):
             self.envs.set_attr(attr_name, [value] * self.num_envs)  # of replacements, too
         else:
-            self.envs.call("set_of", numbers, attr_name, value)
+            self.env_method("__setattr__", attr_name, value, indices=indices)
 
     def env_method(
         self,
