@@ -80,7 +80,11 @@ class ClusterVecEnv(VecEnv):
             numbered, num_workers, autoreset_mode=AutoresetMode.SAME_STEP, **options
         )
         spaces = self.envs.single_observation_space, self.envs.single_action_space
-        super().__init__(self.envs.num_envs, *spaces)
+        try:
+            super().__init__(self.envs.num_envs, *spaces)
+        except BaseException:
+            self.envs.close()
+            raise
 
     def reset(self) -> VecEnvObs:
         """Reset all environments, with the seeds and the options that were set before."""
