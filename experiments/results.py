@@ -61,7 +61,7 @@ COMMANDS = {  # by name, from short ones to long ones
     ),
     "startup": f"{BENCHMARK}.startup",
     "learners": f"{BENCHMARK}.learners --rounds 2 --plot {{folder}}/learners.png",
-    "scale": f"{BENCHMARK}.scale --workers 1 10 100 1000 --out {{folder}}",
+    "scale": f"{BENCHMARK}.scale --workers 1 10 100 1000 --modes send/recv --out {{folder}}",
     "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
     "soak": "-m tests.soak",
     "peers": (

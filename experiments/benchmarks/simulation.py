@@ -159,7 +159,7 @@ class SimulatedLauncher(Launcher):
     def start(self):
         # The value of time.monotonic() when a worker last got weights.
         self.weights_at = spawn.RawArray("d", self.num_workers)
-        self.frame_bytes = spawn.RawArray("q", 32)  # of the last answer
+        self.frame_bytes = spawn.RawArray("q", 1024)  # of the last answer
         for i in range(len(self._processes)):
             indices = range(i, self.num_workers, len(self._processes))
             arguments = indices, self.flags, self.weights_at, self.frame_bytes

@@ -141,7 +141,8 @@ def measure_ppo(args):
 
 
 def measure_sac(args, best):
-    script, flags = "scripts/sac_clusterenv.py", ("--utd", "0.125", "--learning-starts", "320")
+    script, flags = "scripts/sac_clusterenv.py", ["--utd", "0.125", "--learning-starts", "320"]
+    flags += ["--total-timesteps", "32000"]  # of a run of which there are 200 reports
     ratios = []
     for _ in range(args.rounds):
         even, uneven = (
