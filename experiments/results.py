@@ -60,7 +60,9 @@ COMMANDS = {  # by name, from short ones to long ones
         f"{BENCHMARK}.sac --cleanrl {{cleanrl}}/cleanrl/sac_continuous_action.py --one-thread"
     ),
     "startup": f"{BENCHMARK}.startup",
-    "learners": f"{BENCHMARK}.learners --rounds 2 --plot {{folder}}/learners.png",
+    "learners": (
+        f"{BENCHMARK}.learners --widths 64 256 512 --rounds 2 --plot {{folder}}/learners.png"
+    ),
     "scale": f"{BENCHMARK}.scale --workers 1 10 100 1000 --modes send/recv --out {{folder}}",
     "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
     "soak": "-m tests.soak",
