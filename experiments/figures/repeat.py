@@ -4,9 +4,9 @@
     python -m experiments.figures.repeat --results experiments/figures/results/sac --runs 2
 
 Runs again what the tables' `command` says, and compares pulls, bytes of weights, and returns. They
-are the same to the last digit on a machine of the same kind with the same versions. Runs that were
-resumed, or that lost a worker, are not drawn. Prints a line for each run. The exit code is 1 if
-one differs.
+are the same to the last digit on a machine of the same kind with the same versions, unless a commit
+since then has changed what is random. Runs that were resumed, or that lost a worker, are not drawn.
+Prints a line for each run. The exit code is 1 if one differs.
 """
 
 import csv
