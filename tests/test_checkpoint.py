@@ -112,7 +112,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_loaded(tmp_path, caplo
 def test_what_cannot_be_loaded_is_one_clear_error(tmp_path):
     with pytest.raises(CheckpointError, match=f"^there is no run {tmp_path}/nothing$"):
         load_checkpoint(tmp_path / "nothing")
-    (tmp_path / "checkpoint.pt").write_bytes(b"not by us")
+    (tmp_path / "checkpoint-1.pt").write_bytes(b"not by us")
     (tmp_path / "checkpoint.tmp").write_bytes(b"of a process that was killed")
     with pytest.raises(CheckpointError, match=f"^there is no checkpoint in {tmp_path}$"):
         load_checkpoint(tmp_path)
@@ -156,6 +156,28 @@ def test_a_checkpoint_is_not_unpickled_freely(tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
+NO_FILES = {
+    "a pipe": os.mkfifo,
+    "a directory": os.mkdir,
+    "a link that never ends": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+def odd_entry(directory, make, step):
+    """Put an entry that is no file in a checkpoint's place; return its path."""
+    path = directory / f"checkpoint-{step:012d}-{'0' * 64}.pt"
+    make(path)
+    return path
+
+
+@pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES)
+def test_what_is_no_file_is_no_checkpoint(tmp_path, make):
+    odd_entry(tmp_path, make, 1)
+    assert not has_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="^there is no checkpoint in "):
+        load_checkpoint(tmp_path)
+
+
 def test_a_link_to_a_checkpoint_is_one_while_it_leads_there(tmp_path):
     there, here = tmp_path / "there", tmp_path / "here"
     for directory in (there, here):
@@ -167,6 +189,22 @@ def test_a_link_to_a_checkpoint_is_one_while_it_leads_there(tmp_path):
     path.unlink()
     with pytest.raises(CheckpointError, match="^all 1 checkpoints in .* are damaged$"):
         load_checkpoint(here)
+
+
+@pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES)
+def test_what_is_no_file_keeps_no_checkpoint_from_being_saved_removed_or_loaded(
+    tmp_path, caplog, make
+):
+    odd = {step: odd_entry(tmp_path, make, step) for step in (0, 3, 7)}
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, state(step), step)
+    assert not caplog.records
+    files = set(saved_in(tmp_path)) - set(odd.values())
+    assert sorted(path.name.split("-")[1] for path in files) == ["000000000003", "000000000004"]
+    assert set(odd.values()) <= set(saved_in(tmp_path))
+    assert has_checkpoint(tmp_path)
+    assert_same_state(load_checkpoint(tmp_path), state(4))
+    assert not caplog.records
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_others_are_removed(
@@ -218,6 +256,16 @@ def test_whoever_reads_the_checkpoints_of_a_live_run_always_gets_a_good_one(tmp_
         process.kill()
         process.communicate()
     assert loaded == sorted(loaded) and not caplog.records
+
+
+def test_no_link_is_written_through(tmp_path):
+    (tmp_path / "elsewhere").write_bytes(b"precious")
+    for name in ("checkpoint.tmp", "experiment.cleanrl_model.tmp"):
+        (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    save_checkpoint(tmp_path, state(1), 1)
+    save_model(tmp_path, {"a": torch.zeros(1)}, ScriptArgs())
+    assert (tmp_path / "elsewhere").read_bytes() == b"precious"
+    assert not (tmp_path / "experiment.cleanrl_model").is_symlink() and len(saved_in(tmp_path)) == 1
 
 
 def test_a_save_that_fails_leaves_nothing_but_the_one_before(tmp_path, monkeypatch):

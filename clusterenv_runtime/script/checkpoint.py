@@ -6,26 +6,38 @@ A checkpoint is a file of `torch.save` whose name holds its step and its SHA-256
 
 from __future__ import annotations
 
+import copy
+import errno
 import hashlib
-import itertools
 import logging
 import os
 import random
+import re
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from ..options import NotNegative, NotNegativeNumber
 
 logger = logging.getLogger(__name__)
 PLAIN = bool, int, float, str, bytes
+_NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{64})\.pt")
+
+
+class _Entry(NamedTuple):
+    """A file with a checkpoint's name."""
+
+    step: int
+    time: int  # when it was written, in nanoseconds; 0 if it has been removed meanwhile
+    path: Path
+    digest: str
 
 
 class _Hashed:
@@ -74,17 +86,17 @@ def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], st
     temporary = directory / "checkpoint.tmp"  # the next one overwrites what a killed process left
     with _on_disk(temporary) as file:
         digest = dump(state, file)
-    name = f"checkpoint-{step:012d}"
-    path = directory / f"{name}-{digest}.pt"
+    path = directory / f"checkpoint-{step:012d}-{digest}.pt"
     temporary.replace(path)
     _fsync(directory)
-    found = _checkpoints(directory)
-    before_it = [other for other in found if other.name < name]
-    for other in set(found) - {path, *before_it[:1]}:
+    others = [entry for entry in _checkpoints(directory) if entry.path != path]
+    replaced_by_it = [entry for entry in others if entry.step >= step]
+    before_it = [entry for entry in others if entry.step < step]
+    for entry in replaced_by_it + before_it[1:]:
         try:
-            other.unlink(missing_ok=True)
+            entry.path.unlink(missing_ok=True)
         except OSError as error:  # the new one is there, whatever keeps an old one
-            logger.warning("cannot remove the old checkpoint %s: %s", other, error.strerror)
+            logger.warning("cannot remove the old checkpoint %s: %s", entry.path, error.strerror)
 
 
 @contextmanager
@@ -112,7 +124,8 @@ def replaced(path: str, syncs: bool = True) -> Iterator[BinaryIO]:
 def _on_disk(path: Path, syncs: bool = True) -> Iterator[BinaryIO]:
     """Open a new file: after this block all of it is on disk, or it is gone."""
     try:
-        with open(path, "wb") as file:
+        path.unlink(missing_ok=True)
+        with open(path, "xb") as file:  # not through a link, which would overwrite another file
             yield file
             file.flush()
             if syncs:
@@ -146,29 +159,31 @@ def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """
     if not os.path.isdir(directory):
         raise CheckpointError(f"there is no run {directory}")
-    passed: set[Path] = set()
-    while left := [path for path in _checkpoints(directory) if path not in passed]:
-        path = left[0]  # they are listed anew after each failure, as a live run may have saved
-        passed.add(path)
+    passed = set[_Entry]()
+    while True:  # the directory is read anew after each failure, as a live run may have saved
+        entries = _checkpoints(Path(directory))
+        entry = next((entry for entry in entries if entry not in passed), None)
+        if entry is None:
+            damaged = f"all {len(entries)} checkpoints in {directory} are damaged"
+            raise CheckpointError(damaged if entries else f"there is no checkpoint in {directory}")
+        passed.add(entry)
         try:
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() == path.stem.split("-")[-1]:
+            with open(entry.path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() == entry.digest:
                     file.seek(0)
                     return torch.load(file, map_location="cpu", weights_only=True)
             problem = "it is not as it was written"
-        except FileNotFoundError:
-            continue  # the run has removed it, as there is a newer one
         except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                continue  # the run has removed it, as there is a newer one
             problem = error.strerror
         except Exception as error:  # whatever somebody's file makes torch raise, with its own words
             problem = f"it is not of a run ({type(error).__name__})"
-        logger.warning("skipped the checkpoint %s: %s", path, problem)
-    damaged = f"all {len(passed)} checkpoints in {directory} are damaged"
-    raise CheckpointError(damaged if passed else f"there is no checkpoint in {directory}")
+        logger.warning("skipped the checkpoint %s: %s", entry.path, problem)
 
 
 def has_checkpoint(directory: str | os.PathLike[str]) -> bool:
-    return bool(_checkpoints(directory))
+    return os.path.isdir(directory) and bool(_checkpoints(Path(directory)))
 
 
 class _State(msgspec.Struct):
@@ -177,10 +192,10 @@ class _State(msgspec.Struct):
     args: dict[str, Any]
     parts: dict[str, Any]
     rng: dict[str, Any]
-    global_step: NotNegative
-    seconds: NotNegativeNumber
+    global_step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    seconds: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
     wandb_id: str | None
-    waiting: NotNegativeNumber = 0.0
+    waiting: Annotated[float, msgspec.Meta(ge=0, lt=2**53)] = 0.0
 
 
 def check_run(state: Any) -> None:
@@ -197,19 +212,38 @@ def load_part(part: Any, state: dict[str, Any]) -> None:
     Raises:
         Exception: it is not one of this part; whatever that raises.
     """
-    part.load_state_dict(state)
     if isinstance(part, torch.optim.Optimizer):
-        _check_fused(part)
+        _check_optimizer(part, state)
+    part.load_state_dict(state)
 
 
-def _check_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if fused kernels, which check nothing, would write beyond a tensor."""
-    fused = [group["params"] for group in optimizer.param_groups if group.get("fused")]
-    for parameter in itertools.chain(*fused):
-        for kept in optimizer.state.get(parameter, {}).values():
-            is_number = kept is None or kept.ndim == 0
-            if not is_number and (kept.shape != parameter.shape or not kept.is_contiguous()):
-                raise ValueError("its state is not what an optimizer of these parameters has")
+def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Raise ValueError if this is not its ``state_dict``. Torch checks little, and with fused
+    kernels writes beyond.
+    """
+    fresh = copy.deepcopy(optimizer)
+    for group in fresh.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    fresh.step()  # so that it has all that it keeps
+    expected = fresh.state_dict()
+    # Of parameters that have had no gradient it has kept nothing.
+    expected["state"] = {
+        key: kept for key, kept in expected["state"].items() if key in state["state"]
+    }
+    if _form(state) != _form(expected):
+        raise ValueError("its state is not what an optimizer of these parameters has")
+
+
+def _form(tree: Any) -> Any:
+    """Return what must fit in a tree: its keys, types, and its tensors' shapes and dtypes."""
+    if isinstance(tree, torch.Tensor):
+        return tree.shape, tree.dtype, tree.is_contiguous()
+    if isinstance(tree, dict):
+        return {key: _form(item) for key, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree), [_form(item) for item in tree]
+    return type(tree)
 
 
 def _check(value: Any, where: str) -> None:
@@ -227,9 +261,21 @@ def _check(value: Any, where: str) -> None:
         raise TypeError(f"a checkpoint cannot hold {where}, which is a {kind}")
 
 
-def _checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoints in ``directory``, if there is one, the newest first."""
-    return sorted(Path(directory).glob("checkpoint-*-*.pt"), reverse=True)
+def _checkpoints(directory: Path) -> list[_Entry]:
+    """Return the files with a checkpoint's name in ``directory``, the newest first."""
+    found = []
+    for name in os.listdir(directory):
+        if (match := _NAME.fullmatch(name)) is None:
+            continue
+        path = directory / name
+        time = 0
+        with suppress(FileNotFoundError):  # a live run has removed it since
+            info = path.stat()
+            if not stat.S_ISREG(info.st_mode):
+                continue
+            time = info.st_mtime_ns
+        found.append(_Entry(int(match[1]), time, path, match[2]))
+    return sorted(found, reverse=True)
 
 
 def _fsync(directory: Path) -> None:
@@ -247,8 +293,8 @@ def rng_state() -> dict[str, Any]:
     name, keys, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     numpy = [name, keys.tolist(), *rest]
-    python, own = random.getstate(), torch.get_rng_state()
-    return {"python": python, "numpy": numpy, "torch": own, "cuda": cuda}
+    states = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    return {**states, "cuda": cuda}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
@@ -257,5 +303,5 @@ def set_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state(tuple(state["numpy"]))
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
-        for device in range(min(torch.cuda.device_count(), len(state["cuda"]))):
-            torch.cuda.set_rng_state(state["cuda"][device], device)
+        for device, cuda in list(enumerate(state["cuda"]))[: torch.cuda.device_count()]:
+            torch.cuda.set_rng_state(cuda, device)
