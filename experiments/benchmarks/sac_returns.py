@@ -69,6 +69,11 @@ def kept(args: Args, name: str, seed: int) -> np.ndarray:
     return np.array(json.loads(file.read_text()))
 
 
+def last_return(curve: np.ndarray, total_timesteps: int) -> float:
+    """Return the mean return of the episodes that ended within the last tenth of the steps."""
+    return float(curve[curve[:, 0] > 0.9 * total_timesteps, 2].mean())
+
+
 def draw(path: Path, runs: dict[str, list[np.ndarray]], env_id: str) -> None:
     """Draw each run's returns over its steps, and over its seconds."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
@@ -97,11 +102,10 @@ def main() -> None:
             for (name, curves), future in zip(runs.items(), both, strict=True):
                 curve = future.result()
                 curves.append(curve)
-                last = curve[curve[:, 0] > 0.9 * args.total_timesteps, 2]
-                seconds = curve[-1, 1]
-                print(f"seed {seed}, {name}: {last.mean():,.0f}, {seconds:,.0f} s", flush=True)
+                last = last_return(curve, args.total_timesteps)
+                print(f"seed {seed}, {name}: {last:,.0f}, {curve[-1, 1]:,.0f} s", flush=True)
     for name, curves in runs.items():
-        last = [curve[curve[:, 0] > 0.9 * args.total_timesteps, 2].mean() for curve in curves]
+        last = [last_return(curve, args.total_timesteps) for curve in curves]
         text = f"mean {np.mean(last):,.0f} ({min(last):,.0f} to {max(last):,.0f})"
         print(f"{name}: {text}, median {np.median([curve[-1, 1] for curve in curves]):,.0f} s")
     draw(args.output / f"sac_returns_{args.env_id}.png", runs, args.env_id)

@@ -158,8 +158,11 @@ def measure_sac(args, best):
 if __name__ == "__main__":
     args = tyro.cli(Args)
     best = (args.num_workers - 0.9) / args.num_workers
-    if args.ppo or args.sac:
-        measure_ppo(args) if args.ppo else measure_sac(args, best)
+    if args.ppo:
+        measure_ppo(args)
+        sys.exit()
+    if args.sac:
+        measure_sac(args, best)
         sys.exit()
     for name, stream in (("rollout", False), ("send and recv", True)):
         even, uneven = steps_per_second(args, 1, stream), steps_per_second(args, 10, stream)
