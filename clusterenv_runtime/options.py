@@ -217,6 +217,10 @@ class ClusterOptions:
             "sync_mode 'interval' needs sync_interval: pull every how many policy versions?",
         )
         _require(
+            self.sync_mode == "interval" or self.sync_interval is None,
+            f"sync_interval is for sync_mode 'interval', and this is {self.sync_mode!r}",
+        )
+        _require(
             not self.worker_preload or self.worker_start == "fork" and launcher.can_fork,
             "worker_preload is for workers that are forked: by the launcher local, on Linux, "
             "without a worker_prefix",

@@ -311,7 +311,7 @@ def test_the_plan_runs_nothing_twice_and_compares_settings_that_differ_in_their_
     monkeypatch.chdir(ROOT)
     seen, seeds, always, others = set(), {}, {}, {}
     recipes = Path("experiments", "figures", "recipes")
-    for path in [*recipes.glob("main/*.yaml"), *recipes.glob("v2/*.yaml")]:
+    for path in recipes.glob("main/*.yaml"):
         setup = load(path)
         for flat in configurations(setup, 1):
             key = json.dumps(
@@ -327,8 +327,7 @@ def test_the_plan_runs_nothing_twice_and_compares_settings_that_differ_in_their_
                 always.setdefault(task, []).append(flat["seed",])
     assert seeds
     for task in seeds:
-        last = 5 if task[1] == "LunarLander-v2" else 10  # for tasks without claims
-        assert sorted(always[task]) == sorted(seeds[task]) == list(range(1, last + 1))
+        assert sorted(always[task]) == sorted(seeds[task]) == list(range(1, 11))
 
 
 @pytest.fixture

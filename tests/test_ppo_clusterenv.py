@@ -212,6 +212,7 @@ def test_capture_video_records_environment_0(other):
         ("--kl-threshold nan", "kl_threshold is nan: Expected `float` >= 0.0"),
         ("--num-minibatches 7", "must divide the batch of 64 environments x 128 steps = 8192"),
         ("--sync-mode interval", "needs sync_interval"),
+        ("--sync-interval 3", "sync_interval is for sync_mode 'interval'"),
         ("--sync-interval 0", "sync_interval is 0: Expected `int` >= 1"),
         ("--max-policy-lag -1", "max_policy_lag is -1: Expected `int` >= 0"),
         ("--learning-rate nan", "learning_rate is nan: Expected `float` > 0.0"),

@@ -5,7 +5,8 @@
 
 Runs again what the tables' `command` says, and compares pulls, bytes of weights, and returns. They
 are the same to the last digit on a machine of the same kind with the same versions, unless a commit
-since then has changed what is random. Runs that were resumed, or that lost a worker, are not drawn.
+since then has changed what is random. Runs of other machines, runs that were resumed, and runs that
+lost a worker are not drawn.
 Prints a line for each run. The exit code is 1 if one differs.
 """
 
@@ -20,6 +21,7 @@ import tyro
 
 from experiments.benchmarks.scripts import ROOT, train
 from experiments.figures.collect import number
+from experiments.sweeps.attempts import here
 
 COMPARED = "global_step", "pulls_per_worker", "sync_bytes", "mean_return_100", "eval_return_mean"
 
@@ -50,12 +52,17 @@ def drawn(rows: list[dict[str, str]], runs: int, seed: int) -> list[dict[str, st
 
 def main() -> None:
     args = tyro.cli(Args)
+    machine = here()["machine"]
     with open(args.results / "runs.csv", newline="") as file:
         rows = [
             row
             for row in csv.DictReader(file)
-            if row["resumed"] == "False" and row["worker_restarts"] == "0"
+            if row["machine"] == machine
+            and row["resumed"] == "False"
+            and row["worker_restarts"] == "0"
         ]
+    if not rows:
+        sys.exit(f"error: {args.results} has no run of such a machine: {machine}")
     differing = 0
     for row in drawn(rows, args.runs, args.seed):
         _, program, *flags = shlex.split(row["command"])
