@@ -44,14 +44,6 @@ COMMANDS = {  # by name, from short ones to long ones
         f"{BENCHMARK}.straggler --sac --num-workers 10 --delay 0.04 --seconds 40 --rounds 3"
     ),
     "ppo_cleanrl": f"{BENCHMARK}.training --rounds 5 --cleanrl {{cleanrl}}/cleanrl/ppo.py",
-    "ppo_continuous_cleanrl": (
-        f"{BENCHMARK}.training --rounds 5 --one-thread "
-        "--cleanrl {cleanrl}/cleanrl/ppo_continuous_action.py"
-    ),
-    "ppo_atari_cleanrl": (
-        f"{BENCHMARK}.training --total-timesteps 20480 --flags=--compile "
-        "--cleanrl {cleanrl}/cleanrl/ppo_atari.py"
-    ),
     "dqn_cleanrl": (
         f"{BENCHMARK}.dqn --cleanrl {{cleanrl}}/cleanrl/dqn.py "
         "--cleanrl-python {venvs}/cleanrl/bin/python"
@@ -65,13 +57,13 @@ COMMANDS = {  # by name, from short ones to long ones
     ),
     "scale": f"{BENCHMARK}.scale --workers 1 10 100 1000 --modes send/recv --out {{folder}}",
     "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
-    "soak": "-m tests.soak",
     "peers": (
         f"{BENCHMARK}.peers --rounds 3 --iterations 15 --venvs {{venvs}} --csv {{folder}}/peers.csv"
     ),
     "time_to_solve": (
-        f"{BENCHMARK}.time_to_solve --ways='--no-overlap,--overlap,--stream,--stream "
-        "--outstanding 2' --seeds 10 --stop --output {folder}/time_to_solve"
+        f"{BENCHMARK}.time_to_solve --env-id LunarLander-v3 HalfCheetah-v5 "
+        "--ways='--no-overlap,--overlap,--stream' --common='--total-timesteps 500000' "
+        "--output {folder}/time_to_solve --plot {folder}/time_to_solve.png"
     ),
 }
 

@@ -101,7 +101,7 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     steps first
     """
     compile: bool = False
-    """compile the losses, which takes up to half a minute; on a CPU it gains next to nothing"""
+    """compile the losses, which takes up to half a minute; on a CPU it loses some percent"""
 
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
