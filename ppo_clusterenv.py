@@ -109,7 +109,7 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     seed are the same to the last bit
     """
     compile: bool = False
-    """compile networks and loss: after up to half a minute, updates take half to four fifths of the time"""
+    """compile networks and loss: after up to half a minute, updates take 0.5 to 0.8 of the time"""
 
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):

@@ -97,7 +97,7 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     stay in float32
     """
     compile: bool = False
-    """compile networks and loss: after up to half a minute, updates take half to four fifths of the time"""
+    """compile networks and loss: after up to half a minute, updates take 0.5 to 0.8 of the time"""
 
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):

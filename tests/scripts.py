@@ -237,6 +237,7 @@ def check_loss_of_worker_1(process, workers):
     os.kill(workers[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
-    (line,) = errors.splitlines()
+    saved, line = errors.splitlines()
+    assert saved.startswith("saved; to go on: python ")
     assert line.startswith("error: worker 1 ") and "SIGKILL" in line and "worker-1.log" in line
     assert not any(alive(pid) for pid in workers)

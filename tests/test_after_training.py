@@ -202,6 +202,8 @@ def test_each_mistake_is_one_line(here, monkeypatch):
     assert "Environment `Nowhere` doesn't exist" in says("runs/x", "--env-id", "Nowhere-v1")
     assert "No module named 'nowhere'" in says("runs/x", "--env-id", "nowhere:Mine-v0")
     assert "--env-kwargs" in says("runs/x", "--env-kwargs", "a")
+    assert says("runs/x", "--seed", "-1").startswith("error: seed is -1: ")
+    assert says("runs/x", "--episodes", "0").startswith("error: episodes is 0: ")
     unfit = says("runs/x", "--env-id", "Acrobot-v1")
     assert "does not fit ppo_clusterenv.py on Acrobot-v1: " in unfit and "size mismatch" in unfit
     assert "'Box' object has no attribute 'n'" in says("runs/x", "--env-id", "Pendulum-v1")

@@ -16,9 +16,11 @@ BEGIN = time.time() + 1000  # when all runs here have begun
 OURS = {"exp_name": "ppo_clusterenv", "env_id": "CartPole-v1", "num_steps": 8, "seed": 1}
 
 
-def log(directory, values, flags=OURS, tag="charts/episodic_return", begin=BEGIN, first=10):
+def log(
+    directory, values, flags=OURS, tag="charts/episodic_return", begin=BEGIN, first=10, purge=None
+):
     """Write logs with a value each 10 steps and 2 seconds."""
-    writer = SummaryWriter(str(directory))
+    writer = SummaryWriter(str(directory), purge_step=purge)
     if flags:
         table = "".join(f"|{name}|{value}|\n" for name, value in flags.items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", 0, walltime=begin)
@@ -112,9 +114,9 @@ def test_a_run_that_is_going_on_is_drawn_as_far_as_it_is(runs, monkeypatch):
 def test_a_resumed_run_has_no_step_twice_and_no_time_between_its_parts(runs):
     log(runs / "x", [1, 2, 3])
     time.sleep(1.1)  # the names of the files are those of their seconds
-    writer = SummaryWriter(str(runs / "x"), purge_step=21)
-    writer.close()
-    time.sleep(1.1)
+    for begin in (BEGIN + 3000, BEGIN + 4000):  # two more parts end before they log anything
+        log(runs / "x", [], begin=begin, purge=21)
+        time.sleep(1.1)
     log(runs / "x", [7, 8], OURS | {"num_steps": 9}, begin=BEGIN + 5000, first=30)
     run = LoggedRun(str(runs / "x"))
     steps, seconds, values = run.scalars("charts/episodic_return")

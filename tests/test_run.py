@@ -1,5 +1,6 @@
 """A run from its beginning to its summary, with workers and files, in this process."""
 
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import pytest
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.script import Run, ScriptArgs
+from clusterenv_runtime.script.checkpoint import load_checkpoint
 
 from . import scripts
 from .envs import CountingEnv
@@ -38,6 +40,26 @@ def train(args, eval_returns=(), **more):
         run.finish(np.array(eval_returns), **more)
     with open("runs/x/summary.json") as file:
         return json.load(file, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def test_a_run_without_an_iteration_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = Run(Args())
+    run.begin()
+    with pytest.raises(SystemExit, match="--total-timesteps 16 must be at least 20, the steps of"):
+        next(run.iterations(16 // 20, 20))
+
+
+def test_a_checkpoint_of_the_evaluation_has_the_seconds_of_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    clock = itertools.count(0.0)
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    with monkeypatch.context() as patch:
+        # As an interrupt in the evaluation would.
+        finish = Run.finish
+        patch.setattr(Run, "finish", lambda run, *args: (run.save(), finish(run, *args)))
+        summary = train(Args())
+    assert load_checkpoint("runs/x")["seconds"] == summary["wall_seconds"]
 
 
 def test_a_clock_that_stands_still_ends_no_run(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from clusterenv_runtime.script.directory import holder_of, lock
 from clusterenv_runtime.script.status import FILE, RATES, Status, StatusFile, WorkerStatus
 
 from .patience import wait_until
-from .scripts import environment, lasting, workers_of
+from .scripts import ROOT, environment, lasting, workers_of
 
 WATCH = [sys.executable, "-m", "clusterenv_runtime.script.watch"]
 
@@ -80,6 +80,14 @@ def test_a_run_is_seen_while_it_runs_and_until_it_has_finished(run, tmp_path):
     assert sum(worker["restarts"] for worker in last["workers"]) == 1
 
 
+def test_a_run_that_ends_before_it_trains_has_failed(tmp_path):
+    begin = "from tests.test_run import Args, Run; Run(Args()).begin(); 1 / 0"
+    command = [sys.executable, "-c", begin]
+    subprocess.run(command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), check=False)
+    status = watch.look(str(tmp_path / "runs/x"))
+    assert (status.state, status.reason[:31]) == ("failed", "it ended before training; its o")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_that_ends_before_its_end_is_told(run, tmp_path, number):
@@ -108,6 +116,9 @@ def test_a_lock_has_a_holder_as_long_as_its_process_lives(tmp_path):
         assert holder_of(tmp_path) == f"process {process.pid} on {socket.gethostname()}"
         with pytest.raises(RunLockedError):  # to ask takes no lock, and none away
             lock(tmp_path)
+        for ended, state in ((time.time() - 60, "starting"), (time.time() + 60, "finished")):
+            (tmp_path / FILE).write_bytes(msgspec.json.encode(Status("finished", time=ended)))
+            assert watch.look(str(tmp_path)).state == state  # resumed, or recording a video
         process.communicate(b"\n")
     assert holder_of(tmp_path) == ""
     lock(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import numpy as np
 from ..arrays.trees import not_finite
 from ..errors import Interrupted, printable
 from ..rollout import Rollout
+
+logger = logging.getLogger(__name__)
 
 ATARI = "scripts/ppo_atari_clusterenv.py or scripts/dqn_atari_clusterenv.py"
 
@@ -75,6 +78,10 @@ def check_chunks(args: Any) -> None:
     check(args.num_iterations >= 1, f"{total} must be at least {chunk}")
     has_room = args.buffer_size >= args.chunk_size
     check(has_room, f"--buffer-size {args.buffer_size} must be at least {chunk}")
+    steps = args.num_iterations * args.chunk_size
+    if args.learning_starts >= steps:
+        text = "nothing is learned in %d steps, as --learning-starts is %d"
+        logger.warning(text, steps, args.learning_starts)
 
 
 def check_memory(args: Any, num_bytes: int) -> None:

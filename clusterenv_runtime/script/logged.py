@@ -63,9 +63,10 @@ class LoggedRun:
 
     def _seconds(self, times: np.ndarray) -> np.ndarray:
         seconds = times - self._first
+        heard = np.concatenate([self._times, self._starts])  # a part may have logged its start only
         for start in self._starts:
             later = times >= start
             # When the part before was last heard of.
-            before = self._times[self._times < start].max(initial=self._first)
+            before = heard[heard < start].max(initial=self._first)
             seconds[later] -= start - before
         return seconds

@@ -12,7 +12,7 @@ import tyro
 
 from ..env import ClusterEnv
 from ..errors import StartupError, WorkerDiedError
-from ..options import Positive
+from ..options import Positive, check_ranges
 from .arguments import Seed, check_moviepy
 from .checks import one_line_for
 from .environments import one_line_for_environments
@@ -63,14 +63,17 @@ def play(args: Args) -> None:
     say(f"mean return {np.mean(returns):.1f} of {len(returns)} episodes, {spread}")
     if args.video:
         how["seed"] = seed
-        video = f"{os.path.dirname(trained.path)}/play.mp4"
+        video = os.path.join(os.path.dirname(trained.path), "play.mp4")
         film(trained.args, trained.module.make_env, policy, video, {"num_workers": 1}, **how)
 
 
 def main() -> None:
     """Play as the command line says."""
+    args = tyro.cli(Args, description=__doc__)
+    with one_line_for(ValueError):
+        check_ranges(args)
     with one_line_for(StartupError, WorkerDiedError):
-        play(tyro.cli(Args, description=__doc__))
+        play(args)
 
 
 if __name__ == "__main__":

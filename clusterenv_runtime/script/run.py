@@ -133,9 +133,10 @@ class Run:
         self._unwritten = None
         # Logs up to here belong to this checkpoint. A resumed run drops later ones.
         self.logs.writer.flush()
+        seconds = self._trained_seconds or self.seconds  # without those of the evaluation
         self._unwritten = {
             "parts": self.directory.state_dicts(), "rng": rng_state(), "args": asdict(self.args),
-            "global_step": self.global_step, "seconds": self.seconds,
+            "global_step": self.global_step, "seconds": seconds,
             "wandb_id": self.logs.wandb_id, "waiting": self.waiting,
         }  # fmt: skip
         self._write()
@@ -167,6 +168,7 @@ class Run:
         self._envs = envs
         self._model = model
         self._unwritten: dict[str, Any] | None = None
+        self._trained_seconds: float | None = None
         if saved := self.directory.saved:
             self.directory.restore("rng", lambda: set_rng_state(saved["rng"]))
         self._start = time.monotonic() - saved.get("seconds", 0)
@@ -188,6 +190,8 @@ class Run:
         are heeded. After --max-seconds the next iteration that `report`s is the last. Then there is
         a checkpoint. Do not leave the loop by ``break``, or there is none.
         """
+        total = f"--total-timesteps {self.args.total_timesteps}"
+        check(number >= 1, f"{total} must be at least {steps}, the steps of one iteration")
         done = -(-self.global_step // steps)
         self._number = number
         self._progress.begin(number, done)

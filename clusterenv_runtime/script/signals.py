@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..env import ClusterEnv
-from ..errors import CheckpointError, EnvError, Interrupted
+from ..errors import CheckpointError, EnvError, Interrupted, WorkerDiedError
 
 TOLD = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 # Exit codes: EX_TEMPFAIL, for which schedulers may requeue, and the shell's 128 + SIGINT.
@@ -71,7 +71,8 @@ class Signals:
 
         That is in a wait for workers, which the signal interrupts, and in `raise_if_received`. Once
         ``envs`` are closed, nothing is half done anywhere. A learner that is lost ends it likewise,
-        and so do observations from which nobody can learn.
+        and so do observations from which nobody can learn. An environment's error is raised in such
+        a wait, too, and so is that of a worker which is not replaced: it is saved, and raised.
         """
         self._envs = envs
         try:
@@ -85,8 +86,8 @@ class Signals:
             self.end(why, f"; to go on: {to_go_on}")
         except Exception as error:
             ignore_signals()  # torchrun, which ends all learners, would hide this error
-            is_of_env = isinstance(error, EnvError) or isinstance(error.__cause__, EnvError)
-            if is_of_env and self._speaks:
+            is_in_wait = isinstance(error, EnvError | WorkerDiedError)
+            if (is_in_wait or isinstance(error.__cause__, EnvError)) and self._speaks:
                 _save_after_error(save, to_go_on)
             raise
         finally:
@@ -94,7 +95,7 @@ class Signals:
 
 
 def _save_after_error(save: Callable[[], None], to_go_on: str) -> None:
-    """Save a run that an environment's error ends, in a wait where nothing is half done."""
+    """Save a run that an error ends in a wait, where nothing is half done."""
     try:
         save()
     except CheckpointError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -68,6 +69,7 @@ class StatusFile:
         # The time, the run's steps, each worker's, and the seconds that each has waited.
         self._past: deque[np.ndarray] = deque(maxlen=RATES)
         self.write("starting")
+        atexit.register(self._end)
 
     @contextmanager
     def training(self, envs: ClusterEnv) -> Iterator[None]:
@@ -80,6 +82,10 @@ class StatusFile:
             self.write("interrupted" if is_signal else "failed", one_line(error) * (not is_signal))
             raise
 
+    def _end(self) -> None:
+        if self._state == "starting":
+            self.write("failed", "it ended before training; its output says why")
+
     def tell(self) -> None:
         """Write it if it is due."""
         if time.monotonic() >= self._due:
@@ -89,6 +95,7 @@ class StatusFile:
     def write(self, state: State, reason: str = "") -> None:
         """Write it; if the disk is full, checkpoints and logs tell of that."""
         run = self._run
+        self._state = state
         if not run.writes:
             return
         curve = run.logs.curve

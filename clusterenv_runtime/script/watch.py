@@ -54,6 +54,10 @@ def look(directory: str) -> Status:
             status = msgspec.json.decode(file.read(), type=Status)
     else:
         check(who, f"{directory} has no {FILE}, and no script of ours trains it")
+    if who and status.state not in GOING_ON:
+        with suppress(OSError):
+            if os.stat(f"{directory}/lock").st_mtime > status.time:
+                status.state = "starting"  # it is resumed, and loads its checkpoint
     if status.state in GOING_ON and not who:
         status.state = "gone"
         with suppress(OSError), open(f"{directory}/lock", "rb") as file:
