@@ -297,7 +297,7 @@ def test_those_that_close_kills_are_named(workers, pipe, caplog, finalizes):
     assert re.match(r"worker 1 \(.*\) is killed before its environments are closed$", text)
 
 
-def test_an_environment_that_raises_in_close_keeps_no_other_from_it(tmp_path):
+def test_an_environment_that_raises_in_close_is_told_and_keeps_no_other_from_it(tmp_path, caplog):
     class ClosingEnv(CountingEnv):
         def close(self):
             if self.count:  # the head has stepped it
@@ -307,7 +307,10 @@ def test_an_environment_that_raises_in_close_keeps_no_other_from_it(tmp_path):
     with ClusterEnv([ClosingEnv] * 2, 1, log_dir=tmp_path / "logs") as envs:
         envs.set_attr("count", [1, 2])
     assert sorted(os.listdir(tmp_path)) == ["closed-1", "closed-2", "logs"]
-    assert "ValueError: in close" in (tmp_path / "logs" / "worker-0.log").read_text()
+    log = tmp_path / "logs" / "worker-0.log"
+    assert "ValueError: in close" in log.read_text()
+    failed = "worker 0 failed as it closed its environments (exit code 1)"
+    assert caplog.messages == [f"{failed}; see {log}"]
 
 
 @pytest.mark.parametrize("where", ["step", "close"])

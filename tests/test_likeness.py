@@ -1,5 +1,6 @@
 """What a worker's process is: what the head's was when the `ClusterEnv` was made."""
 
+import functools
 import importlib
 import json
 import os
@@ -338,6 +339,24 @@ def test_a_large_array_is_held_once_and_environments_may_change_it(workers, opti
         assert ["memfd:clusterenv" in each for each in maps] == ["worker_prefix" not in options] * 2
         kill(envs._head.pool.workers[1].process.pid)
         assert envs.call("change") == (9, 10, 7, 0)
+
+
+def test_each_environment_has_its_own_large_array_if_its_pickle_makes_it():
+    class Fresh:
+        def __init__(self, number):
+            self.number = number
+
+        def __reduce__(self):
+            return np.copy, (np.full(large.LARGE, self.number, np.uint8),)
+
+    class HoldingEnv(CountingEnv):
+        def __init__(self, held):
+            super().__init__()
+            self.held = int(held[0])
+
+    env_fns = [functools.partial(HoldingEnv, Fresh(number)) for number in range(6)]
+    with ClusterEnv(env_fns, 6) as envs:
+        assert envs.get_attr("held") == tuple(range(6))
 
 
 def test_large_arrays_lie_in_a_temporary_file_where_the_system_has_none_in_memory(monkeypatch):

@@ -301,6 +301,28 @@ def test_what_is_set_is_also_set_for_a_worker_that_is_lost_after_its_answer(tmp_
         assert envs.get_attr("x") == (7, 8)
 
 
+class LevelsEnv(CountingEnv):
+    level = 0
+
+    @property
+    def mode(self):
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode):
+        self._mode = mode
+        self.level = 0
+
+
+def test_what_is_set_is_set_for_a_replacement_in_the_order_of_the_last_calls():
+    with ClusterEnv([LevelsEnv] * 2, 2) as envs:
+        envs.reset()
+        for name, value in (("mode", "easy"), ("level", 5), ("mode", "hard")):
+            envs.set_attr(name, value)
+        kill(envs.call("pid")[1])
+        assert envs.get_attr("level") == (0, 0) and envs.get_attr("mode") == ("hard", "hard")
+
+
 def test_a_worker_lost_in_a_reset(pipe):
     with ClusterEnv(
         [CountingEnv, partial(OnceEnv, pipe.path, "reset")], 2, worker_timeout=HOUR

@@ -73,7 +73,9 @@ class Told:
 
 @pytest.fixture
 def told():
-    return Told()
+    told = Told()
+    yield told
+    told.recovery.close()
 
 
 def test_the_first_process_builds_its_environments_and_no_more(told):

@@ -46,7 +46,7 @@ def test_a_run_without_an_iteration_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Run(Args())
     run.begin()
-    with pytest.raises(SystemExit, match="--total-timesteps 16 must be at least 20, the steps of"):
+    with pytest.raises(SystemExit, match="--total-timesteps must be at least 20, those of one"):
         next(run.iterations(16 // 20, 20))
 
 

@@ -48,6 +48,39 @@ def test_functions_of_the_script_that_remember_results_travel(tmp_path):
     assert run.stdout.strip() == "((6765, 'docstring', 21), (6765, 'docstring', 21))", run.stderr
 
 
+SPAWNED = """
+import multiprocessing
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from tests.envs import CountingEnv
+from tests.nets import linear
+
+class Env(CountingEnv):
+    pass
+
+class Policy(CategoricalPolicy):
+    pass
+
+def act():
+    with ClusterEnv([Env] * 2) as envs:
+        envs.reset(seed=1)
+        print(envs.rollout(Policy(linear(1, 2)), 3).rewards.shape)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=act)
+    process.start()
+    process.join()
+"""
+
+
+def test_what_a_script_defines_travels_from_a_process_that_it_has_spawned(tmp_path):
+    (tmp_path / "script.py").write_text(SPAWNED)
+    command = [sys.executable, tmp_path / "script.py"]
+    run = subprocess.run(
+        command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout.strip() == "(3, 2)", run.stderr
+
+
 @pytest.mark.parametrize("make", [threading.Lock, threading.RLock, threading.Condition])
 def test_locks_are_new_ones_that_the_environments_of_a_worker_share(make):
     lock = make()

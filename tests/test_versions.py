@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -78,6 +79,26 @@ def test_a_hook_that_is_registered_again_makes_no_other_structure():
     _, store = made()
     policy = CategoricalPolicy(linear())
     assert [publish_with_hook(store, policy) for _ in range(3)] == [True, False, False]
+
+
+def test_another_object_is_noticed_also_at_the_address_of_the_last_one():
+    _, store = made()
+    policy = CategoricalPolicy(linear())
+    for number in range(20):
+        # The next one has the address of this one, unless something keeps it.
+        policy.actor.scale = partial(leave, number)
+        assert store.publish(policy)
+        del policy.actor.scale
+
+
+def test_frozen_parameters_are_told_where_they_are_rounded(caplog):
+    policy = CategoricalPolicy(linear())
+    policy.actor[0].bias.requires_grad_(False)
+    _, store = made()
+    store.publish(policy)
+    store.publish(policy)
+    (text,) = caplog.messages
+    assert "the frozen parameter actor.0.bias rounded" in text and "make it a buffer" in text
 
 
 def publish_with_hook(store, policy):

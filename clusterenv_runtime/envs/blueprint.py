@@ -4,9 +4,9 @@ which the head and its workers agree.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, Self
 
 import gymnasium as gym
@@ -19,7 +19,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space, create_e
 
 from ..arrays.trees import leaves, map_space
 from .large import LargeArray, LargeArrays
-from .script import dumps_noting, packed_registry
+from .script import dumps_noting, packed_registry, register_script
 
 
 class SpacesError(RuntimeError, ValueError):
@@ -164,7 +164,7 @@ class Blueprint:
         if frame_stack is not None and (type(frame_stack) is not int or frame_stack < 1):
             raise ValueError(f"frame_stack must be an integer from 1, got {frame_stack!r}")
         self.observation_mode = observation_mode
-        self._layout_of = partial(
+        self._layout_of = functools.partial(
             EnvLayout.of,
             observation_mode=observation_mode,
             autoreset_mode=AutoresetMode(autoreset_mode),
@@ -175,6 +175,7 @@ class Blueprint:
         self._metadata: dict[str, Any] = {}
         self._render_mode: str | None = None
         self._spaces: list[Space | None] = [None] * self.num_envs  # see `Told`
+        register_script()
         self._of_script: dict[str, Any] = {}
         self._large = LargeArrays()
         self._registry = packed_registry(self._of_script)
@@ -209,7 +210,7 @@ class Blueprint:
         if self.observation_mode == "different":  # else each worker tells none
             self._spaces[rows] = spaces
 
-    @property
+    @functools.cached_property
     def action_space(self) -> Space:
         """The space of all environments' actions."""
         return batch_space(self.layout.single_action_space, self.num_envs)
@@ -242,6 +243,7 @@ class Blueprint:
         envs.autoreset_mode = layout.autoreset_mode
         self.env_fns = []
         self._of_script = {}
+        self._large = LargeArrays()
 
     def shares(self, num_workers: int) -> list[slice]:
         """Return each worker's rows: contiguous, and of two workers one has one more at most."""

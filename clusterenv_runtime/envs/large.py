@@ -53,7 +53,8 @@ class LargeArrays:
     """Copies of large arrays, one for all pickles that have the same array."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, int], LargeArray] = {}  # by address and size
+        # By address and size, with the array itself: no other one can get its address.
+        self._copies: dict[tuple[int, int], tuple[LargeArray, np.ndarray]] = {}
         self._file: _File | None = None
 
     def collector(self, copies: list[LargeArray]) -> Callable[[pickle.PickleBuffer], bool]:
@@ -66,8 +67,8 @@ class LargeArrays:
             key = data.ctypes.data, data.nbytes
             if key not in self._copies:
                 self._file = self._file or _File()
-                self._copies[key] = self._file.add(data)
-            copies.append(self._copies[key])
+                self._copies[key] = self._file.add(data), data
+            copies.append(self._copies[key][0])
             return False
 
         return is_small

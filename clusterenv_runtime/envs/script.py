@@ -28,6 +28,15 @@ IMPORT = importlib._bootstrap._find_and_load.__code__.co_filename  # of Python's
 LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
+def register_script() -> None:
+    """Have what the script defines travel with its code, also in a process that `multiprocessing`
+    has spawned, where the script is a module of another name.
+    """
+    main = sys.modules["__main__"]
+    if main.__name__ == "__mp_main__":
+        cloudpickle.register_pickle_by_value(main)
+
+
 def dumps_noting(
     value: Any,
     of_script: dict[str, Any],

@@ -12,6 +12,7 @@ import random
 import secrets
 import sys
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from .worker import Worker
 
 logger = logging.getLogger(__name__)
 SHOWN = 3  # files of edited code that a warning names
+_open: weakref.WeakSet[Recovery] = weakref.WeakSet()
 Order = tuple[int | None, Message, tuple[Any, ...]]  # seq, if it is known, message and buffers
 
 
@@ -64,9 +66,17 @@ class Recovery:
         # As the user set them: for each worker a pickle of its environments' values.
         self.attributes: dict[str, list[bytes]] = {}
         self.restarts: list[dict[str, Any]] = []  # worker, time, reason and seeds of each
-        self._built_with = number_of_globals()  # seeds what environments draw when they are built
+        # Seeds what environments draw when they are built. Those of two that are open differ.
+        self._built_with = number_of_globals()
+        while any(other._built_with == self._built_with for other in _open):
+            self._built_with = (self._built_with + 1) % 2**62
+        _open.add(self)
         self.seed = secrets.randbits(62)  # of the noise, until the user gives one
         self._is_loaded = False  # whether that comes from a checkpoint, and no rollout was asked
+
+    def close(self) -> None:
+        """Let another one build with the same number."""
+        _open.discard(self)
 
     def orders(self, worker: Worker, unanswered: list[Request]) -> list[Order]:
         """Return what makes a process this worker, and then what it is to answer."""

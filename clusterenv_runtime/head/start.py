@@ -56,6 +56,7 @@ class Head:
     def close(self, timeout: float) -> None:
         """End the workers, see `WorkerPool.close`. A forked child leaves its parent's alone."""
         if os.getpid() == self.pid:
+            self.recovery.close()
             self.pool.close(timeout)
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,10 +125,12 @@ def start_head(
     launcher.resources = options.resources
     launcher.may_fork = options.worker_start == "fork"
     launcher.preload = options.worker_preload.split()
+    launcher.startup_timeout = options.startup_timeout
     try:
         launcher.prepare(num_workers, flags, transport.directory)
         pool.start(min_workers)
     except BaseException:
+        recovery.close()
         pool.close(timeout=0)
         raise
     ready = sum(worker.has_been_ready for worker in workers)

@@ -158,7 +158,8 @@ class Stepper:
         pickles = [cloudpickle.dumps(values[worker.rows]) for worker in self._pool.workers]
         before = self._recovery.attributes
         # Replacements are told from now on, as a worker may die right after its response.
-        self._recovery.attributes = {**before, name: pickles}
+        others = {key: values for key, values in before.items() if key != name}
+        self._recovery.attributes = {**others, name: pickles}  # in the order of the last calls
         try:
             self._ask(
                 AsyncState.WAITING_CALL,

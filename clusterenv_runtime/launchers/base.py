@@ -51,6 +51,7 @@ class Launcher:
     # Whether workers may be forked from one process, and what that process imports.
     may_fork = True
     preload: Sequence[str] = ()
+    startup_timeout = 60.0  # seconds that a worker may take to start
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         # This process may change its directory.

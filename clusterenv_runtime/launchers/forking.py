@@ -37,7 +37,7 @@ from .start import PATH
 MAX_MESSAGE = 2**18  # bytes
 # What a worker that acts imports, with torch.
 ACTING = "clusterenv_runtime.policy.actor", "clusterenv_runtime.extras.policies"
-READY_S = 60.0  # how long the process may take to import what workers need
+READY_S = 60.0  # how long the process may at least take to import what workers need
 FORK_S = 10.0  # how long it may take to fork
 UNKNOWN = 256  # the code of a worker that has ended when nobody was left to say how
 # Variables that act when an interpreter, a library or torch is loaded, by how they begin.
@@ -142,9 +142,16 @@ class ForkServer:
         self._is_started = True
 
     def fork(
-        self, mark: str, arguments: list[str], variables: Mapping[str, str], outputs: list[int]
+        self,
+        mark: str,
+        arguments: list[str],
+        variables: Mapping[str, str],
+        outputs: list[int],
+        ready_s: float,
     ) -> Forked:
         """Fork a worker with these arguments, environment variables, and output and error output.
+
+        The process may take ``ready_s`` seconds to import what workers need.
 
         Raises:
             OSError: it cannot be forked now.
@@ -160,7 +167,7 @@ class ForkServer:
             # The order comes first. Its worker tidies up if this process is killed from here on.
             if not self._is_started:
                 self._start()
-            self._await_ready()
+            self._await_ready(ready_s)
             answer, files = self._receive(FORK_S)
             while answer["mark"] != mark:  # of another worker, or of an interrupted order
                 _close_all(files)
@@ -191,9 +198,9 @@ class ForkServer:
         """Whether the process was there when it was last needed."""
         return self._close.alive
 
-    def _await_ready(self) -> None:
+    def _await_ready(self, seconds: float) -> None:
         if not self._is_ready:
-            answer, _ = self._receive(READY_S)
+            answer, _ = self._receive(seconds)
             if answer["fault"] is not None:
                 self._close()
                 raise StartupError(f"worker_preload: {answer['fault']}")

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from .base import WORKER, Exit, Launcher
-from .forking import UNKNOWN, Forked, ForkServer, ForkServerLost, can_fork, shared_server
+from .forking import READY_S, UNKNOWN, Forked, ForkServer, ForkServerLost, can_fork, shared_server
 from .processes import (
     VARIABLE,
     current_directory,
@@ -101,8 +101,9 @@ class LocalLauncher(Launcher):
             try:
                 if self._server is None:
                     self._server = shared_server(variables, self.preload)
+                flags, ready_s = self.worker_flags(index), max(READY_S, self.startup_timeout)
                 with _outputs(output) as outputs:
-                    return self._server.fork(mark, self.worker_flags(index), variables, outputs)
+                    return self._server.fork(mark, flags, variables, outputs, ready_s)
             except ForkServerLost:
                 self._server = None
                 self._lost_servers += 1
@@ -164,7 +165,9 @@ class LocalLauncher(Launcher):
     def stop(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         processes = list(self._processes.values())
-        if not _await(processes, deadline):
+        if _await(processes, deadline):
+            self._tell_failures(timeout)
+        else:
             for process in processes:
                 process.terminate()
             _await(processes, deadline + 1)
@@ -174,6 +177,15 @@ class LocalLauncher(Launcher):
         _await(processes, deadline + 6)
         while kill_marked(self._mark) and time.monotonic() < deadline + 7:
             time.sleep(0.01)
+
+    def _tell_failures(self, timeout: float) -> None:
+        """Say which workers have failed at the end, if they had any time for it."""
+        for index, process in self._processes.items():
+            code = process.poll() or 0
+            if timeout > 0 and 0 < code < UNKNOWN:
+                text = "worker %d failed as it closed its environments (exit code %d)%s"
+                log = self.log(index)
+                logger.warning(text, index, code, f"; see {log}" if log else "")
 
 
 @contextlib.contextmanager

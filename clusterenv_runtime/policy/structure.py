@@ -126,4 +126,14 @@ def _described(value: Any, weights: set[int]) -> Any:
         value = [*value.items()]
     if isinstance(value, list | tuple | set | frozenset):
         return type(value), *(_described(item, weights) for item in value)
-    return id(value)
+    return _Itself(value)
+
+
+class _Itself:
+    """Is equal for the same object only, which lives as long: no other one can get its `id`."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Itself) and other.value is self.value

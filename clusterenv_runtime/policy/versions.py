@@ -130,6 +130,8 @@ class PolicyStore:
         is_new = policy is not self._policy or not self.structure
         if is_new:
             check_policy(policy)
+            if self._rounds:
+                _warn_of_frozen(policy)
         weights = flat_weights(policy)  # before anything changes: there may be no memory for it
         changed = self._update_structure(policy, is_new, seen)
         self.version += 1
@@ -307,3 +309,12 @@ class PolicyStore:
         for index, copy in enumerate(self._copies):
             copy.forget()
             copy.pulls = each + (index < rest)
+
+
+def _warn_of_frozen(policy: Policy) -> None:
+    """Say that constants among the parameters are rounded like those that learn."""
+    frozen = [name for name, each in policy.named_parameters() if not each.requires_grad]
+    if frozen:
+        text = "workers get the frozen parameter%s %s rounded, like all: if that must be exact, %s"
+        hint = "make it a buffer, or pull weights='float32'"
+        logger.warning(text, "s" * (len(frozen) > 1), ", ".join(frozen[:3]), hint)

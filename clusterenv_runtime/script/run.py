@@ -133,10 +133,9 @@ class Run:
         self._unwritten = None
         # Logs up to here belong to this checkpoint. A resumed run drops later ones.
         self.logs.writer.flush()
-        seconds = self._trained_seconds or self.seconds  # without those of the evaluation
         self._unwritten = {
             "parts": self.directory.state_dicts(), "rng": rng_state(), "args": asdict(self.args),
-            "global_step": self.global_step, "seconds": seconds,
+            "global_step": self.global_step, "seconds": self.seconds,
             "wandb_id": self.logs.wandb_id, "waiting": self.waiting,
         }  # fmt: skip
         self._write()
@@ -165,8 +164,7 @@ class Run:
         """
         with env_setup(self):
             self._evaluations = Evaluations(self.args, envs, policy, model, self.logs)
-        self._envs = envs
-        self._model = model
+        self._envs, self._model = envs, model
         self._unwritten: dict[str, Any] | None = None
         self._trained_seconds: float | None = None
         if saved := self.directory.saved:
@@ -181,7 +179,7 @@ class Run:
     @property
     def seconds(self) -> float:
         """How long the run has trained, in all; never 0, as some clocks stand still."""
-        return max(time.monotonic() - self._start, 1e-3)
+        return self._trained_seconds or max(time.monotonic() - self._start, 1e-3)
 
     def iterations(self, number: int, steps: int) -> Iterator[int]:
         """Yield the iterations that are left of ``number``, each of so many environment ``steps``.
@@ -190,8 +188,7 @@ class Run:
         are heeded. After --max-seconds the next iteration that `report`s is the last. Then there is
         a checkpoint. Do not leave the loop by ``break``, or there is none.
         """
-        total = f"--total-timesteps {self.args.total_timesteps}"
-        check(number >= 1, f"{total} must be at least {steps}, the steps of one iteration")
+        check(number >= 1, f"--total-timesteps must be at least {steps}, those of one iteration")
         done = -(-self.global_step // steps)
         self._number = number
         self._progress.begin(number, done)
@@ -275,7 +272,7 @@ class Run:
         self._signals.raise_if_received()
         if len(eval_returns):
             self.logs.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
-        seconds, curve = self._trained_seconds, self.logs.curve
+        seconds, curve = self.seconds, self.logs.curve
         summary = {
             "global_step": self.global_step, "wall_seconds": seconds,
             "sps": self.global_step / seconds, **more,
