@@ -313,6 +313,24 @@ def test_an_environment_that_raises_in_close_is_told_and_keeps_no_other_from_it(
     assert caplog.messages == [f"{failed}; see {log}"]
 
 
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_files_that_nobody_closes_are_whole(tmp_path, how):
+    class WritingEnv(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.file = open(tmp_path / "steps", "w")  # noqa: SIM115
+            self.itself = self
+
+        def step(self, action):
+            self.file.write("a step\n")
+            return super().step(action)
+
+    with ClusterEnv([WritingEnv], worker_start=how) as envs:
+        envs.reset()
+        envs.step([0])
+    assert (tmp_path / "steps").read_text() == "a step\n"
+
+
 @pytest.mark.parametrize("where", ["step", "close"])
 @pytest.mark.parametrize(
     "how", [{"timeout": 0.3}, {"terminate": True}, {"timeout": HOUR, "terminate": True}], ids=str

@@ -76,7 +76,16 @@ def main(
         worker.close()
         connection.close()
         warnings.simplefilter("ignore", ResourceWarning)  # its pulse lives as long as this process
+        _flush_files()
         gc.freeze()  # to collect torch's objects at exit would take most of a second
+
+
+def _flush_files() -> None:
+    """Write what is left in files that nobody has closed, as the interpreter's own end would."""
+    kinds = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom
+    for file in [each for each in gc.get_objects() if type(each) in kinds]:
+        with contextlib.suppress(Exception):
+            file.flush()
 
 
 def _watch_parent(head: int | None) -> Callable[[], bool] | None:
