@@ -61,7 +61,7 @@ COMMANDS = {  # by name, from short ones to long ones
         f"{BENCHMARK}.peers --rounds 3 --iterations 15 --venvs {{venvs}} --csv {{folder}}/peers.csv"
     ),
     "time_to_solve": (
-        f"{BENCHMARK}.time_to_solve --env-id LunarLander-v3 HalfCheetah-v5 "
+        f"{BENCHMARK}.time_to_solve --env-id LunarLander-v3 "
         "--ways='--no-overlap,--overlap,--stream' --common='--total-timesteps 500000' "
         "--output {folder}/time_to_solve --plot {folder}/time_to_solve.png"
     ),
