@@ -58,7 +58,7 @@ COMMANDS = {  # by name, from short ones to long ones
     "scale": f"{BENCHMARK}.scale --workers 1 10 100 1000 --modes send/recv --out {{folder}}",
     "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
     "peers": (
-        f"{BENCHMARK}.peers --rounds 3 --iterations 15 --venvs {{venvs}} --csv {{folder}}/peers.csv"
+        f"{BENCHMARK}.peers --rounds 2 --iterations 15 --venvs {{venvs}} --csv {{folder}}/peers.csv"
     ),
     "time_to_solve": (
         f"{BENCHMARK}.time_to_solve --env-id LunarLander-v3 "
