@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -69,7 +69,8 @@ class StatusFile:
         # The time, the run's steps, each worker's, and the seconds that each has waited.
         self._past: deque[np.ndarray] = deque(maxlen=RATES)
         self.write("starting")
-        atexit.register(self._end)
+        if run.writes:
+            weakref.finalize(self, _end, self._path)  # at the latest when this process ends
 
     @contextmanager
     def training(self, envs: ClusterEnv) -> Iterator[None]:
@@ -82,10 +83,6 @@ class StatusFile:
             self.write("interrupted" if is_signal else "failed", one_line(error) * (not is_signal))
             raise
 
-    def _end(self) -> None:
-        if self._state == "starting":
-            self.write("failed", "it ended before training; its output says why")
-
     def tell(self) -> None:
         """Write it if it is due."""
         if time.monotonic() >= self._due:
@@ -95,7 +92,6 @@ class StatusFile:
     def write(self, state: State, reason: str = "") -> None:
         """Write it; if the disk is full, checkpoints and logs tell of that."""
         run = self._run
-        self._state = state
         if not run.writes:
             return
         curve = run.logs.curve
@@ -129,3 +125,17 @@ class StatusFile:
             status.workers.append(
                 WorkerStatus(host, version, lag, divergence, pulls, sps, waiting, restarts)
             )
+
+
+def _end(path: str) -> None:
+    """Note of a run that is starting that it has ended. No run is referred to here, or its workers
+    would live as long as this process.
+    """
+    with suppress(OSError, msgspec.DecodeError):
+        with open(path, "rb") as file:
+            status = msgspec.json.decode(file.read(), type=Status)
+        if status.state == "starting":
+            status.state = "failed"
+            status.reason = "it ended before training; its output says why"
+            with replaced(path, syncs=False) as file:
+                file.write(msgspec.json.encode(status))
