@@ -94,6 +94,7 @@ def test_another_object_is_noticed_also_at_the_address_of_the_last_one():
 def test_frozen_parameters_are_told_where_they_are_rounded(caplog):
     policy = CategoricalPolicy(linear())
     policy.actor[0].bias.requires_grad_(False)
+    policy.exact = nn.Parameter(torch.zeros(2, dtype=torch.float64), requires_grad=False)
     _, store = made()
     store.publish(policy)
     store.publish(policy)

@@ -188,6 +188,7 @@ class WorkerPool:
         if self._is_closed:
             return
         self._is_closed = True
+        self._messenger.recovery.close()
         deadline = self._clock() + timeout
         with contextlib.ExitStack() as in_the_end:  # even if Ctrl-C is pressed again and again
             in_the_end.callback(let_go_of_ctrl_c)

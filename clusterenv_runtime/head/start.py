@@ -56,7 +56,6 @@ class Head:
     def close(self, timeout: float) -> None:
         """End the workers, see `WorkerPool.close`. A forked child leaves its parent's alone."""
         if os.getpid() == self.pid:
-            self.recovery.close()
             self.pool.close(timeout)
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,7 +129,6 @@ def start_head(
         launcher.prepare(num_workers, flags, transport.directory)
         pool.start(min_workers)
     except BaseException:
-        recovery.close()
         pool.close(timeout=0)
         raise
     ready = sum(worker.has_been_ready for worker in workers)

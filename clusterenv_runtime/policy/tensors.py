@@ -51,7 +51,7 @@ def set_numbers(policy: Policy, numbers: Sequence[float]) -> None:
 
 def rounded_sizes(policy: Policy) -> list[int]:
     """Return how many elements each of the tensors has that may be rounded."""
-    return [tensor.numel() for tensor in _tensors(policy) if _is_rounded(tensor)]
+    return [tensor.numel() for tensor in _tensors(policy) if is_rounded(tensor)]
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def flat_weights(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
     """
     tensors = _tensors(policy)
     flat = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
-    size = sum(tensor.nbytes for tensor in tensors if _is_rounded(tensor))
+    size = sum(tensor.nbytes for tensor in tensors if is_rounded(tensor))
     return flat[:size].view(torch.float32), flat[size:]
 
 
@@ -102,8 +102,9 @@ def empty_copy(policy: Policy, device: str) -> Policy:
 def _tensors(policy: Policy) -> list[torch.Tensor]:
     """Return all parameters and buffers, those first that may be rounded."""
     tensors = [*policy.parameters(), *policy.buffers()]
-    return sorted(tensors, key=lambda tensor: not _is_rounded(tensor))
+    return sorted(tensors, key=lambda tensor: not is_rounded(tensor))
 
 
-def _is_rounded(tensor: torch.Tensor) -> bool:
+def is_rounded(tensor: torch.Tensor) -> bool:
+    """Whether a policy's tensor is one that may be rounded."""
     return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.float32

@@ -313,7 +313,10 @@ class PolicyStore:
 
 def _warn_of_frozen(policy: Policy) -> None:
     """Say that constants among the parameters are rounded like those that learn."""
-    frozen = [name for name, each in policy.named_parameters() if not each.requires_grad]
+    from .tensors import is_rounded
+
+    named = policy.named_parameters()
+    frozen = [name for name, each in named if is_rounded(each) and not each.requires_grad]
     if frozen:
         text = "workers get the frozen parameter%s %s rounded, like all: if that must be exact, %s"
         hint = "make it a buffer, or pull weights='float32'"

@@ -6,8 +6,7 @@
 Runs again what the tables' `command` says, and compares pulls, bytes of weights, and returns. They
 are the same to the last digit on a machine of the same kind with the same versions, unless a commit
 since then has changed what is random. Runs of other machines, runs that were resumed, and runs that
-lost a worker are not drawn.
-Prints a line for each run. The exit code is 1 if one differs.
+lost a worker are not drawn. Prints a line for each run. The exit code is 1 if one differs.
 """
 
 import csv
