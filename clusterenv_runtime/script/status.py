@@ -103,8 +103,7 @@ class StatusFile:
         if self._envs is not None:
             status.seconds = run.seconds
             self._add_workers(status, self._envs)
-        with suppress(OSError), replaced(self._path, syncs=False) as file:
-            file.write(msgspec.json.encode(status))
+        _leave(self._path, status)
 
     def _add_workers(self, status: Status, envs: ClusterEnv) -> None:
         now = [time.monotonic()], [status.global_step], envs.steps, envs.waiting_seconds
@@ -127,6 +126,11 @@ class StatusFile:
             )
 
 
+def _leave(path: str, status: Status) -> None:
+    with suppress(OSError), replaced(path, syncs=False) as file:
+        file.write(msgspec.json.encode(status))
+
+
 def _end(path: str) -> None:
     """Note of a run that is starting that it has ended. No run is referred to here, or its workers
     would live as long as this process.
@@ -137,5 +141,4 @@ def _end(path: str) -> None:
         if status.state == "starting":
             status.state = "failed"
             status.reason = "it ended before training; its output says why"
-            with replaced(path, syncs=False) as file:
-                file.write(msgspec.json.encode(status))
+            _leave(path, status)
