@@ -37,9 +37,9 @@ COMMANDS = {  # by name, from short ones to long ones
     "make_train": "ppo_clusterenv.py",
     "security": f"{BENCHMARK}.security",
     "transport": f"{BENCHMARK}.transport",
-    "steps": f"{BENCHMARK}.steps",
+    "steps": f"{BENCHMARK}.steps --rounds 3",
     "atari": f"{BENCHMARK}.atari",
-    "straggler_ppo": f"{BENCHMARK}.straggler --ppo --delay 0.008 --seconds 15 --rounds 2",
+    "straggler_ppo": f"{BENCHMARK}.straggler --ppo --delay 0.008 --seconds 10 --rounds 2",
     "straggler_sac": (
         f"{BENCHMARK}.straggler --sac --num-workers 10 --delay 0.04 --seconds 40 --rounds 3"
     ),
@@ -51,20 +51,20 @@ COMMANDS = {  # by name, from short ones to long ones
     "sac_cleanrl": (
         f"{BENCHMARK}.sac --cleanrl {{cleanrl}}/cleanrl/sac_continuous_action.py --one-thread"
     ),
-    "startup": f"{BENCHMARK}.startup",
     "learners": (
         f"{BENCHMARK}.learners --widths 64 256 512 --rounds 2 --plot {{folder}}/learners.png"
     ),
-    "scale": f"{BENCHMARK}.scale --workers 1 10 100 1000 --modes send/recv --out {{folder}}",
-    "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
+    "scale": f"{BENCHMARK}.scale --workers 1 100 1000 --modes send/recv --out {{folder}}",
+    "startup": f"{BENCHMARK}.startup",
     "peers": (
-        f"{BENCHMARK}.peers --rounds 2 --iterations 15 --venvs {{venvs}} --csv {{folder}}/peers.csv"
+        f"{BENCHMARK}.peers --rounds 2 --iterations 12 --venvs {{venvs}} --csv {{folder}}/peers.csv"
     ),
     "time_to_solve": (
         f"{BENCHMARK}.time_to_solve --env-id LunarLander-v3 "
         "--ways='--no-overlap,--overlap,--stream' --common='--total-timesteps 500000' "
         "--output {folder}/time_to_solve --plot {folder}/time_to_solve.png"
     ),
+    "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
 }
 
 
