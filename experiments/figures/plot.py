@@ -87,7 +87,7 @@ def learning_curves(task):
 
 def synchronization(task):
     """Pulls and bytes so far against steps."""
-    settings = task.settings("kl", task.variants()[0])
+    settings = [key for key in task.settings("kl") if key.decoupled]
     figure, ((left, right),) = subplots(1, 2, 8, 3.4)
     draw_all(left, task, settings, "pulls")
     draw_all(right, task, settings, "bytes")
@@ -101,8 +101,10 @@ def synchronization(task):
 
 
 def objectives(task):
-    """Final return and pulls at each threshold, with the decoupled objective and the plain one."""
-    settings = task.settings("kl")
+    """Final return and pulls at each threshold, with the decoupled objective and the plain one,
+    both with whole weights.
+    """
+    settings = [key for key in task.settings("kl") if key.weights == "float32"]
     kinds = {
         name: [key for key in settings if key.decoupled == (name == "decoupled")]
         for name in ("decoupled", "plain")
