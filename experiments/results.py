@@ -7,9 +7,10 @@ What a command prints goes to `experiments/benchmarks/results/NAME.txt`, below t
 the commit, the processor and the date; its tables and plots go beside that. A command that has
 finished at this commit is skipped, so an interrupted run goes on where it was. The commit is the
 last one that changed the runtime, the scripts, the benchmarks or the packages. Nothing else should
-run on the machine: most commands measure time.
+run on the machine: most commands measure time. `pip install envpool stable-baselines3` first.
 """
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,15 @@ COMMANDS = {  # by name, from short ones to long ones
     "transport": f"{BENCHMARK}.transport",
     "steps": f"{BENCHMARK}.steps --rounds 3",
     "atari": f"{BENCHMARK}.atari",
+    "publications_sac": f"{BENCHMARK}.publications --frequencies 1 20 50",
+    "publications_sac_utd": (
+        f"{BENCHMARK}.publications --frequencies 1 20 --flags='--env-id HalfCheetah-v5 "
+        "--total-timesteps 12000 --learning-starts 2000 --utd 0.125'"
+    ),
+    "publications_dqn": (
+        f"{BENCHMARK}.publications --script dqn_clusterenv.py --lag 800 --frequencies 20 40 "
+        "--flags='--total-timesteps 50000'"
+    ),
     "straggler_ppo": f"{BENCHMARK}.straggler --ppo --delay 0.008 --seconds 10 --rounds 2",
     "straggler_sac": (
         f"{BENCHMARK}.straggler --sac --num-workers 10 --delay 0.04 --seconds 40 --rounds 3"
@@ -66,6 +76,7 @@ COMMANDS = {  # by name, from short ones to long ones
     ),
     "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
 }
+PACKAGES = {"startup": "stable_baselines3", "peers": "envpool"}  # which these compare with
 
 
 @dataclass
@@ -102,6 +113,8 @@ def measure(name: str, paths: dict[str, str]) -> str:
     missing = [path for path, value in paths.items() if f"{{{path}}}" in command and not value]
     if missing:
         return f"left out, for want of --{missing[0]}"
+    if name in PACKAGES and not importlib.util.find_spec(PACKAGES[name]):
+        return f"left out, for want of the package {PACKAGES[name]}"
     commit = commit_of_code()
     file = OUTPUT / f"{name}.txt"
     if file.exists() and f"commit {commit}," in file.read_text().split("\n\n")[0]:
