@@ -304,7 +304,7 @@ def test_an_environment_that_raises_in_close_is_told_and_keeps_no_other_from_it(
                 (tmp_path / f"closed-{self.count}").touch()
                 raise ValueError("in close")
 
-    with ClusterEnv([ClosingEnv] * 2, 1, log_dir=tmp_path / "logs") as envs:
+    with ClusterEnv([ClosingEnv] * 2, 1, log_dir=tmp_path / "logs", close_timeout=PATIENCE) as envs:
         envs.set_attr("count", [1, 2])
     assert sorted(os.listdir(tmp_path)) == ["closed-1", "closed-2", "logs"]
     log = tmp_path / "logs" / "worker-0.log"

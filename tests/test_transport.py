@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -151,6 +152,37 @@ def test_any_other_error_of_a_send_is_raised(make):
     transport.close()
     with pytest.raises(zmq.ZMQError, match="on non-socket"):
         transport.exchange([Outgoing(b"nobody", 1, Ping())], None)
+
+
+def test_what_the_handler_of_a_signal_raises_while_there_is_nothing_to_receive_is_not_lost(make):
+    transport, raised, seen, done = make(), [], [], threading.Event()
+
+    class Told(Exception):
+        pass
+
+    def handle(_, frame):
+        while frame is not None and frame.f_code is not Transport.exchange.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            raised.append(1)
+            raise Told
+
+    def tell():
+        while not done.wait(0.001):
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    before = signal.signal(signal.SIGUSR2, handle)
+    thread = threading.Thread(target=tell)
+    thread.start()
+    while len(raised) < 300:
+        try:
+            transport.exchange([], 0)
+        except Told:
+            seen.append(1)
+    done.set()
+    thread.join()
+    signal.signal(signal.SIGUSR2, before)
+    assert len(seen) == len(raised)
 
 
 def test_libzmq_reads_on_while_nothing_is_received(make):

@@ -180,15 +180,18 @@ class Transport:
         if seconds is None:
             return received, closed
         self._socket.poll(0 if closed else seconds * 1000)
-        with contextlib.suppress(zmq.Again):  # raised where nothing is left
-            for _ in range(MOST_AT_ONCE):
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                message = Received(identity.bytes, [frame.buffer for frame in frames])
-                if message.identity.startswith(b"p") and message.frames == [PING]:
-                    if len(self._pulses) < MOST_FILES:  # no more can be connected
-                        self._pulses[message.identity] = False
-                else:
-                    received.append(message)
+        for _ in range(MOST_AT_ONCE):
+            # Where nothing is left, `recv_multipart` would raise, and what the handler of a signal
+            # raises at that moment would be lost in pyzmq.
+            if not self._socket.events & zmq.POLLIN:
+                break
+            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            message = Received(identity.bytes, [frame.buffer for frame in frames])
+            if message.identity.startswith(b"p") and message.frames == [PING]:
+                if len(self._pulses) < MOST_FILES:  # no more can be connected
+                    self._pulses[message.identity] = False
+            else:
+                received.append(message)
         return received, closed
 
     def _send(self, out: Outgoing) -> bool:
