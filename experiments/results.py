@@ -27,7 +27,7 @@ OUTPUT = ROOT / "experiments/benchmarks/results"
 CODE = ("clusterenv_runtime", "scripts", ":(glob)*.py", "experiments/benchmarks/**.py",
         "requirements.txt")  # fmt: skip
 BENCHMARK = "-m experiments.benchmarks"
-COMMANDS = {  # by name, from short ones to long ones
+COMMANDS = {  # by name, mostly from short ones to long ones
     "collection": f"{BENCHMARK}.collection",
     "collection_cartpole": f"{BENCHMARK}.collection --env-id CartPole-v1",
     "rows": f"{BENCHMARK}.rows",

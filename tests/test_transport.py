@@ -174,14 +174,16 @@ def test_what_the_handler_of_a_signal_raises_while_there_is_nothing_to_receive_i
     before = signal.signal(signal.SIGUSR2, handle)
     thread = threading.Thread(target=tell)
     thread.start()
-    while len(raised) < 300:
-        try:
-            transport.exchange([], 0)
-        except Told:
-            seen.append(1)
-    done.set()
-    thread.join()
-    signal.signal(signal.SIGUSR2, before)
+    try:
+        while len(raised) < 300:
+            try:
+                transport.exchange([], 0)
+            except Told:
+                seen.append(1)
+    finally:
+        done.set()
+        thread.join()
+        signal.signal(signal.SIGUSR2, before)
     assert len(seen) == len(raised)
 
 

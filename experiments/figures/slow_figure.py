@@ -52,8 +52,6 @@ def slow_network(path):
         "PPO on CartPole-v1, hidden layers of 512, workers behind a slow link: 200,000 steps or "
         "500 seconds\n"
     )
-    lines = f"Each line is one of {count} seeds, the times are their medians"
-    if numbers == {1}:
-        lines = "One seed"
-    figure.suptitle(title + lines, fontsize=9)
+    many = f"Each line is one of {count} seeds, the times are their medians"
+    figure.suptitle(title + ("One seed" if numbers == {1} else many), fontsize=9)
     return figure
