@@ -40,9 +40,9 @@ COMMANDS = {  # by name, mostly from short ones to long ones
     "transport": f"{BENCHMARK}.transport",
     "steps": f"{BENCHMARK}.steps --rounds 3",
     "atari": f"{BENCHMARK}.atari",
-    "publications_sac": f"{BENCHMARK}.publications --frequencies 1 20 50",
+    "publications_sac": f"{BENCHMARK}.publications --frequencies 10 20 50",
     "publications_sac_utd": (
-        f"{BENCHMARK}.publications --frequencies 1 20 --flags='--env-id HalfCheetah-v5 "
+        f"{BENCHMARK}.publications --frequencies 10 20 --flags='--env-id HalfCheetah-v5 "
         "--total-timesteps 12000 --learning-starts 2000 --utd 0.125'"
     ),
     "publications_dqn": (

@@ -7,6 +7,7 @@
 import os
 from dataclasses import dataclass
 from fractions import Fraction as Ratio
+from typing import Annotated
 
 import gymnasium as gym
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.optim as optim
+from msgspec import Meta
 from torch.distributions import Normal
 
 from clusterenv_runtime import ClusterEnv, SquashedGaussianPolicy
@@ -90,9 +92,9 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same
     to the last bit
     """
-    sync_check_frequency: Positive = 20
-    """gradient steps between publishing the policy, which measures the workers' divergence from it;
-    at most once per chunk
+    sync_check_frequency: Annotated[int, Meta(ge=10)] = 20
+    """gradient steps, at least 10, between publishing the policy, which measures the workers'
+    divergence from it; at most once per chunk
     """
     kl_threshold: Nats = 0.1
     max_policy_lag: NotNegative | None = 100

@@ -29,7 +29,7 @@ from clusterenv_runtime.script import Run
 class Args:
     script: str = "scripts/sac_clusterenv.py"
     """the script"""
-    frequencies: tuple[int, ...] = (1, 20, 50, 100)
+    frequencies: tuple[int, ...] = (10, 20, 50, 100)
     """gradient steps between publications"""
     lag: int = 2000
     """gradient steps after which a worker pulls whatever its divergence is"""

@@ -338,3 +338,8 @@ def test_the_pages_diff_makes_td3_of_the_script(tmp_path):
     mean = params[:, :2]
     assert (acts - mean).std(0).tolist() == pytest.approx([0.1, 0.1], rel=0.1)
     assert all(SPACE.contains(action) for action in policy.to_env(3 * acts).detach().numpy())
+
+
+def test_publications_that_cost_too_much_are_refused(tmp_path):
+    result = scripts.run(SCRIPT, tmp_path, "--sync-check-frequency", "9")
+    scripts.check_refusal(result, "sync_check_frequency is 9: Expected `int` >= 10")
