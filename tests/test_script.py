@@ -241,6 +241,12 @@ def test_the_page_of_flags_is_the_one_that_the_code_gives():
     assert (ROOT / "docs" / "flags.md").read_text() == flags.page()
 
 
+def test_a_reader_of_the_help_may_stop():
+    command = f"set -o pipefail; {sys.executable} {ROOT / SCRIPT} --help | true"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
 @pytest.mark.parametrize("name", flags.SCRIPTS.values())
 def test_help_shows_the_flags_in_groups_with_their_texts(monkeypatch, capsys, name):
     monkeypatch.setenv("COLUMNS", "120")

@@ -6,6 +6,8 @@ import ast
 import dataclasses
 import functools
 import inspect
+import os
+import sys
 import textwrap
 import typing
 from collections.abc import Iterable, Mapping
@@ -33,7 +35,14 @@ def show_help(groups: Mapping[str, Iterable[str]], default: Any) -> NoReturn:
     }
     fields = [(name, each, dataclasses.field(default_factory=each)) for name, each in kinds.items()]
     flags = dataclasses.make_dataclass("Flags", fields)
-    tyro.cli(flags, args=["--help"], config=(tyro.conf.OmitArgPrefixes,))
+    try:
+        try:
+            tyro.cli(flags, args=["--help"], config=(tyro.conf.OmitArgPrefixes,))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is left
+        sys.exit()
 
 
 def text_of(kind: type, name: str) -> str:
