@@ -74,6 +74,10 @@ COMMANDS = {  # by name, mostly from short ones to long ones
         "--ways='--no-overlap,--overlap,--stream' --common='--total-timesteps 500000' "
         "--output {folder}/time_to_solve --plot {folder}/time_to_solve.png"
     ),
+    "sac_returns": (
+        f"{BENCHMARK}.sac_returns --cleanrl {{cleanrl}}/cleanrl/sac_continuous_action.py "
+        "--output {folder}"
+    ),
     "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
 }
 PACKAGES = {"startup": "stable_baselines3", "peers": "envpool"}  # which these compare with

@@ -76,7 +76,7 @@ def last_return(curve: np.ndarray, total_timesteps: int) -> float:
 
 def draw(path: Path, runs: dict[str, list[np.ndarray]], env_id: str) -> None:
     """Draw each run's returns over its steps, and over its seconds."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
     for axis, column, label in zip(
         axes, (0, 1), ("environment steps", "seconds since the start"), strict=True
     ):
@@ -86,9 +86,9 @@ def draw(path: Path, runs: dict[str, list[np.ndarray]], env_id: str) -> None:
                 axis.plot(curve[:, column], curve[:, 2], color=color, linewidth=0.8, **of_first)
         axis.set(xlabel=label)
         axis.grid(alpha=0.3)
-    axes[0].set(ylabel="return of an episode", title=env_id)
-    axes[0].legend()
-    figure.tight_layout()
+    axes[0].set(ylabel=f"return of an episode of {env_id}")
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=2, frameon=False)
     figure.savefig(path, dpi=150)
 
 
