@@ -284,11 +284,11 @@ if __name__ == "__main__":
     q_adam = optim.Adam(q_parameters, lr=args.q_lr, fused=True)
     q_optimizer = run.keep("q_optimizer", q_adam)
     # Automatic entropy tuning
-    first = torch.tensor(1.0 if args.autotune else args.alpha, device=device).log()
-    entropy = run.keep("entropy", nn.ParameterDict({"log_alpha": nn.Parameter(first)}))
-    log_alpha = entropy["log_alpha"]
+    log_alpha = nn.Parameter(torch.zeros((), device=device))
+    run.keep("entropy", nn.ParameterDict({"log_alpha": log_alpha}))
     groups = [{"params": list(actor.parameters()), "lr": args.policy_lr}]
-    groups += [{"params": [log_alpha], "lr": args.q_lr}] * args.autotune
+    if args.autotune:
+        groups.append({"params": [log_alpha], "lr": args.q_lr})
     actor_optimizer = run.keep("actor_optimizer", optim.Adam(groups, fused=True))
     # The rates and alpha may be others than those of the checkpoint.
     q_optimizer.param_groups[0]["lr"] = args.q_lr
@@ -296,13 +296,14 @@ if __name__ == "__main__":
         group["lr"] = given["lr"]
     if not args.autotune:
         log_alpha.data.fill_(args.alpha).log_()
-    fixed = actor, log_alpha, bounds, args
-    losses_fn = q_loss, pi_loss
+    common = actor, log_alpha, bounds, args
+    q_loss_fn, pi_loss_fn = q_loss, pi_loss
     if args.compile:
         options = {"cpp.use_decompose_tanh": True}  # a tanh that is several times as fast on CPUs
-        losses_fn = [torch.compile(fn, dynamic=False, options=options) for fn in losses_fn]
-    update_q_once = CudaGraph(update_q, q_optimizer, qfs, targets, *fixed, losses_fn[0])
-    update_actor_once = CudaGraph(update_actor, actor_optimizer, qfs, *fixed, losses_fn[1])
+        q_loss_fn = torch.compile(q_loss, dynamic=False, options=options)
+        pi_loss_fn = torch.compile(pi_loss, dynamic=False, options=options)
+    update_q_once = CudaGraph(update_q, q_optimizer, qfs, targets, *common, q_loss_fn)
+    update_actor_once = CudaGraph(update_actor, actor_optimizer, qfs, *common, pi_loss_fn)
     rb = ReplayBuffer(args.buffer_size, *spaces, args.save_replay, rb_device)
     run.keep("rb", rb)
     # warm_up: environment steps before learning
@@ -311,8 +312,8 @@ if __name__ == "__main__":
     if run.global_step and not rb.inserted:
         # After another `learning_starts` steps, gradient steps go on where they were.
         count.warm_up = run.global_step + args.learning_starts - int(count.gradient_steps / utd)
-        first = f"collecting {args.learning_starts:,} steps before learning"
-        print(f"no replay buffer in the checkpoint: {first}")
+        steps = f"{args.learning_starts:,} steps"
+        print(f"no replay buffer in the checkpoint: collecting {steps} before learning")
 
     def explore(step):
         policy.uniform = float(step < args.learning_starts)

@@ -96,10 +96,14 @@ TESTS = {
 COMPUTE = {
     "compute_gae", "compute_vtrace", "normalize", "ppo_loss", "update", "get_states", "get_hidden",
     "get_action_and_value", "get_value", "ReplayBuffer", "compute_td_target", "td_loss",
-    "linear_schedule", "explore", "compute_next_q_value", "q_loss", "pi_loss", "actor_loss",
-    "alpha_loss", "update_q", "update_actor",
+    "linear_schedule", "explore", "get_action", "compute_next_q_value", "q_loss", "pi_loss",
+    "actor_loss", "alpha_loss", "update_q", "update_actor",
 }  # fmt: skip
-LOOP = "    with run.training(", "            # TRY NOT TO MODIFY: record rewards"
+# SAC computes from its networks on: they have targets, and alpha.
+LOOP = (
+    ("    actor, policy =", "    with run.training("),
+    "            # TRY NOT TO MODIFY: record rewards",
+)
 FOLDERS = ROOT, ROOT / "scripts"
 SCRIPTS = sorted(
     str(path.relative_to(ROOT)) for folder in FOLDERS for path in folder.glob("*_clusterenv.py")

@@ -254,17 +254,18 @@ def test_there_are_exactly_as_many_gradient_steps_as_were_asked_for(tmp_path, ut
 def test_the_loop_takes_its_steps_when_they_are_due(tmp_path):
     flags = "--env-id tests.algorithms.toys:Corridor-box-v0 --num-workers 1 --envs-per-worker 2 "
     flags += "--num-steps 5 --total-timesteps 60 --learning-starts 30 --batch-size 4 --utd 0.7 "
-    flags += "--policy-frequency 3 --target-network-frequency 2 --tau 0.5 --buffer-size 60 "
+    flags += "--policy-frequency 3 --target-network-frequency 2 --tau 0.25 --buffer-size 60 "
     flags += "--sync-check-frequency 10 --eval-episodes 0 --deterministic --no-cuda"
-    recording = record("scripts/sac_clusterenv.py", tmp_path, *flags.split())
+    box = "low=-1 high=3"
+    recording = record(SCRIPT, tmp_path, *flags.split(), "--env-kwargs", box)
     parts = load_checkpoint(tmp_path / "runs" / "x")["parts"]
     # Each chunk of ten steps is requested when the previous one has come; the first are random.
     assert recording.epsilons == [1, 1, 1, 0, 0, 0]
     drawn = np.concatenate([call.rollout.actions for call in recording.calls]).reshape(60, -1)
-    np.testing.assert_allclose(parts["rb"]["actions"], np.tanh(drawn), atol=1e-6)
+    np.testing.assert_allclose(parts["rb"]["actions"], 2 * np.tanh(drawn) + 1, atol=1e-6)
 
     # The same gradient steps, in a loop of their own, from the same state.
-    space = gym.spaces.Box(-1, 1, drawn.shape[1:])
+    space = gym.spaces.Box(-1, 3, drawn.shape[1:])
     obs_space = gym.spaces.Box(-1, 1, parts["rb"]["observations"].shape[1:])
     envs = SimpleNamespace(single_observation_space=obs_space, single_action_space=space)
     names = "qf1", "qf2", "qf1_target", "qf2_target", "actor"
@@ -272,8 +273,11 @@ def test_the_loop_takes_its_steps_when_they_are_due(tmp_path):
     for name, net in nets.items():
         net.load_state_dict(recording.parts[name])
     actor, qfs = nets["actor"], [nets["qf1"], nets["qf2"]]
-    log_alpha = nn.Parameter(recording.parts["entropy"]["log_alpha"].clone())
-    bounds = torch.ones(drawn.shape[1]), torch.zeros(drawn.shape[1])
+    for name in "qf1", "qf2":
+        assert torch.equal(weights(nets[name]), weights(nets[f"{name}_target"]))
+    assert recording.parts["entropy"]["log_alpha"] == 0
+    log_alpha = nn.Parameter(torch.zeros(()))
+    bounds = torch.full(drawn.shape[1:], 2.0), torch.ones(drawn.shape[1])
     args = SimpleNamespace(gamma=0.99, autotune=True)
     q_adam = torch.optim.Adam([p for qf in qfs for p in qf.parameters()], lr=1e-3, fused=True)
     groups = [{"params": list(actor.parameters()), "lr": 3e-4}, {"params": [log_alpha], "lr": 1e-3}]
@@ -281,7 +285,7 @@ def test_the_loop_takes_its_steps_when_they_are_due(tmp_path):
     rb, targets, number = sac.ReplayBuffer(60, obs_space, space), names[2:4], 0
     acting = []
     for chunk, (first, call) in enumerate(zip((0, 0, 0, 0, 7, 14), recording.calls, strict=True)):
-        call.rollout.actions = np.tanh(call.rollout.actions)
+        call.rollout.actions = 2 * np.tanh(call.rollout.actions) + 1
         rb.add(call.rollout)
         torch.set_rng_state(call.torch_state)
         for batch in zip(*rb.sample(7 if chunk > 2 else 0, 4, torch.device("cpu")), strict=True):
@@ -293,7 +297,7 @@ def test_the_loop_takes_its_steps_when_they_are_due(tmp_path):
             for fast, slow in zip(("qf1", "qf2"), targets, strict=True) if number % 2 == 0 else ():
                 pairs = zip(nets[slow].parameters(), nets[fast].parameters(), strict=True)
                 for slow_param, fast_param in pairs:
-                    slow_param.data = (slow_param.data + fast_param.data) / 2
+                    slow_param.data = 0.75 * slow_param.data + 0.25 * fast_param.data
         if first // 10 < number // 10:
             acting.append(weights(actor))
     for name, net in nets.items():

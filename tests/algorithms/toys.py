@@ -25,16 +25,20 @@ def spaces_of(env):
 
 
 class Toy(gym.Env):
-    """An environment that shows numbers in [0, 1], and takes a number: 0, or another one."""
+    """An environment that shows numbers in [0, 1], and takes a number: 0, or another one.
+
+    A box has actions from ``low`` to ``high``; those above their middle are the other number.
+    """
 
     num_features = 0  # how many numbers it shows
     kind = "vector"
 
-    def __init__(self, render_mode=None, frameskip=1):
+    def __init__(self, render_mode=None, frameskip=1, low=-1, high=1):
         self._frameskip, self.ale = frameskip, self  # as Atari's games have it: it has one life
         self.action_space = (
-            spaces.Box(-1, 1, (2,), np.float32) if self.kind == "box" else spaces.Discrete(2)
+            spaces.Box(low, high, (2,), np.float32) if self.kind == "box" else spaces.Discrete(2)
         )
+        self._middle = (low + high) / 2
         self.observation_space = {
             "vector": spaces.Box(0, 1, (self.num_features,), np.float32),
             "box": spaces.Box(0, 1, (self.num_features,), np.float32),
@@ -58,7 +62,7 @@ class Toy(gym.Env):
         self.frames += 1
         if self.kind == "atari" and (self.frames <= 0 or self.frames % 4):
             return self._observation(), 0.0, False, False, {}
-        is_other = action[0] > 0 if self.kind == "box" else action == 1
+        is_other = action[0] > self._middle if self.kind == "box" else action == 1
         reward, terminated, truncated = self.act(bool(is_other))
         return self._observation(), reward, terminated, truncated, {}
 
