@@ -96,8 +96,9 @@ class SquashedGaussianPolicy(Policy):
     the bounds of ``space``.
 
     `Rollout.actions` are what is drawn. `to_env` makes the environments' actions of them. As that
-    is invertible, the divergence of what is drawn is that of the actions:
-    https://arxiv.org/abs/1812.05905, appendix C, has the change of variables.
+    is invertible, the divergence of what is drawn is that of the actions (Kullback and Leibler, "On
+    Information and Sufficiency", 1951, section 4). Log-probabilities and divergences are those of
+    the Gaussian, whatever ``uniform`` is.
 
     Attributes:
         uniform: the share of steps whose actions are drawn evenly between the bounds, as before
@@ -115,8 +116,9 @@ class SquashedGaussianPolicy(Policy):
             raise ValueError(f"actions are scaled to bounds, which {space} has not")
         self.actor = actor
         self.uniform = uniform
-        low, high = (torch.from_numpy(bound).float() for bound in (space.low, space.high))
         # no buffers: these travel once
+        self._bounds = torch.from_numpy(space.low), torch.from_numpy(space.high)
+        low, high = (bound.float() for bound in self._bounds)
         self.scale = (high - low) / 2
         self.bias = (high + low) / 2
 
@@ -137,7 +139,8 @@ class SquashedGaussianPolicy(Policy):
         return torch.where(chosen < self.uniform, evenly, mean + logstd.exp() * drawn)
 
     def to_env(self, actions: Tensor) -> Tensor:
-        return actions.tanh() * self.scale + self.bias
+        # Rounding may leave the bounds by the last bit.
+        return (actions.tanh() * self.scale + self.bias).clamp(*self._bounds)
 
     def distribution(self, params: Tensor) -> Distribution:
         return _gaussian(params)

@@ -190,6 +190,17 @@ def test_the_policy_acts_as_the_learner_thinks_that_it_does():
     assert policy.distribution(params).mode[0].tolist() == pytest.approx([0.3, -0.6])
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_no_action_leaves_the_bounds_by_rounding(dtype):
+    low = np.random.default_rng(1).uniform(-2, 0, 1000).astype(dtype)
+    space = gym.spaces.Box(low, low + dtype(1.7), dtype=dtype)
+    policy = SquashedGaussianPolicy(Fixed([0.0] * 1000, [0.0] * 1000), space)
+    for end, bound in (-20.0, space.low), (20.0, space.high):
+        given = policy.to_env(torch.full((1, 1000), end)).numpy()[0].astype(dtype)
+        assert space.contains(given)
+        np.testing.assert_allclose(given, bound, atol=1e-6)
+
+
 def test_before_there_is_anything_to_learn_from_actions_are_drawn_evenly():
     policy = SquashedGaussianPolicy(Fixed([2.0, -2.0], [-3.0, -3.0]), SPACE, uniform=1.0)
     params = policy(torch.zeros(4000, 3))
