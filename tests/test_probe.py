@@ -300,6 +300,7 @@ CHANGES = {
     "a number": lambda policy: setattr(policy, "extra", np.float32(2)),
     "an array": lambda policy: policy.array.__iadd__(1),
     "a tensor": lambda policy: policy.tensor.add_(1),
+    "a view of every other number": lambda policy: policy.view.add_(1),
     "a list": lambda policy: policy.items.append(1),
     "a dict": lambda policy: policy.names.update(a=2),
     "an object": lambda policy: setattr(policy, "thing", object()),
@@ -321,6 +322,7 @@ def changeable():
         [],
     )
     policy.names, policy.thing = {"a": 1}, object()
+    policy.view = torch.zeros(4)[::2]
     return policy
 
 

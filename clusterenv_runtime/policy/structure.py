@@ -25,7 +25,7 @@ from torch import nn
 
 from ..errors import one_line
 from .base import Policy
-from .tensors import empty_copy, numbers_of
+from .tensors import bytes_of, empty_copy, numbers_of
 
 TORCHS_OWN = vars(nn.Module()).keys()  # the attributes of every module
 
@@ -112,8 +112,7 @@ def _described(value: Any, weights: set[int]) -> Any:
     if isinstance(value, torch.Tensor) and id(value) in weights:
         return torch.Tensor
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        data = value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return value.dtype, value.shape, data
+        return value.dtype, value.shape, bytes_of(value.detach()).cpu().numpy().tobytes()
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):

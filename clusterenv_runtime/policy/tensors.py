@@ -49,6 +49,11 @@ def set_numbers(policy: Policy, numbers: Sequence[float]) -> None:
         setattr(policy, name, number)
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, ``(bytes,)`` uint8, in the order of its elements."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 def rounded_sizes(policy: Policy) -> list[int]:
     """Return how many elements each of the tensors has that may be rounded."""
     return [tensor.numel() for tensor in _tensors(policy) if is_rounded(tensor)]
@@ -60,7 +65,7 @@ def flat_weights(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
     all other tensors, on the policy's device.
     """
     tensors = _tensors(policy)
-    flat = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+    flat = torch.cat([bytes_of(tensor) for tensor in tensors])
     size = sum(tensor.nbytes for tensor in tensors if is_rounded(tensor))
     return flat[:size].view(torch.float32), flat[size:]
 
