@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -154,10 +154,10 @@ class _NoLogs(Logs):
 
 
 class _NoWriter(nullcontext):
-    def _nothing(self, *_: Any) -> None:
-        pass
+    """In place of a `SummaryWriter`: whatever is called, nothing is written."""
 
-    add_scalar = add_text = flush = close = _nothing
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
 
 
 def fingerprint(model: torch.nn.Module) -> list[int]:
