@@ -32,7 +32,7 @@ from clusterenv_runtime.arrays.frames import Frames
 from clusterenv_runtime.errors import LearnerLostError
 from clusterenv_runtime.script.learners import LearnersRun
 from clusterenv_runtime.script.learners.learners import Learners
-from clusterenv_runtime.script.learners.run import SharedWorkers, fingerprint
+from clusterenv_runtime.script.learners.run import SharedWorkers, _NoWriter, fingerprint
 from scripts import ppo_multilearner_clusterenv
 
 from .envs import CountingEnv, assert_same
@@ -518,3 +518,9 @@ def test_amid_an_update_a_lost_learner_is_an_error_and_before_it_an_interruption
     ):  # fmt: skip
         with pytest.raises(LearnerLostError, match="learner 1 has lost the others"):
             update()
+
+
+def test_where_nothing_is_logged_a_writer_takes_all_calls():
+    writer = _NoWriter()
+    assert writer.add_scalar("losses/mine", 1.0, global_step=3) is None
+    assert writer.add_histogram("weights", np.zeros(2), 3) is None
