@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError, Interrupted
 from clusterenv_runtime.wire.buffers import MAX_FRAME
 from clusterenv_runtime.wire.codec import name_of
 from clusterenv_runtime.wire.exceptions import pack_exception, remade
@@ -352,6 +352,41 @@ def test_after_an_exception_in_a_stream_what_was_sent_is_given_up():
         assert chunks.keys() == {0, 1} and all(
             chunk.rewards.ravel().tolist() == [1, 2, 3] for chunk in chunks.values()
         )
+
+
+def test_after_an_exception_in_an_evaluation_the_rollout_ahead_is_given_up():
+    with ClusterEnv([CountingEnv, partial(FailingEnv, error=ValueError("x"))], 2) as envs:
+        policy = CategoricalPolicy(linear(1, 2))
+        envs.reset(seed=1)
+        envs.rollout(policy, 3, overlap=True)
+        envs.set_attr("where", "reset")
+        with pytest.raises(ValueError, match="^x$"):
+            envs.evaluate(policy, 2, max_steps=5)
+        envs.set_attr("where", "nowhere")
+        envs.reset(seed=1)
+        assert envs.rollout(policy, 3).rewards.tolist() == [[1, 1], [2, 2], [3, 3]]
+
+
+def test_what_was_sent_is_given_up_also_if_an_interrupt_comes_with_the_exception(monkeypatch):
+    with ClusterEnv([CountingEnv, partial(FailingEnv, "step", ValueError("x"))], 2) as envs:
+        envs.publish(CategoricalPolicy(linear(1, 2)))
+        envs.reset(seed=1)
+        add = envs._pool.failures.add
+
+        def interrupted(*args):
+            add(*args)
+            envs.interrupt()
+
+        monkeypatch.setattr(envs._pool.failures, "add", interrupted)
+        with pytest.raises(Interrupted):
+            envs.send(3)
+            envs.recv(1)
+        with pytest.raises(ValueError, match="^x$"):
+            envs.send(3)
+        envs.set_attr("where", "nowhere")
+        envs.reset(seed=1)
+        envs.send(3)
+        assert sorted(envs.recv()[0] for _ in range(2)) == [0, 1]
 
 
 def test_an_error_of_the_policy_is_not_an_environments():

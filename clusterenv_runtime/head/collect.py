@@ -195,6 +195,7 @@ class Collector:
         """Forget all outstanding requests. The next rollout has the same number on all workers."""
         self._pool.forget(self.granted)
         self.granted = {}
+        self.overlapped = None
         asked = max(worker.asked_rollouts for worker in self._pool.workers)
         for worker in self._pool.workers:
             worker.asked_rollouts = asked

@@ -167,4 +167,6 @@ class VectorApi(VectorEnv):
                 f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.",
                 pending,
             )
-        self._pool.failures.raise_untold()  # of a call that was interrupted
+        if self._pool.failures.untold:  # of a call that was interrupted
+            with self._collector.giving_up_after_errors():
+                self._pool.failures.raise_untold()
