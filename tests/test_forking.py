@@ -1,6 +1,8 @@
 """Workers that are forked from one process, and that process."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -12,6 +14,7 @@ import textwrap
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -19,6 +22,7 @@ import pytest
 import torch
 
 from clusterenv_runtime import ClusterEnv, StartupError
+from clusterenv_runtime.launchers import forking
 from clusterenv_runtime.launchers.processes import import_path
 
 from .envs import CountingEnv, RenderingEnv
@@ -175,6 +179,28 @@ def test_a_fork_that_fails_is_tried_again(tmp_path, monkeypatch, caplog):
         assert len(envs.restarts) == 1  # refused attempts are none
     text = "worker 1 cannot be started, which is tried again for up to 60 s: "
     assert any(record.message.startswith(text) for record in caplog.records)
+
+
+def test_a_replacement_comes_also_if_the_next_process_that_forks_cannot_be_started(
+    monkeypatch, caplog
+):
+    duplicate, failed = fcntl.fcntl, []
+
+    def refuse(file, command, argument):
+        if not failed:
+            failed.append(file)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return duplicate(file, command, argument)
+
+    with ClusterEnv([TellingEnv] * 2, 2) as envs:
+        envs.reset()
+        pid = envs.call("tell")[1]["pid"]
+        refusing = SimpleNamespace(fcntl=refuse, F_DUPFD_CLOEXEC=fcntl.F_DUPFD_CLOEXEC)
+        monkeypatch.setattr(forking, "fcntl", refusing)
+        os.kill(server_of(pid), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: envs.step([0, 0])[3][1])
+    assert failed and "lost twice: they are started singly" in caplog.records[-1].message
 
 
 def test_how_a_forked_worker_ended_is_told_with_the_name_of_the_signal():

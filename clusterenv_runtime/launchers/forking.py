@@ -124,10 +124,13 @@ class ForkServer:
         self._send({"modules": list(modules)}, [])
 
     def _start(self) -> None:
-        files = self._theirs.detach(), os.pidfd_open(os.getpid())
-        # The lowest may be taken for the outputs, which can be closed here.
-        passed = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3) for file in files]
+        opened = [self._theirs.detach()]
         try:
+            opened.append(os.pidfd_open(os.getpid()))
+            # The lowest may be taken for the outputs, which can be closed here.
+            for file in tuple(opened):
+                opened.append(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3))
+            passed = opened[2:]
             process = subprocess.Popen(
                 python_command("clusterenv_runtime.worker.fork_server", *map(str, passed)),
                 env=self._variables,
@@ -135,8 +138,11 @@ class ForkServer:
                 pass_fds=passed,
                 process_group=0,  # Ctrl-C reaches the head alone
             )
+        except BaseException:
+            self._close()  # so the order is forgotten, and the next one goes to another process
+            raise
         finally:
-            _close_all([*files, *passed])
+            _close_all(opened)
         self._close.detach()
         self._close = weakref.finalize(self, _close, self._link, process)
         self._is_started = True
