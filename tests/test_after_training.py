@@ -119,6 +119,13 @@ def test_a_model_of_each_script_is_played(here, monkeypatch, capsys, name, flags
         assert "episode 1: return -1.0" in said
 
 
+def test_a_script_may_have_a_name_of_any_kind(here, monkeypatch):
+    (here / "mine").symlink_to(ROOT / "ppo_clusterenv.py")
+    leave_model(here / "runs/x", monkeypatch, env_id="CartPole-v1")
+    flags = "--script", "mine", "--episodes", 1, "--env-id=CartPole-v1"
+    assert command(monkeypatch, play.main, "runs/x", *flags) is None
+
+
 @pytest.mark.long
 def test_the_best_model_of_a_run_is_filmed_as_its_script_plays_it(tmp_path):
     flags = [*TINY, "--eval-interval", "64", "--run-name", "x"]

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -152,11 +153,12 @@ def _imported(path: str) -> ModuleType:
     missing = [name for name in PARTS if name not in text]
     check(not missing, f"{path} has no {', '.join(missing)}: docs/after_training.md says what for")
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # as if Python ran it
-    # No name of another module
-    spec = importlib.util.spec_from_file_location(f"script {path}", path)
+    name = f"script {path}"  # no name of another module
+    loader = SourceFileLoader(name, path)  # whatever the file's ending is
+    spec = importlib.util.spec_from_loader(name, loader)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     with one_line_for(ModuleNotFoundError, text=f"cannot import {path}"):
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     cloudpickle.register_pickle_by_value(module)  # so that workers need not import it
     return module
