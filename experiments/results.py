@@ -58,9 +58,7 @@ COMMANDS = {  # by name, mostly from short ones to long ones
         f"{BENCHMARK}.dqn --cleanrl {{cleanrl}}/cleanrl/dqn.py "
         "--cleanrl-python {venvs}/cleanrl/bin/python"
     ),
-    "sac_cleanrl": (
-        f"{BENCHMARK}.sac --cleanrl {{cleanrl}}/cleanrl/sac_continuous_action.py --one-thread"
-    ),
+    "sac_cleanrl": f"{BENCHMARK}.sac --cleanrl {{cleanrl}}/cleanrl/sac_continuous_action.py",
     "learners": (
         f"{BENCHMARK}.learners --widths 64 256 512 --rounds 2 --plot {{folder}}/learners.png"
     ),
