@@ -58,7 +58,8 @@ def llms_txt() -> str:
     lines = ["# ClusterEnv", "", f"> {_first_sentence(ROOT / 'README.md')}", "", "## Pages", ""]
     for page in pages():
         path = page.relative_to(ROOT)
-        lines.append(f"- [{title_of(page)}]({path}): {_first_sentence(page)}")
+        sentence = _first_sentence(page)  # a table has none
+        lines.append(f"- [{title_of(page)}]({path})" + (f": {sentence}" if sentence else ""))
     return "\n".join(lines) + "\n"
 
 

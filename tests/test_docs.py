@@ -231,7 +231,9 @@ def test_the_list_for_language_models_has_all_pages():
     text = site.llms_txt()
     assert text.startswith("# ClusterEnv\n\n> ")
     assert "- [Quickstart](docs/quickstart.md): " in text
-    assert all(f"({page.relative_to(ROOT)}): " in text for page in site.pages())
+    for page in site.pages():
+        sentence = r": [\w`]" if page in PAGES else ""  # a table has none
+        assert re.search(rf"\({page.relative_to(ROOT)}\){sentence}", text), page
 
 
 # Commands.
