@@ -1,0 +1,78 @@
+"""What GitHub reads: its workflows, forms and citation, and the page of the package."""
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+
+from docs import site
+
+from .scripts import ROOT
+
+GITHUB = {
+    "GITHUB_SERVER_URL": "https://github.example",
+    "GITHUB_REPOSITORY": "us/ours",
+    "GITHUB_REF_NAME": "v1.2.3",
+}
+
+
+def read(name):
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def test_the_pythons_that_are_tested_are_those_of_the_classifiers():
+    jobs = read(".github/workflows/test.yml")["jobs"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [re.search(r"Python :: (3\.\d+)$", each) for each in project["classifiers"]]
+    assert jobs["test"]["strategy"]["matrix"]["python"] == [each[1] for each in named if each]
+    assert jobs["versions"]["strategy"]["matrix"]["packages"] == ["lowest", "newest"]
+    assert jobs["style"]["steps"][-1]["run"] == "make lint docs"
+
+
+def test_a_report_of_a_problem_says_the_versions():
+    body = read(".github/ISSUE_TEMPLATE/problem.yml")["body"]
+    label = "What does `python -m clusterenv_runtime --version` print?"
+    (asked,) = [each for each in body if each.get("attributes", {}).get("label") == label]
+    assert asked["validations"]["required"]
+
+
+def test_the_citation_has_the_paper():
+    assert read("CITATION.cff")["preferred-citation"]["url"].endswith("/2507.10990")
+
+
+def test_what_is_published_passes_the_tests_first_and_its_page_leads_here(tmp_path):
+    jobs = read(".github/workflows/publish.yml")["jobs"]
+    assert jobs["publish"]["needs"] == "test" and jobs["test"]["uses"].endswith("/test.yml")
+    for name in "README.md", "pyproject.toml":
+        shutil.copy(ROOT / name, tmp_path)
+    runs = [step["run"] for step in jobs["publish"]["steps"] if "sed -i" in step.get("run", "")]
+    for run in runs:
+        environment = {**os.environ, **GITHUB}
+        subprocess.run(["bash", "-e", "-c", run], cwd=tmp_path, env=environment, check=True)
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Repository"] == "https://github.example/us/ours"
+    page = (tmp_path / "README.md").read_text()
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", page)
+    ours = [(picture, link) for picture, link in links if "://github.example" in link]
+    assert len(links) > 30 and all(re.match("https://|#", link) for _, link in links)
+    for picture, link in ours:
+        kind = "raw" if picture else "blob"
+        path = link.removeprefix(f"https://github.example/us/ours/{kind}/v1.2.3/")
+        assert (ROOT / path.partition("#")[0]).exists(), link
+    assert {picture for picture, _ in ours} == {"", "!"}
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_the_site_links_to_the_repository_where_github_builds_it(monkeypatch, is_there):
+    for name, value in GITHUB.items():
+        if is_there:
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name, raising=False)
+    added = yaml.safe_load(site.repository()) or {}
+    expected = {"repo_url": "https://github.example/us/ours", "repo_name": "us/ours"}
+    assert added == (expected if is_there else {})
