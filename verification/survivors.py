@@ -99,11 +99,9 @@ COMPUTE = {
     "linear_schedule", "explore", "get_action", "compute_next_q_value", "q_loss", "pi_loss",
     "actor_loss", "alpha_loss", "update_q", "update_actor",
 }  # fmt: skip
-# SAC computes from its networks on: they have targets, and alpha.
-LOOP = (
-    ("    actor, policy =", "    with run.training("),
-    "            # TRY NOT TO MODIFY: record rewards",
-)
+# SAC's begins with its networks, which have targets, and alpha.
+STARTS = "    actor, policy =", "    with run.training("
+LOOP = STARTS, "            # TRY NOT TO MODIFY: record rewards"
 FOLDERS = ROOT, ROOT / "scripts"
 SCRIPTS = sorted(
     str(path.relative_to(ROOT)) for folder in FOLDERS for path in folder.glob("*_clusterenv.py")

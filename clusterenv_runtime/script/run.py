@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -83,12 +83,12 @@ class Run:
         if args.num_envs is None:
             args.num_envs = args.num_workers * args.envs_per_worker
         check_flags(args)
-        self.args = args
+        self.args = cast(Any, args)  # the script's class has more
         self.global_step: int = self.directory.saved.get("global_step", 0)
         self.waiting: float = self.directory.saved.get("waiting", 0.0)
         done = f"the {self.global_step} steps that {args.resume} has done"
-        total = f"--total-timesteps {args.total_timesteps}"
-        check(args.total_timesteps >= self.global_step, f"{total} must be at least {done}")
+        total = f"--total-timesteps {self.args.total_timesteps}"
+        check(self.args.total_timesteps >= self.global_step, f"{total} must be at least {done}")
 
     def begin(self) -> SummaryWriter:
         """Make the run's directory and return the writer of its logs; with --dry-run end here."""
@@ -130,7 +130,7 @@ class Run:
         Raises:
             CheckpointError: they cannot be written, or nobody could go on from such weights.
         """
-        self._unwritten = None
+        self._unwritten: Any = None
         # Logs up to here belong to this checkpoint. A resumed run drops later ones.
         self.logs.writer.flush()
         self._unwritten = {
@@ -165,7 +165,7 @@ class Run:
         with env_setup(self):
             self._evaluations = Evaluations(self.args, envs, policy, model, self.logs)
         self._envs, self._model = envs, model
-        self._unwritten: dict[str, Any] | None = None
+        self._unwritten = None
         self._trained_seconds: float | None = None
         if saved := self.directory.saved:
             self.directory.restore("rng", lambda: set_rng_state(saved["rng"]))
@@ -300,9 +300,9 @@ def _check_is_alone() -> None:
     check("TORCHELASTIC_RUN_ID" not in os.environ, f"{alone}: see docs/learners.md")
 
 
-def _new_name(args: ScriptArgs) -> str:
+def _new_name(args: Any) -> str:
     if args.run_name is not None:
-        return args.run_name
+        return str(args.run_name)
     env_id = re.sub("[/:]", "-", args.env_id)
     now = datetime.now()
     time_of_day = f"{now:%H%M%S}-{now.microsecond // 1000:03}"  # jobs of an array start at once
