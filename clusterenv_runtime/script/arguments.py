@@ -145,7 +145,7 @@ class ScriptArgs(ClusterOptions):
     """if toggled, `torch.backends.cudnn.deterministic=True`"""
     torch_threads: Positive | None = None
     """the number of threads of torch in the learner; by default `OMP_NUM_THREADS`, or else 1 where
-    networks are small
+    networks are small, and 2 in SAC
     """
     cuda: bool = True
     """if toggled, the learner uses a GPU where there is one"""

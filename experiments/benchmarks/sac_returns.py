@@ -50,7 +50,7 @@ def measure(args: Args, name: str, seed: int) -> list[tuple[float, float, float]
     flags += ["--total-timesteps", str(args.total_timesteps)]
     if name == OURS:
         own = ["--eval-episodes", "0", *args.flags.split()]
-        scalars, _ = train(ROOT / "scripts" / OURS, *flags, *own)
+        scalars, _ = train(ROOT / "scripts" / OURS, *flags, *own, OMP_NUM_THREADS="1")
         found = scalars("charts/episodic_return")
         return [(each.step, each.wall_time - start, each.value) for each in found]
     wrapper = ROOT / "experiments" / "benchmarks" / "cleanrl.py"
