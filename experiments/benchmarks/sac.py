@@ -5,11 +5,11 @@ steps alone, in turn.
 
 CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file.
 It runs in this Python, both with torch's default threads and with one; the faster one counts. Ours
-has its default. All have batches of 256 and the same `--learning-starts`. Counts the environment steps a second after
-these: with one gradient step for each, and ours also with one for eight. The floor is the fastest
-way to take the same gradient steps in a loop on data in memory: as the script does, with compiled
-losses, with the whole update compiled, with target networks that follow as one flat tensor, and
-with torch's other Adam. Prints ratios, and medians over the rounds.
+has its default. All have batches of 256 and the same `--learning-starts`. Counts the environment
+steps a second after these: with one gradient step for each, and ours also with one for eight. The
+floor is the fastest way to take the same gradient steps in a loop on data in memory: as the script
+does, with compiled losses, with the whole update compiled, with target networks that follow as one
+flat tensor, and with torch's other Adam. Prints ratios, and medians over the rounds.
 """
 
 import os
