@@ -19,14 +19,13 @@ def seeded_device(args: Any, threads: int | None = None) -> torch.device:
 
     Args:
         args: the script's flags.
-        threads: how many threads torch has here, or as many as there are cores, if these are fewer;
-            unless --torch-threads or the variable OMP_NUM_THREADS says so. None for as many as
-            torch takes.
+        threads: how many threads torch has here at most, unless --torch-threads or the variable
+            OMP_NUM_THREADS says so; None for as many as torch takes.
     """
     if "OMP_NUM_THREADS" in os.environ:
         threads = None
     if threads is not None:
-        threads = min(threads, len(os.sched_getaffinity(0)))
+        threads = min(threads, torch.get_num_threads())
     threads = args.torch_threads or threads
     if threads is not None:
         torch.set_num_threads(threads)
