@@ -180,9 +180,12 @@ class LocalLauncher(Launcher):
 
     def _tell_failures(self, timeout: float) -> None:
         """Say which workers have failed at the end, if they had any time for it."""
+        deadline = time.monotonic() + min(timeout, 1)
         for index, process in self._processes.items():
-            code = process.poll() or 0
-            if timeout > 0 and 0 < code < UNKNOWN:
+            # How a forked worker has ended is known a moment after it has.
+            while (code := process.poll()) is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if code is not None and timeout > 0 and 0 < code < UNKNOWN:
                 text = "worker %d failed as it closed its environments (exit code %d)%s"
                 log = self.log(index)
                 logger.warning(text, index, code, f"; see {log}" if log else "")
