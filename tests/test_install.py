@@ -64,15 +64,19 @@ def test_uv_run_installs_what_the_script_needs(script):
         assert brought & {name.lower() for name in distributions[module]}, module
 
 
+def needs_of(*files):
+    """Return what these files of requirements pin, by name."""
+    texts = "\n".join((ROOT / file).read_text() for file in files)
+    lines = [line.partition("#")[0].strip() for line in texts.splitlines()]
+    return {need.name: need for need in map(Requirement, filter(None, lines))}
+
+
 def test_the_versions_that_are_tested_are_in_the_ranges():
-    pinned = {}
-    for path in (
+    pinned = needs_of(
         "experiments/benchmarks/peers/requirements-envpool.txt",
         "experiments/benchmarks/peers/requirements-ray.txt",
         "requirements.txt",
-    ):
-        lines = [line.partition("#")[0].strip() for line in (ROOT / path).read_text().splitlines()]
-        pinned |= {need.name: need for need in map(Requirement, filter(None, lines))}
+    )
     for line in [*PROJECT["dependencies"], *(line for lines in EXTRAS.values() for line in lines)]:
         need, pin = Requirement(line), pinned[Requirement(line).name]
         (version,) = pin.specifier
@@ -81,11 +85,7 @@ def test_the_versions_that_are_tested_are_in_the_ranges():
 
 
 def test_the_lowest_versions_that_are_tested_are_those_of_the_ranges():
-    def versions(file):
-        needs = [line.partition("#")[0].strip() for line in (ROOT / file).read_text().splitlines()]
-        return {need.name: need for need in map(Requirement, filter(None, needs))}
-
-    pinned, lowest = versions("requirements.txt"), versions("tests/lowest.txt")
+    pinned, lowest = needs_of("requirements.txt"), needs_of("tests/lowest.txt")
     own = {"export", "minatar"}  # tested with the pinned versions alone
     others = {"envpool", "ray"}  # in neither file: tested where they are installed
     extras = [line for name in EXTRAS.keys() - own - others for line in EXTRAS[name]]
