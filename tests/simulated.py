@@ -27,7 +27,7 @@ from clusterenv_runtime.wire.protocol import (
     Reply,
     Setup,
     Step,
-    decode_request,
+    decode_from_head,
     encode,
     shared_versions,
 )
@@ -108,7 +108,7 @@ class Process:
         """Take a message as a worker decodes it, and say whether the link is open."""
         if self.cut_off:
             return False
-        seq, request = decode_request(encode((seq, request)))
+        seq, request = decode_from_head(encode((seq, request)))
         self.heard.append(request)
         if not self.stopped and isinstance(request, Setup | Call | CutOff | Step):
             self.network.deliver(self.identity, seq, self.answer)

@@ -27,7 +27,7 @@ from clusterenv_runtime import (
     WorkerDiedError,
 )
 from clusterenv_runtime.launchers.base import WORKER
-from clusterenv_runtime.wire.protocol import PROTOCOL_VERSION, Ping, decode_answer, encode
+from clusterenv_runtime.wire.protocol import PROTOCOL_VERSION, Ping, decode_from_worker, encode
 
 from .envs import BlockingEnv, CountingEnv, FailingEnv, LeavingEnv, assert_same
 from .machine import process_namespace
@@ -201,7 +201,7 @@ def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
             heard = encode((None, Ping()))
             while heard == encode((None, Ping())):  # pings of its second connection
                 _, heard = head.recv_multipart()
-            assert decode_answer(heard)[1].pid == 1
+            assert decode_from_worker(heard)[1].pid == 1
             (worker,) = children_of(process.pid)
             os.kill(worker, signal.SIGTERM)
             assert process.wait(PATIENCE) == 128 + signal.SIGTERM

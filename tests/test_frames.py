@@ -18,7 +18,7 @@ from torch import nn
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames, ProtocolError
 from clusterenv_runtime.arrays.frames import fold, join
 from clusterenv_runtime.envs.blueprint import EnvLayout
-from clusterenv_runtime.head.answers import Opener
+from clusterenv_runtime.head.responses import Opener
 
 from .envs import assert_same
 from .test_parts import COLLECT, NOW, a_part, packed

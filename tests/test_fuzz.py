@@ -36,8 +36,8 @@ from clusterenv_runtime.wire.protocol import (  # fmt: skip
     Reset,
     Setup,
     Step,
-    decode_answer,
-    decode_request,
+    decode_from_head,
+    decode_from_worker,
     frames,
 )
 
@@ -141,7 +141,7 @@ class Head:
         while True:
             identity, header, *_ = self.socket.recv_multipart()
             if identity.startswith(b"w"):
-                yield identity, *decode_answer(header)
+                yield identity, *decode_from_worker(header)
 
     def ask(self, request, *arguments):
         """Send the worker a request, and return its answer."""
@@ -167,7 +167,7 @@ def test_a_worker_drops_what_it_cannot_decode():
             for number in range(FRAMES // 10):
                 (header, *_) = mutated(rng, rng.choice(originals)[:1])
                 with contextlib.suppress(Exception):
-                    decode_request(header)
+                    decode_from_head(header)
                     continue  # one that the worker would obey
                 socket.send_multipart([head.identity, header])
                 if number % 500 == 0:

@@ -14,7 +14,7 @@ from clusterenv_runtime import ProtocolError
 from clusterenv_runtime.arrays.trees import map_space
 from clusterenv_runtime.envs.blueprint import EnvLayout
 from clusterenv_runtime.errors import EnvRaised
-from clusterenv_runtime.head.answers import Opener, Published
+from clusterenv_runtime.head.responses import Opener, Published
 from clusterenv_runtime.rollout import RolloutPart
 from clusterenv_runtime.wire.buffers import Arrays, to_buffers
 from clusterenv_runtime.wire.codec import pack
@@ -27,7 +27,7 @@ from clusterenv_runtime.wire.protocol import (
     Reset,
     SetAttr,
     Step,
-    decode_answer,
+    decode_from_worker,
     frames,
 )
 
@@ -145,7 +145,7 @@ def packed(part, **fields):
     """Return the message and the buffers of a part, with some fields changed."""
     part = msgspec.structs.replace(part, **fields)
     answer, buffers = pack_part(part, 0.0)
-    _, came = decode_answer(frames(1, answer)[0])
+    _, came = decode_from_worker(frames(1, answer)[0])
     return came, [bytes(buffer) for buffer in buffers]
 
 
@@ -185,7 +185,7 @@ def test_a_part_is_of_the_structure_that_was_published_when_it_was_asked_or_sinc
 def test_nobody_waits_for_no_number_of_seconds(waited):
     answer, _ = pack_part(a_part(PART_SPACES[0]), waited)
     with pytest.raises(msgspec.ValidationError, match="waited"):
-        decode_answer(frames(1, answer)[0])
+        decode_from_worker(frames(1, answer)[0])
 
 
 OBSERVATIONS, FLAGS = np.zeros((2, 3), np.float32), np.zeros(2, bool)

@@ -39,7 +39,7 @@ from clusterenv_runtime.wire.protocol import (
     Hello,
     Pull,
     Reply,
-    decode_answer,
+    decode_from_worker,
     frames,
     keep_alive,
     mismatch,
@@ -102,7 +102,7 @@ def over_the_wire(value, dropped=None):
 def received(packed, buffers):
     """Encode, decode and unpack what may be a packed value, or not; each byte is used."""
     arrays = Arrays(buffers)
-    value = unpack(decode_answer(frames(1, Reply(packed))[0])[1].value, arrays)
+    value = unpack(decode_from_worker(frames(1, Reply(packed))[0])[1].value, arrays)
     arrays.end()
     return value
 
@@ -468,7 +468,7 @@ MESSAGES = [
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_messages_come_back(message):
     for seq in (None, 1, 2**62):
-        assert decode_answer(frames(seq, message)[0]) == (seq, message)
+        assert decode_from_worker(frames(seq, message)[0]) == (seq, message)
 
 
 @pytest.mark.parametrize(("fatal", "ends_episodes"), [(False, False), (True, False), (False, True)])

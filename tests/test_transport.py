@@ -28,7 +28,7 @@ from clusterenv_runtime.wire.protocol import (
     Close,
     Ping,
     Pull,
-    decode_request,
+    decode_from_head,
     encode,
     frames,
     pulse_of,
@@ -106,8 +106,8 @@ def test_what_is_sent_and_received(make, dial):
     ]
     assert transport.exchange(sent, None) == ([], [])
     header, *buffers = second.recv_multipart()
-    assert decode_request(header) == (5, Close()) and buffers == [b"array", b"2"]
-    assert decode_request(first.recv()) == (None, Ping())
+    assert decode_from_head(header) == (5, Close()) and buffers == [b"array", b"2"]
+    assert decode_from_head(first.recv()) == (None, Ping())
 
 
 def test_with_no_time_it_only_sends(make, dial, monkeypatch):

@@ -117,8 +117,8 @@ MUTATIONS = {
         "            self._updates |= dict.fromkeys(held, self._encode(copy))",
     ),
     "a worker says what it likes about its version": (
-        "head/answers.py",
-        "if not policy.since <= answer.version <= published.version:",
+        "head/responses.py",
+        "if not policy.since <= response.version <= published.version:",
         "if False:",
     ),
     "what is no message is dropped, and its sender kept": (

@@ -41,7 +41,7 @@ EXPLAINED = Path(__file__).with_name("survivors.txt")
 SCHEDULES = "test_verification.py::test_no_schedule_breaks_the_runtime"
 # The tests of each file, those that fail soonest first.
 TESTS = {
-    "head/answers.py": ["test_parts.py", SCHEDULES],
+    "head/responses.py": ["test_parts.py", SCHEDULES],
     "wire/buffers.py": ["test_protocol.py", "test_parts.py"],
     "wire/codec.py": ["test_protocol.py", "test_parts.py",
         "test_vector_env.py"],

@@ -188,13 +188,13 @@ class Process:
         self._up_at = max(self._up_at, self.world.now + self.world.delay())
         self.world.at(self._up_at, self._arrives_up)
 
-    def receive(self, waits: bool = True) -> tuple[int | None, protocol.Request, list[Any]] | None:
+    def receive(self, waits: bool = True) -> tuple[int | None, protocol.FromHead, list[Any]] | None:
         """Return the next message that is no ping; unless this waits, None if none has come."""
         while waits or self.inbox:
             while not self.inbox:
                 self._pause(listens=True)
             header, *buffers = self.inbox.popleft()
-            seq, request = protocol.decode_request(header)
+            seq, request = protocol.decode_from_head(header)
             if isinstance(request, protocol.Close):
                 raise End
             if not isinstance(request, protocol.Ping):

@@ -6,7 +6,7 @@
 - `supervisor`: finds out which processes are lost, and starts others
 - `recovery`: what a process must be told to be a worker, and which noise it draws
 - `requests`, `messenger`: what workers are asked, and what becomes of their messages, also of
-  errors; `answers` opens and checks the responses
+  errors; `responses` opens and checks the responses
 - `interrupts`: what ends a wait
 - `pool`: all workers, to be asked and waited for; `start` begins it
 - `collect`, `stepping`: the two ways to use them; `vector_api`: Gymnasium's methods; `measures`:

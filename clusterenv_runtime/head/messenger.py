@@ -24,9 +24,9 @@ from ..wire.protocol import (
     Step,
     Weights,
 )
-from .answers import Opener, value_of
 from .recovery import Recovery
 from .requests import Failures, Requests
+from .responses import Opener, value_of
 from .supervisor import Supervisor
 from .transport import Outgoing, Received, Transport
 from .worker import CONNECTED, State, Worker

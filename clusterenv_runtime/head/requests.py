@@ -18,7 +18,7 @@ from ..wire.buffers import MAX_FRAME
 from ..wire.exceptions import remade
 from ..wire.part import RolloutPart
 from ..wire.protocol import Error, Message
-from .answers import OpenedReply
+from .responses import OpenedReply
 from .worker import Process, Worker
 
 logger = logging.getLogger(__name__)

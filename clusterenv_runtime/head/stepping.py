@@ -21,8 +21,8 @@ from ..arrays.trees import map_space
 from ..envs.blueprint import Blueprint
 from ..errors import DeadlineError, printable
 from ..wire.protocol import Call, Message, Reset, SetAttr
-from .answers import OpenedReply
 from .requests import reset_needed
+from .responses import OpenedReply
 from .start import Head
 from .worker import Episodes, Worker
 

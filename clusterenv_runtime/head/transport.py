@@ -19,7 +19,7 @@ import zmq
 from ..errors import StartupError, printable
 from ..wire import protocol
 from ..wire.buffers import MAX_FRAME
-from ..wire.protocol import Answer, Message, Ping
+from ..wire.protocol import FromWorker, Message, Ping
 from ..wire.security import Gate, HeadKeys, write_key_file
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Received:
     identity: bytes
     frames: list[Any]
 
-    def read(self, is_strange: bool = False) -> tuple[int | None, Answer | str]:
+    def read(self, is_strange: bool = False) -> tuple[int | None, FromWorker | str]:
         """Return ``seq`` and message, or text about something else. A stranger's must be short.
 
         A message may take much more room than its frames, so do not keep many.
@@ -77,7 +77,7 @@ class Received:
         if is_strange and sum(map(len, self.frames)) > MAX_HELLO:
             return None, "a long message"
         try:
-            return protocol.decode_answer(self.frames[0])
+            return protocol.decode_from_worker(self.frames[0])
         except Exception as error:  # anything may be sent
             return None, f"a malformed message: {printable(str(error))}"
 

@@ -187,7 +187,7 @@ class Error(Message):
         return printable(self.message)
 
 
-Request = (
+FromHead = (
     Setup
     | Reset
     | Step
@@ -201,10 +201,10 @@ Request = (
     | Ping
     | Close
 )
-Answer = Hello | Built | Reply | Part | Pull | Error
+FromWorker = Hello | Built | Reply | Part | Pull | Error
 encode = msgspec.msgpack.Encoder().encode  # of (seq, message)
-decode_request = msgspec.msgpack.Decoder(tuple[int | None, Request]).decode
-decode_answer = msgspec.msgpack.Decoder(tuple[int | None, Answer]).decode
+decode_from_head = msgspec.msgpack.Decoder(tuple[int | None, FromHead]).decode
+decode_from_worker = msgspec.msgpack.Decoder(tuple[int | None, FromWorker]).decode
 
 
 def frames(seq: int | None, message: Message, *buffers: Any) -> list[Any]:

@@ -109,7 +109,7 @@ class Connection:
     def send(self, seq: int | None, message: protocol.Message, *buffers: Any) -> None:
         self._socket.send_multipart(protocol.frames(seq, message, *buffers), copy=False)
 
-    def receive(self, waits: bool = True) -> tuple[int | None, protocol.Request, list[Any]] | None:
+    def receive(self, waits: bool = True) -> tuple[int | None, protocol.FromHead, list[Any]] | None:
         """Return the next message that is no ping: its ``seq``, header and buffers.
 
         Unless this ``waits``, return None if none has come.
@@ -121,7 +121,7 @@ class Connection:
         while waits or self._socket.poll(0):
             header, *buffers = self._socket.recv_multipart(copy=False)
             try:
-                seq, request = protocol.decode_request(header.buffer)
+                seq, request = protocol.decode_from_head(header.buffer)
             except Exception as error:  # bytes can make msgspec raise many kinds
                 logger.warning("dropped a malformed message: %s", error)
                 continue

@@ -84,7 +84,7 @@ class Worker:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         # Requests that came while the worker waited for weights.
-        self._later: deque[tuple[int | None, protocol.Request, list[Any]]] = deque()
+        self._later: deque[tuple[int | None, protocol.FromHead, list[Any]]] = deque()
         self._envs: Any = None  # an object that `build_environments` returns
         self._first_row, self._rule = 0, SyncRule()
         self._actor: Actor | None = None
@@ -108,7 +108,7 @@ class Worker:
         finally:
             threading._shutdown()  # which Python calls at its end; they may still write files
 
-    def _answer(self, seq: int | None, request: protocol.Request, buffers: list[Any]) -> None:
+    def _answer(self, seq: int | None, request: protocol.FromHead, buffers: list[Any]) -> None:
         if isinstance(request, Reset) and not request.partial:
             self._has_failed, self._next_seeds = False, None
         if self._has_failed and isinstance(request, IN_EPISODES):
@@ -152,7 +152,7 @@ class Worker:
         )
 
     def _reply(
-        self, request: protocol.Request, buffers: list[Any]
+        self, request: protocol.FromHead, buffers: list[Any]
     ) -> tuple[protocol.Reply, list[Any]]:
         """Do what a request asks for; return the reply and its buffers."""
         arrays: list[np.ndarray] = []
@@ -164,7 +164,7 @@ class Worker:
         names = list(dict.fromkeys(dropped))[: protocol.MAX_DROPPED]
         return protocol.Reply(value, packed, names), to_buffers(arrays)
 
-    def _handle(self, request: protocol.Request, buffers: list[Any]) -> Any:
+    def _handle(self, request: protocol.FromHead, buffers: list[Any]) -> Any:
         match request:
             case Setup():
                 return self._set_up(request, *buffers)
@@ -289,7 +289,7 @@ class Worker:
                 return message, buffers
             self._put_off(seq, message, buffers)
 
-    def _put_off(self, seq: int | None, message: protocol.Request, buffers: list[Any]) -> None:
+    def _put_off(self, seq: int | None, message: protocol.FromHead, buffers: list[Any]) -> None:
         """Keep a message that comes while a request is answered."""
         if isinstance(message, Structure):  # the weights that come next are of this structure
             self._answer(seq, message, buffers)

@@ -137,7 +137,7 @@ def simulate(indices, flags, weights_at, frame_bytes):
                     header, *buffers = worker.socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     break
-                seq, request = protocol.decode_request(header.buffer)
+                seq, request = protocol.decode_from_head(header.buffer)
                 if isinstance(request, protocol.Close):
                     epoll.unregister(fd)
                     workers.pop(fd).socket.close()

@@ -1,7 +1,7 @@
-"""Workers' answers, opened and checked once, when they arrive: behind this everything is what it
+"""Workers' responses, opened and checked once, when they arrive: behind this everything is what it
 says.
 
-What an answer must be follows from the spaces, from the request, and from the policy that was
+What an response must be follows from the spaces, from the request, and from the policy that was
 published. An array may hold any value of its dtype: a worker itself refuses values that no learner
 can use.
 """
@@ -33,23 +33,23 @@ class OpenedReply(NamedTuple):
     dropped: list[str] = []
 
 
-def value_of(answer: Reply, frames: list[Any]) -> Any:
-    """Return the value of an answer, whatever it is.
+def value_of(response: Reply, frames: list[Any]) -> Any:
+    """Return the value of an response, whatever it is.
 
     Raises:
         ProtocolError: it is malformed.
     """
     arrays = Arrays(frames[1:])
-    value = unpack(answer.value, arrays)
+    value = unpack(response.value, arrays)
     arrays.end()
     return value
 
 
 class Opener:
-    """Opens workers' answers, and refuses what cannot be one.
+    """Opens workers' responses, and refuses what cannot be one.
 
     Args:
-        envs: the layout of the environments, which the answers must have.
+        envs: the layout of the environments, which the responses must have.
     """
 
     def __init__(self, envs: EnvLayout) -> None:
@@ -75,17 +75,17 @@ class Opener:
     def __call__(
         self,
         asked: Message,
-        answer: Reply | Part,
+        response: Reply | Part,
         frames: list[Any],
         num_envs: int,
         asked_at: Published,
         published: Published,
     ) -> OpenedReply | RolloutPart:
-        """Return the part in an answer, or its value and infos.
+        """Return the part in an response, or its value and infos.
 
         Args:
             asked: the request.
-            answer: its answer.
+            response: its response.
             frames: that message's frames.
             num_envs: how many environments the worker has.
             asked_at: what was published when that was asked.
@@ -94,37 +94,37 @@ class Opener:
         Raises:
             ProtocolError: it is not what was asked for.
         """
-        if isinstance(asked, Collect) != isinstance(answer, Part):
-            raise ProtocolError(f"a {type(answer).__name__} to a {type(asked).__name__}")
+        if isinstance(asked, Collect) != isinstance(response, Part):
+            raise ProtocolError(f"a {type(response).__name__} to a {type(asked).__name__}")
         arrays = Arrays(frames[1:])
-        if isinstance(answer, Part):
-            policy = published if answer.version >= published.since else asked_at
-            if not policy.since <= answer.version <= published.version:
+        if isinstance(response, Part):
+            policy = published if response.version >= published.since else asked_at
+            if not policy.since <= response.version <= published.version:
                 possible = f"but these are {policy.since} to {published.version}"
-                text = f"it says that it acted on version {answer.version}, {possible}"
+                text = f"it says that it acted on version {response.version}, {possible}"
                 raise ProtocolError(text)
-            opened = self._open_part(asked, answer, arrays, num_envs, policy)
+            opened = self._open_part(asked, response, arrays, num_envs, policy)
         else:
-            opened = self._open_reply(asked, answer, arrays, num_envs)
+            opened = self._open_reply(asked, response, arrays, num_envs)
         arrays.end()
         return opened
 
     def _open_part(
-        self, asked: Collect, answer: Part, arrays: Arrays, num_envs: int, policy: Published
+        self, asked: Collect, response: Part, arrays: Arrays, num_envs: int, policy: Published
     ) -> RolloutPart:
-        if unknown := answer.infos.keys() - self._info_keys:
+        if unknown := response.infos.keys() - self._info_keys:
             raise ProtocolError(f"infos have {unknown!r:.100}, which nobody asked for")
         sizes = {
             "steps": asked.num_steps,
             "envs": num_envs,
             "states": asked.states * num_envs,
-            "ends": answer.ends,
-            "episodes": answer.episodes,
+            "ends": response.ends,
+            "episodes": response.episodes,
         }
-        part = self._layout_of(policy.example).unpack(answer, sizes, arrays)
+        part = self._layout_of(policy.example).unpack(response, sizes, arrays)
         ends = np.count_nonzero(part.terminations | part.truncations)
-        if ends != answer.ends:
-            raise ProtocolError(f"final_observations are {answer.ends}, of {ends} ends")
+        if ends != response.ends:
+            raise ProtocolError(f"final_observations are {response.ends}, of {ends} ends")
         if part.frames:
             self._unfold(part)
         return part
@@ -156,9 +156,9 @@ class Opener:
             setattr(part, name, tree if name == "observations" else map_tree(np.asarray, tree))
 
     def _open_reply(
-        self, asked: Message, answer: Reply, arrays: Arrays, num_envs: int
+        self, asked: Message, response: Reply, arrays: Arrays, num_envs: int
     ) -> OpenedReply:
-        value, infos = unpack(answer.value, arrays), unpack(answer.infos, arrays)
+        value, infos = unpack(response.value, arrays), unpack(response.infos, arrays)
 
         def check(one: Any, leaf: Any, number: int = num_envs) -> None:
             if isinstance(one, np.ndarray):
@@ -191,7 +191,7 @@ class Opener:
             ValueError,
             msgspec.ValidationError,
         ) as error:
-            raise ProtocolError(f"no answer to {asked}: {error!r}") from None
+            raise ProtocolError(f"no response to {asked}: {error!r}") from None
         if not all(0 <= env < num_envs for env, _ in pairs):
             raise ProtocolError("infos are of environments that there are not")
-        return OpenedReply(value, pairs, answer.dropped)
+        return OpenedReply(value, pairs, response.dropped)
