@@ -1,4 +1,4 @@
-# DQN on environments in worker processes: CleanRL's dqn.py, changed where distribution asks for it
+# DQN on environments in worker processes: CleanRL's dqn.py, changed where distribution requires it
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["clusterenv-runtime[scripts]"]
@@ -45,7 +45,7 @@ from clusterenv_runtime.script import (
 
 
 @dataclass
-class Args(ScriptArgs):  # which has what all scripts share, such as seed and num_workers
+class Args(ScriptArgs):  # with the flags of all scripts, for example seed and num_workers
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -74,8 +74,8 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     learning_starts: NotNegative = 10000
     """timestep to start learning"""
     train_frequency: Positive = 10
-    """one gradient step per so many environment steps, however many workers there are and however
-    fast
+    """the number of environment steps per gradient step, whatever the number and the speed of the
+    workers
     """
 
     # Distribution specific arguments
@@ -83,21 +83,21 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     num_steps: Positive = 16
     """the number of steps in each environment per chunk that a worker sends"""
     outstanding: Positive = 2
-    """chunks each worker may be ahead of the learner; with one it waits while its last one travels
+    """chunks each worker may be ahead of the learner; with 1, a worker waits while a chunk travels
     """
     deterministic: bool = False
-    """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same
-    to the last bit
+    """take chunks in a fixed order, one outstanding per worker, so that two runs with the same seed
+    are identical to the last bit
     """
     sync_check_frequency: Positive = 20
-    """gradient steps between publishing the policy, which measures the workers' divergence from it;
-    at most once per chunk
+    """gradient steps between publications of the policy, which measure the workers' divergence from
+    it; at most one per chunk
     """
     kl_threshold: Nats = 0.001
     max_policy_lag: NotNegative | None = 40
     save_replay: bool = True
-    """whether checkpoints hold the replay buffer; else a resumed run collects `--learning-starts`
-    steps first
+    """whether checkpoints hold the replay buffer; otherwise a resumed run first collects
+    `--learning-starts` steps
     """
 
 
@@ -133,8 +133,8 @@ def make_policy(args, envs):
 
 
 def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
-    """Return epsilon at step `t`: it falls from `start_e` to `end_e` within `duration` steps, and
-    stays there.
+    """Return epsilon at step `t`. It falls from `start_e` to `end_e` within `duration` steps, and
+    then stays there.
     """
     slope = (end_e - start_e) / duration
     return max(slope * t + start_e, end_e)
@@ -142,7 +142,7 @@ def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
 
 @torch.no_grad()
 def compute_td_target(target_network, next_obs, rewards, dones, gamma):
-    """Return the TD targets, `(..., batch_size)` as `rewards` and `dones`. A truncation is no
+    """Return the TD targets, `(..., batch_size)` like `rewards` and `dones`. A truncation is not a
     `done`.
     """
     target_max = target_network(next_obs).amax(-1)
@@ -150,13 +150,13 @@ def compute_td_target(target_network, next_obs, rewards, dones, gamma):
 
 
 def td_loss(q_network, obs, actions, td_target):
-    """Return the loss of a batch, and the Q-values of its `actions`, `(batch_size,)` each."""
+    """Return the loss of a batch, a scalar, and the Q-values of its `actions`, `(batch_size,)`."""
     old_val = q_network(obs).gather(1, actions).squeeze(1)
     return F.mse_loss(td_target, old_val), old_val
 
 
 def update(optimizer, q_network, obs, actions, td_target):
-    """Take a gradient step on a batch; return its loss, and the Q-values of its `actions`."""
+    """Take a gradient step on a batch. Return its loss, and the Q-values of its `actions`."""
     loss, old_val = td_loss(q_network, obs, actions, td_target)
     optimizer.zero_grad()
     loss.backward()
@@ -169,7 +169,7 @@ if __name__ == "__main__":
         parse(Args),
         fixed=("env_id", "num_steps", "buffer_size", "learning_starts", "train_frequency"),
     )
-    args = run.args  # with --resume those of its checkpoint, but for the flags given now
+    args = run.args  # with --resume, the checkpoint's flags, except for flags given now
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
     check_chunks(args)
@@ -179,7 +179,7 @@ if __name__ == "__main__":
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
-    # Networks this small gain nothing from more threads, and runs side by side stall each other.
+    # More threads gain nothing for networks this small, and stall runs that share the machine.
     device = seeded_device(args, threads=1)
 
     # env setup
@@ -200,7 +200,7 @@ if __name__ == "__main__":
     run.keep("q_network", q_network.to(device))
     adam = optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
     optimizer = run.keep("optimizer", adam)
-    # The rate may be another than that of the checkpoint.
+    # The learning rate may differ from the checkpoint's.
     optimizer.param_groups[0]["lr"] = args.learning_rate
     target_network = QNetwork(envs).to(device)
     target_network.load_state_dict(q_network.state_dict())
@@ -208,10 +208,10 @@ if __name__ == "__main__":
     update_once = CudaGraph(update, optimizer, q_network)
     rb = ReplayBuffer(args.buffer_size, *spaces, args.save_replay, rb_device)
     run.keep("rb", rb)
-    # warm_up: environment steps before learning
+    # warm_up: the environment steps before learning
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts))
     if run.global_step and not rb.inserted:
-        # After another `learning_starts` steps, gradient steps go on where they were.
+        # After another `learning_starts` steps, gradient steps go on from their old number.
         learned = count.gradient_steps * args.train_frequency
         count.warm_up = run.global_step + args.learning_starts - learned
         first = f"collecting {args.learning_starts:,} steps before learning"
@@ -226,7 +226,7 @@ if __name__ == "__main__":
 
     with run.training(envs, q_network, policy):
         loss = None
-        # Take a chunk, while its worker goes on, and learn.
+        # Take a chunk and learn, while its worker goes on.
         for chunk in run.stream(envs, explore):
             rb.add(chunk)
 
@@ -235,8 +235,8 @@ if __name__ == "__main__":
             due = max(run.global_step - count.warm_up, 0) // args.train_frequency
             checks = count.gradient_steps // args.sync_check_frequency
             while count.gradient_steps < due:
-                # Steps up to the next change of the target network get their batches and targets
-                # in one go.
+                # At once, draw the batches and compute the targets of all steps up to the next
+                # update of the target network.
                 until_target = target_every - count.gradient_steps % target_every
                 burst = min(due - count.gradient_steps, until_target)
                 samples = rb.sample(burst, args.batch_size, device)
@@ -252,7 +252,7 @@ if __name__ == "__main__":
                     parameters = target_network.parameters(), q_network.parameters()
                     for target_param, q_param in zip(*parameters, strict=True):
                         target_param.data.lerp_(q_param.data, args.tau)
-            # Workers pull between two chunks, so of several publications only the last would count.
+            # Workers pull between two chunks, so only the last of several publications would count.
             if count.gradient_steps // args.sync_check_frequency > checks:
                 envs.publish(policy)
 

@@ -6,8 +6,8 @@
     policy = CategoricalPolicy(actor)  # any nn.Module: observations -> logits
     envs.reset(seed=1)
     for iteration in range(100):
-        rollout = envs.rollout(policy, num_steps=128)  # workers act, and pull if they diverged
-        learn(rollout)  # yours
+        rollout = envs.rollout(policy, num_steps=128)  # workers act, and pull if they have diverged
+        learn(rollout)  # your learner
         print(rollout.episodic_returns, envs.divergence, envs.pulls)
     envs.close()
 
@@ -67,7 +67,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The policies bring torch, which a worker that only steps does not need.
+    # The policies import torch, which a worker that only steps environments does not need.
     if name in __all__ and name.endswith("Policy"):
         from .extras import policies
 

@@ -1,4 +1,4 @@
-"""Prints what a report of a problem needs: ``python -m clusterenv_runtime --version``."""
+"""The information that a bug report needs: ``python -m clusterenv_runtime --version``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = "gymnasium", "numpy", "torch", "cloudpickle", "msgspec", "pyzmq", "ra
 
 
 def report() -> str:
-    """Return the versions of this package and of those that it works with, and the machine."""
+    """Return the versions of this package and its dependencies, the machine, and the launchers."""
     lines = [f"clusterenv-runtime {__version__}", f"Python {sys.version.split()[0]}"]
     for name in PACKAGES:
         try:
@@ -32,7 +32,7 @@ def report() -> str:
 
 
 def processor() -> str:
-    """Return the processor's name, as far as the system tells it."""
+    """Return the processor's model, or its architecture where Linux does not report a model."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     named = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
@@ -42,9 +42,9 @@ def processor() -> str:
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(
-        prog="clusterenv_runtime", description="Prints what a report of a problem needs."
+        prog="clusterenv_runtime", description="Print the information that a bug report needs."
     )
-    parser.add_argument("--version", action="store_true", help="is what it does")
+    parser.add_argument("--version", action="store_true", help="print this information (default)")
     parser.parse_args()
     print(report())
 

@@ -27,39 +27,40 @@ if TYPE_CHECKING:
 
 
 class ClusterEnv(Measures, VectorApi):
-    """A vector environment on worker processes, and rollouts by workers that act on their own copy
-    of the policy.
+    """A vector environment in worker processes, where each worker can act on its own policy copy.
 
-    As a `VectorEnv` it equals ``SyncVectorEnv(env_fns)`` step for step; row *i* is always
-    ``env_fns[i]``. With `rollout` the workers act: they keep their policy until its KL divergence
-    from the head's exceeds ``kl_threshold``.
+    As a `VectorEnv`, it behaves like ``SyncVectorEnv(env_fns)`` step for step, and row *i* is
+    always ``env_fns[i]``. With `rollout`, the workers act: each keeps its copy of the policy until
+    the copy's KL divergence from the head's policy exceeds ``kl_threshold``, and then pulls.
 
     Args:
-        env_fns: functions that make the environments, on workers alone. Or a `Together` of
-            `extras`, which makes each worker's rows as one vector environment. Only `rollout`,
-            `send` and `evaluate` step it.
-        num_workers: worker processes; never more than environments. Each gets a contiguous share of
-            the rows.
-        num_envs: how many environments one function is to make, in all.
+        env_fns: functions that make one environment each; only workers call them. A `Together` from
+            `extras` can take their place: it makes each worker's rows as one vector environment,
+            which only `rollout`, `send` and `evaluate` can step.
+        num_workers: the number of worker processes, at most the number of environments. Each worker
+            gets a contiguous share of the rows.
+        num_envs: the total number of environments, required with a `Together`.
         copy, observation_mode, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
-        info_keys: the keys of the steps' infos that `Rollout.infos` is to have: numbers, or arrays
-            of one shape.
-        frame_stack: observations of so many arrays are stacks; a rollout has each frame of them
-            once, as `Frames`.
-        log_dir: where the launcher has the workers write ``worker-I.log``; by default to this
+        info_keys: the keys of step infos that `Rollout.infos` holds. Their values must be numbers,
+            or arrays of one shape per key.
+        frame_stack: the number of frames in a stacked observation. A rollout holds each frame of
+            such observations once, as `Frames`.
+        log_dir: the directory where workers write ``worker-I.log``; by default they write to this
             process's output. Workers on other machines need it on a file system that they share
-            with the head: their keys are there, too.
-        learners: an object, if this is one of several learners: ``first_row`` is the number of its
-            first environment among those of all learners, and ``sum`` sums a float64 array over
-            them. Each `rollout` calls it, as all workers pull together. There is no `send` then.
+            with the head, because it also holds their keys.
+        learners: for one of several learners, an object with two attributes: ``first_row`` is the
+            number of this learner's first environment among the environments of all learners, and
+            ``sum`` sums a float64 array over all learners. Each `rollout` calls ``sum``, because
+            the workers of all learners pull together. `send` is then not available.
         options: the fields of `clusterenv_runtime.options.ClusterOptions`, which documents them.
-            ``launcher`` may also be a `Launcher`, which has a ``log_dir`` and a prefix of its own.
+            ``launcher`` may also be a `Launcher`, which has its own ``log_dir`` and prefix.
 
     Raises:
-        TypeError, ValueError: there is no such option, or an argument is out of range.
-        SpacesError: the environments' spaces do not match. It is a RuntimeError.
-        Exception: what an environment raised when it was built, caused by an `EnvError`.
-        StartupError, WorkerDiedError: a worker does not come up.
+        TypeError, ValueError: an option does not exist, or an argument is out of range.
+        SpacesError: the environments' spaces do not match. It is a RuntimeError and a ValueError.
+        Exception: an environment raised it while it was built. Its cause is an `EnvError`.
+        StartupError, WorkerDiedError: the head cannot listen or start workers, or a worker does not
+            come up.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ClusterEnv(Measures, VectorApi):
         learners: Any = None,
         **options: Any,
     ) -> None:
-        self.closed = True  # until there is something to close
+        self.closed = True  # False once there is something to close
         parsed, launcher, address = parse_options({"num_workers": num_workers, **options}, log_dir)
         blueprint = Blueprint(
             env_fns,
@@ -99,20 +100,20 @@ class ClusterEnv(Measures, VectorApi):
         self._finalizer = weakref.finalize(self, self._head.close, parsed.close_timeout)
         self.closed = False
 
-    # Workers act.
+    # Methods for which the workers act.
     @interruptible
     def rollout(self, policy: Policy, num_steps: int, *, overlap: bool = False) -> Rollout:
-        """Publish ``policy`` and let all workers act on it, or on the version they hold, for
-        ``num_steps`` steps.
+        """Publish ``policy``, let all workers act for ``num_steps`` steps, and return the rollout.
 
-        Nothing crosses the network between a worker's first and last step. Episodes that end are
-        reset within the step, whatever ``autoreset_mode`` is. With ``overlap`` the next rollout is
-        requested before this one is returned: the workers collect while you learn, on a policy that
-        is one version older.
+        Each worker acts on the published version or on the version that it holds. Nothing crosses
+        the network between its first and last step. An episode that ends is reset within the same
+        step, regardless of ``autoreset_mode``. With ``overlap``, the next rollout is requested
+        before this one is returned: the workers act while you learn, on a policy that is one
+        version older.
 
         Raises:
             ResetNeeded, AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
-            ValueError: the observations are not arrays, or ``num_steps`` is not positive.
+            ValueError: the observations are not arrays, or ``num_steps`` is less than 1.
         """
         self._assert_is_running()
         if self._collector.overlapped is None:
@@ -122,28 +123,28 @@ class ClusterEnv(Measures, VectorApi):
 
     @interruptible
     def publish(self, policy: Policy) -> int:
-        """Make the policy's current weights the next version, measure divergences, and return its
-        number.
+        """Publish the policy's current weights as the next version. Return the version number.
 
-        `rollout` does this by itself. Called before the first `reset`, it lets the workers load
-        torch while the environments are reset.
+        This also measures each worker's divergence from the new version. `rollout` publishes by
+        itself. Publishing before the first `reset` lets the workers load torch while the
+        environments are reset.
         """
         self._assert_is_running()
         return self._collector.publish(policy)
 
     @interruptible
     def send(self, num_steps: int, worker: int | None = None) -> None:
-        """Ask one worker, or all, to act for another ``num_steps`` steps on the last published
-        policy, or on theirs.
+        """Ask one worker, or all workers, to act for another ``num_steps`` steps.
 
-        A worker answers its requests one after the other, so with more than one it never waits for
-        you. Workers that are idle and will pull get their weights before this returns: within
-        milliseconds, except after the first `publish`, when they import torch, which takes seconds.
+        A worker acts on the last published version or on the version that it holds. It answers its
+        requests in order, so a worker with more than one request never waits for you. Idle workers
+        that will pull get their weights before this method returns. That takes milliseconds, except
+        after the first `publish`: then the workers import torch, which takes seconds.
 
         Raises:
             ResetNeeded, AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
-            ValueError: nothing is published, observations are no arrays, ``num_steps`` < 1, or
-                there is no such worker.
+            ValueError: no policy has been published, the observations are not arrays,
+                ``num_steps`` is less than 1, or there is no such worker.
         """
         self._assert_idle("send")
         self._collector.assert_can_act("send", num_steps)
@@ -151,51 +152,55 @@ class ClusterEnv(Measures, VectorApi):
 
     @interruptible
     def recv(self, worker: int | None = None) -> tuple[int, Rollout]:
-        """Return the next response to `send`, of this worker or of whichever is first: its number,
-        and its rows' rollout.
+        """Wait for the next response to `send`. Return the worker's number and its chunk.
+
+        The chunk is the rollout of the worker's rows. Without ``worker``, the next response of any
+        worker is returned.
 
         Raises:
-            NoAsyncCallError: nothing that was sent is outstanding.
+            NoAsyncCallError: no request of `send` is outstanding.
         """
         self._assert_is_running()
         return self._collector.recv(worker)
 
     @interruptible
     def evaluate(self, policy: Policy, episodes: int, **options: Any) -> Evaluation:
-        """Have the workers play ``episodes`` episodes by ``policy``, and return their returns.
+        """Have the workers play ``episodes`` episodes with ``policy``. Return the results.
 
-        All environments play at once, each its share: of each its first ones count, so that long
-        episodes count like short ones. An episode is one that `Rollout.episodic_returns` counts, of
-        Atari a whole game. Each environment is reset by a seed of its own, ``seed`` plus its
-        number; its further episodes follow from that, as in all of Gymnasium's vector environments.
-        So does the policy's noise: an evaluation is the same on any number of workers, except where
+        All environments play at once, and each plays its share of the episodes. The first episodes
+        of each environment count, so that long episodes count as much as short ones. An episode is
+        what `Rollout.episodic_returns` counts as one: in Atari, a whole game. Each environment is
+        reset with its own seed, ``seed`` plus the environment's number. Its later episodes follow
+        from that seed, as in all of Gymnasium's vector environments, and so does the policy's
+        noise. Therefore an evaluation gives the same result on any number of workers, except where
         a matrix product rounds differently.
 
-        Training goes on after it as before, also with rollouts that are outstanding: versions,
-        pulls and noise are as they were. Environments of workers that have played begin another
-        episode with the next rollout, by seeds that follow from those of `reset`; before the next
-        `step`, `reset` them.
+        Afterwards training continues as before, even with outstanding rollouts: versions, pulls and
+        noise do not change. The environments of workers that have played begin another episode with
+        the next rollout, with seeds that follow from those of `reset`. Before the next `step`, they
+        must be `reset`.
 
         Args:
-            policy: what is to act. It need not be the published one.
-            episodes: how many.
-            options: ``seed=100_000``, the first environment's. ``deterministic=False``, whether the
-                policy takes the mode of its distribution in place of actions that it draws.
-                ``max_steps=30_000``: after so many an episode counts as far as it went, with a
-                warning. What is left of it is no other episode, unless it is as long again.
+            policy: the policy to evaluate. It need not be the published one.
+            episodes: the number of episodes.
+            options: ``seed=100_000``: the seed of the first environment. ``deterministic=False``:
+                whether the policy takes the mode of its distribution instead of drawing actions.
+                ``max_steps=30_000``: the number of steps after which an unfinished episode counts
+                as it is, with a warning. The rest of it does not count as another episode, unless
+                the rest reaches ``max_steps``, too.
 
         Raises:
-            ResetNeeded: an environment has raised, or a step was given up.
+            ResetNeeded: an environment has raised an exception, or a step was given up.
             AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
-            TypeError, ValueError: the policy cannot act here, its distribution has no mode, an
-                argument is out of range, or an episode's return is not finite.
+            TypeError, ValueError: the policy cannot act in these environments, its distribution has
+                no mode, an argument is out of range, or an episode's return is not finite.
         """
         self.evaluate_async(policy, episodes, **options)
         return self.evaluate_wait()
 
     @interruptible
     def evaluate_async(self, policy: Policy, episodes: int, **options: Any) -> None:
-        """Begin to `evaluate` the policy as it is now, with the same arguments.
+        """Start to evaluate the policy as it is now, with the arguments of `evaluate`.
 
         No other call may begin until `evaluate_wait` has returned.
         """
@@ -205,11 +210,11 @@ class ClusterEnv(Measures, VectorApi):
 
     @interruptible
     def evaluate_wait(self, timeout: float | None = None) -> Evaluation:
-        """Return what the episodes have returned.
+        """Wait for the evaluation to end, and return its results.
 
         Raises:
-            multiprocessing.TimeoutError: they have not within ``timeout`` seconds, and go on: call
-                this again. With 0 it only looks.
+            multiprocessing.TimeoutError: the evaluation has not ended within ``timeout`` seconds.
+                It goes on: call this method again. A ``timeout`` of 0 only checks for the end.
             NoAsyncCallError: no evaluation is under way.
         """
         self._assert_is_running()
@@ -217,26 +222,26 @@ class ClusterEnv(Measures, VectorApi):
             return self._evaluator.wait(timeout)
 
     def interrupt(self) -> None:
-        """Make the wait for workers that is under way, or else the next one, raise `Interrupted`
-        within 0.3 seconds.
+        """Make the current or next wait for workers raise `Interrupted`, within 0.3 seconds.
 
-        Signal handlers and other threads may call it. The learner is whole then, as only methods of
-        this class wait. The interrupted call is given up, except that requests of `send` remain
-        outstanding.
+        Signal handlers and other threads may call this method. An interrupt never leaves an update
+        of the learner half done, because only methods of this class wait. The interrupted call is
+        given up, but requests of `send` remain outstanding.
         """
         self._pool.interrupt.request(Interrupted("interrupted while waiting for workers"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, as plain data, counters and what the noise follows from, but no environments."""
+        """Return the counters and the state of the noise as plain data, without environments."""
         return self._head.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, of any number of workers. They pull the policy that is
-        published next.
+        """Continue from a `state_dict`, which may come from any number of workers.
+
+        The workers pull the next policy that is published.
 
         Raises:
             AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
-            ValueError: it is no such state.
+            ValueError: ``state`` is not such a state.
         """
         self._assert_idle("load_state_dict")
         self._head.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""One family of exceptions, and functions that write texts for the user.
+"""The runtime's exceptions, and functions that prepare and print text for the user.
 
 Misuse of the vector API raises Gymnasium's own errors instead.
 """
@@ -8,59 +8,63 @@ import sys
 
 
 class ClusterEnvError(RuntimeError):
-    """Base class of everything the runtime raises by itself."""
+    """Base class of the runtime's exceptions."""
 
 
 class StartupError(ClusterEnvError):
-    """The head cannot listen or use its launcher or keys, or a worker does not come up or does not
-    match the head.
+    """The head or a worker cannot start.
+
+    The head cannot listen, or cannot use its launcher or its keys; or a worker does not come up in
+    time, or does not match the head.
     """
 
 
 class WorkerDiedError(ClusterEnvError):
-    """A worker is gone: its process ended, or its link to the head is closed."""
+    """A worker is gone: its process has ended, or its link to the head has closed."""
 
 
 class DeadlineError(ClusterEnvError):
-    """Workers have not answered in the time given; the text names them."""
+    """Workers did not respond within the given time; the error message names them."""
 
 
 class ProtocolError(ClusterEnvError):
-    """A message is not of the form :mod:`clusterenv_runtime.wire.protocol` describes."""
+    """A message does not have the form that :mod:`clusterenv_runtime.wire.protocol` describes."""
 
 
 class Interrupted(ClusterEnvError):
-    """`ClusterEnv.interrupt` was called, and the head was waiting for workers. Scripts raise it on
-    signals, too.
+    """`ClusterEnv.interrupt` ended a wait for workers.
+
+    The scripts also raise this error to stop a run, for example on a signal.
     """
 
 
 class CheckpointError(ClusterEnvError):
-    """There is no run, or no checkpoint, or only damaged ones, or one cannot be saved; the text
-    says which.
+    """A run, checkpoint or model is missing or unusable, or a checkpoint cannot be saved.
+
+    The error message says which.
     """
 
 
 class RunLockedError(ClusterEnvError):
-    """Another process trains the run; the text says which."""
+    """Another process is training the run; the error message names it."""
 
 
 class LearnerLostError(ClusterEnvError):
-    """Another learner of the run has died, does not come, or is silent."""
+    """Another learner of the run has died, does not connect, or is silent."""
 
 
 class EnvError(ClusterEnvError):
-    """An environment raised on a worker; the text names env, worker and log and holds the remote
-    traceback.
+    """An environment or a policy raised an exception on a worker.
 
-    This is the ``__cause__`` of the exception that is raised: the environment's own, if its class
-    is imported in this process, or else one of the nearest base class that is. If there is none
-    but `Exception`, this is raised itself.
+    The error message names the environment, the worker and its log, and holds the remote traceback.
+    This error is the ``__cause__`` of the exception that the head raises. That exception has the
+    environment's class if this process has imported it, or otherwise the nearest base class that
+    this process has imported. If there is none but `Exception`, the head raises this error itself.
     """
 
 
 class EnvRaised(Exception):
-    """On a worker: environment ``env`` of it raised this exception's cause, or is to blame."""
+    """On a worker: its environment ``env`` raised this exception's cause, or is to blame for it."""
 
     def __init__(self, env: int) -> None:
         super().__init__(env)
@@ -68,8 +72,9 @@ class EnvRaised(Exception):
 
 
 def printable(text: str, most: int = 1000, keeps: str = "\t") -> str:
-    """Return the first characters of a peer's text in one line, with those escaped that a terminal
-    would obey, except those in ``keeps``.
+    """Return a peer's text with its unprintable characters escaped, except those in ``keeps``.
+
+    A terminal might obey these characters. A text longer than ``most`` characters is cut off.
     """
     text = text if len(text) <= most else f"{text[:most]} [...]"
     return "".join(
@@ -78,15 +83,15 @@ def printable(text: str, most: int = 1000, keeps: str = "\t") -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the name of an error and the first line of its text, escaped by `printable`."""
+    """Return an error's class name and the first line of its message, escaped by `printable`."""
     return f"{type(error).__name__}: {printable(str(error).strip().partition(chr(10))[0])}"
 
 
 def print_line(text: str) -> None:
-    """Print a line, also to an output whose encoding lacks some of its characters.
+    """Print a line, even if the output's encoding lacks some of its characters.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the line cannot be written.
     """
     try:
         print(text, flush=True)

@@ -1,7 +1,8 @@
-"""Makes keys ahead of a run, for workers elsewhere: ``python -m clusterenv_runtime.keys FILE``.
+"""The command that makes a run's keys in advance: ``python -m clusterenv_runtime.keys FILE``.
 
-FILE is the head's (``--key-file FILE``) and holds the server's secret, which is not for workers:
-theirs is FILE.worker.
+The keys are for workers that cannot read the head's files. FILE is the head's key file
+(``--key-file FILE``). It holds the server's secret key, which workers must not have. The workers'
+key file is FILE.worker.
 """
 
 import argparse
@@ -11,12 +12,12 @@ from .wire.security import HeadKeys, write_key_file
 
 
 def main() -> None:
-    """Write both files."""
+    """Write both key files."""
     parser = argparse.ArgumentParser(
-        prog="clusterenv_runtime.keys", description="Makes the keys of a run ahead of it."
+        prog="clusterenv_runtime.keys", description="Make the keys of a run in advance."
     )
     parser.add_argument(
-        "file", metavar="FILE", help="the head's key file; the workers' will be FILE.worker"
+        "file", metavar="FILE", help="the head's key file; the workers' key file is FILE.worker"
     )
     file, keys = parser.parse_args().file, HeadKeys.make()
     try:

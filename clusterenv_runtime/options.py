@@ -1,6 +1,6 @@
-"""Every option of a `ClusterEnv`, once: name, type, range, default and text.
+"""All options of a `ClusterEnv`, each defined once: name, type, range, default and help text.
 
-They are the keyword arguments of `ClusterEnv`, and flags of the scripts.
+The options are keyword arguments of `ClusterEnv`, and flags of the scripts.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from .wire.security import HeadKeys, read_key_file
 
 @dataclass(frozen=True)
 class RunsCode:
-    """The values of an option that run someone's code.
+    """A mark on an option's type: the values for which ``holds`` returns True can run code.
 
-    They start a program, name what is imported, or say who may send code. The training scripts
-    never take them from a checkpoint alone: the command line must have them, too.
+    Such a value starts a program, names a module to import, or decides who may send code. The
+    training scripts never take such a value from a checkpoint alone: the command line must repeat
+    it.
     """
 
     holds: Callable[[Any], bool]
 
 
 LARGEST = sys.float_info.max
-# The types of options and flags. None of these ranges has a NaN in it.
+# The types of options and flags. None of these ranges includes NaN.
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 PositiveNumber = Annotated[float, Meta(gt=0)]
@@ -47,7 +48,7 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Nats = Annotated[float, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, lt=2**16)]
-# slurm/train.sh has the same rule for names.
+# slurm/train.sh checks names by the same rule.
 Name = Annotated[str, Meta(pattern=r"^[\w+=-][\w.+=-]*\Z")]
 LauncherName = Annotated[str, RunsCode(lambda value: not is_ours(value))]
 # Gymnasium imports the module before the colon.
@@ -56,74 +57,74 @@ EnvId = Annotated[str, RunsCode(lambda value: ":" in str(value))]
 
 @dataclass
 class ClusterOptions:
-    """Where workers run, how the head supervises them, and when they pull which weights."""
+    """Where workers run, how the head supervises them, and when and how they pull weights."""
 
     num_workers: Positive = 2
     """the number of environment worker processes, each with a contiguous share of the environments
     """
     launcher: LauncherName = "local"
-    """where workers run: `local` (here), `external` (started by you), or as another launcher that
-    is installed says
+    """where workers run: `local` (on this machine), `external` (started by you), or the name of
+    another installed launcher
     """
     worker_prefix: Annotated[str, RunsCode(bool)] = ""
-    """goes before each worker's Python, as in `nice -n 19` or, on other machines, `apptainer exec
-    image.sif`
+    """a command that goes before each worker's Python, for example `nice -n 19` or, on other
+    machines, `apptainer exec image.sif`
     """
     worker_start: Literal["fork", "spawn"] = "fork"
-    """how workers on this machine start: as forks of one process, where Linux and no
-    `worker_prefix` allow it, or each as a new process
+    """how workers on this machine start: `fork` forks them from one process where it can (on Linux,
+    without a `worker_prefix`), `spawn` starts each as a new process
     """
     worker_preload: Annotated[str, RunsCode(bool)] = ""
-    """modules that are imported once, before workers are forked, separated by spaces: those that
-    environments need and that take long, such as `mujoco`
+    """modules to import once, before workers are forked, separated by spaces: modules that
+    environments need and that are slow to import, for example `mujoco`
     """
     worker_resources: str = ""
-    """each worker's resources, if its launcher knows them: `CPU=4` or, of some launchers, `CPU=2
-    GPU=0.5`
+    """each worker's resources, if the launcher supports them: `CPU=4` or, with some launchers,
+    `CPU=2 GPU=0.5`
     """
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
-    """when workers pull weights: by divergence (APS), every `sync_interval` versions, every
-    version, or once
+    """when workers pull weights: by divergence (`kl`, APS), every `sync_interval` versions
+    (`interval`), at every new version (`always`), or only once (`never`)
     """
     kl_threshold: Nats = 0.01
-    """a worker pulls when the mean KL(its policy || the learner's) exceeds this, in nats per action
-    dimension
+    """a worker pulls when the mean KL(its policy || the learner's) exceeds this threshold, in nats
+    per action dimension
     """
     sync_interval: Positive | None = None
-    """with the mode `interval`: a worker pulls after so many versions"""
+    """with the mode `interval`: the number of versions after which a worker pulls"""
     max_policy_lag: NotNegative | None = None
-    """a worker that is more than this many versions behind when it is asked to act pulls in any
-    mode
+    """in any mode, a worker that is more than this many versions behind pulls when it is asked to
+    act
     """
     weights: Literal["difference", "float32"] = "difference"
-    """what a worker pulls: the `difference` from what it holds, about a bit a weight; or all
-    weights, in `float32`
+    """what a worker pulls: the rounded `difference` from the weights that it holds, about one bit
+    per weight, or all weights in `float32`
     """
     on_worker_loss: Literal["restart", "raise"] = "restart"
-    """what happens when a worker dies or falls silent: another takes its place, or the run ends
-    with an error
+    """what happens when a worker dies or falls silent: a replacement takes its place (`restart`),
+    or the run ends with an error (`raise`)
     """
     max_worker_restarts: NotNegative = 3
-    """how many replacements of one worker in a row may die before they step, before the run ends
+    """the run ends when this many replacements of one worker in a row have died before they stepped
     """
     min_workers: Positive | None = None
-    """how many workers must be up to begin, by default all; the others join when they come"""
+    """how many workers must be up for the run to begin, by default all; the others join later"""
     worker_timeout: Seconds = 30.0
-    """a worker whose process or link is silent for so many seconds counts as dead; a slow step is
-    not silent
+    """a worker counts as dead when its process or link has been silent for this many seconds; a
+    slow step is not silence
     """
     startup_timeout: Seconds = 60.0
     """how many seconds a worker may take to start, and then to build each of its environments"""
     close_timeout: Seconds = 30.0
-    """how many seconds a worker may take in the end to finish its step and close its environments,
-    before it is killed
+    """how many seconds a worker may take at the end of the run to finish its step and close its
+    environments, before it is killed
     """
     bind_address: str | None = None
-    """the IP address to listen on, over tcp; by default a socket file, or what the launcher's
-    machines reach
+    """the IP address to listen on over tcp; by default a socket file, or an address that the
+    launcher's machines can reach
     """
     interface: str | None = None
-    """instead of an address: the network interface whose address to listen on"""
+    """the network interface on whose address to listen, in place of `bind_address`"""
     port: Port = 0
     """the tcp port to listen on; 0 for a random free one"""
     security: Literal["curve", "none"] = "curve"
@@ -131,10 +132,12 @@ class ClusterOptions:
     neither
     """
     allow_insecure: Annotated[bool, RunsCode(bool)] = False
-    """permit the security `none`, with which whoever can reach the port can execute code as you"""
+    """permit the security `none`, with which anyone who can reach the port can execute code as
+    you
+    """
     key_file: Annotated[str | None, RunsCode(bool)] = None
-    """over tcp: the keys, in a file of `python -m clusterenv_runtime.keys FILE`; by default each
-    run makes its own
+    """over tcp: the key file, made by `python -m clusterenv_runtime.keys FILE`; by default each run
+    makes its own keys
     """
 
     @property
@@ -144,15 +147,15 @@ class ClusterOptions:
 
     @property
     def restarts_in_a_row(self) -> int:
-        """How many replacements of one worker in a row may die before they step."""
+        """The value of `max_worker_restarts`, or 0 if lost workers are not replaced."""
         return self.max_worker_restarts if self.on_worker_loss == "restart" else 0
 
     @property
     def resources(self) -> dict[str, float]:
-        """The resources that each worker takes, by name.
+        """Each worker's resources, by name.
 
         Raises:
-            ValueError: `worker_resources` is not of its form.
+            ValueError: `worker_resources` is malformed.
         """
         resources: dict[str, float] = {}
         for word in self.worker_resources.split():
@@ -166,27 +169,27 @@ class ClusterOptions:
         return resources
 
     def make_launcher(self, log_dir: str | os.PathLike[str] | None) -> Launcher:
-        """Return the launcher, whose workers may log to files in ``log_dir``.
+        """Return the launcher. Its workers log to files in ``log_dir``, unless that is None.
 
         Raises:
-            ValueError: there is none of this name, or the prefix is not a command line.
-            StartupError: it cannot start workers here; the text says what to do.
+            ValueError: no launcher has this name, or `worker_prefix` is not a command line.
+            StartupError: the launcher cannot start workers here; the error message says what to do.
         """
         return make_launcher(self.launcher, log_dir, self.worker_prefix)
 
     def keys(self) -> HeadKeys | None:
-        """Return the keys that were made ahead, if any were.
+        """Return the keys that were made in advance, or None if there is no `key_file`.
 
         Raises:
-            StartupError: the file does not hold them, or others can read it.
+            StartupError: the file cannot be read, is not a head's key file, or others can read it.
         """
         return None if self.key_file is None else read_key_file(self.key_file, HeadKeys)
 
     def worker_flags(self, launcher: Launcher, address: str, key_file: Any) -> list[str]:
-        """Return the flags that all workers have in common.
+        """Return the flags that all workers share.
 
-        ``key_file`` is the file that the head makes for its workers, or None. Workers that the user
-        starts have their own copy of the keys that the user has made.
+        ``key_file`` is the file that the head writes for its workers, or None. Workers that the
+        user starts read their own copy of the keys that the user has made instead.
         """
         if self.key_file and launcher.by_hand:
             key_file = f"{self.key_file}.worker"
@@ -196,14 +199,14 @@ class ClusterOptions:
         return [*flags, "--head-timeout", str(self.worker_timeout)]
 
     def check(self, launcher: Launcher) -> str | None:
-        """Check all options. Return the address or interface to listen on over tcp, or None for a
-        socket file.
+        """Check all options. Return the address to listen on over tcp, or None for a socket file.
 
-        A launcher may have to ask a scheduler for the address, so keep it.
+        The address may be the name of a network interface. Keep it for later, because a launcher
+        may have to ask a scheduler for it.
 
         Raises:
-            ValueError: an option is out of range, or does not go with the others.
-            StartupError: the launcher cannot start workers here, or the key file is not one.
+            ValueError: an option is out of range, or does not fit the others.
+            StartupError: the launcher cannot start workers here, or the key file is not valid.
         """
         check_ranges(self)
         launcher.check_resources(self.resources, self.num_workers)
@@ -214,15 +217,15 @@ class ClusterOptions:
         )
         _require(
             self.sync_mode != "interval" or self.sync_interval is not None,
-            "sync_mode 'interval' needs sync_interval: pull every how many policy versions?",
+            "sync_mode 'interval' needs sync_interval, the number of policy versions between pulls",
         )
         _require(
             self.sync_mode == "interval" or self.sync_interval is None,
-            f"sync_interval is for sync_mode 'interval', and this is {self.sync_mode!r}",
+            f"sync_interval is for sync_mode 'interval', but sync_mode is {self.sync_mode!r}",
         )
         _require(
             not self.worker_preload or self.worker_start == "fork" and launcher.can_fork,
-            "worker_preload is for workers that are forked: by the launcher local, on Linux, "
+            "worker_preload is for forked workers: those of the launcher local, on Linux, "
             "without a worker_prefix",
         )
         program = "".join(launcher.prefix[:1])
@@ -268,18 +271,18 @@ def _require(fine: Any, text: str) -> None:
 
 
 def _check_address(text: str) -> None:
-    """Raise ValueError unless this is the address of one interface. ZeroMQ reads "0" as all."""
+    """Raise ValueError unless the text is one IP address. To ZeroMQ, "0" would mean all of them."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
-        hint = "an interface's name goes to interface"
+        hint = "give the name of an interface as interface"
         raise ValueError(f"bind_address must be an IP address ({hint}), got {text}") from None
     is_all = (getattr(address, "ipv4_mapped", None) or address).is_unspecified
     _require(not is_all, f"bind_address must be one address, not all of them ({text})")
 
 
 def check_ranges(options: Any) -> None:
-    """Raise ValueError if a field is not of its type, or is out of its range."""
+    """Raise ValueError if a field has the wrong type or is out of range."""
     for name, hint in typing.get_type_hints(type(options), include_extras=True).items():
         value = getattr(options, name)
         try:
@@ -292,7 +295,7 @@ def check_ranges(options: Any) -> None:
 
 
 def that_run_code(options: Any) -> dict[str, Any]:
-    """Return the fields of this dataclass whose values run someone's code, see `RunsCode`."""
+    """Return the fields of a dataclass whose values can run code, by name; see `RunsCode`."""
     return {
         name: getattr(options, name)
         for name, hint in typing.get_type_hints(type(options), include_extras=True).items()
@@ -304,13 +307,14 @@ def that_run_code(options: Any) -> dict[str, Any]:
 def parse_options(
     options: dict[str, Any], log_dir: str | os.PathLike[str] | None
 ) -> tuple[ClusterOptions, Launcher, str | None]:
-    """Return a `ClusterEnv`'s keyword arguments as options, with their launcher, and the address to
-    listen on, see `ClusterOptions.check`.
+    """Return the options of a `ClusterEnv`, their launcher, and the address to listen on.
+
+    ``options`` are keyword arguments of `ClusterEnv`. `ClusterOptions.check` explains the address.
 
     Raises:
-        TypeError: there is no option of a name.
-        ValueError: an option is out of range, or does not go with the others.
-        StartupError: the launcher cannot start workers here.
+        TypeError: a keyword argument is not an option.
+        ValueError: an option is out of range, or does not fit the others.
+        StartupError: the launcher cannot start workers here, or the key file is not valid.
     """
     parsed = ClusterOptions(**options)
     launcher: Any = parsed.launcher

@@ -1,4 +1,4 @@
-"""What the user's loop gets: the steps of all workers, joined."""
+"""The data that the user's loop gets: rollouts, joined from all workers' parts, and evaluations."""
 
 from __future__ import annotations
 
@@ -15,64 +15,66 @@ from .wire.part import AXES, ENDS, EPISODES, RolloutPart
 
 
 class Evaluation(NamedTuple):
-    """The episodes of an evaluation, in the order of their seeds: what `ClusterEnv.evaluate`
-    returns.
-    """
+    """The result of `ClusterEnv.evaluate`: its episodes, ordered by environment, then time."""
 
-    returns: np.ndarray  # (episodes,) float64, as `Rollout.episodic_returns`
+    returns: np.ndarray  # (episodes,) float64, see `Rollout.episodic_returns`
     lengths: np.ndarray  # (episodes,) int64, in steps
-    # (episodes,) bool; the others were left after ``max_steps``, and count as far as they went
+    # (episodes,) bool; False if the episode was left after ``max_steps``, and counts up to there
     ended: np.ndarray
 
 
 @dataclass
 class Rollout:
-    """``num_steps`` steps of all environments, or of one worker's: what `ClusterEnv.rollout` and
-    `recv` return.
+    """``num_steps`` steps of all environments, or of one worker's environments.
 
-    Every step is a real transition: resets are not steps of their own. Arrays have the dtypes of
-    the spaces where these have one. Observations are arrays, or for Dict and Tuple spaces dicts and
-    tuples of arrays; "tree" below means this. What a step led to is the next row of
-    ``observations``, except where an episode ended: there the next row begins another episode, and
-    ``final_observations`` has the end of this one. So values to bootstrap from are:
+    `ClusterEnv.rollout` and `ClusterEnv.recv` return rollouts. Every step is a real transition: a
+    reset is not a step of its own. Arrays have the dtypes of their spaces, where a space has a
+    dtype. Observations are arrays or, for Dict and Tuple spaces, dicts and tuples of arrays; below,
+    "tree" stands for all of these. The observation that a step led to is the next row of
+    ``observations``, except where the step ended an episode. There, the next row begins another
+    episode, and ``final_observations`` has the last observation of the episode that ended.
+    Therefore the values to bootstrap from are:
 
         done = rollout.terminations | rollout.truncations  # (num_steps, num_envs)
         values = critic(np.concatenate([rollout.observations, rollout.next_observations[None]]))
-        next_values = values[1:].copy()  # of what each step led to
-        # Where an episode ended, its own end counts, and not the start of the next one.
+        next_values = values[1:].copy()  # after each step
+        # Where an episode ended, take its last observation, not the first one of the next episode.
         next_values[done] = critic(rollout.final_observations)
-        # Nothing follows a termination; after a truncation something would have.
+        # Nothing follows a termination. After a truncation, the episode would have continued.
         next_values[rollout.terminations] = 0
 
     Attributes:
-        rows: ``(num_envs,)`` int64, the numbers of these environments.
-        starts: ``(num_envs,)`` bool, whether the first observation is the first of an episode, as
-            after a loss.
-        observations: a tree of ``(num_steps, num_envs, ...)``, what the policy acted on. With
-            ``frame_stack`` those that are stacks are `Frames`.
-        actions: a tree of ``(num_steps, num_envs, ...)``, what the policy drew; what the
-            environment got of it is up to `Policy.to_env`.
-        logprobs: ``(num_steps, num_envs)`` floats, of the actions under the policy that took them.
-        states: a tree of ``(num_envs, ...)``, the policy's memory before the first step, initial
-            where ``starts`` is True; None if it has none.
-        extras: ``{name: (num_steps, num_envs, ...)}``, what `Policy.extras` gives.
-        infos: ``{name: (num_steps, num_envs, ...)}`` of each of ``info_keys``, zero where a step
-            had none; under ``"_name"``, bool, where it had one.
+        rows: ``(num_envs,)`` int64, the numbers of the environments.
+        starts: ``(num_envs,)`` bool, whether the first observation begins an episode, as it does
+            after a worker is replaced.
+        observations: a tree of ``(num_steps, num_envs, ...)``, the observations that the policy
+            acted on. With ``frame_stack``, stacked observations are `Frames`.
+        actions: a tree of ``(num_steps, num_envs, ...)``, the actions that the policy drew.
+            `Policy.to_env` determines what the environments get for them.
+        logprobs: ``(num_steps, num_envs)`` floats, the log-probabilities of the actions under the
+            policy that drew them.
+        states: a tree of ``(num_envs, ...)``, the policy's state before the first step, which is
+            the initial one where ``starts`` is True; None if the policy has no state.
+        extras: ``{name: (num_steps, num_envs, ...)}``, the values that `Policy.extras` returns.
+        infos: ``{name: (num_steps, num_envs, ...)}``, the values of each of ``info_keys``, zero
+            where a step had none. The key ``"_name"`` has a bool array, True where a step had one.
         rewards: ``(num_steps, num_envs)`` float64.
-        terminations: ``(num_steps, num_envs)`` bool, whether this step ended the episode by itself.
-        truncations: ``(num_steps, num_envs)`` bool, whether the episode was cut off after this
+        terminations: ``(num_steps, num_envs)`` bool, whether the step terminated the episode.
+        truncations: ``(num_steps, num_envs)`` bool, whether the episode was truncated after the
             step.
         final_observations: a tree of ``(ends, ...)``, the last observation of each episode that
-            ended here, in the order of ``(terminations | truncations).nonzero()``: by step, then
-            environment.
-        next_observations: a tree of ``(num_envs, ...)``, after the last step: what the next rollout
-            begins with.
+            ended in this rollout, in the order of ``(terminations | truncations).nonzero()``: by
+            step, then environment.
+        next_observations: a tree of ``(num_envs, ...)``, the observations after the last step, with
+            which the next rollout begins.
         policy_versions: ``(num_envs,)`` int64, the version last pulled by the worker that acted.
-        episodic_returns: ``(num_episodes,)`` float64, of the episodes that ended here, by step,
-            then environment: the sums of their rewards. Gymnasium's RecordEpisodeStatistics counts
-            instead, where it is around an environment and has seen the end: so the end of a life is
-            none of an episode if the wrapper that ends it stands around the statistics.
-        episodic_lengths: ``(num_episodes,)`` int64, in steps.
+        episodic_returns: ``(num_episodes,)`` float64, the returns of the episodes that ended in
+            this rollout, by step, then environment. A return is the sum of the episode's rewards.
+            Where an environment has Gymnasium's RecordEpisodeStatistics, and that wrapper has seen
+            the episode's end, the wrapper's return counts instead. Therefore a lost life does not
+            count as the end of an episode if the wrapper that ends episodes at lost lives is
+            outside that wrapper.
+        episodic_lengths: ``(num_episodes,)`` int64, the lengths of these episodes in steps.
     """
 
     rows: np.ndarray
@@ -96,10 +98,10 @@ class Rollout:
     def join(
         cls, parts: list[RolloutPart], rows: np.ndarray, infos: dict[str, np.ndarray]
     ) -> Rollout:
-        """Join the workers' parts, given in row order.
+        """Join the workers' parts, which are in row order.
 
-        ``infos`` has for each of ``info_keys`` zeros like the last value that has come; those that
-        come now take their place.
+        ``infos`` maps each of ``info_keys`` to zeros like the last value received. If ``parts``
+        have values of a key, zeros like these replace its entry.
         """
         sizes = [part.rewards.shape[1] for part in parts]
         return cls(
@@ -111,10 +113,10 @@ class Rollout:
 
     @classmethod
     def concatenate(cls, chunks: Sequence[Rollout]) -> Rollout:
-        """Return chunks of `ClusterEnv.recv`, of one ``num_steps``, side by side as one rollout.
+        """Join chunks of `ClusterEnv.recv` that have the same ``num_steps``, side by side.
 
-        A worker's chunks go on one after the other, in as many columns: ``rows`` says whose they
-        are. Episodes come chunk by chunk.
+        Each chunk has columns of its own, even where several chunks of one worker follow each
+        other. ``rows`` has each column's environment. Episodes are ordered chunk by chunk.
         """
         return cls(
             rows=np.concatenate([chunk.rows for chunk in chunks]),
@@ -126,7 +128,7 @@ class Rollout:
         )
 
 
-# The fields that a rollout has of its parts, and the axis along which they are joined.
+# The fields that a rollout takes from its parts, and the axis along which each is joined.
 _JOINED = {
     name: axes.index("envs") if "envs" in axes else 0
     for name, axes in AXES.items()
@@ -137,18 +139,20 @@ _JOINED = {
 def _join_fields(
     parts: Sequence[RolloutPart | Rollout], counted: dict[tuple[str, ...], list[np.ndarray]]
 ) -> dict[str, Any]:
-    """Return these fields, joined; ``counted`` are by axis the steps that ended what is to come in
-    their order, as numbers step * num_envs + environment.
+    """Return the fields of `_JOINED`, joined, with the items of ended episodes ordered by step.
+
+    ``counted`` maps further axes to the steps of the items along them: for each part, the numbers
+    step * num_envs + environment.
     """
     fields = {}
     for name, axis in _JOINED.items():
         trees = [getattr(part, name) for part in parts]
-        is_kept = name == "next_observations"  # the head keeps the views of these
+        is_kept = name == "next_observations"  # the head keeps the parts' arrays
         fields[name] = _joined(trees, axis, is_kept)
     if len(parts) > 1:
         sizes = [part.rewards.shape[1] for part in parts]
         ended = [np.flatnonzero(part.terminations | part.truncations) for part in parts]
-        # some ends may not count as those of episodes
+        # not every end counts as the end of an episode
         orders = {axes: _in_order(own, sizes) for axes, own in {ENDS: ended, **counted}.items()}
         for name in _JOINED:
             if AXES[name] in orders:
@@ -157,7 +161,10 @@ def _join_fields(
 
 
 def _concatenate(infos: list[np.ndarray]) -> np.ndarray:
-    """Return infos of chunks side by side; before the first has come, its shape is not known."""
+    """Join one info of several chunks side by side.
+
+    Chunks from before the info's first value lack its shape, so zeros of that shape replace them.
+    """
     most = max((values.shape for values in infos), key=len)
     alike = [
         values if values.ndim == len(most) else np.zeros((*values.shape, *most[2:]), bool)
@@ -167,8 +174,8 @@ def _concatenate(infos: list[np.ndarray]) -> np.ndarray:
 
 
 def _joined(trees: list[Any], axis: int, copy: bool) -> Any:
-    """Return trees of arrays along an axis as one, see `join`; None if there are none."""
-    if isinstance(trees[0], np.ndarray):  # as most are
+    """Join trees of arrays along an axis, see `join`. Return None if the trees are None."""
+    if isinstance(trees[0], np.ndarray):  # the usual case
         return join(trees, axis, copy)
     if trees[0] is None:
         return None
@@ -178,7 +185,7 @@ def _joined(trees: list[Any], axis: int, copy: bool) -> Any:
 def _join_infos(
     parts: list[RolloutPart], sizes: list[int], known: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the infos of parts as arrays, zeros where a step had none, and where it had some."""
+    """Return the parts' infos as arrays and masks: zero and False where a step had none."""
     joined = {}
     shape = len(parts[0].rewards), sum(sizes)
     for key in known:
@@ -187,7 +194,7 @@ def _join_infos(
             shapes = {values.shape[1:] for values in came}
             if len(shapes) > 1:
                 text = ", ".join(map(str, sorted(shapes)))
-                raise ValueError(f"info {key!r} has not the same shape on all workers: {text}")
+                raise ValueError(f"info {key!r} must have the same shape on all workers: {text}")
             known[key] = np.zeros(shapes.pop(), np.result_type(*came))
         values = np.zeros((*shape, *known[key].shape), known[key].dtype)
         has_some = np.zeros(shape, bool)
@@ -204,8 +211,9 @@ def _join_infos(
 
 
 def _in_order(numbers: list[np.ndarray], sizes: list[int]) -> np.ndarray:
-    """Return the order by step, then environment, of what each worker numbers by
-    step * num_envs + environment.
+    """Return the indices that order the items of all workers by step, then environment.
+
+    Each worker numbers its items step * num_envs + environment.
     """
     first_rows = np.cumsum([0, *sizes[:-1]])
     keys = []

@@ -1,4 +1,4 @@
-# DQN on Atari, with each frame once: CleanRL's dqn_atari.py, changed where distribution asks for it
+# DQN on Atari, with each frame once: CleanRL's dqn_atari.py, changed where distribution requires it
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["clusterenv-runtime[scripts,atari]"]
@@ -48,7 +48,7 @@ FRAME_STACK = 4
 
 
 @dataclass
-class Args(ScriptArgs):  # which has what all scripts share, such as seed and num_workers
+class Args(ScriptArgs):  # with the flags of all scripts, for example seed and num_workers
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -77,8 +77,8 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     learning_starts: NotNegative = 80000
     """timestep to start learning"""
     train_frequency: Positive = 4
-    """one gradient step per so many environment steps, however many workers there are and however
-    fast
+    """the number of environment steps per gradient step, whatever the number and the speed of the
+    workers
     """
 
     # Distribution specific arguments
@@ -86,23 +86,23 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     num_steps: Positive = 32
     """the number of steps in each environment per chunk that a worker sends"""
     outstanding: Positive = 2
-    """chunks each worker may be ahead of the learner; with one it waits while its last one travels
+    """chunks each worker may be ahead of the learner; with 1, a worker waits while a chunk travels
     """
     deterministic: bool = False
-    """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same
-    to the last bit
+    """take chunks in a fixed order, one outstanding per worker, so that two runs with the same seed
+    are identical to the last bit
     """
     sync_check_frequency: Positive = 250
-    """gradient steps between publishing the policy, which measures the workers' divergence from it;
-    at most once per chunk
+    """gradient steps between publications of the policy, which measure the workers' divergence from
+    it; at most one per chunk
     """
     kl_threshold: Nats = 0.001
     max_policy_lag: NotNegative | None = 8
     compile: bool = False
-    """compile losses: gradient steps on a GPU take about 0.9 of the time"""
+    """compile the losses: gradient steps on a GPU take about 0.9 of the time"""
     save_replay: bool = False
-    """whether checkpoints hold the replay buffer; else a resumed run collects `--learning-starts`
-    steps first
+    """whether checkpoints hold the replay buffer; otherwise a resumed run first collects
+    `--learning-starts` steps
     """
 
 
@@ -111,7 +111,7 @@ def make_env(env_id, idx, capture_video, run_name, **kwargs):
         record = capture_video and idx == 0
         env = gym.make(env_id, frameskip=1, render_mode="rgb_array" if record else None, **kwargs)
         env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
-        # Statistics are of whole games, with rewards that are not clipped.
+        # Record the statistics of whole games, with rewards that are not clipped.
         env = gym.wrappers.RecordEpisodeStatistics(env)
         env = gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
         env = EpisodicLife(env)
@@ -123,7 +123,7 @@ def make_env(env_id, idx, capture_video, run_name, **kwargs):
 
 
 class PixelPolicy(EpsilonGreedyPolicy):
-    """What travels to the workers: it gets frames as they are, in uint8."""
+    """The policy that travels to the workers. It gets frames as they are, in uint8."""
 
     float_observations = False
 
@@ -151,8 +151,8 @@ def make_policy(args, envs):
 
 
 def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
-    """Return epsilon at step `t`: it falls from `start_e` to `end_e` within `duration` steps, and
-    stays there.
+    """Return epsilon at step `t`. It falls from `start_e` to `end_e` within `duration` steps, and
+    then stays there.
     """
     slope = (end_e - start_e) / duration
     return max(slope * t + start_e, end_e)
@@ -160,7 +160,7 @@ def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
 
 @torch.no_grad()
 def compute_td_target(target_network, next_obs, rewards, dones, gamma):
-    """Return the TD targets, `(..., batch_size)` as `rewards` and `dones`. A truncation is no
+    """Return the TD targets, `(..., batch_size)` like `rewards` and `dones`. A truncation is not a
     `done`.
     """
     target_max = target_network(next_obs).amax(-1)
@@ -168,13 +168,13 @@ def compute_td_target(target_network, next_obs, rewards, dones, gamma):
 
 
 def td_loss(q_network, obs, actions, td_target):
-    """Return the loss of a batch, and the Q-values of its `actions`, `(batch_size,)` each."""
+    """Return the loss of a batch, a scalar, and the Q-values of its `actions`, `(batch_size,)`."""
     old_val = q_network(obs).gather(1, actions).squeeze(1)
     return F.mse_loss(td_target, old_val), old_val
 
 
 def update(optimizer, q_network, target_network, args, target_fn, loss_fn, *batch):
-    """Take a gradient step on a batch, by `compute_td_target` and `td_loss`; return its loss, and
+    """Take a gradient step on a batch, by `compute_td_target` and `td_loss`. Return its loss, and
     the Q-values of its actions.
     """
     obs, actions, next_obs, rewards, dones = batch
@@ -187,9 +187,9 @@ def update(optimizer, q_network, target_network, args, target_fn, loss_fn, *batc
 
 
 def frames_of(buffer_size, num_steps, chunk_size):
-    """Return how many frames a buffer of so many transitions needs.
+    """Return the number of frames that a buffer of `buffer_size` transitions needs.
 
-    A chunk begins and ends with whole stacks; so do episodes, for which there is some room, too.
+    Chunks and episodes begin and end with whole stacks. There is some room for those of episodes.
     """
     return int(buffer_size * (1 + 2 * FRAME_STACK / num_steps)) + 2 * FRAME_STACK * chunk_size
 
@@ -199,7 +199,7 @@ if __name__ == "__main__":
         parse(Args),
         fixed=("env_id", "num_steps", "buffer_size", "learning_starts", "train_frequency"),
     )
-    args = run.args  # with --resume those of its checkpoint, but for the flags given now
+    args = run.args  # with --resume, the checkpoint's flags, except for flags given now
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
     check_chunks(args)
@@ -229,7 +229,7 @@ if __name__ == "__main__":
     run.keep("q_network", q_network.to(device))
     adam = optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
     optimizer = run.keep("optimizer", adam)
-    # The rate may be another than that of the checkpoint.
+    # The learning rate may differ from the checkpoint's.
     optimizer.param_groups[0]["lr"] = args.learning_rate
     target_network = QNetwork(envs).to(device)
     target_network.load_state_dict(q_network.state_dict())
@@ -241,10 +241,10 @@ if __name__ == "__main__":
     space = envs.single_observation_space
     rb = ReplayBuffer(args.buffer_size, num_frames, space, args.save_replay, rb_device)
     run.keep("rb", rb)
-    # warm_up: environment steps before learning
+    # warm_up: the environment steps before learning
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts))
     if run.global_step and not rb.inserted:
-        # After another `learning_starts` steps, gradient steps go on where they were.
+        # After another `learning_starts` steps, gradient steps go on from their old number.
         learned = count.gradient_steps * args.train_frequency
         count.warm_up = run.global_step + args.learning_starts - learned
         first = f"collecting {args.learning_starts:,} steps before learning"
@@ -259,7 +259,7 @@ if __name__ == "__main__":
 
     with run.training(envs, q_network, policy):
         loss = None
-        # Take a chunk, while its worker goes on, and learn.
+        # Take a chunk and learn, while its worker goes on.
         for chunk in run.stream(envs, explore):
             rb.add(chunk)
 
@@ -275,7 +275,7 @@ if __name__ == "__main__":
                     parameters = target_network.parameters(), q_network.parameters()
                     for target_param, q_param in zip(*parameters, strict=True):
                         target_param.data.lerp_(q_param.data, args.tau)
-            # Workers pull between two chunks, so of several publications only the last would count.
+            # Workers pull between two chunks, so only the last of several publications would count.
             if count.gradient_steps // args.sync_check_frequency > checks:
                 envs.publish(policy)
 

@@ -1,4 +1,4 @@
-# PPO on Atari, with each frame once: CleanRL's ppo_atari.py, changed where distribution asks for it
+# PPO on Atari, with each frame once: CleanRL's ppo_atari.py, changed where distribution requires it
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["clusterenv-runtime[scripts,atari]"]
@@ -46,7 +46,7 @@ FRAME_STACK = 4
 
 
 @dataclass
-class Args(ScriptArgs):  # which has what all scripts share, such as seed and num_workers
+class Args(ScriptArgs):  # with the flags of all scripts, for example seed and num_workers
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -87,14 +87,14 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
 
     # Distribution specific arguments
     decoupled: bool = True
-    """clip against the policy at the start of the update, not against the one that acted"""
+    """clip against the policy at the start of the update, not against the policy that acted"""
     clip_rho: PositiveNumber = 2.0
-    """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
+    """with `--decoupled`: the maximum of the importance weights proximal / behavior policy"""
     overlap: bool = False
-    """collect the next rollout while learning from this one; it acts one update behind"""
+    """collect the next rollout while learning from this one, with a policy one update older"""
     bfloat16: bool = False
-    """the learner's networks compute in bfloat16, where its processor has that in hardware; weights
-    stay in float32
+    """compute the learner's shared layers in bfloat16, for processors that have it in hardware;
+    weights stay in float32
     """
     compile: bool = False
     """compile networks and loss: after up to half a minute, updates take 0.5 to 0.8 of the time"""
@@ -105,7 +105,7 @@ def make_env(env_id, idx, capture_video, run_name, **kwargs):
         record = capture_video and idx == 0
         env = gym.make(env_id, frameskip=1, render_mode="rgb_array" if record else None, **kwargs)
         env = gym.wrappers.RecordVideo(env, f"videos/{run_name}") if record else env
-        # Statistics are of whole games, with rewards that are not clipped.
+        # Record the statistics of whole games, with rewards that are not clipped.
         env = gym.wrappers.RecordEpisodeStatistics(env)
         env = gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
         env = EpisodicLife(env)
@@ -123,7 +123,7 @@ def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
 
 
 class PixelPolicy(CategoricalPolicy):
-    """What travels to the workers: it gets frames as they are, in uint8."""
+    """The policy that travels to the workers. It gets frames as they are, in uint8."""
 
     float_observations = False
 
@@ -173,12 +173,12 @@ def make_policy(args, envs):
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
     """Return advantages and returns, `(num_steps, num_envs)`, https://arxiv.org/abs/1506.02438.
 
-    `values` are `(num_steps + 1, num_envs)`: the last are of the observations after the rollout.
+    `values` are `(num_steps + 1, num_envs)`, the last ones of the observations after the rollout.
     `final_values` are `(ends,)`, of the observations that ended episodes, in the order of
     `(terminations | truncations).nonzero()`. The other arrays are `(num_steps, num_envs)`.
     """
     dones = terminations | truncations
-    # bootstrap value if not terminated; from the final observation where an episode was cut off
+    # bootstrap value if not terminated; from the final observation where an episode is truncated
     values, nextvalues = values[:-1], values[1:].copy()
     nextvalues[dones] = final_values
     nextvalues[terminations] = 0
@@ -191,7 +191,7 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
 
 
 def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
-    """Return the loss of a minibatch, and by name the scalars to log.
+    """Return the loss of a minibatch, and the scalars to log, by name.
 
     `obs` and `actions` are `(minibatch_size, ...)`, the other tensors `(minibatch_size,)`.
     `weights` multiply the policy's loss.
@@ -230,7 +230,7 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
 
 
 def update(optimizer, agent, args, loss_fn, *minibatch):
-    """Take a gradient step on a minibatch by `loss_fn`, the `ppo_loss`; return what to log."""
+    """Take a gradient step on a minibatch by `loss_fn` (`ppo_loss`). Return the scalars to log."""
     loss, losses = loss_fn(agent, args, *minibatch)
     optimizer.zero_grad()
     loss.backward()
@@ -241,7 +241,7 @@ def update(optimizer, agent, args, loss_fn, *minibatch):
 
 if __name__ == "__main__":
     run = Run(parse(Args), fixed=("env_id", "num_steps"))
-    args = run.args  # with --resume those of its checkpoint, but for the flags given now
+    args = run.args  # with --resume, the checkpoint's flags, except for flags given now
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
@@ -281,7 +281,7 @@ if __name__ == "__main__":
             lrnow = frac * args.learning_rate
             optimizer.param_groups[0]["lr"] = lrnow
             # The workers act and step. Those whose policy has diverged pull this one first. With
-            # --overlap they began an iteration ago, and begin with the next rollout now.
+            # --overlap they began an iteration ago, and now they begin the next rollout.
             collect_start = time.monotonic()
             overlap = args.overlap and iteration < args.num_iterations
             rollout = envs.rollout(policy, args.num_steps, overlap=overlap)
@@ -299,7 +299,7 @@ if __name__ == "__main__":
             b_obs = obs.reshape((-1,) + envs.single_observation_space.shape)
             b_logprobs = logprobs.reshape(-1)
             b_actions = actions.reshape((-1,) + envs.single_action_space.shape)
-            # One look at all of the batch, for the values and for the policy as it is now
+            # One pass over the whole batch, for the values and the current policy's log-probs
             with torch.no_grad():
                 looks = []
                 for start in range(0, args.batch_size, args.minibatch_size):
@@ -321,9 +321,9 @@ if __name__ == "__main__":
             b_values = torch.from_numpy(values[:-1]).to(device).reshape(-1)
             b_weights = torch.ones_like(b_logprobs)
             if args.decoupled:
-                # A worker's policy may be many updates old. Clipping the ratio to it would pin the
-                # learner to it: it never diverges, nobody pulls, training stalls. So clip against
-                # the policy at the start of this update (proximal) and weight by proximal /
+                # A worker's policy may be many updates old. Clipping against that policy would tie
+                # the learner to it: they never diverge, no worker pulls, training stalls. So clip
+                # against the policy at the start of this update (proximal) and weight by proximal /
                 # behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
                 b_weights = (proximal - b_logprobs).exp().clamp(max=args.clip_rho)
                 b_logprobs = proximal
@@ -335,7 +335,7 @@ if __name__ == "__main__":
                 b_inds = torch.randperm(args.batch_size, device=device)
                 for mb_inds in b_inds.split(args.minibatch_size):
                     losses = update_once(*(part[mb_inds] for part in batch))
-                    clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph writes over its own
+                    clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph overwrites its tensors
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                     break
 

@@ -46,7 +46,7 @@ from clusterenv_runtime.script.normalize import Moments, Normalize, NormalizeRew
 
 
 @dataclass
-class Args(ScriptArgs):  # which has what all scripts share, such as seed and num_workers
+class Args(ScriptArgs):  # with the flags of all scripts, for example seed and num_workers
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -85,28 +85,28 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     target_kl: Nats | None = None
     """the target KL divergence threshold"""
     hidden_size: Positive = 64
-    """the width of the two hidden layers of the actor, and of the critic"""
+    """the width of the two hidden layers in the actor and in the critic"""
 
     # Distribution specific arguments
     decoupled: bool = True
-    """clip against the policy at the start of the update, not against the one that acted"""
+    """clip against the policy at the start of the update, not against the policy that acted"""
     clip_rho: PositiveNumber = 2.0
-    """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
+    """with `--decoupled`: the maximum of the importance weights proximal / behavior policy"""
     vtrace: bool = False
-    """with `--decoupled`: advantages and value targets by V-trace, which corrects them for policies
-    that acted otherwise
+    """with `--decoupled`: compute advantages and value targets by V-trace, which corrects them for
+    the older policies that acted
     """
     overlap: bool = True
-    """without `--stream`: collect the next rollout while learning from this one; it acts one update
-    behind
+    """without `--stream`: collect the next rollout while learning from this one, with a policy that
+    is one update older
     """
     stream: bool = False
-    """learn from the first chunks that are ready, of whichever workers: none waits for another"""
+    """learn from the first chunks that are ready, from any workers; no worker waits for another"""
     outstanding: Positive = 1
     """with `--stream`: chunks each worker may be ahead of the learner; the more, the older"""
     deterministic: bool = False
-    """with `--stream`: take chunks in a fixed order, one outstanding each, so that two runs of one
-    seed are the same to the last bit
+    """with `--stream`: take chunks in a fixed order, one outstanding per worker, so that two runs
+    with the same seed are identical to the last bit
     """
     compile: bool = False
     """compile networks and loss: after up to half a minute, updates take 0.5 to 0.8 of the time"""
@@ -165,7 +165,7 @@ class Agent(nn.Module):
 def make_policy(args, envs):
     """Return the agent that learns, and the policy that acts, which travels to the workers.
 
-    The environments get actions clipped to their space, the learner as they were drawn.
+    The environments get actions clipped to their space. The learner gets them as they were drawn.
     """
     agent = Agent(envs, args.hidden_size)
     policy = GaussianPolicy(agent.actor_mean, agent.actor_logstd, envs.single_action_space)
@@ -175,12 +175,12 @@ def make_policy(args, envs):
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
     """Return advantages and returns, `(num_steps, num_envs)`, https://arxiv.org/abs/1506.02438.
 
-    `values` are `(num_steps + 1, num_envs)`: the last are of the observations after the rollout.
+    `values` are `(num_steps + 1, num_envs)`, the last ones of the observations after the rollout.
     `final_values` are `(ends,)`, of the observations that ended episodes, in the order of
     `(terminations | truncations).nonzero()`. The other arrays are `(num_steps, num_envs)`.
     """
     dones = terminations | truncations
-    # bootstrap value if not terminated; from the final observation where an episode was cut off
+    # bootstrap value if not terminated; from the final observation where an episode is truncated
     values, nextvalues = values[:-1], values[1:].copy()
     nextvalues[dones] = final_values
     nextvalues[terminations] = 0
@@ -195,9 +195,9 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
 def compute_vtrace(ratios, rewards, values, final_values, terminations, truncations, gamma, lam):
     """Return advantages and value targets by V-trace, https://arxiv.org/abs/1802.01561.
 
-    `ratios`, `(num_steps, num_envs)`, are the probabilities of the actions under the learner's
-    policy over those under the policy that acted; both truncations, of rho and of c, are at 1. The
-    rest is as in `compute_gae`, which returns the same if all ratios are 1.
+    `ratios`, `(num_steps, num_envs)`, are the actions' probabilities under the learner's policy
+    divided by those under the policy that acted. Rho and c are both truncated at 1. The other
+    arguments are those of `compute_gae`, which returns the same if all ratios are 1.
     """
     traces, dones = np.minimum(ratios, 1), terminations | truncations
     delta, _ = compute_gae(rewards, values, final_values, terminations, truncations, gamma, 0)
@@ -209,7 +209,7 @@ def compute_vtrace(ratios, rewards, values, final_values, terminations, truncati
 
 
 def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
-    """Return the loss of a minibatch, and by name the scalars to log.
+    """Return the loss of a minibatch, and the scalars to log, by name.
 
     `obs` and `actions` are `(minibatch_size, ...)`, the other tensors `(minibatch_size,)`.
     `weights` multiply the policy's loss.
@@ -248,7 +248,7 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
 
 
 def update(optimizer, agent, args, loss_fn, *minibatch):
-    """Take a gradient step on a minibatch by `loss_fn`, the `ppo_loss`; return what to log."""
+    """Take a gradient step on a minibatch by `loss_fn` (`ppo_loss`). Return the scalars to log."""
     loss, losses = loss_fn(agent, args, *minibatch)
     optimizer.zero_grad()
     loss.backward()
@@ -259,17 +259,17 @@ def update(optimizer, agent, args, loss_fn, *minibatch):
 
 if __name__ == "__main__":
     run = Run(parse(Args), fixed=("env_id", "num_steps", "hidden_size"))
-    args = run.args  # with --resume those of its checkpoint, but for the flags given now
+    args = run.args  # with --resume, the checkpoint's flags, except for flags given now
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
     check_batches(args)
     check_stream(args)
-    check(args.decoupled or not args.vtrace, "--vtrace needs --decoupled, which has the ratios")
+    check(args.decoupled or not args.vtrace, "--vtrace needs --decoupled, which gives the ratios")
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
-    # Networks this small gain nothing from more threads, and runs side by side stall each other.
+    # More threads gain nothing for networks this small, and stall runs that share the machine.
     device = seeded_device(args, threads=1)
 
     # env setup
@@ -290,7 +290,7 @@ if __name__ == "__main__":
     agent, policy = make_policy(args, envs)
     run.keep("agent", agent.to(device))
     obs_moments = run.keep("obs_moments", Moments(envs.single_observation_space.shape))
-    # It scales rewards by the deviation of the discounted return of each episode so far.
+    # Rewards are divided by the standard deviation of each episode's discounted return so far.
     normalize_reward = run.keep("return_moments", NormalizeReward(envs.num_envs, args.gamma))
     adam = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     optimizer = run.keep("optimizer", adam)
@@ -312,9 +312,9 @@ if __name__ == "__main__":
             lrnow = frac * args.learning_rate
             optimizer.param_groups[0]["lr"] = lrnow
             # The workers act and step. Those whose policy has diverged pull this one first. With
-            # --overlap they began an iteration ago, and begin with the next rollout now.
+            # --overlap they began an iteration ago, and now they begin the next rollout.
             collect_start = time.monotonic()
-            if args.stream:  # as many chunks as there are workers: of a fast one two, say
+            if args.stream:  # as many chunks as workers; a fast worker may send several
                 envs.publish(policy)
                 rollout = Rollout.concatenate([next(chunks) for _ in range(args.num_workers)])
             else:
@@ -329,7 +329,7 @@ if __name__ == "__main__":
             logprobs = torch.Tensor(rollout.logprobs).to(device)
             rewards = normalize_reward(rollout)
 
-            with torch.no_grad():  # values of all observations, also of those that ended episodes
+            with torch.no_grad():  # values of all observations, including those that ended episodes
                 values = get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1))
                 values = values.view(-1, envs.num_envs)
                 final_obs = torch.Tensor(rollout.final_observations).to(device)
@@ -348,9 +348,9 @@ if __name__ == "__main__":
             b_values = torch.from_numpy(values[:-1]).to(device).reshape(-1)
             b_weights = torch.ones_like(b_logprobs)
             if args.decoupled:
-                # A worker's policy may be many updates old. Clipping the ratio to it would pin the
-                # learner to it: it never diverges, nobody pulls, training stalls. So clip against
-                # the policy at the start of this update (proximal) and weight by proximal /
+                # A worker's policy may be many updates old. Clipping against that policy would tie
+                # the learner to it: they never diverge, no worker pulls, training stalls. So clip
+                # against the policy at the start of this update (proximal) and weight by proximal /
                 # behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
                 with torch.no_grad():
                     probs = Normal(actor_mean(b_obs), agent.actor_logstd.exp())
@@ -372,11 +372,11 @@ if __name__ == "__main__":
                 b_inds = torch.randperm(args.batch_size, device=device)
                 for mb_inds in b_inds.split(args.minibatch_size):
                     losses = update_once(*(part[mb_inds] for part in batch))
-                    clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph writes over its own
+                    clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph overwrites its tensors
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                     break
 
-            # This version was judged as it acted; the next one normalizes by these, too.
+            # This version is judged as it acted. The next also normalizes by these observations.
             obs_moments.update(rollout.observations.reshape(-1, *obs_moments.mean.shape))
             agent.normalize.load(obs_moments)
 

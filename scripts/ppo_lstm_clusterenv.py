@@ -43,7 +43,7 @@ from clusterenv_runtime.script import (
 
 
 @dataclass
-class Args(ScriptArgs):  # which has what all scripts share, such as seed and num_workers
+class Args(ScriptArgs):  # with the flags of all scripts, for example seed and num_workers
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -84,15 +84,15 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     target_kl: Nats | None = None
     """the target KL divergence threshold"""
     hidden_size: Positive = 64
-    """the width of the layer before the LSTM, and of the LSTM"""
+    """the width of the layer before the LSTM, and of the LSTM itself"""
 
     # Distribution specific arguments
     decoupled: bool = True
-    """clip against the policy at the start of the update, not against the one that acted"""
+    """clip against the policy at the start of the update, not against the policy that acted"""
     clip_rho: PositiveNumber = 2.0
-    """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
+    """with `--decoupled`: the maximum of the importance weights proximal / behavior policy"""
     overlap: bool = False
-    """collect the next rollout while learning from this one; it acts one update behind"""
+    """collect the next rollout while learning from this one, with a policy one update older"""
 
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
@@ -102,7 +102,7 @@ def make_env(env_id, idx, capture_video, run_name, **kwargs):
             env = gym.wrappers.RecordVideo(env, f"videos/{run_name}")
         else:
             env = gym.make(env_id, **kwargs)
-        if env_id == "CartPole-v1":  # show positions alone: how fast they change, one must remember
+        if env_id == "CartPole-v1":  # show only positions, so that velocities need memory
             bounds = env.observation_space
             space = gym.spaces.Box(bounds.low[::2], bounds.high[::2], dtype=bounds.dtype)
             env = gym.wrappers.TransformObservation(env, lambda obs: obs[::2], space)
@@ -118,7 +118,7 @@ def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
 
 
 class RecurrentPolicy(CategoricalPolicy):
-    """What travels to the workers: it acts on what it remembers of the episode."""
+    """The policy that travels to the workers. It acts on its memory of the episode."""
 
     def __init__(self, network, lstm, actor):
         super().__init__(actor)
@@ -148,7 +148,7 @@ class Agent(nn.Module):
         self.critic = layer_init(nn.Linear(hidden_size, 1), std=1)
 
     def get_states(self, x, lstm_state, starts):
-        """What the LSTM remembers after each step, ``(num_steps, num_envs, hidden_size)`` twice."""
+        """Return the LSTM's states after each step, ``(num_steps, num_envs, hidden_size)`` each."""
         states = []
         for hidden, start in zip(self.network(x), starts, strict=True):
             keep = (1.0 - start)[:, None]
@@ -171,12 +171,12 @@ def make_policy(args, envs):
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
     """Return advantages and returns, `(num_steps, num_envs)`, https://arxiv.org/abs/1506.02438.
 
-    `values` are `(num_steps + 1, num_envs)`: the last are of the observations after the rollout.
+    `values` are `(num_steps + 1, num_envs)`, the last ones of the observations after the rollout.
     `final_values` are `(ends,)`, of the observations that ended episodes, in the order of
     `(terminations | truncations).nonzero()`. The other arrays are `(num_steps, num_envs)`.
     """
     dones = terminations | truncations
-    # bootstrap value if not terminated; from the final observation where an episode was cut off
+    # bootstrap value if not terminated; from the final observation where an episode is truncated
     values, nextvalues = values[:-1], values[1:].copy()
     nextvalues[dones] = final_values
     nextvalues[terminations] = 0
@@ -191,10 +191,10 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
 def ppo_loss(
     agent, args, hidden, cell, obs, starts, actions, logprobs, advantages, returns, values, weights
 ):
-    """Return the loss of a minibatch of whole environments, and by name the scalars to log.
+    """Return the loss of a minibatch of whole environments, and the scalars to log, by name.
 
-    `hidden` and `cell` are from before the first step, `(num_envs, hidden_size)`. Other tensors are
-    `(num_steps, num_envs, ...)`. `weights` multiply the policy's loss.
+    `hidden` and `cell` are the states before the first step, `(num_envs, hidden_size)`. The other
+    tensors are `(num_steps, num_envs, ...)`. `weights` multiply the policy's loss.
     """
     lstm_state = hidden, cell
     newlogprob, entropy, newvalue = agent.get_action_and_value(obs, lstm_state, starts, actions)
@@ -231,7 +231,7 @@ def ppo_loss(
 
 
 def update(optimizer, agent, args, *minibatch):
-    """Take a gradient step on a minibatch; return the scalars to log."""
+    """Take a gradient step on a minibatch. Return the scalars to log."""
     loss, losses = ppo_loss(agent, args, *minibatch)
     optimizer.zero_grad()
     loss.backward()
@@ -242,7 +242,7 @@ def update(optimizer, agent, args, *minibatch):
 
 if __name__ == "__main__":
     run = Run(parse(Args), fixed=("env_id", "num_steps", "hidden_size"))
-    args = run.args  # with --resume those of its checkpoint, but for the flags given now
+    args = run.args  # with --resume, the checkpoint's flags, except for flags given now
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
@@ -250,7 +250,7 @@ if __name__ == "__main__":
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
-    # Networks this small gain nothing from more threads, and runs side by side stall each other.
+    # More threads gain nothing for networks this small, and stall runs that share the machine.
     device = seeded_device(args, threads=1)
 
     # env setup
@@ -279,7 +279,7 @@ if __name__ == "__main__":
             lrnow = frac * args.learning_rate
             optimizer.param_groups[0]["lr"] = lrnow
             # The workers act and step. Those whose policy has diverged pull this one first. With
-            # --overlap they began an iteration ago, and begin with the next rollout now.
+            # --overlap they began an iteration ago, and now they begin the next rollout.
             collect_start = time.monotonic()
             overlap = args.overlap and iteration < args.num_iterations
             rollout = envs.rollout(policy, args.num_steps, overlap=overlap)
@@ -294,10 +294,10 @@ if __name__ == "__main__":
             dones = torch.Tensor(rollout.terminations | rollout.truncations).to(device)
             # the states before the first step, (num_envs, hidden_size) each
             lstm_state = [torch.Tensor(state).to(device) for state in rollout.states]
-            # where an episode begins after the first step
+            # whether an episode begins at a step after the first
             starts = torch.cat([torch.zeros_like(dones[:1]), dones[:-1]])
 
-            with torch.no_grad():  # values of all observations, also of those that ended episodes
+            with torch.no_grad():  # values of all observations, including those that ended episodes
                 hidden, cell = agent.get_states(obs, lstm_state, starts)
                 last_state = hidden[-1], cell[-1]
                 next_hidden, _ = agent.get_states(next_obs[None], last_state, dones[-1:])
@@ -315,16 +315,16 @@ if __name__ == "__main__":
             b_values = torch.from_numpy(values[:-1]).to(device)
             weights = torch.ones_like(logprobs)
             if args.decoupled:
-                # A worker's policy may be many updates old. Clipping the ratio to it would pin the
-                # learner to it: it never diverges, nobody pulls, training stalls. So clip against
-                # the policy at the start of this update (proximal) and weight by proximal /
+                # A worker's policy may be many updates old. Clipping against that policy would tie
+                # the learner to it: they never diverge, no worker pulls, training stalls. So clip
+                # against the policy at the start of this update (proximal) and weight by proximal /
                 # behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
                 with torch.no_grad():
                     proximal = Categorical(logits=agent.actor(hidden)).log_prob(actions)
                     weights = (proximal - logprobs).exp().clamp(max=args.clip_rho)
                     logprobs = proximal
 
-            # Optimizing the policy and value network, by the steps of whole environments
+            # Optimizing the policy and value network, in minibatches of whole environments
             batch = obs, starts, actions, logprobs, b_advantages, b_returns, b_values, weights
             envs_per_batch = args.num_envs // args.num_minibatches
             clipfracs = []
@@ -333,7 +333,7 @@ if __name__ == "__main__":
                 for mb_inds in env_inds.split(envs_per_batch):
                     mb_state = (state[mb_inds] for state in lstm_state)
                     losses = update_once(*mb_state, *(part[:, mb_inds] for part in batch))
-                    clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph writes over its own
+                    clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph overwrites its tensors
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                     break
 

@@ -1,4 +1,4 @@
-# PPO on MinAtar, five games of 10x10 pixels: Atari's kind of learning, in a minute on two cores
+# PPO on MinAtar, five games of 10x10 pixels: learning like Atari's, in a minute on two cores
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["clusterenv-runtime[scripts,minatar]"]
@@ -42,14 +42,14 @@ from clusterenv_runtime.script import (
     seeded_device,
 )
 
-with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
+with suppress(ModuleNotFoundError):  # without minatar, Gymnasium reports what is missing
     import minatar.gym
 
     minatar.gym.register_envs()
 
 
 @dataclass
-class Args(ScriptArgs):  # which has what all scripts share, such as seed and num_workers
+class Args(ScriptArgs):  # with the flags of all scripts, for example seed and num_workers
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -90,11 +90,11 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
 
     # Distribution specific arguments
     decoupled: bool = True
-    """clip against the policy at the start of the update, not against the one that acted"""
+    """clip against the policy at the start of the update, not against the policy that acted"""
     clip_rho: PositiveNumber = 2.0
-    """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
+    """with `--decoupled`: the maximum of the importance weights proximal / behavior policy"""
     overlap: bool = False
-    """collect the next rollout while learning from this one; it acts one update behind"""
+    """collect the next rollout while learning from this one, with a policy one update older"""
 
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
@@ -116,7 +116,7 @@ def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
 
 
 class ChannelsFirst(nn.Module):
-    """MinAtar's pixels ``(batch, height, width, channels)`` as convolutions take them."""
+    """Puts the channels of MinAtar's pixels first, ``(batch, channels, height, width)``."""
 
     def forward(self, x):
         return x.permute(0, 3, 1, 2).float()
@@ -155,12 +155,12 @@ def make_policy(args, envs):
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
     """Return advantages and returns, `(num_steps, num_envs)`, https://arxiv.org/abs/1506.02438.
 
-    `values` are `(num_steps + 1, num_envs)`: the last are of the observations after the rollout.
+    `values` are `(num_steps + 1, num_envs)`, the last ones of the observations after the rollout.
     `final_values` are `(ends,)`, of the observations that ended episodes, in the order of
     `(terminations | truncations).nonzero()`. The other arrays are `(num_steps, num_envs)`.
     """
     dones = terminations | truncations
-    # bootstrap value if not terminated; from the final observation where an episode was cut off
+    # bootstrap value if not terminated; from the final observation where an episode is truncated
     values, nextvalues = values[:-1], values[1:].copy()
     nextvalues[dones] = final_values
     nextvalues[terminations] = 0
@@ -173,7 +173,7 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
 
 
 def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
-    """Return the loss of a minibatch, and by name the scalars to log.
+    """Return the loss of a minibatch, and the scalars to log, by name.
 
     `obs` and `actions` are `(minibatch_size, ...)`, the other tensors `(minibatch_size,)`.
     `weights` multiply the policy's loss.
@@ -212,7 +212,7 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
 
 
 def update(optimizer, agent, args, *minibatch):
-    """Take a gradient step on a minibatch; return the scalars to log."""
+    """Take a gradient step on a minibatch. Return the scalars to log."""
     loss, losses = ppo_loss(agent, args, *minibatch)
     optimizer.zero_grad()
     loss.backward()
@@ -223,7 +223,7 @@ def update(optimizer, agent, args, *minibatch):
 
 if __name__ == "__main__":
     run = Run(parse(Args), fixed=("env_id", "num_steps"))
-    args = run.args  # with --resume those of its checkpoint, but for the flags given now
+    args = run.args  # with --resume, the checkpoint's flags, except for flags given now
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
@@ -231,7 +231,7 @@ if __name__ == "__main__":
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
-    # Networks this small gain nothing from more threads, and runs side by side stall each other.
+    # More threads gain nothing for networks this small, and stall runs that share the machine.
     device = seeded_device(args, threads=1)
 
     # env setup
@@ -263,7 +263,7 @@ if __name__ == "__main__":
             lrnow = frac * args.learning_rate
             optimizer.param_groups[0]["lr"] = lrnow
             # The workers act and step. Those whose policy has diverged pull this one first. With
-            # --overlap they began an iteration ago, and begin with the next rollout now.
+            # --overlap they began an iteration ago, and now they begin the next rollout.
             collect_start = time.monotonic()
             overlap = args.overlap and iteration < args.num_iterations
             rollout = envs.rollout(policy, args.num_steps, overlap=overlap)
@@ -276,7 +276,7 @@ if __name__ == "__main__":
             logprobs = torch.Tensor(rollout.logprobs).to(device)
             rewards = rollout.rewards.astype(np.float32)
 
-            with torch.no_grad():  # values of all observations, also of those that ended episodes
+            with torch.no_grad():  # values of all observations, including those that ended episodes
                 values = agent.get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1))
                 values = values.view(-1, envs.num_envs)
                 final_obs = torch.as_tensor(rollout.final_observations).to(device)
@@ -295,9 +295,9 @@ if __name__ == "__main__":
             b_values = torch.from_numpy(values[:-1]).to(device).reshape(-1)
             b_weights = torch.ones_like(b_logprobs)
             if args.decoupled:
-                # A worker's policy may be many updates old. Clipping the ratio to it would pin the
-                # learner to it: it never diverges, nobody pulls, training stalls. So clip against
-                # the policy at the start of this update (proximal) and weight by proximal /
+                # A worker's policy may be many updates old. Clipping against that policy would tie
+                # the learner to it: they never diverge, no worker pulls, training stalls. So clip
+                # against the policy at the start of this update (proximal) and weight by proximal /
                 # behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
                 with torch.no_grad():
                     _, proximal, _, _ = agent.get_action_and_value(b_obs, b_actions)
@@ -311,7 +311,7 @@ if __name__ == "__main__":
                 b_inds = torch.randperm(args.batch_size, device=device)
                 for mb_inds in b_inds.split(args.minibatch_size):
                     losses = update_once(*(part[mb_inds] for part in batch))
-                    clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph writes over its own
+                    clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph overwrites its tensors
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                     break
 

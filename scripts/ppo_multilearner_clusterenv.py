@@ -1,4 +1,4 @@
-# PPO by several learners, which torchrun starts: ppo_clusterenv.py, changed where they share work
+# PPO with several learners, started by torchrun: ppo_clusterenv.py, changed where they share work
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["clusterenv-runtime[scripts]"]
@@ -43,7 +43,7 @@ from clusterenv_runtime.script.learners import LearnersRun
 
 
 @dataclass
-class Args(ScriptArgs):  # which has what all scripts share, such as seed and num_workers
+class Args(ScriptArgs):  # with the flags of all scripts, for example seed and num_workers
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -82,15 +82,15 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     target_kl: Nats | None = None
     """the target KL divergence threshold"""
     hidden_size: Positive = 64
-    """the width of the two hidden layers of the actor, and of the critic"""
+    """the width of the two hidden layers in the actor and in the critic"""
 
     # Distribution specific arguments
     decoupled: bool = True
-    """clip against the policy at the start of the update, not against the one that acted"""
+    """clip against the policy at the start of the update, not against the policy that acted"""
     clip_rho: PositiveNumber = 2.0
-    """with `--decoupled`: the importance weight proximal / behavior policy is truncated to this"""
+    """with `--decoupled`: the maximum of the importance weights proximal / behavior policy"""
     overlap: bool = True
-    """collect the next rollout while learning from this one; it acts one update behind"""
+    """collect the next rollout while learning from this one, with a policy one update older"""
     compile: bool = False
     """compile networks and loss: after up to half a minute, updates take 0.5 to 0.8 of the time"""
 
@@ -147,12 +147,12 @@ def make_policy(args, envs):
 def compute_gae(rewards, values, final_values, terminations, truncations, gamma, gae_lambda):
     """Return advantages and returns, `(num_steps, num_envs)`, https://arxiv.org/abs/1506.02438.
 
-    `values` are `(num_steps + 1, num_envs)`: the last are of the observations after the rollout.
+    `values` are `(num_steps + 1, num_envs)`, the last ones of the observations after the rollout.
     `final_values` are `(ends,)`, of the observations that ended episodes, in the order of
     `(terminations | truncations).nonzero()`. The other arrays are `(num_steps, num_envs)`.
     """
     dones = terminations | truncations
-    # bootstrap value if not terminated; from the final observation where an episode was cut off
+    # bootstrap value if not terminated; from the final observation where an episode is truncated
     values, nextvalues = values[:-1], values[1:].copy()
     nextvalues[dones] = final_values
     nextvalues[terminations] = 0
@@ -169,10 +169,10 @@ def normalize(advantages):
 
 
 def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
-    """Return the loss of a minibatch, and by name the scalars to log.
+    """Return the loss of a minibatch, and the scalars to log, by name.
 
     `obs` and `actions` are `(minibatch_size, ...)`, the other tensors `(minibatch_size,)`.
-    `weights` multiply the policy's loss. With `norm_adv` the advantages are normalized already.
+    `weights` multiply the policy's loss. With `norm_adv` the advantages are already normalized.
     """
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     logratio = newlogprob - logprobs
@@ -206,10 +206,10 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
 
 
 def update(optimizer, agent, args, loss_fn, learners, *minibatch):
-    """Take a gradient step on this learner's share of a minibatch, of which `loss_fn` is the
-    `ppo_loss`; return the scalars to log.
+    """Take a gradient step on this learner's share of a minibatch by `loss_fn` (`ppo_loss`).
+    Return the scalars to log.
 
-    This is no CUDA graph, as the learners wait for each other between `backward` and `step`.
+    This is not a CUDA graph, because learners wait for each other between `backward` and `step`.
     """
     loss, losses = loss_fn(agent, args, *minibatch)
     optimizer.zero_grad()
@@ -222,7 +222,7 @@ def update(optimizer, agent, args, loss_fn, learners, *minibatch):
 
 if __name__ == "__main__":
     run = LearnersRun(parse(Args), fixed=("env_id", "num_steps", "hidden_size"))
-    args = run.args  # with --resume those of its checkpoint, but for the flags given now
+    args = run.args  # with --resume, the checkpoint's flags, except for flags given now
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
@@ -233,7 +233,7 @@ if __name__ == "__main__":
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
-    # Networks this small gain nothing from more threads, and runs side by side stall each other.
+    # More threads gain nothing for networks this small, and stall runs that share the machine.
     device = seeded_device(args, threads=1)
 
     # env setup
@@ -268,7 +268,7 @@ if __name__ == "__main__":
             lrnow = frac * args.learning_rate
             optimizer.param_groups[0]["lr"] = lrnow
             # The workers act and step. Those whose policy has diverged pull this one first. With
-            # --overlap they began an iteration ago, and begin with the next rollout now.
+            # --overlap they began an iteration ago, and now they begin the next rollout.
             collect_start = time.monotonic()
             overlap = args.overlap and iteration < args.num_iterations
             rollout = envs.rollout(policy, args.num_steps, overlap=overlap)
@@ -281,7 +281,7 @@ if __name__ == "__main__":
             logprobs = torch.Tensor(rollout.logprobs).to(device)
             rewards = rollout.rewards.astype(np.float32) * args.reward_scale
 
-            with torch.no_grad():  # values of all observations, also of those that ended episodes
+            with torch.no_grad():  # values of all observations, including those that ended episodes
                 values = get_value(torch.cat([obs, next_obs[None]]).flatten(0, 1))
                 values = values.view(-1, envs.num_envs)
                 final_obs = torch.Tensor(rollout.final_observations).to(device)
@@ -295,16 +295,16 @@ if __name__ == "__main__":
             values = values[:-1]
             weights = torch.ones_like(logprobs)
             if args.decoupled:
-                # A worker's policy may be many updates old. Clipping the ratio to it would pin the
-                # learner to it: it never diverges, nobody pulls, training stalls. So clip against
-                # the policy at the start of this update (proximal) and weight by proximal /
+                # A worker's policy may be many updates old. Clipping against that policy would tie
+                # the learner to it: they never diverge, no worker pulls, training stalls. So clip
+                # against the policy at the start of this update (proximal) and weight by proximal /
                 # behavior: plain PPO if it acted itself. https://arxiv.org/abs/2110.00641
                 with torch.no_grad():
                     proximal = Categorical(logits=actor(obs)).log_prob(actions)
                     weights = (proximal - logprobs).exp().clamp(max=args.clip_rho)
                     logprobs = proximal
 
-            # flatten the batch, which is that of all learners from here on
+            # flatten the batch, which from here on is that of all learners
             b_obs = learners.gather_rows(obs).flatten(0, 1)
             b_logprobs = learners.gather_rows(logprobs).flatten()
             b_actions = learners.gather_rows(actions).flatten()
@@ -314,7 +314,7 @@ if __name__ == "__main__":
             b_weights = learners.gather_rows(weights).flatten()
 
             # Optimizing the policy and value network. The learners draw the same minibatches. Each
-            # takes its share of one, and the average of their gradients is that of the whole.
+            # takes its share of one, and the average of their gradients is the whole's gradient.
             share = slice(learners.rank, None, learners.world_size)
             clipfracs = []
             for _ in range(args.update_epochs):
@@ -329,7 +329,7 @@ if __name__ == "__main__":
                         b_actions[own_inds], b_logprobs[own_inds], mb_advantages[share],
                         b_returns[own_inds], b_values[own_inds], b_weights[own_inds],
                     )  # fmt: skip
-                    clipfracs += [losses["clipfrac"].clone()]  # CUDA graphs write over their own
+                    clipfracs += [losses["clipfrac"].clone()]  # CUDA graphs overwrite their tensors
                 approx_kl = learners.average(losses["approx_kl"])
                 if args.target_kl is not None and approx_kl > args.target_kl:
                     break

@@ -1,4 +1,4 @@
-# SAC on environments in worker processes: CleanRL's sac_continuous_action.py, as a stream of chunks
+# SAC on environments in worker processes: CleanRL's sac_continuous_action.py, on a stream of chunks
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["clusterenv-runtime[scripts]"]
@@ -48,7 +48,7 @@ from clusterenv_runtime.script import (
 
 
 @dataclass
-class Args(ScriptArgs):  # which has what all scripts share, such as seed and num_workers
+class Args(ScriptArgs):  # with the flags of all scripts, for example seed and num_workers
     exp_name: Name = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
@@ -65,7 +65,7 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     batch_size: Positive = 256
     """the batch size of sample from the replay memory"""
     learning_starts: NotNegative = 5000
-    """timestep to start learning; until then actions are drawn evenly"""
+    """timestep to start learning; until then actions are drawn uniformly"""
     policy_lr: PositiveNumber = 3e-4
     """the learning rate of the policy network optimizer"""
     q_lr: PositiveNumber = 1e-3
@@ -79,31 +79,31 @@ class Args(ScriptArgs):  # which has what all scripts share, such as seed and nu
     autotune: bool = True
     """automatic tuning of the entropy coefficient"""
     utd: PositiveNumber = 1.0
-    """gradient steps per environment step, however many workers there are and however fast"""
+    """gradient steps per environment step, whatever the number and the speed of the workers"""
 
     # Distribution specific arguments
     envs_per_worker: Positive = 1
     num_steps: Positive = 16
     """the number of steps in each environment per chunk that a worker sends"""
     outstanding: Positive = 2
-    """chunks each worker may be ahead of the learner; with one it waits while its last one travels
+    """chunks each worker may be ahead of the learner; with 1, a worker waits while a chunk travels
     """
     deterministic: bool = False
-    """take chunks in a fixed order, one outstanding each, so that two runs of one seed are the same
-    to the last bit
+    """take chunks in a fixed order, one outstanding per worker, so that two runs with the same seed
+    are identical to the last bit
     """
     sync_check_frequency: Annotated[int, Meta(ge=10)] = 20
-    """gradient steps, at least 10, between publishing the policy, which measures the workers'
-    divergence from it; at most once per chunk
+    """gradient steps, at least 10, between publications of the policy, which measure the workers'
+    divergence from it; at most one per chunk
     """
     kl_threshold: Nats = 0.1
     max_policy_lag: NotNegative | None = 100
     save_replay: bool = True
-    """whether checkpoints hold the replay buffer; else a resumed run collects `--learning-starts`
-    steps first
+    """whether checkpoints hold the replay buffer; otherwise a resumed run first collects
+    `--learning-starts` steps
     """
     compile: bool = False
-    """compile the losses, which takes up to half a minute; on a CPU it loses some percent"""
+    """compile the losses, which takes up to half a minute; a few percent slower on a CPU"""
 
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
@@ -179,7 +179,7 @@ def get_action(actor, obs, scale, bias):
 def compute_next_q_value(
     targets, next_obs, next_actions, next_log_pi, rewards, dones, alpha, gamma
 ):
-    """Return what the Q-values of a batch are to be, `(batch_size,)`. A truncation is no `done`."""
+    """Return the targets of a batch's Q-values, `(batch_size,)`. A truncation is not a `done`."""
     qf1_next_target, qf2_next_target = (target(next_obs, next_actions) for target in targets)
     min_qf_next_target = torch.min(qf1_next_target, qf2_next_target) - alpha * next_log_pi
     return rewards + (1 - dones) * gamma * min_qf_next_target
@@ -197,7 +197,7 @@ def alpha_loss(log_alpha, log_pi, target_entropy):
 
 
 def q_loss(qfs, targets, actor, log_alpha, bounds, gamma, batch):
-    """Return the loss of both Q-networks on a batch, a scalar, and what to log."""
+    """Return the loss of both Q-networks on a batch, a scalar, and the scalars to log."""
     obs, actions, next_obs, rewards, dones = batch
     with torch.no_grad():
         next_actions, next_log_pi = get_action(actor, next_obs, *bounds)
@@ -214,7 +214,7 @@ def q_loss(qfs, targets, actor, log_alpha, bounds, gamma, batch):
 
 
 def update_q(optimizer, qfs, targets, actor, log_alpha, bounds, args, loss_fn, *batch):
-    """Take a gradient step of both Q-networks on a batch, by `q_loss`; return what to log."""
+    """Take a gradient step of both Q-networks on a batch, by `q_loss`. Return scalars to log."""
     loss, losses = loss_fn(qfs, targets, actor, log_alpha, bounds, args.gamma, batch)
     optimizer.zero_grad()
     loss.backward()
@@ -223,20 +223,20 @@ def update_q(optimizer, qfs, targets, actor, log_alpha, bounds, args, loss_fn, *
 
 
 def pi_loss(qfs, actor, log_alpha, bounds, obs):
-    """Return `actor_loss` of actions that the actor draws now, and their log-probabilities."""
+    """Return the `actor_loss` of actions that the actor draws, and their log-probabilities."""
     pi, log_pi = get_action(actor, obs, *bounds)
     return actor_loss(qfs, obs, pi, log_pi, log_alpha.exp().detach()), log_pi.detach()
 
 
 def update_actor(optimizer, qfs, actor, log_alpha, bounds, args, loss_fn, obs):
-    """Take a gradient step of the actor, by `pi_loss`, and with `--autotune` of alpha; return what
-    to log.
+    """Take a gradient step of the actor, by `pi_loss`, and with `--autotune` also of alpha. Return
+    the scalars to log.
 
     `optimizer` has the parameters of both, in two groups.
     """
     loss, log_pi = loss_fn(qfs, actor, log_alpha, bounds, obs)
     optimizer.zero_grad()
-    loss.backward(inputs=list(actor.parameters()))  # those of the Q-networks need no gradients
+    loss.backward(inputs=list(actor.parameters()))  # the Q-networks need no gradients
     if args.autotune:
         alpha_loss(log_alpha, log_pi, -float(bounds[0].numel())).backward()
     optimizer.step()
@@ -245,15 +245,15 @@ def update_actor(optimizer, qfs, actor, log_alpha, bounds, args, loss_fn, obs):
 
 if __name__ == "__main__":
     run = Run(parse(Args), fixed=("env_id", "num_steps", "buffer_size", "learning_starts", "utd"))
-    args = run.args  # with --resume those of its checkpoint, but for the flags given now
+    args = run.args  # with --resume, the checkpoint's flags, except for flags given now
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
     check_chunks(args)
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
-    # Batches this large gain half again from a second thread; runs side by side are better off with
-    # one each: --torch-threads 1.
+    # A second thread makes steps on batches this large half again as fast. Runs that share the
+    # machine do better with one thread each: --torch-threads 1.
     device = seeded_device(args, threads=2)
 
     # env setup
@@ -267,7 +267,7 @@ if __name__ == "__main__":
         spaces = envs.single_observation_space, envs.single_action_space
         continuous = isinstance(spaces[1], gym.spaces.Box) and spaces[1].dtype.kind == "f"
         vectors = continuous and len(spaces[1].shape) == 1 and spaces[1].is_bounded()
-        what = "actions must be continuous vectors, bounded"
+        what = "actions must be bounded continuous vectors"
         check(vectors, f"{what}, not {spaces[1]}: {args.env_id}")
         check_vectors(spaces[0])
         needed = ReplayBuffer.num_bytes(args.buffer_size, *spaces)
@@ -291,7 +291,7 @@ if __name__ == "__main__":
     if args.autotune:
         groups.append({"params": [log_alpha], "lr": args.q_lr})
     actor_optimizer = run.keep("actor_optimizer", optim.Adam(groups, fused=True))
-    # The rates and alpha may be others than those of the checkpoint.
+    # The learning rates and alpha may differ from the checkpoint's.
     q_optimizer.param_groups[0]["lr"] = args.q_lr
     for group, given in zip(actor_optimizer.param_groups, groups, strict=True):
         group["lr"] = given["lr"]
@@ -307,11 +307,11 @@ if __name__ == "__main__":
     update_actor_once = CudaGraph(update_actor, actor_optimizer, qfs, *common, pi_loss_fn)
     rb = ReplayBuffer(args.buffer_size, *spaces, args.save_replay, rb_device)
     run.keep("rb", rb)
-    # warm_up: environment steps before learning
+    # warm_up: the environment steps before learning
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts))
-    utd = Ratio(str(args.utd))  # exactly what was given, as a float need not be
+    utd = Ratio(str(args.utd))  # exactly the given decimal, which a float may not be
     if run.global_step and not rb.inserted:
-        # After another `learning_starts` steps, gradient steps go on where they were.
+        # After another `learning_starts` steps, gradient steps go on from their old number.
         count.warm_up = run.global_step + args.learning_starts - int(count.gradient_steps / utd)
         steps = f"{args.learning_starts:,} steps"
         print(f"no replay buffer in the checkpoint: collecting {steps} before learning")
@@ -324,7 +324,7 @@ if __name__ == "__main__":
 
     with run.training(envs, actor, policy):
         losses = {}
-        # Take a chunk, while its worker goes on, and learn.
+        # Take a chunk and learn, while its worker goes on.
         for chunk in run.stream(envs, explore):
             chunk.actions = policy.to_env(torch.from_numpy(chunk.actions)).numpy()
             rb.add(chunk)
@@ -333,7 +333,7 @@ if __name__ == "__main__":
             # `learning_starts`.
             due = int(max(run.global_step - count.warm_up, 0) * utd)
             checks = count.gradient_steps // args.sync_check_frequency
-            number = max(due - count.gradient_steps, 0)  # without its buffer a run collects first
+            number = max(due - count.gradient_steps, 0)  # a run without its buffer collects first
             batches = zip(*rb.sample(number, args.batch_size, device), strict=True)
             for obs, *others in batches:
                 losses |= update_q_once(obs, *others)
@@ -348,7 +348,7 @@ if __name__ == "__main__":
                             target.parameters(), qf.parameters(), strict=True
                         ):
                             target_param.data.lerp_(q_param.data, args.tau)
-            # Workers pull between two chunks, so of several publications only the last would count.
+            # Workers pull between two chunks, so only the last of several publications would count.
             if count.gradient_steps // args.sync_check_frequency > checks:
                 envs.publish(policy)
 

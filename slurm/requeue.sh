@@ -6,8 +6,8 @@
 command='' told=''
 trap 'told=yes; if [[ -n $command ]]; then kill -TERM "$command" 2>/dev/null || true; fi' TERM USR1
 
-# In a job array it requeues only this task: the last task's SLURM_JOB_ID is the array's, too. It asks Slurm, because
-# a job that a task of an array has submitted inherits the array's variables.
+# In a job array, requeue only this task: the last task's SLURM_JOB_ID is the array's, too. Ask Slurm, because a job
+# that was submitted by a task of an array inherits the array's variables.
 job=$SLURM_JOB_ID
 task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 if [[ $(squeue --noheader --jobs="$task" --format=%A 2>/dev/null) == "$SLURM_JOB_ID" ]]; then
@@ -32,7 +32,7 @@ requeue() {
         squeue --noheader --jobs="$job" --Format=State:20,TimeLeft:20,RestartCnt:20 2>/dev/null
     ) || true
     if [[ $state != RUNNING ]]; then exit "$status"; fi  # canceled, or requeued by Slurm
-    # Slurm warns up to a minute early, so two minutes before the limit; if three are left, it was a preemption.
+    # Slurm warns up to a minute early, so two minutes before the limit; if three are left, the job was preempted.
     if [[ -z $1 ]] && ! [[ $left =~ ^(0?[3-9]:..|[1-9].:..|.*[1-9].*:..:..|UNLIMITED)$ && $restarts -lt 10 ]]; then
         echo "error: stopped before the first checkpoint, so not requeued: give the job more time" >&2
         exit "$status"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by sweep_offline.sbatch and figures.sbatch: submits further jobs with this one's options, which sbatch does not
-# hand on by itself. Other options belong into #SBATCH lines.
+# pass on by itself. Other options belong in #SBATCH lines.
 log=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *StdOut=//p')
 log=${log//_4294967294/}  # %a where there is no array
 output() { printf -- '--output=%s/%s' "${log%/*}" "$(basename "$log" | sed "s/\(.*\)$SLURM_JOB_ID/\1$1/")"; }

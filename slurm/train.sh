@@ -3,7 +3,7 @@
 #     source slurm/train.sh SCRIPT [ARGUMENTS OF THE SCRIPT]
 # The run is runs/JOBNAME-JOBID, or that of --run-name NAME or --resume runs/NAME. If it holds a checkpoint, it goes on.
 # Needs the array `launch`: the words before python, here and on the workers' nodes. For several learners it also needs
-# `learners_per_node`: how many torchrun starts on each node. All other cores of the task there are for their workers.
+# `learners_per_node`: how many learners torchrun starts on each node. The task's other cores there are for workers.
 source slurm/requeue.sh
 
 script=$1
@@ -31,7 +31,7 @@ done
 if [[ -n $resume ]]; then
     name=$(realpath --canonicalize-missing --no-symlinks --relative-to=runs -- "$resume")
     if [[ $name == .* ]]; then
-        echo "error: --resume must be runs/NAME, of the working directory, got $resume" >&2
+        echo "error: --resume must be runs/NAME in the working directory, got $resume" >&2
         exit 2
     fi
 fi
@@ -74,9 +74,9 @@ if ! (set -C && echo "$job" >"$lock") 2>/dev/null; then
         echo "error: runs/$name is being trained by job $other" >&2
         exit 2
     fi
-    echo "$job" >"$lock"  # that of a job that was killed, or ours, requeued
+    echo "$job" >"$lock"  # the lock was a killed job's, or ours before a requeue
 fi
-remove_keys() { rm -rf "runs/$name/workers/"clusterenv-*; }  # keys of a killed head open nothing any more
+remove_keys() { rm -rf "runs/$name/workers/"clusterenv-*; }  # a killed head's keys open nothing any more
 remove_keys
 trap 'remove_keys; rm -f "$lock"; rmdir "runs/$name" 2>/dev/null || true' EXIT
 
@@ -88,16 +88,16 @@ fi
 options=(--num-workers "$workers" "${begin[@]}")
 places=${SLURM_JOB_NODELIST:-}${SLURM_JOB_NODELIST_HET_GROUP_1:+ and $SLURM_JOB_NODELIST_HET_GROUP_1}
 echo "job $job on $places: $workers workers, run directory runs/$name"
-# shellcheck disable=SC2154  # of the file that sources this one
+# shellcheck disable=SC2154  # the file that sources this one sets launch
 python=("${launch[@]}" python)
 if [[ -n ${learners_per_node:-} ]]; then
-    # Workers are processes of their learner's node. The first node's torchrun is this shell's, which passes signals on.
+    # Workers run on their learner's node. This shell runs the first node's torchrun, and passes signals on to it.
     node=$(scontrol --oneliner show node "${SLURMD_NODENAME:-$(hostname -s)}")
     address=$(grep -o ' NodeAddr=[^ ]*' <<<"$node") port=$((20000 + SLURM_JOB_ID % 10000))
     torchrun=("${python[@]}" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$learners_per_node")
     torchrun+=(--master-addr "${address#*=}" --master-port "$port" --node-rank)
     if ((nodes > 1)); then
-        # shellcheck disable=SC2016  # of the node
+        # shellcheck disable=SC2016  # expands on the node
         on_each='exec "${@:2:$1}" $((SLURM_PROCID + 1)) "${@:$1 + 2}"'
         srun --nodes=$((nodes - 1)) --ntasks=$((nodes - 1)) --relative=1 --overlap --cpu-bind=none --export=ALL \
             bash -c "$on_each" bash ${#torchrun[@]} "${torchrun[@]}" "$script" "${options[@]}" "$@" &

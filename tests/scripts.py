@@ -226,7 +226,7 @@ def check_interruption(process, workers, number=signal.SIGINT, code=130):
     assert process.returncode == code
     (line,) = errors.splitlines()
     assert line.startswith(
-        f"interrupted; to go on: python {process.args[1]} --env-id={LASTING_ID} --resume runs/"
+        f"interrupted; to resume: python {process.args[1]} --env-id={LASTING_ID} --resume runs/"
     )
     assert not any(alive(pid) for pid in workers)
     return line.rpartition(" ")[2]
@@ -238,6 +238,6 @@ def check_loss_of_worker_1(process, workers):
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     saved, line = errors.splitlines()
-    assert saved.startswith("saved; to go on: python ")
+    assert saved.startswith("saved; to resume: python ")
     assert line.startswith("error: worker 1 ") and "SIGKILL" in line and "worker-1.log" in line
     assert not any(alive(pid) for pid in workers)

@@ -151,7 +151,7 @@ def test_a_resumed_run_leaves_the_videos_of_before_and_none_of_what_does_not_tra
     assert scripts.run(PPO + ".py", tmp_path, *flags).returncode == 0
     after = list(tmp_path.glob("videos/x/from-320/*.mp4"))
     result = scripts.run(PPO + ".py", tmp_path, *flags)
-    assert "nothing is left that --capture-video records" in result.stderr
+    assert "--capture-video has nothing left to record" in result.stderr
     assert after and set(tmp_path.rglob("*.mp4")) == {*before, *after}
     assert all(path.read_bytes() == video for path, video in before.items())
 
@@ -175,16 +175,16 @@ def test_nothing_of_a_file_is_executed(here, monkeypatch):
         (good | {"script": f"{here}/elsewhere/theirs.py"}, "the script 'theirs.py' is neither"),
         (good | {"script": "elsewhere/theirs.py"}, "the script 'theirs.py' is neither"),
         (good | {"script": "../run"}, "the script 'run' is neither"),
-        (good | {"model": Unpickled()}, "is no model of a run: UnpicklingError"),
-        (good["model"], "is no model of a run: Object missing required field `model`"),
+        (good | {"model": Unpickled()}, "is not a model of a run: UnpicklingError"),
+        (good["model"], "is not a model of a run: Object missing required field `model`"),
     ):
         torch.save(value, path)
         assert says in command(monkeypatch, play.main, path)
     (here / "evil.py").write_text("import os\nos.mkdir('executed')\n")
     for flags, has in (
-        ({"env_id": "evil:Evil-v0"}, "has --env-id 'evil:Evil-v0': what can run someone's code"),
-        ({"env_kwargs": "a=1"}, "has --env-kwargs 'a=1': what can run someone's code"),
-        ({"epochs": 3}, "is of another script, or version of it: it has --epochs"),
+        ({"env_id": "evil:Evil-v0"}, "has --env-id 'evil:Evil-v0': a flag that can run someone's"),
+        ({"env_kwargs": "a=1"}, "has --env-kwargs 'a=1': a flag that can run someone's code"),
+        ({"epochs": 3}, "is from another script, or another version of it: it has --epochs"),
         ({"hidden_size": -1}, "the flags in"),
     ):
         torch.save(good | {"args": args | flags}, path)
@@ -200,9 +200,9 @@ def test_each_mistake_is_one_line(here, monkeypatch):
 
     (here / "ppo_clusterenv.py").symlink_to(ROOT / "ppo_clusterenv.py")
     run = here / "runs/x"
-    assert says("runs/x") == "error: there is no run runs/x; there: none"
+    assert says("runs/x") == "error: there is no run runs/x; existing runs: none"
     run.mkdir(parents=True)
-    assert says("runs/x").startswith("error: there is no model in runs/x: each checkpoint brings")
+    assert says("runs/x").startswith("error: there is no model in runs/x: each checkpoint writes")
     leave_model(run, monkeypatch, env_id="CartPole-v1")
     assert says("runs/x", "--best").startswith("error: there is no best model in runs/x")
     assert "--script: there is no file a.py" in says("runs/x", "--script", "a.py")
@@ -227,7 +227,7 @@ def test_each_mistake_is_one_line(here, monkeypatch):
     saved = load_model(here / "pool/ppo_clusterenv.cleanrl_model")
     args = saved.args | {"env_id": "Pong-v5"}
     torch.save({"model": saved.model, "args": args, "script": saved.script}, here / "pool/p")
-    assert "was trained on EnvPool's Pong-v5: name Gymnasium's by --env-id" in says("pool/p")
+    assert "was trained on EnvPool's Pong-v5: name Gymnasium's with --env-id" in says("pool/p")
     with pytest.raises(CheckpointError, match="cannot read pool: Is a directory"):
         load_model("pool")
 
@@ -389,7 +389,7 @@ def test_a_file_that_would_compute_something_else_is_not_left(tmp_path):
     policy = Odd()
     policy.forward = lambda observations: policy.actor(observations) * (1 + torch.rand(1) * 100)
     policy.distribution = lambda params: Independent(Normal(params, 1), 1)
-    with pytest.raises(ValueError, match="the action of what was written is another than"):
+    with pytest.raises(ValueError, match="the file's action differs from the policy's"):
         export(policy, space, str(path))
     with pytest.raises(NotImplementedError):
         export(Odd(has_mode=False), space, str(path))

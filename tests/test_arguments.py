@@ -86,26 +86,26 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
     [
         ("--resume runs/y", "there is no run runs/y"),
         ("--resume runs/empty", "there is no checkpoint in runs/empty"),
-        ("--resume runs", "--resume must be runs/NAME, of the working directory, got runs"),
+        ("--resume runs", "--resume must be runs/NAME in the working directory, got runs"),
         (
             "--resume elsewhere/x",
-            "--resume must be runs/NAME, of the working directory, got elsewhere/x",
+            "--resume must be runs/NAME in the working directory, got elsewhere/x",
         ),
         (
             "--resume runs/x --run-name y",
-            "--run-name y is another run than that of --resume runs/x",
+            "--run-name y is not the run of --resume runs/x",
         ),
         (
             "--resume runs/x --run-name x --num-envs 6",
-            "--num-envs cannot change on the way: runs/x has 96, got 6",
+            "--num-envs cannot change on resume: runs/x has 96, got 6",
         ),
         (
             "--resume runs/x --envs-per-worker 2",
-            "--envs-per-worker cannot change on the way: runs/x has 32, got 2",
+            "--envs-per-worker cannot change on resume: runs/x has 32, got 2",
         ),
         (
             "--resume runs/x --env-id Acrobot-v1",
-            "--env-id cannot change on the way: runs/x has LunarLander-v3",
+            "--env-id cannot change on resume: runs/x has LunarLander-v3",
         ),
         (
             "--resume runs/x --kl-threshold -1",
@@ -128,7 +128,7 @@ def test_when_learning_starts_is_settled(tmp_path, monkeypatch, name):
     save_checkpoint("runs/x", whole(args, 5), 5)
     script = f"{name.replace('.', '/')}.py"
     monkeypatch.setattr(sys, "argv", [script, "--resume", "runs/x", "--learning-starts", "17"])
-    with pytest.raises(SystemExit, match="--learning-starts cannot change on the way: runs/x has"):
+    with pytest.raises(SystemExit, match="--learning-starts cannot change on resume: runs/x has"):
         runpy.run_path(str(scripts.ROOT / script), run_name="__main__")
 
 
@@ -168,7 +168,7 @@ def test_what_runs_code_is_not_taken_from_a_run_but_accepted_if_it_is_given_agai
     write_key_file("their.key", HeadKeys.make())
     says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
     assert says.startswith(
-        f"error: runs/x has {arguments.spell(name)} {value!r}: what can run someone's code, or"
+        f"error: runs/x has {arguments.spell(name)} {value!r}: a flag that can run someone's code"
     )
     monkeypatch.setattr(sys, "argv", ["script.py"])
     again = resume.resume_command(args, "runs/x", ["python"])
@@ -274,7 +274,8 @@ def test_what_a_foreign_checkpoint_holds_does_not_reach_the_terminal_as_it_is(
     monkeypatch.setattr(sys, "argv", ["script.py", "--resume", "runs/x"])
     assert Run(parse(ppo_clusterenv.Args)).global_step == 5
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning == f"skipped the checkpoint {path}: it is not of a run (UnpicklingError)"
+    problem = "it is not a run's checkpoint (UnpicklingError)"
+    assert warning == f"skipped the checkpoint {path}: {problem}"
 
 
 def test_the_line_that_says_how_to_go_on_is_printable(monkeypatch):
@@ -290,7 +291,7 @@ def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypat
     path.write_bytes(b"")
     says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
     assert says == "error: all 1 checkpoints in runs/x are damaged"
-    warning = f"skipped the checkpoint {path}: it is not as it was written"
+    warning = f"skipped the checkpoint {path}: it is damaged"
     assert [record.getMessage() for record in caplog.records] == [warning]
 
 

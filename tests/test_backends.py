@@ -413,7 +413,7 @@ def test_only_a_policy_steps_them():
             lambda: envs.reset(options={"reset_mask": np.array([True, False, False, False])}),
             lambda: envs.call("spec"),
         ):
-            with pytest.raises(ValueError, match="for a policy to act in: `rollout`"):
+            with pytest.raises(ValueError, match="in which a policy acts: `rollout`"):
                 call()
         assert envs.rollout(CategoricalPolicy(linear(4, 2)), 3).rewards.shape == (3, 4)
     with pytest.raises(TypeError, match="one for all environments goes into a Together"):
@@ -540,6 +540,6 @@ def test_arguments_reach_the_environments_of_training_and_of_the_evaluation(back
 def test_no_envpool_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "envpool", None)
     args = SimpleNamespace(env_id="CartPole-v1", env_kwargs="", capture_video=False)
-    says = "^error: there is no EnvPool here: pip install envpool; "
+    says = "^error: EnvPool is not installed: pip install envpool; "
     with pytest.raises(SystemExit, match=says), one_line_for_environments(args):
         make_vec("envpool", "CartPole-v1", 2)

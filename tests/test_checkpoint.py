@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_loaded(tmp_path, caplo
     newer.write_bytes(damage(data))
     assert_same_state(load_checkpoint(tmp_path), state(1))
     assert [record.getMessage() for record in caplog.records] == [
-        f"skipped the checkpoint {newer}: it is not as it was written"
+        f"skipped the checkpoint {newer}: it is damaged"
     ]
     # A successor of the older one supersedes the damaged one, and leaves two good ones.
     save_checkpoint(tmp_path, state(3), 2)

@@ -263,7 +263,7 @@ def test_close_waits_for_environments_and_says_so(tmp_path, monkeypatch, caplog)
         envs.close()
     assert os.listdir(tmp_path) == [f"closed-{pid}"]
     (text,) = caplog.messages
-    assert text.startswith(f"waiting up to {HOUR:g} s until the environments are closed of worker")
+    assert text.startswith(f"waiting up to {HOUR:g} s for environments to close: worker")
 
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])

@@ -228,7 +228,7 @@ def test_its_worker_is_replaced_and_ends_with_the_run(tmp_path):
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 75 and time.monotonic() - began < PATIENCE
     assert "workers/evaluation/worker-0.log" in errors and "another is started" in errors
-    assert errors.splitlines()[-1].startswith("interrupted; to go on:")
+    assert errors.splitlines()[-1].startswith("interrupted; to resume:")
     assert not scripts.alive(another)
 
 
@@ -241,7 +241,7 @@ def test_its_worker_is_replaced_and_ends_with_the_run(tmp_path):
         ),
         (
             ["--eval-interval", "64", "--bind-address", "127.0.0.1", "--port", "65535"],
-            "--port 65535 leaves no next one to the worker that evaluates",
+            "--port 65535 leaves no next port for the worker that evaluates",
         ),
         (["--eval-video", "--env-backend", "vector"], "--eval-video needs --env-backend gymnasium"),
     ],

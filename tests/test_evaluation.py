@@ -304,7 +304,7 @@ def test_misuse_is_one_line():
                 envs.evaluate(policy, **arguments)
         with pytest.raises(ValueError, match="the policy cannot act on"):
             envs.evaluate(CategoricalPolicy(linear(3, 2)), 1)
-        with pytest.raises(TypeError, match="a Policy is wanted"):
+        with pytest.raises(TypeError, match="expected a Policy"):
             envs.evaluate(linear(1, 2), 1)
         envs.evaluate(NoMode(linear(1, 2)), 1)
         with pytest.raises(ValueError, match="has no mode: .* evaluate it with its noise"):
@@ -322,7 +322,7 @@ def test_an_error_names_the_environment_and_needs_a_reset():
             envs.evaluate(policy, 2)
         assert "environment 0" in str(error.value.__cause__)
         with pytest.raises(
-            ResetNeeded, match="before all environments are `reset`, as one has raised"
+            ResetNeeded, match="before all environments are `reset`, because one has raised"
         ):
             envs.evaluate(policy, 2)
         envs.reset()

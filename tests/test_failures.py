@@ -257,7 +257,7 @@ def test_workers_that_end_at_once(instead_of_python):
 def test_workers_that_take_too_long_to_build(workers, pipe):
     def check(seconds):  # the other worker needs them, too
         text = (
-            rf"^worker 1 \(.*1 to 1\) did not come up and build the next of its environments "
+            rf"^worker 1 \(.*1 to 1\) did not come up or build the next environment "
             rf"within {seconds} s$"
         )
         with at_most(), pytest.raises(StartupError, match=text):

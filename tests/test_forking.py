@@ -125,7 +125,7 @@ def test_a_module_that_cannot_be_preloaded_is_one_line():
     "options", [{"worker_start": "spawn"}, {"worker_prefix": "nice -n 0"}, {"launcher": "external"}]
 )
 def test_preloading_is_for_workers_that_are_forked(options):
-    with pytest.raises(ValueError, match="^worker_preload is for workers that are forked"):
+    with pytest.raises(ValueError, match="^worker_preload is for forked workers"):
         ClusterEnv([CountingEnv], 1, worker_preload="wave", **options)
 
 
@@ -177,7 +177,7 @@ def test_a_fork_that_fails_is_tried_again(tmp_path, monkeypatch, caplog):
         wait_until(lambda: envs.step([0, 0])[3][1])
         assert envs.call("tell")[1]["pid"] != pid
         assert len(envs.restarts) == 1  # refused attempts are none
-    text = "worker 1 cannot be started, which is tried again for up to 60 s: "
+    text = "worker 1 cannot be started, trying again for up to 60 s: "
     assert any(record.message.startswith(text) for record in caplog.records)
 
 

@@ -280,15 +280,15 @@ SPACE = spaces.Box(0, 255, (4, 3), np.uint8)
         ),
         (
             {"frames": (np.zeros((4, 3), np.uint8),)},
-            "are of 4 frames, and say that they are of others",
+            "have 4 frames, but indices of others",
         ),
         (
             {"frames": (np.zeros((0, 3), np.uint8),)},
-            "are of 0 frames, and say that they are of others",
+            "have 0 frames, but indices of others",
         ),
         (
             {"observations": np.full((6, 2, 4), -1, np.int32)},
-            "are of 5 frames, and say that they are of others",
+            "have 5 frames, but indices of others",
         ),
         (
             {"observations": np.zeros((6, 2, 4), np.int64)},

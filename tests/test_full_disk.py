@@ -82,7 +82,7 @@ def test_a_signal_on_a_full_disk_is_one_line_and_not_the_exit_code_of_what_is_sa
     full.terminate()
     *_, line = full.communicate()[1].splitlines()
     to_go_on = f"python {scripts.ROOT / ppo.SCRIPT} --env-id={scripts.LASTING_ID} --resume runs/x"
-    before = f"to go on from the checkpoint before, if there is one: {to_go_on}"
+    before = f"to resume from the previous checkpoint, if there is one: {to_go_on}"
     assert (line, full.returncode) == (
         f"error: interrupted, and not saved: File too large; {before}",
         1,

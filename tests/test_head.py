@@ -165,7 +165,7 @@ def test_who_is_cut_off_is_said_to_have_answered_last_when_it_did():
     simulation.launcher.of[1].cut_off = True
     simulation.wait(10)
     (restart,) = simulation.recovery.restarts
-    assert re.search(r"\(its last answer came [123] s ago\)", restart["reason"])
+    assert re.search(r"\(its last message came [123] s ago\)", restart["reason"])
 
 
 def test_what_a_lost_worker_had_not_answered_is_asked_again_and_what_it_had_is_not():
@@ -309,7 +309,7 @@ def test_who_builds_one_environment_after_the_other_is_not_late(built):
 
     told, network.exchange = [1], tells
     with pytest.raises(
-        StartupError, match="did not come up and build the next of its environments within 60 s"
+        StartupError, match="did not come up or build the next environment within 60 s"
     ):
         simulation.pool.start(1)
     last = 50 * built
@@ -374,7 +374,7 @@ def test_a_deadline_names_who_is_missing():
     simulation = Simulation(3)
     simulation.launcher.of[1].stopped = True
     start = simulation.network.now
-    with pytest.raises(DeadlineError, match="^No answer from worker 1 "):
+    with pytest.raises(DeadlineError, match="^No response from worker 1 "):
         simulation.call(timeout=7)
     assert 7 <= simulation.network.now - start < 7.1
 
@@ -511,7 +511,7 @@ def test_who_answers_what_it_was_not_asked_is_lost_before_that_is_opened(answer)
         simulation.network.deliver(simulation.launcher.of[0].identity, seq, answer)
     assert simulation.call() == [0]
     (restart,) = simulation.recovery.restarts
-    assert "it answered what it was not asked, or had answered already" in restart["reason"]
+    assert "it answered a request that it was not sent, or did so twice" in restart["reason"]
 
 
 def test_who_answers_twice_is_lost():
@@ -541,7 +541,7 @@ def test_who_pulls_for_something_else_than_to_act_is_lost(version):
     (seq,) = simulation.never()
     simulation.network.deliver(simulation.launcher.of[0].identity, seq, Pull(version))
     assert simulation.call() == [0]
-    assert "pulled for what it was not asked" in simulation.recovery.restarts[0]["reason"]
+    assert "pulled when no request allowed it" in simulation.recovery.restarts[0]["reason"]
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_a_percent_sign_in_a_log_is_none_to_srun():
         (
             "--launcher slurm",
             {},
-            "the launcher slurm starts workers inside a job, and this is none",
+            "the launcher slurm starts workers inside a job, and there is none",
         ),
         (
             "--launcher slurm",
@@ -353,7 +353,7 @@ def test_a_name_is_taken_once_a_run_of_it_has_a_checkpoint(tmp_path):
     )
     check_refusal(
         run("ppo_clusterenv.py", tmp_path, *flags),
-        "runs/name has begun already; to go on: --resume runs/name",
+        "runs/name has already begun; to resume it: --resume runs/name",
     )
 
 
@@ -462,7 +462,7 @@ def test_time_in_a_queue_is_told_and_does_not_count(monkeypatch, caplog):
     monkeypatch.setattr(supervisor, "NOTICE_S", 0.0)
     launcher = Queue()
     with pytest.raises(
-        StartupError, match="did not come up and build the next of its environments within 0.01 s"
+        StartupError, match="did not come up or build the next environment within 0.01 s"
     ):
         ClusterEnv(
             [CountingEnv], 1, launcher=launcher, bind_address="127.0.0.1", startup_timeout=0.01

@@ -157,7 +157,7 @@ def test_workers_pull_by_the_mean_divergence_of_all_learners_workers(others, pul
         assert asked == [[0, 0, 2], [pytest.approx(0, abs=1e-5), 2, 2]]
         assert envs.pulls.tolist() == pulls
         with pytest.raises(
-            ValueError, match="with several learners there is `rollout`, and no `send`"
+            ValueError, match="with several learners, use `rollout` instead of `send`"
         ):
             envs.send(3)
 
@@ -299,7 +299,7 @@ def two_learners(monkeypatch):
         ("--num-workers 3", "--num-workers 3 must be a multiple of the 2 learners of torchrun"),
         ("--num-workers 4 --min-workers 3", "--min-workers 3 must be a multiple of the 2"),
         ("--dry-run", "--dry-run prints the workers' commands of one learner"),
-        ("--port 5000 --bind-address 127.0.0.1", "cannot be that of 2 learners"),
+        ("--port 5000 --bind-address 127.0.0.1", "cannot serve 2 learners"),
         ("--num-minibatches 7", "--num-minibatches 7 must divide the batch"),
         (
             "--num-workers 2 --envs-per-worker 1 --num-steps 6 --num-minibatches 4",
@@ -405,7 +405,7 @@ def lines_of(errors):
 
 def is_lost_or_interrupted(line):
     """torchrun's signal may come before a learner has noticed that another is lost."""
-    return re.fullmatch(LOST, line) or line.startswith("interrupted; to go on: ")
+    return re.fullmatch(LOST, line) or line.startswith("interrupted; to resume: ")
 
 
 @pytest.mark.long
@@ -444,7 +444,7 @@ def test_killed_under_max_restarts_the_run_goes_on_from_its_last_checkpoint(tmp_
     assert len(list((tmp_path / "runs").iterdir())) == 1
     together.process.send_signal(signal.SIGTERM)
     (killed, interrupted) = together.finish()
-    assert is_lost_or_interrupted(killed) and interrupted.startswith("interrupted; to go on: ")
+    assert is_lost_or_interrupted(killed) and interrupted.startswith("interrupted; to resume: ")
 
 
 @pytest.mark.long
@@ -457,7 +457,7 @@ def test_a_signal_saves_once_and_the_run_goes_on_with_another_number_of_learners
     (line,) = together.finish()
     step = together.checkpoint()
     command = r"torchrun --nproc-per-node 2 \S+ --env-id=\S+ --resume runs/x"
-    assert re.fullmatch(f"interrupted; to go on: {command}", line), line
+    assert re.fullmatch(f"interrupted; to resume: {command}", line), line
     (tmp_path / "go").touch()
     flags = *lasting(tmp_path, 0), "--resume", "runs/x", "--num-workers", "4"
     flags = *flags, "--total-timesteps", str(step + 1024)
@@ -472,7 +472,7 @@ def test_a_torchrun_that_is_killed_ends_all_and_the_first_saves(tmp_path):
     together = Together(tmp_path, flags=["--checkpoint-interval", "0.5"])
     together.process.kill()
     (line,) = together.finish()
-    assert line.startswith("interrupted; to go on: torchrun ")
+    assert line.startswith("interrupted; to resume: torchrun ")
 
 
 @pytest.mark.long
@@ -487,7 +487,7 @@ def test_a_learner_that_raises_says_why_and_the_first_saves(tmp_path):
     assert "[rank1]: ValueError: no more\n" in result.stderr
     assert "EnvError: environment 3 on worker 0 " in result.stderr
     (line,) = lines_of(result.stderr)
-    assert is_lost_or_interrupted(line) and "; to go on: torchrun " in line
+    assert is_lost_or_interrupted(line) and "; to resume: torchrun " in line
     assert list((tmp_path / "runs" / "x").glob("checkpoint-*.pt"))
 
 
@@ -496,7 +496,7 @@ def test_a_signal_to_one_learner_ends_all_and_the_first_saves(tmp_path):
     together = Together(tmp_path, flags=["--checkpoint-interval", "0.5"])
     os.kill(together.learners[1], signal.SIGTERM)
     (line,) = together.finish()
-    assert is_lost_or_interrupted(line) and "; to go on: torchrun " in line
+    assert is_lost_or_interrupted(line) and "; to resume: torchrun " in line
 
 
 def test_amid_an_update_a_lost_learner_is_an_error_and_before_it_an_interruption(monkeypatch):

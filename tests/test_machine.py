@@ -1,4 +1,4 @@
-"""A test that cannot run here is skipped, but not unnoticed where nothing may be missing."""
+"""Tests that this machine cannot run: they are skipped, or fail if nothing may be missing."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ WITHOUT_PRIVILEGES = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_a
         ("1", "Operation not permitted", pytest.skip),
     ],
 )
-def test_what_is_missing_fails_a_test_only_where_it_is_required_and_the_kernel_has_it(
+def test_a_missing_feature_fails_a_test_only_if_required_and_not_refused_by_the_kernel(
     monkeypatch, required, refusal, outcome
 ):
     monkeypatch.setenv("REQUIRE_ALL", required)
@@ -28,8 +28,8 @@ def test_what_is_missing_fails_a_test_only_where_it_is_required_and_the_kernel_h
         do_without("no wings", refusal)
 
 
-def test_the_kernel_is_asked_whether_it_makes_namespaces():
-    """The kernel grants them to nobody without this capability."""
+def test_a_kernel_that_refuses_namespaces_is_detected():
+    """The kernel does not grant namespaces to processes without this capability."""
     code = "from tests.machine import refusal_of_namespaces; print(refusal_of_namespaces('net'))"
     command = [*(WITHOUT_PRIVILEGES if os.geteuid() == 0 else []), sys.executable, "-c", code]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Directories whose names are not UTF-8, and outputs that cannot spell a run's name."""
+"""Directories whose names are not UTF-8, and an output that cannot encode a run's name."""
 
 import json
 import os
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 
 ODD = os.fsdecode(b"not-utf8-\xff")
 
-# Its environments are of a module that is beside it, so workers must look for it there.
+# The environments' class is in a module beside the program, so workers must look there.
 PROGRAM = """
 import sys
 import torch
@@ -43,7 +43,7 @@ class BesideEnv(CountingEnv):
 
 @pytest.fixture
 def odd():
-    # A short name, because a socket's may have 107 bytes.
+    # A short path, because a socket's path has at most 107 bytes.
     with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent, ODD)
         directory.mkdir()
@@ -60,7 +60,7 @@ def test_temporary_files_and_modules_may_be_in_a_directory_of_any_name(odd, addr
     assert result.stdout == "[[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]\n", result.stderr
 
 
-def test_the_commands_of_workers_name_such_a_directory_as_it_is(odd):
+def test_the_workers_commands_spell_an_odd_directory_name_exactly(odd):
     flags = [*ppo.TINY, "--launcher", "external", "--interface", "lo", "--dry-run"]
     command = [sys.executable, str(ROOT / ppo.SCRIPT), *flags]
     variables = environment(PYTHONIOENCODING="utf-8:strict")
@@ -70,7 +70,7 @@ def test_the_commands_of_workers_name_such_a_directory_as_it_is(odd):
     assert len(lines) == 2 and all(os.fsencode(odd) in line for line in lines)
 
 
-def test_a_name_that_the_output_cannot_spell_costs_no_file(tmp_path):
+def test_a_run_whose_name_stdout_cannot_encode_still_writes_its_summary(tmp_path):
     flags = [*ppo.TINY, "--run-name", "größe"]
     command = [sys.executable, str(ROOT / ppo.SCRIPT), *flags]
     variables = environment(PYTHONIOENCODING="ascii")
@@ -82,7 +82,7 @@ def test_a_name_that_the_output_cannot_spell_costs_no_file(tmp_path):
 
 
 def test_a_summary_is_written_before_its_results_are_printed(tmp_path):
-    """What reads the results may look for the file at once."""
+    """A program that reads the results may look for the file at once."""
     command = [sys.executable, str(ROOT / ppo.SCRIPT), *ppo.TINY, "--run-name", "x"]
     options = {"cwd": tmp_path, "env": environment(), "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, **options)

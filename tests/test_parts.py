@@ -1,4 +1,4 @@
-"""A worker's part of a rollout arrives unchanged; one of another shape is refused by name."""
+"""A worker's part of a rollout arrives unchanged. A wrong field is refused by its name."""
 
 import contextlib
 
@@ -35,7 +35,7 @@ from .envs import assert_same
 
 
 def a_part(space, num_steps=6, num_envs=2):
-    """A part as a worker makes it, packed."""
+    """Return a part of random values, as a worker makes it."""
     rng = np.random.default_rng(1)
     shape = num_steps, num_envs
     ends = rng.random(shape) < 0.3
@@ -116,7 +116,7 @@ WRONG = [
 
 
 def map_leaf(tree, function):
-    """Change one leaf of a tree."""
+    """Return a tree with one leaf changed."""
     return {**tree, "b": function(tree["b"])} if isinstance(tree, dict) else function(tree)
 
 
@@ -136,7 +136,7 @@ NOW = Published(
 def opened(
     asked, answer, buffers, space=PART_SPACES[0], action_space=None, published=NOW, asked_at=NOW
 ):
-    """Open the answer of a worker of two environments."""
+    """Open the response of a worker with two environments."""
     opener = Opener(EnvLayout(space, action_space or spaces.Discrete(2)))
     return opener(asked, answer, [b"header", *buffers], 2, asked_at, published)
 
@@ -153,16 +153,18 @@ COLLECT = Collect(6, 5, 0, 0.0, [], states=6)
 
 
 @pytest.mark.parametrize("version", [-1, 0, 1, 5, 6, 10**6])
-def test_a_part_is_of_a_version_that_was_published(version):
+def test_a_part_must_have_a_published_version(version):
     answer = packed(a_part(PART_SPACES[0]), version=version)
     if 0 < version <= 5:
         assert opened(COLLECT, *answer).version == version
     else:
-        with pytest.raises(ProtocolError, match=f"version {version}, but these are 1 to 5"):
+        with pytest.raises(
+            ProtocolError, match=f"version {version}, but valid versions are 1 to 5"
+        ):
             opened(COLLECT, *answer)
 
 
-def test_a_part_is_of_the_structure_that_was_published_when_it_was_asked_or_since():
+def test_a_part_must_have_the_structure_published_at_its_request_or_later():
     part = a_part(PART_SPACES[0])
     wide = packed(part, params=part.params[:, :2], actions=np.zeros((6, 2, 1), np.float32))
     before = NOW.example | {
@@ -177,12 +179,12 @@ def test_a_part_is_of_the_structure_that_was_published_when_it_was_asked_or_sinc
     assert opened(
         COLLECT, *wide, published=NOW._replace(since=2), asked_at=before
     ).params.shape == (12, 2)
-    with pytest.raises(ProtocolError, match="version 1, but these are 2 to 5"):
+    with pytest.raises(ProtocolError, match="version 1, but valid versions are 2 to 5"):
         opened(COLLECT, *wide, published=NOW._replace(since=2), asked_at=NOW._replace(since=2))
 
 
 @pytest.mark.parametrize("waited", [-1.0, 1e300, float("nan"), float("inf")])
-def test_nobody_waits_for_no_number_of_seconds(waited):
+def test_a_waiting_time_that_is_negative_or_huge_or_not_finite_is_refused(waited):
     answer, _ = pack_part(a_part(PART_SPACES[0]), waited)
     with pytest.raises(msgspec.ValidationError, match="waited"):
         decode_from_worker(frames(1, answer)[0])
@@ -232,7 +234,7 @@ def test_a_reply_comes_back(asked, value, infos):
 
 
 @pytest.mark.parametrize("asked, value, infos", WRONG_REPLIES, ids=str)
-def test_a_reply_that_cannot_be_one_is_a_protocol_error(asked, value, infos):
+def test_a_reply_that_does_not_match_its_request_is_a_protocol_error(asked, value, infos):
     with pytest.raises(ProtocolError):
         opened(asked, *a_reply(value, infos))
 
@@ -243,14 +245,14 @@ def test_a_part_comes_back_and_one_that_does_not_fit_is_a_protocol_error(space):
     came = opened(COLLECT, *packed(part), space)
     assert_same(msgspec.structs.asdict(came), msgspec.structs.asdict(part))
     for name, wrong in WRONG:
-        with pytest.raises((ProtocolError, ValueError), match=name):  # of the head, or the worker
+        with pytest.raises((ProtocolError, ValueError), match=name):  # by the head or the worker
             opened(COLLECT, *packed(part, **{name: wrong(part)}), space)
     answer, buffers = packed(part)
     for layout in ({}, {**answer.layout, "more": "<f8 ()"}):
         with pytest.raises(ProtocolError, match="starts must be .*, got None|unknown fields"):
             opened(COLLECT, msgspec.structs.replace(answer, layout=layout), buffers, space)
     for sizes in ({"ends": answer.ends + 1}, {"episodes": 10**9}):
-        with pytest.raises(ProtocolError, match="message is too short|final_observations are"):
+        with pytest.raises(ProtocolError, match="message is too short|final_observations for"):
             opened(COLLECT, msgspec.structs.replace(answer, **sizes), buffers, space)
     for wrong in (buffers[:-1], [*buffers, b"more"], [*buffers[:-1], buffers[-1] + bytes(8)]):
         with pytest.raises(ProtocolError, match="message is too short|longer than its arrays"):
@@ -261,7 +263,7 @@ def test_a_part_comes_back_and_one_that_does_not_fit_is_a_protocol_error(space):
             opened(COLLECT, *packed(part, observations=turned), space)
 
 
-def test_what_is_of_other_steps_than_the_request_is_refused():
+def test_a_part_with_fewer_steps_than_requested_is_refused():
     answer = packed(a_part(PART_SPACES[0], num_steps=5))
     with pytest.raises(ProtocolError, match="message is too short"):
         opened(COLLECT, *answer)
@@ -286,7 +288,7 @@ def test_whatever_a_worker_sends_is_a_part_or_a_protocol_error(data):
     answer = msgspec.structs.replace(answer, **{name: data.draw(changes[name]) for name in names})
     more = data.draw(st.lists(st.binary(max_size=100), max_size=2))
     opener = Opener(EnvLayout(PART_SPACES[1], spaces.Discrete(2), info_keys=("success",)))
-    with contextlib.suppress(ProtocolError, TypeError):  # there is no number of nine bytes
+    with contextlib.suppress(ProtocolError, TypeError):  # NumPy has no nine-byte integer
         part = opener(COLLECT, answer, [b"header", *buffers, *more], 2, NOW, NOW)
         assert part.observations["a"].shape == (6, 2)
 
@@ -295,9 +297,9 @@ def test_whatever_a_worker_sends_is_a_part_or_a_protocol_error(data):
     ("steps", "values", "says"),
     [
         ([11, 0], np.ones((2, 3)), None),
-        ([12], np.ones(1), "info 'x' is of steps that there are not"),
-        ([-1], np.ones(1), "info 'x' is of steps that there are not"),
-        ([], np.ones((0, 2**40)), "info 'x' is of steps that there are not"),
+        ([12], np.ones(1), "info 'x' has steps that do not exist"),
+        ([-1], np.ones(1), "info 'x' has steps that do not exist"),
+        ([], np.ones((0, 2**40)), "info 'x' has steps that do not exist"),
         ([0], np.array(["text"]), "x"),
         ([0], np.ones(1, ">f8"), None),
     ],
@@ -337,7 +339,7 @@ def test_infos_are_numbers_at_some_steps(steps, values, says):
         ("params", np.nan, "params hold NaN: has the policy diverged?"),
     ],
 )
-def test_what_no_learner_can_use_is_told(name, value, fault):
+def test_values_that_no_learner_can_use_are_reported(name, value, fault):
     part = a_part(PART_SPACES[0])
     found = np.array(getattr(part, name), np.float64)
     found[..., -1] = value
@@ -353,7 +355,7 @@ def test_what_no_learner_can_use_is_told(name, value, fault):
 
 
 @pytest.mark.parametrize("actions", [np.full((6, 2), 2), np.full((6, 2), -1), np.zeros((6, 2))])
-def test_actions_of_another_space_are_told(actions):
+def test_actions_outside_their_space_are_reported(actions):
     part = a_part(PART_SPACES[0])
     space = spaces.Discrete(2)
     check_part(part, space, part.actions)
@@ -361,7 +363,7 @@ def test_actions_of_another_space_are_told(actions):
         check_part(part, space, actions)
 
 
-def test_sizes_that_overflow_are_a_protocol_error_also_of_no_elements():
+def test_a_shape_that_overflows_is_a_protocol_error_even_without_elements():
     arrays = Arrays(iter([b""]))
     with pytest.raises(ProtocolError, match="infos cannot be <f8"):
         arrays.take("infos", np.dtype("<f8"), (0, 145816, 7906687226415))

@@ -1,4 +1,4 @@
-"""Comparisons of runs, from small logs whose every value is known."""
+"""Comparisons of runs, from small logs in which every value is known."""
 
 import csv
 import os
@@ -12,14 +12,14 @@ from torch.utils.tensorboard import SummaryWriter
 from clusterenv_runtime.script import plot
 from clusterenv_runtime.script.logged import LoggedRun
 
-BEGIN = time.time() + 1000  # when all runs here have begun
+BEGIN = time.time() + 1000  # the wall time at which all runs here begin
 OURS = {"exp_name": "ppo_clusterenv", "env_id": "CartPole-v1", "num_steps": 8, "seed": 1}
 
 
 def log(
     directory, values, flags=OURS, tag="charts/episodic_return", begin=BEGIN, first=10, purge=None
 ):
-    """Write logs with a value each 10 steps and 2 seconds."""
+    """Write logs with one value every 10 steps and 2 seconds."""
     writer = SummaryWriter(str(directory), purge_step=purge)
     if flags:
         table = "".join(f"|{name}|{value}|\n" for name, value in flags.items())
@@ -30,7 +30,7 @@ def log(
 
 
 def compare(monkeypatch, *words):
-    """Run the command; return the rows of its CSV."""
+    """Run the command. Return the rows of its CSV file."""
     monkeypatch.setattr(sys, "argv", ["plot", *words, "--output", "one.png"])
     plot.main()
     assert os.path.getsize("one.png") > 10_000
@@ -44,8 +44,8 @@ def runs(tmp_path, monkeypatch):
     return tmp_path / "runs"
 
 
-def test_the_numbers_are_those_that_one_computes_by_hand(runs, monkeypatch, capsys):
-    heights = [1, 2, 30, 4, 5]  # of which the middle three are 2, 4 and 5
+def test_the_numbers_equal_those_computed_by_hand(runs, monkeypatch, capsys):
+    heights = [1, 2, 30, 4, 5]  # the middle three are 2, 4 and 5
     for seed, height in enumerate(heights):
         flags = OURS | {"seed": seed, "run_name": seed, "num_steps": 16}
         log(runs / f"a{seed}", [height, 2 * height, 4 * height], flags)
@@ -61,7 +61,7 @@ def test_the_numbers_are_those_that_one_computes_by_hand(runs, monkeypatch, caps
             assert [row["runs"] for row in own] == [runs_of_it] * 3
         assert [float(row["iqm"]) for row in of_a] == pytest.approx([11 / 3, 22 / 3, 44 / 3])
         assert [float(row["iqm"]) for row in of_b] == pytest.approx([1, 10, 100])
-        # Fewer than five have their range.
+        # The interval of fewer than five runs is their range.
         assert [(float(row["low"]), float(row["high"])) for row in of_b] == [
             (0, 2), (0, 20), (100, 100),
         ]  # fmt: skip
@@ -74,7 +74,7 @@ def test_the_numbers_are_those_that_one_computes_by_hand(runs, monkeypatch, caps
     assert b == ["num_steps=8", "3", "30", "6", "100", "37"]
 
 
-def test_runs_of_three_libraries_stand_beside_each_other(runs, monkeypatch, capsys):
+def test_runs_of_three_libraries_appear_side_by_side(runs, monkeypatch, capsys):
     log(runs / "ours", [1, 2, 3])
     cleanrl = {"exp_name": "ppo", "env_id": "CartPole-v1", "seed": 1, "num_minibatches": 4}
     for seed in 1, 2:
@@ -88,11 +88,11 @@ def test_runs_of_three_libraries_stand_beside_each_other(runs, monkeypatch, caps
     log(runs / "begun", [])
     runs = "runs/ours", "runs/begun", "runs/PPO_1"
     compare(monkeypatch, *runs, "--metric", "rollout/ep_rew_mean")
-    says = "warning: left out, as they have no rollout/ep_rew_mean so far: ours, begun\n"
+    says = "warning: left out because they have no rollout/ep_rew_mean so far: ours, begun\n"
     assert capsys.readouterr().err == says
 
 
-def test_settings_with_the_same_values_are_apart_if_one_has_more_flags(runs, monkeypatch):
+def test_settings_with_the_same_values_are_kept_apart_if_one_has_more_flags(runs, monkeypatch):
     log(runs / "x", [1])
     log(runs / "y", [2], OURS | {"mine": 1})
     rows = compare(monkeypatch, "runs/x", "runs/y")
@@ -100,7 +100,7 @@ def test_settings_with_the_same_values_are_apart_if_one_has_more_flags(runs, mon
     assert {row["setting"]: row["iqm"] for row in rows} == {ours: "1.0", f"{ours} (y)": "2.0"}
 
 
-def test_a_run_that_is_going_on_is_drawn_as_far_as_it_is(runs, monkeypatch):
+def test_an_unfinished_run_is_drawn_up_to_its_last_complete_value(runs, monkeypatch):
     for seed in range(3):
         log(runs / f"{seed}", [seed] * 4, OURS | {"seed": seed})
     log(runs / "3", [9, 9, 9], OURS | {"seed": 3})
@@ -113,7 +113,7 @@ def test_a_run_that_is_going_on_is_drawn_as_far_as_it_is(runs, monkeypatch):
 
 def test_a_resumed_run_has_no_step_twice_and_no_time_between_its_parts(runs):
     log(runs / "x", [1, 2, 3])
-    time.sleep(1.1)  # the names of the files are those of their seconds
+    time.sleep(1.1)  # log files are named by the second in which they begin
     for begin in (BEGIN + 3000, BEGIN + 4000):  # two more parts end before they log anything
         log(runs / "x", [], begin=begin, purge=21)
         time.sleep(1.1)
@@ -131,7 +131,7 @@ def test_smoothed_points_are_means_of_the_points_before(runs, monkeypatch):
     assert [float(row["iqm"]) for row in rows if row["axis"] == "steps"] == [0, 2, 6, 4]
 
 
-def test_the_same_seed_twice_is_told(runs, monkeypatch, capsys):
+def test_a_repeated_seed_prints_a_warning(runs, monkeypatch, capsys):
     log(runs / "x", [1])
     log(runs / "y", [1])
     compare(monkeypatch, "runs/x", "runs/y", "runs/../runs/x")
@@ -139,13 +139,13 @@ def test_the_same_seed_twice_is_told(runs, monkeypatch, capsys):
     assert capsys.readouterr().err == says
 
 
-def test_each_mistake_has_one_line(runs, monkeypatch):
+def test_each_mistake_is_a_one_line_error(runs, monkeypatch):
     log(runs / "x", [1], tag="losses/value")
     (runs / "empty").mkdir()
     for words, says in (
         ([], "name the runs to compare"),
-        (["runs/y*"], r"there is no run runs/y\*; there: empty, x$"),
-        (["runs/empty"], "runs/empty has no logs of TensorBoard"),
+        (["runs/y*"], r"there is no run runs/y\*; existing runs: empty, x$"),
+        (["runs/empty"], "runs/empty has no TensorBoard logs"),
         (["runs/x"], "no run has charts/episodic_return or rollout/ep_rew_mean; there are: losses"),
         (["runs/x", "--metric", "losses/valu"], "no run has losses/valu; there are: losses/value"),
         (["runs/x", "--metric", "losses/value", "--smooth", "0"], "smooth is 0"),

@@ -1,4 +1,4 @@
-"""Custom policies: the freedom of their contract, and the refusals before any worker acts."""
+"""Custom policies: the freedom of their contract, and what is refused before any worker acts."""
 
 import argparse
 import os
@@ -40,9 +40,7 @@ EXACT = {"weights": "float32", "sync_mode": "always"}
 
 
 class Recurrent(Policy):
-    """Logits of two actions from a GRU's memory; its state also counts the steps since it was
-    initial.
-    """
+    """A GRU policy for two actions. Its state also counts the steps since the initial state."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +68,7 @@ class Recurrent(Policy):
 
 
 def seen_by(policy, rollout):
-    """The parameters that the learner computes for a rollout."""
+    """Return the parameters that the learner computes for a rollout."""
     ends = rollout.terminations | rollout.truncations
     starts = np.concatenate([np.zeros_like(ends[:1]), ends[:-1]])
     state = {name: torch.tensor(leaf) for name, leaf in rollout.states.items()}
@@ -93,7 +91,7 @@ MAKERS |= {
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_state_is_initial_exactly_where_an_episode_begins_and_the_learner_sees_what_acted(make):
+def test_states_are_initial_exactly_at_episode_starts_and_the_learner_gets_the_same_logprobs(make):
     num_workers = 1 if isinstance(make, Together) else 2
     with ClusterEnv(make, num_workers, num_envs=4, **EXACT) as envs:
         envs.reset(seed=1)
@@ -111,7 +109,7 @@ def test_a_state_is_initial_exactly_where_an_episode_begins_and_the_learner_sees
         assert ends > 20
 
 
-def test_the_divergence_of_a_policy_with_a_state_is_of_sequences():
+def test_the_divergence_of_a_policy_with_a_state_is_measured_over_sequences():
     with ClusterEnv(MAKERS["one by one"], 2, **EXACT) as envs:
         envs.reset(seed=1)
         policy = Recurrent()
@@ -124,7 +122,7 @@ def test_the_divergence_of_a_policy_with_a_state_is_of_sequences():
             [kl[:2].mean().item(), kl[2:].mean().item()], rel=1e-3
         )
         assert envs.divergence.min() > 1e-4
-        envs.publish(Recurrent())  # as it was at first
+        envs.publish(Recurrent())  # the first weights again
         assert envs.divergence.max() < 1e-6
 
 
@@ -142,7 +140,7 @@ def test_a_replacement_begins_with_fresh_states(workers):
 
 
 class Mixed(Policy):
-    """Moves, jumps and speaks: actions of a Dict, each with parameters of its own."""
+    """Moves, jumps and speaks: the actions are a Dict, each with its own parameters."""
 
     def __init__(self):
         super().__init__()
@@ -173,7 +171,7 @@ class Mixed(Policy):
 
 
 class Joint:
-    """A distribution of the actions of `Mixed`, as far as a runtime needs it."""
+    """The distribution of the actions of `Mixed`, with only the method that the runtime needs."""
 
     def __init__(self, params):
         mean, logstd = params["move"].chunk(2, -1)
@@ -215,10 +213,10 @@ def test_actions_may_be_trees():
         after = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
         np.testing.assert_allclose(after[..., :6], told, rtol=1e-6)
         assert actions["jump"].dtype == np.int8 and actions["speak"].shape == (6, 3, 2)
-        assert np.isinf(envs.divergence).all()  # nobody requested one, and there is none
+        assert np.isinf(envs.divergence).all()  # the policy has no divergence, and none was needed
 
 
-def test_without_a_divergence_there_is_no_pulling_by_it():
+def test_sync_mode_kl_refuses_a_policy_without_a_divergence():
     with ClusterEnv([Obedient], 1) as envs:
         envs.reset()
         with pytest.raises(
@@ -228,7 +226,7 @@ def test_without_a_divergence_there_is_no_pulling_by_it():
 
 
 class Hot(CategoricalPolicy):
-    """Takes action 1 when it is hot."""
+    """Takes action 1 when its temperature is above 30."""
 
     numbers = ("temperature",)
 
@@ -248,7 +246,7 @@ class Options:
 @pytest.mark.parametrize(
     "options", [Options(), SimpleNamespace(offset=0), argparse.Namespace(offset=0)]
 )
-def test_an_option_in_an_object_is_of_the_structure(options):
+def test_an_option_in_an_object_is_part_of_the_structure(options):
     class Optional(Hot):
         def act(self, params, noise):
             return torch.full((len(params),), self.options.offset)
@@ -287,7 +285,7 @@ def test_torchs_recurrent_modules_are_tried_once(monkeypatch):
     assert len(tried) == 1
 
 
-def test_numbers_travel_with_each_request_and_other_attributes_are_of_the_structure():
+def test_numbers_travel_with_each_request_and_other_attributes_are_part_of_the_structure():
     with ClusterEnv([CountingEnv], 1, kl_threshold=100.0) as envs:
         envs.reset()
         policy = Hot()
@@ -324,7 +322,7 @@ def test_a_divergence_that_torch_does_not_know_is_estimated_with_one_warning(cap
         assert divergence_of(policy, [observations], [old]).item() == pytest.approx(exact, rel=0.1)
     assert exact > 0.01 and torch.equal(torch.get_rng_state(), state)
     assert [record.getMessage() for record in caplog.records] == [
-        "torch has no KL divergence of StudentT: it is estimated; define the policy's kl"
+        "torch has no KL divergence for StudentT, so it is estimated: define the policy's kl"
     ]
 
 
@@ -413,7 +411,7 @@ class Parity(gym.Env):
 
 
 class Telling(CountingEnv):
-    """Reports in each second step how far it is, and at the end whether it has won."""
+    """Reports its progress in every second step, and at the end whether it has succeeded."""
 
     def step(self, action):
         result = super().step(action)
@@ -434,7 +432,7 @@ TELLERS |= {f"together, {mode.value}": Together(partial(telling, mode)) for mode
 
 
 @pytest.mark.parametrize("make", TELLERS.values(), ids=TELLERS)
-def test_infos_that_are_asked_for_come_in_rollouts(make):
+def test_requested_infos_come_in_rollouts(make):
     num_workers = 1 if isinstance(make, Together) else 2
     keys = ("success", "progress", "never")
     with ClusterEnv(make, num_workers, num_envs=4, info_keys=keys) as envs:
@@ -464,7 +462,7 @@ def test_infos_that_are_asked_for_come_in_rollouts(make):
             )
 
 
-def test_infos_of_which_a_rollout_has_none_are_zeros_as_before():
+def test_infos_that_a_rollout_lacks_are_zeros_of_the_known_shape():
     with ClusterEnv([partial(Telling, 4)] * 2, 1, info_keys=("progress",)) as envs:
         envs.reset()
         policy = CategoricalPolicy(linear(1, 2))
@@ -477,7 +475,7 @@ def test_infos_of_which_a_rollout_has_none_are_zeros_as_before():
 
 
 class Odd(CountingEnv):
-    """Has an info of a size of its own."""
+    """Has an info whose size depends on ``length``."""
 
     def step(self, action):
         return *super().step(action)[:-1], {"odd": np.zeros(self.length), "even": 1.0}
@@ -489,7 +487,7 @@ def test_infos_of_several_shapes_are_an_error():
         env_fns = [partial(Odd, length) for length in (3, 2)]
         with ClusterEnv(env_fns, num_workers, info_keys=("odd", "even")) as envs:
             envs.reset()
-            with pytest.raises(ValueError, match=f"info 'odd' has not the same shape {says}"):
+            with pytest.raises(ValueError, match=f"info 'odd' must have the same shape {says}"):
                 envs.rollout(policy, 4)
 
 
@@ -507,7 +505,7 @@ def test_infos_that_cannot_come_in_a_rollout_are_an_error(keys, says):
 
 
 class Window(CategoricalPolicy):
-    """Remembers the last three observations in place."""
+    """Remembers the last three observations in a state that it updates in place."""
 
     def initial_state(self, num_envs):
         return torch.zeros(num_envs, 3)
@@ -518,7 +516,7 @@ class Window(CategoricalPolicy):
         return self.actor(state), state
 
 
-def test_a_state_that_is_written_in_place_is_the_one_before_the_first_step():
+def test_a_state_that_is_updated_in_place_is_recorded_before_the_first_step():
     with ClusterEnv([partial(CountingEnv, length=100)] * 2, 1, **EXACT) as envs:
         envs.reset(seed=1)
         policy = Window(linear(3, 2))
@@ -535,7 +533,7 @@ def test_a_state_that_is_written_in_place_is_the_one_before_the_first_step():
         np.testing.assert_allclose(rollout.logprobs, logprobs, atol=1e-6)
 
 
-def test_a_state_that_is_written_in_place_may_be_among_the_parameters():
+def test_a_state_that_is_updated_in_place_may_be_among_the_parameters():
     class Steps(CategoricalPolicy):
         def initial_state(self, num_envs):
             return torch.zeros(num_envs, 1)
@@ -562,7 +560,7 @@ def test_a_state_that_is_written_in_place_may_be_among_the_parameters():
         assert rollout.extras["steps"][..., 0].tolist() == [[1, 1], [2, 2], [3, 3], [4, 4]]
 
 
-def test_nothing_is_remembered_of_steps_that_the_head_took():
+def test_the_policys_state_is_initial_after_steps_of_the_head():
     with ClusterEnv([partial(CountingEnv, length=4)] * 2, 1, **EXACT) as envs:
         envs.reset(seed=1)
         policy = Window(linear(3, 2))
@@ -572,7 +570,7 @@ def test_nothing_is_remembered_of_steps_that_the_head_took():
         assert envs.rollout(policy, 1).states.tolist() == [[0, 0, 0]] * 2
 
 
-def test_a_policy_that_changes_otherwise_goes_on_with_what_it_remembers():
+def test_the_policys_state_survives_a_change_of_another_attribute():
     with ClusterEnv([partial(CountingEnv, length=100)], 1, **EXACT) as envs:
         envs.reset(seed=1)
         policy = Window(linear(3, 2))
@@ -582,7 +580,7 @@ def test_a_policy_that_changes_otherwise_goes_on_with_what_it_remembers():
         assert rollout.states.tolist() == [[2, 3, 4]]
 
 
-def test_the_mask_of_an_info_is_no_info():
+def test_the_mask_of_an_info_cannot_be_an_info_key():
     with pytest.raises(
         ValueError, match="info_keys must not have both 'got' and '_got', which says where it is"
     ):

@@ -1,5 +1,5 @@
-"""The pool of workers without processes: its interrupts, the messages that it accepts, refuses and
-sends, and its end.
+"""The pool of workers, without processes: its interrupts, its end, and the messages that it
+accepts, refuses and sends.
 """
 
 import errno
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR")
 
 
 def sent(simulation, kind):
-    """The workers to which messages of a kind have been sent."""
+    """Return the identities of the workers to which messages of a kind have been sent."""
     return [out.identity for out in simulation.network.sent if isinstance(out.message, kind)]
 
 
@@ -71,10 +71,10 @@ def test_an_interrupt_is_heeded_before_the_next_message_is_handled():
         simulation.pool.wait_until(lambda: False, seqs)
     assert read == [simulation.workers[0].process.identity]
     assert [request.response.value for request in simulation.pool.gather(seqs)] == [0, 1, 2]
-    assert len(read) == 3  # none is handled twice
+    assert len(read) == 3  # no message is handled twice
 
 
-def test_an_interrupt_comes_before_the_loss_that_comes_with_it():
+def test_an_interrupt_takes_precedence_over_a_loss_at_the_same_time():
     """A scheduler that ends a job may signal head and workers at the same time."""
 
     class Ending(Processes):
@@ -104,7 +104,7 @@ def test_an_environment_that_raises_while_it_is_built_ends_the_start_at_once():
     assert simulation.network.now < 1
 
 
-def test_where_fewer_will_do_a_process_that_ends_by_itself_is_replaced_at_the_start_too():
+def test_a_process_that_ends_by_itself_at_the_start_is_replaced_if_fewer_workers_suffice():
     class EndsOnce(Processes):
         def start_worker(self, index):
             super().start_worker(index)
@@ -118,7 +118,7 @@ def test_where_fewer_will_do_a_process_that_ends_by_itself_is_replaced_at_the_st
     )
 
 
-def test_who_is_refused_is_told_to_close():
+def test_a_refused_worker_is_told_to_close():
     simulation = Simulation(1)
     identity = simulation.workers[0].process.identity
     simulation.network.deliver(identity, 1000, Reply(None))
@@ -126,10 +126,10 @@ def test_who_is_refused_is_told_to_close():
     assert sent(simulation, Close) == [identity]
 
 
-def test_a_hello_of_nobody_who_is_awaited_is_dropped():
+def test_an_unexpected_hello_is_dropped():
     simulation = Simulation(2)
     worker, first = simulation.workers[0], simulation.launcher.of[0]
-    # One index has a worker already, one does not exist.
+    # One index has a worker already, the other does not exist.
     strangers = [Process(simulation.network, index) for index in (0, 2)]
     for stranger in strangers:
         stranger.greet()
@@ -139,7 +139,7 @@ def test_a_hello_of_nobody_who_is_awaited_is_dropped():
     assert not any(stranger.heard for stranger in strangers)
 
 
-def test_workers_are_pinged_once_in_a_while():
+def test_workers_are_pinged_regularly():
     simulation = Simulation(1)
     before, seconds = len(sent(simulation, Ping)), 20
     simulation.wait(seconds)
@@ -159,11 +159,11 @@ def test_only_a_strangers_messages_must_be_short():
         )
     (served,) = simulation.pool.gather([seq])
     assert served.response.value == "long" and simulation.network.texts == [
-        "a long message of a stranger"
+        "a long message from a stranger"
     ]
 
 
-def test_who_waits_sleeps_meanwhile():
+def test_a_wait_sleeps_between_exchanges():
     simulation = Simulation(1)
     before = simulation.network.exchanges
     simulation.wait(10)
@@ -199,7 +199,7 @@ def test_an_error_of_a_call_ends_its_request_alone():
     assert simulation.call() == [0] and not simulation.pool.failures.to_reset
 
 
-def test_an_error_that_ends_episodes_leaves_nothing_of_its_worker_to_wait_for():
+def test_an_error_that_ends_episodes_ends_all_requests_of_its_worker():
     simulation = Simulation(1)
     seqs = simulation.never() + simulation.never()
     error = Error(0, "builtins.ValueError", "on purpose", "", fatal=False, ends_episodes=True)
@@ -209,7 +209,7 @@ def test_an_error_that_ends_episodes_leaves_nothing_of_its_worker_to_wait_for():
     assert simulation.pool.failures.to_reset
 
 
-def test_of_what_was_given_up_only_an_error_that_ends_something_is_raised():
+def test_a_given_up_request_raises_only_an_error_that_ends_episodes():
     simulation = Simulation(1)
     (process,), (worker,) = simulation.launcher.of.values(), simulation.workers
     seqs = simulation.never() + simulation.never()
@@ -319,7 +319,7 @@ def test_closing_tells_all_workers_and_leaves_the_rest_of_the_time_to_the_launch
         worker.process.identity for worker in simulation.workers
     }
     assert given == [pytest.approx(timeout if leave else 0, abs=0.1)]
-    simulation.pool.close(timeout)  # for the second time, as a finalizer does
+    simulation.pool.close(timeout)  # a second time, as a finalizer does
     assert len(given) == 1
 
 
@@ -335,7 +335,7 @@ def test_a_worker_that_is_given_up_is_named():
 
 
 class Refusing(Processes):
-    """The system refuses to start a replacement of worker 1 until some time."""
+    """Processes of a system that refuses to start a replacement of worker 1 for some time."""
 
     until = math.inf
 
@@ -376,11 +376,11 @@ def test_a_refused_replacement_is_tried_again_after_growing_pauses(caplog):
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     loss, refusal = (record.getMessage() for record in warnings)
     assert loss.startswith("worker 1 ") and loss.endswith("replacement 1 of this worker")
-    assert refusal.startswith("worker 1 cannot be started, which is tried again for up to 60 s: ")
+    assert refusal.startswith("worker 1 cannot be started, trying again for up to 60 s: ")
     assert refusal.endswith(": [Errno 11] Resource temporarily unavailable")
 
 
-def test_the_pauses_begin_anew_with_the_next_shortage(caplog):
+def test_the_pauses_start_over_with_the_next_shortage(caplog):
     simulation = Simulation(2, launcher=Refusing)
     launcher, network = simulation.launcher, simulation.network
     for _ in range(2):
@@ -390,12 +390,12 @@ def test_the_pauses_begin_anew_with_the_next_shortage(caplog):
         first, second, third = launcher.attempts
         assert 1 <= second - first < 1.3 and 2 <= third - second < 2.3
         launcher.attempts.clear()
-    assert caplog.text.count("worker 1 cannot be started") == 2  # once each
+    assert caplog.text.count("worker 1 cannot be started") == 2  # once for each shortage
 
 
-def test_a_shortage_that_does_not_end_ends_the_run_with_its_reason():
+def test_a_lasting_shortage_ends_the_run_with_its_reason():
     simulation = Simulation(2, launcher=Refusing)
-    simulation.network.now += 30  # earlier failures do not count
+    simulation.network.now += 30  # the time before the loss does not count
     simulation.launcher.of[1].die()
     text = r"^worker 1 \(no hello yet, environments 1 to 1\) could not be started for 6\d s: "
     text += r"\[Errno 11\] Resource temporarily unavailable$"
@@ -403,7 +403,7 @@ def test_a_shortage_that_does_not_end_ends_the_run_with_its_reason():
         simulation.call()
     attempts = simulation.launcher.attempts
     assert STARTUP_S <= attempts[-1] - attempts[0] < STARTUP_S + 4.5
-    assert simulation.network.now - attempts[-1] < 0.01  # no pause before an attempt never made
+    assert simulation.network.now - attempts[-1] < 0.01  # no pause after the last attempt
     with pytest.raises(WorkerDiedError, match=r"^worker 1 \(no hello yet, .*, lost\) is gone$"):
         simulation.call(1)
     assert simulation.call(0) == [0]

@@ -1,4 +1,4 @@
-"""The script for Atari, run as a user runs it, and its environments."""
+"""The Atari script, run as a user runs it, and its environments."""
 
 import gymnasium as gym
 import numpy as np
@@ -62,7 +62,7 @@ def test_run_leaves_summary_and_logs(always):
     }
 
 
-def test_what_the_learner_computes_is_what_acted(always, tmp_path):
+def test_the_learner_recomputes_the_policy_that_acted(always, tmp_path):
     """At lag 0 the proximal policy is the behavior policy."""
     plain, _ = scripts.train(SCRIPT, tmp_path, *TINY, *EXACT, "--no-decoupled")
     losses = [scalars(folder, "losses/policy_loss") for folder in (always[0], plain)]
@@ -70,7 +70,7 @@ def test_what_the_learner_computes_is_what_acted(always, tmp_path):
 
 
 def play():
-    """Play two games of Breakout at random; return the results of each step."""
+    """Play two games of Breakout at random. Return the results of each step."""
     env = script.make_env("ALE/Breakout-v5", 0, False, "")()
     rng, steps, games = np.random.default_rng(1), [], 0
     env.reset(seed=1)
@@ -84,7 +84,7 @@ def play():
     return steps
 
 
-def test_an_episode_is_a_life_and_the_statistics_are_of_games():
+def test_an_episode_is_one_life_and_the_statistics_cover_whole_games():
     steps = play()
     assert [lives for _, terminated, lives, _ in steps if terminated] == [4, 3, 2, 1, 0] * 2
     assert {reward for reward, *_ in steps} == {0, 1}
@@ -97,7 +97,7 @@ def test_an_episode_is_a_life_and_the_statistics_are_of_games():
 
 
 class Same(CategoricalPolicy):
-    """Takes all actions as likely, or only the first."""
+    """Takes all actions with equal probability, or only the first."""
 
     float_observations = False
 
@@ -123,7 +123,7 @@ def evaluated(env_id, backend, policy):
 @pytest.mark.parametrize(
     ("env_id", "backend"), [("ALE/Seaquest-v5", "gymnasium"), ("Seaquest-v5", "envpool")]
 )
-def test_evaluated_are_whole_games_of_rewards_as_they_are(env_id, backend):
+def test_evaluations_play_whole_games_with_unclipped_rewards(env_id, backend):
     if backend == "envpool":
         pytest.importorskip("envpool")
     returns, _, ended = evaluated(env_id, backend, Same(18))
@@ -131,7 +131,7 @@ def test_evaluated_are_whole_games_of_rewards_as_they_are(env_id, backend):
     assert ended.all()
 
 
-def test_whoever_never_fires_is_evaluated_for_all_lives():
+def test_a_policy_that_never_fires_is_evaluated_over_all_lives():
     assert evaluated("ALE/Breakout-v5", "gymnasium", Same(4, only_first=True)).ended.all()
 
 
@@ -146,7 +146,7 @@ def test_a_seed_begins_a_new_game():
     assert np.array_equal(*seen)
 
 
-def test_what_make_env_adds_envpool_has_not():
+def test_wrappers_that_envpool_lacks_are_refused():
     pytest.importorskip("envpool")
     check_plain(script.make_env, "Pong-v5", {}, script.OF_ENVPOOL)
 
@@ -163,7 +163,7 @@ def test_what_make_env_adds_envpool_has_not():
 
 
 class AtRandom:
-    """Stands in for an `Actor`."""
+    """A stand-in for an `Actor`, which acts at random."""
 
     version = 1
 
@@ -199,7 +199,7 @@ def test_bytes_of_a_step(game):
     assert sum(map(len, buffers)) / 256 < 7400 < 4 * 84 * 84 / 3
 
 
-def test_envpools_lives_go_on_and_its_games_are_counted():
+def test_with_envpool_an_episode_is_one_life_and_games_are_counted():
     pytest.importorskip("envpool")
     arguments = {"episodic_life": True, "reward_clip": True}
     games = make_vec("envpool", "Breakout-v5", 2, **arguments)
@@ -226,7 +226,7 @@ def test_envpools_lives_go_on_and_its_games_are_counted():
     assert part.episodic_returns.sum() >= 0 and sum(returns) > 0
 
 
-def test_without_ale_there_is_one_line(monkeypatch):
+def test_a_missing_ale_is_a_one_line_error(monkeypatch):
     monkeypatch.setattr(gym.envs.registration, "registry", {})
     says = "Namespace ALE not found. .* Atari's games need ale-py"
     args = script.Args()
@@ -235,7 +235,7 @@ def test_without_ale_there_is_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-def test_what_is_no_game_of_ataris_is_one_line(tmp_path, monkeypatch, env_id):
+def test_an_env_that_is_not_an_atari_game_is_a_one_line_error(tmp_path, monkeypatch, env_id):
     scripts.check_refusal_here(
         monkeypatch,
         SCRIPT,

@@ -1,4 +1,4 @@
-"""The script itself, run as a user runs it, with tiny numbers."""
+"""The PPO script, run as a user runs it, with tiny numbers."""
 
 import os
 import re
@@ -67,7 +67,7 @@ def always(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """A run with all other options that a run may have; its directory and its summary."""
+    """Run with all other options that a run can have. Return the directory and the summary."""
     directory = tmp_path_factory.mktemp("other")
     flags = (
         "--anneal_lr=False --norm-adv=false --clip_vloss=True --no-torch-deterministic "
@@ -99,14 +99,14 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert set(events.Tags()["scalars"]) >= METRICS
     assert [event.step for event in events.Scalars("charts/SPS")] == [64, 128, 192, 256, 320]
     assert "hyperparameters/text_summary" in events.Tags()["tensors"]
-    # The rest of the time goes into checkpoints, logs and the progress line: little, unless the
-    # machine is busy just then.
+    # The rest of the time goes into checkpoints, logs and the progress line. It is short, unless
+    # the machine happens to be busy.
     accounted = [
         sum(pair)
         for pair in zip(scalars(folder, "time/collect"), scalars(folder, "time/learn"), strict=True)
     ]
     assert sum(accounted) <= summary["wall_seconds"]
-    # From one update's end to the next's.
+    # From the end of one update to the end of the next.
     taken = np.diff([event.wall_time for event in events.Scalars("time/learn")])
     assert max(accounted[1:] / taken) > 0.8
 
@@ -120,7 +120,7 @@ def test_pulls_are_much_smaller_than_the_actor(trained):
         if key.startswith("actor")
     )
     assert summary["pulls_per_worker"] > 1
-    # Of each worker: a byte a weight, then little more than a bit.
+    # For each worker: one byte per weight at first, then little more than one bit.
     first, others = (
         size / 4,
         size / 10,
@@ -142,9 +142,9 @@ def test_same_seed_gives_the_same_run(trained, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants a C++ compiler")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_a_compiled_run_is_the_same_to_tolerance(always, tmp_path):
-    # All weights: with a rounded difference the last bit may decide which of them move.
+    # All weights are sent: in a rounded difference, the last bit may decide which weights move.
     folder, summary = train(tmp_path, *ALWAYS, "--compile")
     for tag in (
         "value_loss",
@@ -190,7 +190,7 @@ def test_spellings_of_booleans_and_flags(other):
     assert args["max_policy_lag"] == 1000000
 
 
-def test_max_seconds_ends_the_run_in_order(other):
+def test_max_seconds_ends_the_run_cleanly(other):
     _, summary = other
     assert summary["global_step"] < 100000000 and summary["eval_return_mean"] > 0
 
@@ -221,11 +221,11 @@ def test_capture_video_records_environment_0(other):
         ("--total-timesteps 100", "at least the batch"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_starts(tmp_path, monkeypatch, flags, says):
+def test_bad_input_is_a_one_line_error_before_anything_starts(tmp_path, monkeypatch, flags, says):
     scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, flags.split(), says)
 
 
-def test_unwritable_runs_is_one_line(tmp_path):
+def test_an_unwritable_runs_directory_is_a_one_line_error(tmp_path):
     (tmp_path / "runs").write_text("in the way")
     result = run(tmp_path, *TINY)
     assert result.returncode != 0
@@ -251,13 +251,13 @@ def test_env_that_cannot_be_built_shows_its_own_line_once(tmp_path):
     assert not list(tmp_path.glob("runs/*/checkpoint*"))
 
 
-def test_workers_that_do_not_start_are_one_line(tmp_path):
-    # A forked worker might be there in time.
+def test_workers_that_do_not_start_are_a_one_line_error(tmp_path):
+    # A forked worker might start in time.
     flags = ["--startup-timeout", "0.01", "--worker-start", "spawn"]
     result = run(tmp_path, *flags, PYTHONPATH=str(ROOT))
     assert result.returncode == 1 and result.stderr.count("\n") == 1, result.stderr
     assert re.match(
-        "error: worker 0 .* did not come up and build the next of its environments within 0.01 s",
+        "error: worker 0 .* did not come up or build the next environment within 0.01 s",
         result.stderr,
     )
 

@@ -1,4 +1,4 @@
-"""The script for continuous actions, run as a user runs it; above all, its normalization."""
+"""The script for continuous actions, run as a user runs it, and above all its normalization."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def train(directory, *flags):
 
 
 def keeping_what_it_saw(directory):
-    """Write a copy of the script that also saves each rollout's observations and rewards."""
+    """Write a copy of the script that also saves each rollout's observations."""
     text = (ROOT / SCRIPT).read_text()
     update = "            obs_moments.update("
     assert text.count(update) == 1
@@ -50,9 +50,7 @@ def keeping_what_it_saw(directory):
 
 
 def moments_of(folder):
-    """Float64 moments of all observations that a run's learner has accepted up to its last
-    checkpoint.
-    """
+    """Return a run's last checkpoint, and float64 moments of all observations up to it."""
     state = load_checkpoint(folder)
     files = [
         path for path in sorted(folder.glob("seen-*")) if int(path.stem[5:]) <= state["global_step"]
@@ -109,9 +107,7 @@ def test_same_seed_gives_the_same_run_and_the_decoupled_objective_is_plain_ppo_a
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_workers", [1, 4])
-def test_it_normalizes_by_what_it_has_seen_also_after_a_kill_and_when_resumed(
-    tmp_path, num_workers
-):
+def test_it_normalizes_by_all_observations_even_after_kills_and_a_resume(tmp_path, num_workers):
     keeping_what_it_saw(tmp_path)
     flags = [
         *TINY,
@@ -139,7 +135,7 @@ def test_it_normalizes_by_what_it_has_seen_also_after_a_kill_and_when_resumed(
     wait_until(lambda: rollouts() >= 14)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=PATIENCE)
-    assert "interrupted; to go on" in errors and errors.count("another is started") == 2
+    assert "interrupted; to resume" in errors and errors.count("another is started") == 2
     step = check_moments(folder)["global_step"]
     resumed = [*command, "--resume", "runs/x", "--total-timesteps", str(step + 5 * batch)]
     subprocess.run(
@@ -162,7 +158,7 @@ def test_it_normalizes_by_what_it_has_seen_also_after_a_kill_and_when_resumed(
         ),
     ],
 )
-def test_bad_input_is_one_line(tmp_path, monkeypatch, flags, says):
+def test_bad_input_is_a_one_line_error(tmp_path, monkeypatch, flags, says):
     scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, [*TINY, *flags.split()], says)
 
 

@@ -1,4 +1,4 @@
-"""The script with memory, run as a user runs it."""
+"""The LSTM script, run as a user runs it."""
 
 import pytest
 
@@ -37,14 +37,14 @@ def test_run_leaves_summary_and_logs(always):
     assert set(scripts.events_of(folder).Tags()["scalars"]) >= METRICS
 
 
-def test_what_the_learner_computes_is_what_acted(always, tmp_path):
-    """At lag 0 the proximal policy is the behavior policy, over the ends of episodes."""
+def test_the_learner_recomputes_the_policy_that_acted(always, tmp_path):
+    """At lag 0 the proximal policy is the behavior policy, also across episode ends."""
     plain, _ = train(tmp_path, *TINY, *EXACT, "--no-decoupled")
     losses = [scalars(folder, "losses/policy_loss") for folder in (always[0], plain)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
-def test_a_minibatch_is_of_whole_environments(tmp_path, monkeypatch):
+def test_a_minibatch_consists_of_whole_environments(tmp_path, monkeypatch):
     says = "--num-minibatches 3 must divide the 4 environments"
     scripts.check_refusal_here(
         monkeypatch, SCRIPT, tmp_path, [*TINY, "--num-minibatches", "3"], says

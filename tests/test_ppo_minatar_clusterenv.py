@@ -1,4 +1,4 @@
-"""The script for MinAtar, run as a user runs it."""
+"""The MinAtar script, run as a user runs it."""
 
 import numpy as np
 import pytest
@@ -22,10 +22,8 @@ TINY = [
 
 
 @pytest.mark.long
-def test_it_trains_and_what_the_learner_computes_is_what_acted(tmp_path):
-    """At lag 0 the proximal policy is the behavior policy, so the decoupled objective is plain
-    PPO's.
-    """
+def test_it_trains_and_the_learner_recomputes_the_policy_that_acted(tmp_path):
+    """At lag 0 the proximal policy is the behavior policy, and the objective is plain PPO's."""
     exact = [*TINY, "--sync-mode", "always", "--weights", "float32"]
     folder, summary = scripts.train(SCRIPT, tmp_path, *exact)
     assert set(summary) >= SUMMARY
@@ -52,5 +50,5 @@ def test_it_resumes(tmp_path):
         ("MinAtar/Pong-v1", "Environment `Pong` doesn't exist in namespace MinAtar"),
     ],
 )
-def test_what_is_no_game_of_minatars_is_one_line(tmp_path, monkeypatch, env_id, says):
+def test_an_env_that_is_not_a_minatar_game_is_a_one_line_error(tmp_path, monkeypatch, env_id, says):
     scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, ["--env-id", env_id], says)

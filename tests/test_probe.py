@@ -1,6 +1,4 @@
-"""The runtime knows before any action whether a policy can act, and whether it has changed its
-structure.
-"""
+"""Checks before any action: whether a policy can act, and whether its structure has changed."""
 
 import threading
 from typing import NamedTuple
@@ -37,7 +35,7 @@ class Nothing(nn.Module):
 
 
 def Silly(method, does=None):  # noqa: N802
-    """A policy one method of which does something else, or raises."""
+    """Return a policy class with one method that does something else, or raises."""
 
     def fail(self, *_):
         raise RuntimeError("silly")
@@ -68,7 +66,7 @@ class Memory(NamedTuple):
 
 
 class Forgetful(CategoricalPolicy):
-    """Returns another state than it should."""
+    """Returns a different state than it should."""
 
     def __init__(self, change, initial=lambda num_envs: torch.zeros(num_envs, 3)):
         super().__init__(linear(1, 2))
@@ -96,7 +94,7 @@ WRONG = [
     ),
     (
         lambda: Number(linear(1, 2)),
-        "'temperature' is among the policy's numbers .* but is no number",
+        "'temperature' is among the policy's numbers .* but is not a number",
     ),
     (
         lambda: Vector(linear(1, 2)),
@@ -111,28 +109,28 @@ WRONG = [
     ),
     (
         lambda: Silly("kl", lambda *_: torch.zeros(()))(linear(1, 2)),
-        r"for 2 states it must be 2 numbers, .*, got \(\)",
+        r"for 2 states it must be 2 non-negative numbers, got \(\)",
     ),
-    (lambda: Silly("kl", lambda *_: -torch.ones(2))(linear(1, 2)), "2 numbers, not negative"),
+    (lambda: Silly("kl", lambda *_: -torch.ones(2))(linear(1, 2)), "2 non-negative numbers"),
     (
         lambda: Silly("kl", lambda *_: torch.full((2,), torch.nan))(linear(1, 2)),
-        "2 numbers, not negative",
+        "2 non-negative numbers",
     ),
     (
         lambda: Silly("extras", lambda *_: {"v": torch.zeros(())})(linear(1, 2)),
-        r"extras gives \(\), where \(3, 23, ",
+        r"extras gives \(\), but \(3, 23, ",
     ),
     (
         lambda: Silly("extras", lambda *_: {"v": {}})(linear(1, 2)),
-        "must be tensors by their names, got 'v': {}",
+        "must be tensors by name, got 'v': {}",
     ),
     (
         lambda: Silly("act", lambda self, p, n: p[:1].argmax(-1))(linear(1, 2)),
-        r"act gives \(1,\), where \(23, \.\.\.\)",
+        r"act gives \(1,\), but \(23, \.\.\.\)",
     ),
     (
         lambda: Forgetful(lambda state: state, lambda num_envs: torch.zeros(1, num_envs, 3)),
-        r"initial_state gives \(1, \d+, 3\), where \(\d+, \.\.\.\)",
+        r"initial_state gives \(1, \d+, 3\), but \(\d+, \.\.\.\)",
     ),
     (
         lambda: Forgetful(lambda state: state, lambda num_envs: [torch.zeros(num_envs, 3)]),
@@ -162,7 +160,7 @@ WRONG = [
     ),
     (
         lambda: with_attribute("numbers", "temperature"),
-        "'t' is among the policy's numbers 'temperature', but is no number: None",
+        "'t' is among the policy's numbers 'temperature', but is not a number: None",
     ),
     (
         lambda: Forgetful(lambda state: state.double()),
@@ -189,7 +187,7 @@ WRONG = [
         lambda: Silly("noise", lambda self, steps, params, generator: torch.zeros(params.shape))(
             linear(1, 2)
         ),
-        r"its noise gives \(1, 2\), where \(3, 1, \.\.\.\) is wanted",
+        r"its noise gives \(1, 2\), but \(3, 1, \.\.\.\) is expected",
     ),
     (
         lambda: CategoricalPolicy(Aside([linear(1, 2)])),
@@ -204,20 +202,20 @@ WRONG = [
 
 @pytest.fixture(autouse=True, scope="module")
 def validates():
-    """Restore torch's own default, which scripts and libraries of other tests may have changed."""
+    """Restore torch's own default, which other tests' scripts and libraries may have changed."""
     Distribution.set_default_validate_args(__debug__)
 
 
 @pytest.fixture(scope="module")
 def store():
-    """A store that publishes policies for a CountingEnv."""
+    """Return a store that publishes policies for a CountingEnv."""
     return store_in(
         [PolicyCopy()], CountingEnv.observation_space, CountingEnv.action_space, rounds=True
     )
 
 
 @pytest.mark.parametrize(("make", "says"), WRONG)
-def test_a_policy_that_cannot_act_is_one_line_and_changes_nothing(store, make, says):
+def test_a_policy_that_cannot_act_is_a_one_line_error_and_changes_nothing(store, make, says):
     policy = CategoricalPolicy(linear(1, 2))
     store.publish(policy)
     published, structure, state = store.published, store.structure, store.state_dict()
@@ -228,20 +226,20 @@ def test_a_policy_that_cannot_act_is_one_line_and_changes_nothing(store, make, s
         structure,
         state,
     )
-    assert not store.publish(policy)  # It goes on as if there had been no other policy.
+    assert not store.publish(policy)  # As if the other policy had never been published.
     assert (store.published.version, store.published.since) == (
         published.version + 1,
         published.since,
     )
 
 
-def test_before_the_first_step_it_is_an_error_and_all_goes_on():
+def test_a_wrong_policy_is_an_error_before_the_first_step_and_the_run_goes_on():
     with ClusterEnv([CountingEnv], 1) as envs:
         envs.reset()
         with pytest.raises(ValueError, match="cannot act on"):
             envs.rollout(CategoricalPolicy(linear(7, 2)), 5)
         with pytest.raises(
-            TypeError, match=r"a Policy is wanted, such as CategoricalPolicy\(actor\), got Linear"
+            TypeError, match=r"expected a Policy, such as CategoricalPolicy\(actor\), got Linear"
         ):
             envs.rollout(nn.Linear(1, 2), 5)
         assert envs.rollout(CategoricalPolicy(linear(1, 2)), 3).observations[:, 0, 0].tolist() == [
@@ -252,17 +250,17 @@ def test_before_the_first_step_it_is_an_error_and_all_goes_on():
 
 
 class Offset(CategoricalPolicy):
-    """Draws from 0, where the environment's actions begin elsewhere."""
+    """Draws actions from 0 on, and adds an offset for the environment."""
 
     def __init__(self, actor, offset):
         super().__init__(actor)
         self.offset = offset
 
     def to_env(self, actions):
-        return actions.add_(self.offset)  # its argument is its own
+        return actions.add_(self.offset)  # it may change its argument
 
 
-def test_what_environments_get_is_checked_and_not_what_was_drawn():
+def test_the_actions_for_the_environments_are_checked_and_not_the_drawn_ones():
     class FromFive(CountingEnv):
         action_space = spaces.Discrete(3, start=5)
 
@@ -276,14 +274,14 @@ def test_what_environments_get_is_checked_and_not_what_was_drawn():
 
 
 class RarelyWrong(CategoricalPolicy):
-    """Is right when it is tried, and wrong not much later."""
+    """Gives valid actions while it is tried, and invalid ones soon after."""
 
     def to_env(self, actions):
         self.calls = getattr(self, "calls", 0) + 1
         return actions + 7 * (self.calls > 10)
 
 
-def test_what_environments_get_that_is_no_action_ends_the_run():
+def test_an_invalid_action_for_an_environment_ends_the_run():
     with ClusterEnv([CountingEnv], 1, sync_mode="always") as envs:
         envs.reset(seed=1)
         with pytest.raises(ValueError, match=r"actions are not of Discrete\(2\)"):
@@ -304,7 +302,7 @@ CHANGES = {
     "a list": lambda policy: policy.items.append(1),
     "a dict": lambda policy: policy.names.update(a=2),
     "an object": lambda policy: setattr(policy, "thing", object()),
-    "what is private": lambda policy: setattr(policy, "_private", 1),
+    "a private attribute": lambda policy: setattr(policy, "_private", 1),
     "an activation": lambda policy: policy.actor.__setitem__(1, nn.Sigmoid()),
     "a hook": lambda policy: policy.actor.register_forward_hook(lambda *_: None),
     "the order of parameters": lambda policy: take_last(policy),
@@ -327,20 +325,20 @@ def changeable():
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_whatever_a_policy_consists_of_a_change_makes_it_another(store, name):
+def test_a_change_of_any_part_of_a_policy_changes_its_structure(store, name):
     policy = changeable()
     store.publish(policy)
     assert not store.publish(policy)
     CHANGES[name](policy)
     since = store.published.since
     store.publish(policy)
-    # Pickled, that policy is the same.
+    # Another plain object makes no difference in the pickled policy.
     assert store.published.since > since or name in ("an object",)
     assert not store.publish(policy)
 
 
 class Busy(CategoricalPolicy):
-    """Counts, and keeps its results, as it acts and is measured."""
+    """Counts its calls and keeps its results, while it acts and while it is measured."""
 
     calls = measured = 0
 
@@ -354,7 +352,7 @@ class Busy(CategoricalPolicy):
         return super().kl(behavior, params)
 
 
-def test_what_changes_whenever_it_acts_makes_it_no_other(caplog):
+def test_attributes_that_change_in_every_action_do_not_change_the_structure(caplog):
     with ClusterEnv([CountingEnv], 1, kl_threshold=1e9) as envs:
         envs.reset(seed=1)
         policy = Busy(linear(1, 2))
@@ -364,13 +362,13 @@ def test_what_changes_whenever_it_acts_makes_it_no_other(caplog):
         assert envs.pulls.tolist() == [1]
 
 
-def test_a_policy_that_is_another_each_time_is_warned_of_once(caplog):
+def test_a_structure_that_changes_every_time_is_warned_of_once(caplog):
     spaces_here = CountingEnv.observation_space, CountingEnv.action_space
     store, policy = store_in([PolicyCopy()], *spaces_here, rounds=True), changeable()
     for policy.extra in range(15):
         store.publish(policy)
     (record,) = [
-        record for record in caplog.records if "has become another 10 times" in record.getMessage()
+        record for record in caplog.records if "structure changed 10 times" in record.getMessage()
     ]
     assert "by its .extra," in record.getMessage()
 
@@ -391,7 +389,7 @@ def test_trying_a_policy_leaves_its_class_alone(store):
 
 
 class Picky(CategoricalPolicy):
-    """Takes numbers up to 10, though the space says 255."""
+    """Accepts numbers up to 10, although its space goes up to 255."""
 
     float_observations = False
 
@@ -403,7 +401,7 @@ class Picky(CategoricalPolicy):
         return self.actor(self.letters(observations[:, 0].long()))
 
 
-def test_a_policy_is_tried_on_what_environments_give_if_there_is_any():
+def test_a_policy_is_tried_on_real_observations_if_there_are_any():
     space = spaces.Box(0, 255, (1,), np.uint8)
     store = store_in([PolicyCopy()], space, spaces.Discrete(2), rounds=True)
     store.publish(Picky())  # zeros will do
@@ -438,7 +436,7 @@ class Summed(Normal):
         return super().log_prob(value).sum(1)
 
 
-def test_the_learners_default_dtype_is_its_own(store):
+def test_the_learners_default_dtype_is_kept_and_not_used(store):
     policy = GaussianPolicy(linear(1, 2), nn.Parameter(torch.zeros(1, 2)))
     space = spaces.Box(-1, 1, (2,), np.float32)
     store = store_in([PolicyCopy()], CountingEnv.observation_space, space, rounds=True)
@@ -472,19 +470,19 @@ def test_a_divergence_that_fails_later_means_a_pull_and_a_warning(caplog):
     ] == []
 
 
-def test_it_is_known_whether_environments_get_the_actions_as_they_are():
+def test_a_to_env_that_changes_actions_is_recognized():
     policy = CategoricalPolicy(linear(1, 2))
     assert is_identity(policy) and not is_identity(RarelyWrong(linear(1, 2)))
     policy.to_env = lambda actions: 1 - actions
     assert not is_identity(policy)
 
 
-def test_a_deviation_that_is_computed_from_a_parameter_is_refused():
+def test_a_logstd_that_is_computed_from_a_parameter_is_refused():
     with pytest.raises(TypeError, match="actor_logstd must be an nn.Parameter, got a Tensor"):
         GaussianPolicy(linear(1, 2), nn.Parameter(torch.zeros(1, 2)).clamp(-5, 2))
 
 
-def test_a_network_that_stays_as_it_is_may_be_kept_aside(store):
+def test_a_frozen_network_need_not_be_registered(store):
     policy, actor = CategoricalPolicy(Aside([linear(1, 2).requires_grad_(False)])), Actor()
     store.publish(policy)
     actor.load_structure(cloudpickle.loads(store.structure))
@@ -494,7 +492,7 @@ def test_a_network_that_stays_as_it_is_may_be_kept_aside(store):
 
 
 def test_trying_a_policy_leaves_the_learners_random_numbers_alone(store):
-    def act(self, params, noise):  # by seeds, as the page has it, but of all of torch
+    def act(self, params, noise):  # seeded as on the page, but for all of torch
         torch.manual_seed(0)
         return (params + noise).argmax(-1)
 

@@ -1,4 +1,4 @@
-"""The wire: values survive it exactly, and no message on it can do harm."""
+"""The wire protocol: values arrive exactly, and no message can do harm."""
 
 import contextlib
 import dataclasses
@@ -100,7 +100,7 @@ def over_the_wire(value, dropped=None):
 
 
 def received(packed, buffers):
-    """Encode, decode and unpack what may be a packed value, or not; each byte is used."""
+    """Encode, decode and unpack what may be a packed value. Check that all bytes are used."""
     arrays = Arrays(buffers)
     value = unpack(decode_from_worker(frames(1, Reply(packed))[0])[1].value, arrays)
     arrays.end()
@@ -157,7 +157,7 @@ def test_values_come_back_exactly(value):
     ],
     ids=repr,
 )
-def test_values_that_might_not_come_back(value):
+def test_tricky_values_come_back_exactly(value):
     assert_same(over_the_wire(value), value)
 
 
@@ -194,7 +194,7 @@ class Unspeakable:
         raise RuntimeError("no")
 
 
-def test_of_infos_what_is_as_good_as_plain_data_arrives_as_that():
+def test_infos_that_can_become_plain_data_arrive_as_plain_data():
     dropped, arrays = [], []
     infos = {
         "point": Point(1.5, np.arange(3)), "tensor": torch.ones(2, requires_grad=True),
@@ -209,13 +209,13 @@ def test_of_infos_what_is_as_good_as_plain_data_arrives_as_that():
         "number": np.int64(3),
     }
     assert_same(found, plain)
-    assert found["tensor"].flags.owndata  # no view of libzmq's memory, unless that is asked for
+    assert found["tensor"].flags.owndata  # not a view of libzmq's memory, unless requested
     assert dropped == ["class (type)", "a Unspeakable (int)", "text\\ud800 (int)", "value (str)"]
     with pytest.raises(TypeError, match="a text with lone surrogates cannot be sent to the head"):
         pack("\ud800", [])
 
 
-def test_views_lie_where_the_processor_wants_them():
+def test_views_are_aligned():
     arrays = [
         np.arange(number, dtype=kind)
         for number in (1, 3, 5)
@@ -278,13 +278,13 @@ def test_keys_must_be_sendable_too():
         pack({...: 1}, [])
 
 
-def test_what_is_too_long_belongs_into_arrays():
-    with pytest.raises(ValueError, match="262144 at most: put what is long into arrays"):
+def test_values_that_are_too_long_must_be_in_arrays():
+    with pytest.raises(ValueError, match="262144 at most: put long values into arrays"):
         frames(1, Reply(pack("x" * MAX_FRAME, [])))
     frames(1, Reply(None), b"x" * MAX_FRAME)
 
 
-def test_an_entry_that_is_a_kind_of_number_is_that_number():
+def test_an_instance_of_a_subclass_of_int_arrives_as_an_int():
     dropped = []
     assert_same(
         over_the_wire({"a": IntLike(3), "b": [IntLike(2**70)]}, dropped=dropped),
@@ -312,7 +312,7 @@ def test_entries_that_cannot_be_sent_are_left_out_and_named(value):
     assert dropped == [f"bad ({type(value).__name__})", "worse (tuple)"]
 
 
-def test_what_is_left_out_is_not_sent():
+def test_arrays_of_left_out_entries_are_not_sent():
     pack({"array": np.ones(SMALL), "bad": [np.ones(SMALL), object()]}, arrays := [], [])
     assert [array.size for array in arrays] == [SMALL]
 
@@ -342,7 +342,7 @@ def test_no_frame_is_longer_than_the_head_takes():
 
 
 @pytest.mark.parametrize("size", [8, SMALL, MAX_FRAME, 3 * MAX_FRAME])
-def test_a_message_that_is_too_short_or_too_long_is_refused_by_the_name_of_its_array(size):
+def test_a_message_that_is_too_short_or_too_long_is_refused_with_its_arrays_name(size):
     (*first, last) = map(bytes, to_buffers([np.zeros(size, np.uint8)]))
     for buffers in ([*first, last[:-1]], first, []):
         with pytest.raises(ProtocolError, match=r"rewards must be \|u1 .*, but the message is too"):
@@ -472,21 +472,21 @@ def test_messages_come_back(message):
 
 
 @pytest.mark.parametrize(("fatal", "ends_episodes"), [(False, False), (True, False), (False, True)])
-def test_an_error_says_whether_there_will_be_no_other_answer(fatal, ends_episodes):
+def test_an_error_says_whether_it_ends_the_workers_other_requests(fatal, ends_episodes):
     error = Error(0, "builtins.ValueError", "\x1b[2Jtext", "", fatal, ends_episodes)
     assert error.ends == (fatal or ends_episodes) and str(error) == "\\x1b[2Jtext"
     assert str(Pull(1)) == "a Pull"
 
 
-def test_who_differs_in_what_must_be_shared_is_told_in_what():
+def test_a_worker_with_other_versions_is_told_which_ones_differ():
     ours = shared_versions()
     assert {"Python", "gymnasium", "numpy", "cloudpickle", "torch"} == ours.keys()
-    assert ours["Python"] == "{}.{}".format(*sys.version_info)  # patches may differ
+    assert ours["Python"] == "{}.{}".format(*sys.version_info)  # patch versions may differ
 
     def said(protocol=PROTOCOL_VERSION, **versions):
         return mismatch(Hello(protocol, 0, "host", 1, {**ours, **versions}))
 
-    # It has none of them.
+    # Without any of these packages, a worker is accepted, too.
     assert said() is None and mismatch(Hello(PROTOCOL_VERSION, 0, "host", 1, {})) is None
     assert said(
         protocol=7
@@ -504,13 +504,13 @@ def test_who_differs_in_what_must_be_shared_is_told_in_what():
     ("silence", "interval", "timeout", "told"),
     [(30, 50, 22500, 22500), (0.16, 40, 120, 100), (0.001, 1, 1, 100), (1e9, 50, 75e7, 65500)],
 )
-def test_a_socket_takes_no_longer_frame_and_no_longer_silence(silence, interval, timeout, told):
+def test_a_socket_limits_frame_sizes_and_silence(silence, interval, timeout, told):
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         set_limits(socket, 1000)
         assert socket.maxmsgsize == 1033  # CURVE adds 33 bytes to a frame
         keep_alive(socket, silence)
-        # A silent link is closed after the sum of both times, and by the head after the time that
-        # the worker told it.
+        # The worker closes a silent link after the interval plus the timeout, and the head after
+        # the time that the worker sends it.
         assert (socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl) == (
             interval,
             timeout,

@@ -23,7 +23,7 @@ KINDS = {
 
 
 class DrawingEnv(CountingEnv):
-    """Observes numbers of a global generator: one of its constructor, and the last one."""
+    """Observes two numbers of a global generator: its constructor's, and the last one drawn."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (2,))
 
@@ -45,7 +45,7 @@ class DrawingEnv(CountingEnv):
 
 
 def observed(kind, seed, num_workers=2, kills=False):
-    """What four environments show in a reset and in the steps of a policy after it."""
+    """Return what four environments observe in a reset and in a policy's steps after it."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -68,13 +68,13 @@ def test_environments_that_draw_from_a_global_generator_repeat(kind):
     assert len(np.unique(once[..., 0])) == 4
     np.testing.assert_array_equal(once, observed(kind, 1))
     assert not (once == observed(kind, 2)).any()
-    # What is drawn in a constructor, and in a reset with seeds, follows from the row.
+    # Numbers drawn in a constructor, and in a reset with seeds, depend on the row alone.
     alone = observed(kind, 1, num_workers=1)
     np.testing.assert_array_equal(once[..., 0], alone[..., 0])
     np.testing.assert_array_equal(once[0], alone[0])
 
 
-def test_two_that_are_open_draw_other_numbers():
+def test_two_open_cluster_envs_draw_different_numbers():
     env_fns = [lambda: DrawingEnv("numpy")]
     with ClusterEnv(env_fns) as one, ClusterEnv(env_fns) as other:
         first, second = one.get_attr("first"), other.get_attr("first")

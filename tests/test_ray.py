@@ -1,6 +1,4 @@
-"""Workers on a Ray cluster of two nodes, both of this machine: its processes are real, its network
-is not.
-"""
+"""Workers on a Ray cluster of two nodes on this machine: real processes, but no real network."""
 
 import os
 import shlex
@@ -34,7 +32,7 @@ PATIENT = {"startup_timeout": PATIENCE, "worker_timeout": HOUR}
 
 @pytest.fixture(scope="module")
 def nodes():
-    """A cluster whose driver is this process, and its second node."""
+    """Return a cluster whose driver is this process, and its second node."""
     cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 5})
     second = cluster.add_node(num_cpus=3, resources={"simulator": 3})
     ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
@@ -44,14 +42,14 @@ def nodes():
 
 
 class Pole(CartPoleEnv):
-    """CartPole that says which process it is in."""
+    """A CartPole that says in which process it is."""
 
     def pid(self):
         return os.getpid()
 
 
 def worker_pids(envs):
-    """The pids of the workers, in their order."""
+    """Return the workers' pids, in the order of their indices."""
     return list(dict.fromkeys(envs.call("pid")))
 
 
@@ -62,7 +60,7 @@ def check_steps(envs, reference, steps=20):
             np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_worker_is_an_actor_and_equals_its_environments_here(nodes):
+def test_workers_are_actors_and_equal_environments_in_this_process(nodes):
     reference = gym.vector.SyncVectorEnv([Pole] * 4)
     with ClusterEnv(
         [Pole] * 4, 2, launcher="ray", worker_resources="simulator=1", **PATIENT
@@ -76,7 +74,7 @@ def test_a_worker_is_an_actor_and_equals_its_environments_here(nodes):
     assert ray.is_initialized()  # the launcher must not end a cluster that it has not started
 
 
-def test_a_killed_worker_is_replaced_and_told_of(nodes, caplog):
+def test_a_killed_worker_is_replaced_and_reported(nodes, caplog):
     with ClusterEnv([CountingEnv] * 2, 2, launcher="ray", **PATIENT) as envs:
         envs.reset(seed=1)
         first = worker_pids(envs)
@@ -99,7 +97,7 @@ def test_an_actor_that_dies_takes_its_worker_along(nodes):
         assert envs.step(np.zeros(2, np.int64))[4]["worker_lost"].all()
 
 
-def test_what_an_environment_raises_at_its_construction_arrives(nodes):
+def test_an_error_in_an_environments_constructor_reaches_the_head(nodes):
     with pytest.raises((ValueError, WorkerDiedError), match="no environment"):
         ClusterEnv([CountingEnv, broken], 2, launcher="ray", **PATIENT)
 
@@ -108,7 +106,7 @@ def broken():
     raise ValueError("no environment")
 
 
-def test_for_resources_that_are_not_there_it_waits_and_says_so(nodes, caplog, monkeypatch):
+def test_the_start_waits_for_missing_resources_and_says_so(nodes, caplog, monkeypatch):
     monkeypatch.setattr("clusterenv_runtime.head.supervisor.NOTICE_S", 0.0)
     envs = []
 
@@ -128,7 +126,7 @@ def test_for_resources_that_are_not_there_it_waits_and_says_so(nodes, caplog, mo
     nodes[0].remove_node(third)
 
 
-def test_a_node_that_is_lost_costs_no_rollout(nodes):
+def test_a_lost_node_costs_only_the_episodes_of_its_workers(nodes):
     cluster, second = nodes
     taken = ray.util.placement_group([{"CPU": 2, "node:__internal_head__": 0.01}])
     ray.get(taken.ready())  # one of four workers is then on the second node
@@ -141,11 +139,10 @@ def test_a_node_that_is_lost_costs_no_rollout(nodes):
         cluster.remove_node(second, allow_graceful=False)
         lost, until, more = 0, time.monotonic() + PATIENCE, 100
         while more and time.monotonic() < until:
-            more -= bool(envs.restarts)  # Ray takes its time to miss a node
+            more -= bool(envs.restarts)  # Ray is slow to notice a lost node
             *_, infos = envs.step(np.zeros(8, np.int64))
             lost += infos.get("worker_lost", np.zeros(8)).sum()
-        # Ray may send a replacement to the node that is gone; it has no episodes
-        # to lose.
+        # Ray may send a replacement to the lost node, but it has no episodes to lose.
         assert lost == 2 * len({restart["worker"] for restart in envs.restarts}) > 0
 
 
@@ -175,8 +172,8 @@ def test_a_script_trains_on_ray(nodes, tmp_path):
     assert result.returncode == 0 and "mean return" in result.stdout, result.stderr
 
 
-def test_a_dry_run_begins_no_ray(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # a Ray here would wait for an answer
+def test_a_dry_run_does_not_start_ray(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # Ray would wait for a response here
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         result = run(tmp_path, "--bind-address", "127.0.0.1", "--dry-run", RAY_ADDRESS=address)
     flags = "--key-file KEYS/key --startup-timeout 60.0 --head-timeout 30.0"
@@ -188,13 +185,13 @@ def test_a_dry_run_begins_no_ray(tmp_path):
     assert result.stdout.splitlines() == commands, result.stderr
 
 
-def test_where_there_is_no_ray_one_line_says_so(monkeypatch, tmp_path):
+def test_a_missing_ray_is_a_one_line_error(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(StartupError, match=r"needs Ray: pip install 'clusterenv-runtime\[ray\]'"):
         ClusterEnv([CountingEnv], 1, launcher="ray")
 
 
-def test_a_cluster_that_cannot_be_reached_is_one_line(tmp_path):
+def test_a_cluster_that_cannot_be_reached_is_a_one_line_error(tmp_path):
     result = run(tmp_path, "--bind-address", "127.0.0.1", RAY_ADDRESS="127.0.0.1:1")
     line = "error: cannot reach Ray at RAY_ADDRESS=127.0.0.1:1: Connection refused"
     assert result.returncode == 1 and result.stderr.splitlines() == [line]

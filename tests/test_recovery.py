@@ -1,4 +1,4 @@
-"""A worker that dies is replaced: batches are complete, nothing comes twice or in part, and the
+"""Replacement of workers that die: batches are complete, nothing comes twice or in part, and the
 user is told.
 """
 
@@ -38,7 +38,7 @@ RANDOM = partial(RandomEnv, VECTOR, end=0.1)
 
 
 class OnceEnv(BlockingEnv):
-    """Blocks like `BlockingEnv`, also in "reset" and "pid", but only in the first one built."""
+    """Blocks like `BlockingEnv`, also in "reset" and "pid", but only the first one built."""
 
     def __init__(self, pipe, where="step"):
         self.first = not os.path.exists(f"{pipe}.born")
@@ -59,7 +59,7 @@ class OnceEnv(BlockingEnv):
 
 
 def pid_of(worker):
-    """The pid of this process's worker of that index."""
+    """Return the pid of this process's worker with that index."""
     commands = worker_commands().items()
     pids = {command[command.index("--index") + 1]: pid for pid, command in commands}
     return pids[str(worker)]
@@ -67,7 +67,7 @@ def pid_of(worker):
 
 @contextlib.contextmanager
 def killing(pipe, number=signal.SIGKILL):
-    """Kill, or stop, the process that says where it blocks, while the body runs."""
+    """Kill or stop the process that tells the pipe that it blocks, while the body runs."""
     thread = threading.Thread(target=lambda: os.kill(*pipe.pids(1), number))
     thread.start()
     yield
@@ -105,7 +105,7 @@ def test_the_step_after_a_loss_says_that_the_episodes_are_truncated(mode, space)
         )
 
         def rows(part, start, stop):
-            """Some rows of a batch, as a list."""
+            """Return some rows of a batch, as a list."""
             if isinstance(part, dict):
                 return {key: rows(value, start, stop) for key, value in part.items()}
             return np.asarray(part, object)[start:stop].tolist()
@@ -172,9 +172,9 @@ def test_a_worker_that_is_stopped_as_soon_as_it_is_ready_is_replaced():
     with_more_time(check, 1, 5, 20)
 
 
-def test_workers_that_are_stopped_at_once_are_replaced_at_once():
-    """Three of four are stopped: their replacements are started together, while the fourth keeps
-    answering.
+def test_workers_that_are_stopped_together_are_replaced_together():
+    """Three of four workers are stopped. Their replacements start together, while the fourth worker
+    keeps answering.
     """
 
     def check(worker_timeout):
@@ -188,12 +188,12 @@ def test_workers_that_are_stopped_at_once_are_replaced_at_once():
                 os.kill(pid_of(worker), signal.SIGSTOP)
             chunks = 0
             while len(envs.restarts) < 3:
-                envs.send(4, 0)  # nobody asks the other workers
+                envs.send(4, 0)  # the other workers get no requests
                 assert envs.recv()[0] == 0
                 chunks += 1
             assert sorted(restart["worker"] for restart in envs.restarts) == [1, 2, 3]
             times = [restart["time"] for restart in envs.restarts]
-            # One after the other it would be a second for each.
+            # One after the other, each would take another `worker_timeout`.
             assert max(times) - min(times) < worker_timeout
             assert chunks > 10
             envs.send(4)
@@ -233,7 +233,7 @@ def test_a_worker_killed_before_its_first_hello_is_replaced():
 
 
 class GatedEnv(CountingEnv):
-    """Steps, and takes ``x``, only once there is a file; the others do so at once."""
+    """Before it steps or sets ``x``, waits until there is a file ``gate``, if one is given."""
 
     def __init__(self, gate=None):
         super().__init__(length=99)
@@ -261,7 +261,7 @@ class GatedEnv(CountingEnv):
 def losing_the_first_before_the_second_answers(envs, gate, seconds):
     """Kill worker 0 while the body waits for worker 1, which answers once worker 0 is replaced.
 
-    In this time worker 0 has most probably answered, which only the head can see.
+    Worker 0 has most probably answered before it is killed, but only the head can know that.
     """
 
     def lose():
@@ -276,7 +276,7 @@ def losing_the_first_before_the_second_answers(envs, gate, seconds):
     thread.join()
 
 
-def test_a_worker_that_is_lost_after_its_answer_is_told_of_by_the_next_step(tmp_path):
+def test_the_next_step_reports_a_worker_that_is_lost_after_its_answer(tmp_path):
     def check(seconds):
         gate = tmp_path / "gate"
         gate.touch()
@@ -292,7 +292,7 @@ def test_a_worker_that_is_lost_after_its_answer_is_told_of_by_the_next_step(tmp_
     with_more_time(check, 0.5, 20)
 
 
-def test_what_is_set_is_also_set_for_a_worker_that_is_lost_after_its_answer(tmp_path):
+def test_an_attribute_is_also_set_for_a_worker_that_is_lost_after_its_answer(tmp_path):
     gate = tmp_path / "gate"
     with ClusterEnv([GatedEnv, partial(GatedEnv, str(gate))], 2) as envs:
         envs.reset()
@@ -314,7 +314,7 @@ class LevelsEnv(CountingEnv):
         self.level = 0
 
 
-def test_what_is_set_is_set_for_a_replacement_in_the_order_of_the_last_calls():
+def test_a_replacement_gets_attributes_in_the_order_of_the_last_calls():
     with ClusterEnv([LevelsEnv] * 2, 2) as envs:
         envs.reset()
         for name, value in (("mode", "easy"), ("level", 5), ("mode", "hard")):
@@ -332,7 +332,7 @@ def test_a_worker_lost_in_a_reset(pipe):
         assert envs.step([0, 0])[0].tolist() == [[1], [1]]  # no step was begun that could be lost
 
 
-def test_a_worker_lost_in_a_call_and_what_was_set_before(pipe):
+def test_a_worker_lost_in_a_call_and_the_attributes_set_before(pipe):
     with ClusterEnv(
         [CountingEnv, partial(OnceEnv, pipe.path, "pid")], 1, worker_timeout=HOUR
     ) as envs:
@@ -357,7 +357,7 @@ def test_a_lost_worker_that_is_reset_is_not_truncated():
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
-def test_an_episode_that_had_ended_is_not_truncated_once_more(mode):
+def test_an_episode_that_had_ended_is_not_truncated_again(mode):
     with ClusterEnv(
         [partial(CountingEnv, 2), partial(CountingEnv, 9)], 1, autoreset_mode=mode
     ) as envs:
@@ -372,7 +372,7 @@ def test_an_episode_that_had_ended_is_not_truncated_once_more(mode):
             ]
         observations, rewards, _, truncations, infos = envs.step([0, 0])
         assert observations.tolist() == [[0], [2]] and rewards.tolist() == [0, 0]
-        # What the mask has reset is no ended episode any more, and its step is lost, too.
+        # A row that the mask has reset is in a new episode, and its step is lost, too.
         lost = [mode == "Disabled", True]
         assert truncations.tolist() == infos["_worker_lost"].tolist() == lost
         if mode == "Disabled":
@@ -383,7 +383,7 @@ def test_an_episode_that_had_ended_is_not_truncated_once_more(mode):
 
 
 class SlowlyBornEnv(CountingEnv):
-    """Is built only once there is a file ``gate``."""
+    """Waits in its constructor until there is a file ``gate``."""
 
     def __init__(self, gate):
         super().__init__()
@@ -408,7 +408,7 @@ def test_a_step_that_times_out_on_a_loss_needs_a_reset(tmp_path):
         assert envs.step([0, 0])[0].tolist() == [[1], [1]]
 
 
-def test_a_row_that_was_reset_since_the_loss_does_not_lose_a_step():
+def test_a_row_that_is_reset_after_the_loss_loses_its_step_too():
     with ClusterEnv(
         [partial(CountingEnv, 2), partial(CountingEnv, 9)], 1, autoreset_mode="Disabled"
     ) as envs:
@@ -442,7 +442,7 @@ def test_a_replacement_does_not_repeat_its_predecessors_unseeded_episodes():
         assert before != after
 
 
-def test_a_replacement_gets_what_was_set_and_not_what_became_of_it():
+def test_a_replacement_gets_attributes_and_options_as_they_were_when_given():
     goal, options = np.zeros(2), {"level": 1}
     with ClusterEnv([GlobalEnv], 1) as envs:
         envs.reset(options=options)
@@ -454,7 +454,7 @@ def test_a_replacement_gets_what_was_set_and_not_what_became_of_it():
         assert envs.call("of_reset")[0][1] == {"level": 1}
 
 
-def test_seeds_are_fresh_and_those_of_the_next_loss_fresh_again():
+def test_each_loss_draws_fresh_seeds_that_follow_from_the_users():
     seeds = []
     for seed in (5, 5, 6):
         with ClusterEnv([RANDOM] * 3, 2) as envs:
@@ -472,8 +472,8 @@ def test_seeds_are_fresh_and_those_of_the_next_loss_fresh_again():
 
 
 class LifeEnv(CountingEnv):
-    """Its reward is its number of steps in its whole life. It observes that and a number that no
-    other environment has.
+    """Its reward is the number of steps in its whole life. It observes this number, and a number that
+    no other environment has.
     """
 
     observation_space = spaces.Box(0, np.inf, (2,), np.float64)
@@ -499,20 +499,20 @@ class LifeEnv(CountingEnv):
 
 
 def lives(chunks):
-    """Check one environment's transitions, in their order: each life is lived step by step; return
+    """Check that one environment's transitions, in their order, have each step of each life. Return
     the number of lives.
     """
     observations = np.concatenate([observations for observations, _ in chunks])
     rewards = np.concatenate([rewards for _, rewards in chunks])
     names, starts = np.unique(observations[:, 1], return_index=True)
     for life in np.split(np.arange(len(rewards)), np.sort(starts)[1:]):
-        assert rewards[life].tolist() == list(range(1, len(life) + 1))  # none twice, none left out
+        assert rewards[life].tolist() == list(range(1, len(life) + 1))  # no step twice, and no step left out
         assert len(set(observations[life, 1])) == 1
     return len(names)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_rollouts_are_whole_whoever_dies(overlap, workers):
+def test_rollouts_are_complete_whichever_worker_dies(overlap, workers):
     with ClusterEnv([LifeEnv] * 5, 2, kl_threshold=0.0) as envs:
         policy = CategoricalPolicy(linear(2, 2))
         envs.reset(seed=1)
@@ -529,12 +529,12 @@ def test_rollouts_are_whole_whoever_dies(overlap, workers):
         assert sum(map(lives, chunks)) == 5 + sum(
             len(restart["seeds"]) for restart in envs.restarts
         )
-        # A worker may die when it has answered, and for the last time.
+        # The last loss may come after the worker's last answer, and then nobody notices it.
         assert 2 <= len(envs.restarts) <= 3
         assert len(workers()) == 2
 
 
-def test_streaming_goes_on_whoever_dies():
+def test_streaming_goes_on_whichever_worker_dies():
     with ClusterEnv([LifeEnv] * 5, 3) as envs:
         envs.publish(CategoricalPolicy(linear(2, 2)))
         envs.reset(seed=1)
@@ -573,7 +573,7 @@ def test_a_stopped_worker_is_replaced_while_others_keep_the_head_busy():
                 worker, _ = envs.recv()
                 envs.send(4, worker)
                 others += worker == 0
-            assert others > 100  # so it was busy
+            assert others > 100  # so the head was busy
 
     with_more_time(check, 1, 5, 20)
 
@@ -581,7 +581,7 @@ def test_a_stopped_worker_is_replaced_while_others_keep_the_head_busy():
 def test_a_replacement_goes_on_with_its_predecessors_noise():
     network = linear(1, 2)
     for parameter in network.parameters():
-        parameter.data.zero_()  # all observations are then the same to it
+        parameter.data.zero_()  # so that all observations are the same to it
     policy = CategoricalPolicy(network)
 
     def actions(losses, overlap=False):
@@ -597,7 +597,7 @@ def test_a_replacement_goes_on_with_its_predecessors_noise():
     assert list(actions((1, 3))) == list(actions((2,), overlap=True)) == expected
 
 
-def test_what_the_environments_have_started_ends_with_their_worker(tmp_path):
+def test_processes_that_environments_start_end_with_their_worker(tmp_path):
     class ParentEnv(CountingEnv):
         def reset(self, **arguments):
             self.child = subprocess.Popen(["sleep", str(HOUR)]).pid
@@ -666,11 +666,11 @@ from tests.test_recovery import rollouts
 for rollout in rollouts(sys.stdin):
     print(json.dumps(rollout), flush=True)
 """
-STOPPED_S = 3.0  # many times as long as the longest silence of a healthy link
+STOPPED_S = 3.0  # seconds: many times the longest silence of a healthy link
 
 
 def rollouts(requests):
-    """Collect a rollout for each request; yield its content, and the number of lost workers."""
+    """Collect a rollout for each request. Yield its content and the number of lost workers."""
     with ClusterEnv([RANDOM] * 3, 2, worker_timeout=HOUR) as envs:
         policy = CategoricalPolicy(linear())
         envs.reset(seed=1)
@@ -715,7 +715,7 @@ def test_a_head_and_a_worker_that_are_stopped_for_less_than_the_timeout_go_on():
 @contextlib.contextmanager
 def no_more_files():
     """Let this process open no more files while the body runs."""
-    gc.collect()  # of what earlier tests left, whose files would be free in between
+    gc.collect()  # earlier tests' objects, which would close files later
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest_free = os.dup(0)
     os.close(lowest_free)
@@ -726,7 +726,7 @@ def no_more_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_shortage_of_open_files_ends_neither_the_run_nor_ctrl_c(caplog, workers):
+def test_a_shortage_of_open_files_neither_ends_the_run_nor_disables_ctrl_c(caplog, workers):
     arguments = {"max_worker_restarts": 1, "worker_timeout": HOUR, "startup_timeout": HOUR}
     with ClusterEnv([CountingEnv] * 2, 2, **arguments) as envs:
 
@@ -748,7 +748,7 @@ def test_a_shortage_of_open_files_ends_neither_the_run_nor_ctrl_c(caplog, worker
         assert [restart["worker"] for restart in envs.restarts] == [1] and len(workers()) == 2
 
 
-# Too many losses.
+# Too many lost workers.
 
 
 class DyingEnv(CountingEnv):
@@ -771,14 +771,14 @@ def test_replacements_that_die_in_a_row_end_the_run(times, workers, tmp_path):
     with ClusterEnv(env_fns, 2, **arguments) as envs:
         envs.reset()
         text = r"worker 1 \(.*worker-1\.log\) died: exit code 9"
-        text += f" \\(and so did {times} before it, one after the other\\)" * (times > 0)
+        text += f" \\(and so did {times} before it, in a row\\)" * (times > 0)
         with at_most(), pytest.raises(WorkerDiedError, match=text + "$"):
             envs.rollout(CategoricalPolicy(linear(1, 2)), 3)
         assert len(envs.restarts) == times
     assert not workers()
 
 
-def test_replacements_that_die_as_they_build_end_the_run(tmp_path, workers):
+def test_replacements_that_die_while_they_build_end_the_run(tmp_path, workers):
     class OnlyEnv(CountingEnv):
         def __init__(self):
             super().__init__()
@@ -829,11 +829,11 @@ def test_close_does_not_wait_for_a_replacement(workers, tmp_path):
     assert not workers()
 
 
-# More workers while the run goes on.
+# More workers during a run.
 
 
 class LateLauncher(LocalLauncher):
-    """Worker 1 waits in a queue until ``is_queued`` is False and it is started once more."""
+    """Keeps worker 1 in a queue until ``is_queued`` is False and the worker is started again."""
 
     is_queued = True
 
@@ -889,7 +889,7 @@ def test_a_worker_that_is_building_when_the_others_are_reset_is_reset_too(tmp_pa
 
 
 def gated(building, gate, head):
-    """Make an environment. A worker writes one file first, and then waits for another one."""
+    """Make an environment. In a worker, first write one file and wait for another one."""
     if os.getpid() != head:
         building.touch()
         wait_until(gate.exists)

@@ -1,4 +1,4 @@
-"""What GitHub reads: its workflows, forms and citation, and the page of the package."""
+"""The files that GitHub reads: workflows, forms and the citation; and the package's page."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def test_the_pythons_that_are_tested_are_those_of_the_classifiers():
     assert jobs["style"]["steps"][-1]["run"] == "make lint docs"
 
 
-def test_a_report_of_a_problem_says_the_versions():
+def test_a_problem_report_asks_for_the_versions():
     body = read(".github/ISSUE_TEMPLATE/problem.yml")["body"]
     label = "What does `python -m clusterenv_runtime --version` print?"
     (asked,) = [each for each in body if each.get("attributes", {}).get("label") == label]
@@ -44,7 +44,7 @@ def test_the_citation_has_the_paper():
     assert read("CITATION.cff")["preferred-citation"]["url"].endswith("/2507.10990")
 
 
-def test_what_is_published_passes_the_tests_first_and_its_page_leads_here(tmp_path):
+def test_a_release_passes_the_tests_first_and_its_page_links_to_the_repository(tmp_path):
     jobs = read(".github/workflows/publish.yml")["jobs"]
     assert jobs["publish"]["needs"] == "test" and jobs["test"]["uses"].endswith("/test.yml")
     for name in "README.md", "pyproject.toml":

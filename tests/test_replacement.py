@@ -1,4 +1,4 @@
-"""The messages that make a worker's process that worker, without processes."""
+"""The orders that make a process a given worker, without processes."""
 
 import pickle
 
@@ -38,7 +38,7 @@ def large_arrays():
 
 
 class Told:
-    """Two workers of two environments each, and their `Recovery`."""
+    """Two workers with two environments each, and their `Recovery`."""
 
     def __init__(self):
         self.workers = [
@@ -64,7 +64,7 @@ class Told:
         ]
 
     def orders(self, *messages):
-        """The messages to a process that becomes worker 1 and must answer these requests."""
+        """Return the orders for a process that becomes worker 1 and must answer these requests."""
         return self.recovery.orders(self.worker, self.unanswered(*messages))
 
     def lose(self, *messages):
@@ -85,7 +85,7 @@ def test_the_first_process_builds_its_environments_and_no_more(told):
     assert (pickle.loads(rule), pickle.loads(likeness)) == (SyncRule(), told.likeness)
 
 
-def test_a_process_is_told_the_policys_structure_then_what_was_set_then_to_reset_then_what_is_asked(
+def test_a_process_gets_the_structure_then_attributes_then_the_reset_then_the_requests(
     told,
 ):
     told.store.structure = b"structure"
@@ -115,12 +115,12 @@ def test_a_process_is_reset_with_fresh_seeds_unless_all_are_being_reset(told, as
     seeds = told.recovery.restarts[0]["seeds"]
     assert seeds == told.worker.seeds
     assert (seeds == [7, None]) == (not own) and seeds[1] is None
-    if own:  # where no seed was given, a random one
+    if own:  # a random seed where the user gave none
         sent, _, _ = cloudpickle.loads(resets[0][0])
         assert sent[0] == seeds[0] and sent[1] is not None
 
 
-def test_seeds_are_others_after_each_loss_and_for_each_worker(told):
+def test_seeds_differ_after_each_loss_and_for_each_worker(told):
     told.seeds = [5, 6, 5, 6]
     told.reset()
     drawn = []
@@ -135,7 +135,7 @@ def test_seeds_are_others_after_each_loss_and_for_each_worker(told):
     assert again.workers[0].seeds == drawn[0]
 
 
-def test_a_loss_is_told_and_counted_by_worker(told, caplog):
+def test_losses_are_logged_and_counted_for_each_worker(told, caplog):
     told.lose()  # before the first reset
     told.reset()
     told.recovery.lost(told.workers[0], "worker 0 died", [])
@@ -152,7 +152,7 @@ def test_a_loss_is_told_and_counted_by_worker(told, caplog):
     assert told.recovery.restarts[0]["seeds"] is None and told.worker.copy.held == 0
 
 
-def test_the_steps_that_a_lost_process_was_asked_say_that_its_episodes_are_cut_off(told):
+def test_steps_that_a_lost_process_did_not_answer_say_that_its_episodes_are_cut_off(told):
     told.reset()
     told.worker.episodes.ended = np.array([True, False])
     told.lose(Step())
@@ -160,7 +160,7 @@ def test_the_steps_that_a_lost_process_was_asked_say_that_its_episodes_are_cut_o
     assert (reset, seq, message) == (RESET, 10, CutOff())
     seen, cut = cloudpickle.loads(buffers[0])
     assert seen.tolist() == [[0], [0]] and cut.tolist() == [False, True]
-    told.reset()  # by the user, who then knows
+    told.reset()  # by the user, who then knows of the loss
     *_, step = told.orders(Step())
     assert step == (10, Step(), (b"of it",))
     assert not told.worker.episodes.ended.any()
@@ -172,7 +172,7 @@ def test_before_a_reset_no_episode_can_be_lost(told):
     assert [type(message) for _, message, _ in told.orders()] == [Setup]
 
 
-def test_a_users_reset_seeds_the_noise_anew_unless_its_seed_was_just_loaded(told):
+def test_a_users_reset_seeds_the_noise_again_unless_its_seed_was_just_loaded(told):
     for worker in told.workers:
         worker.rollouts = 5
     told.workers[1].rollouts = 7
@@ -203,18 +203,18 @@ def rows(*values):
     return np.array(values, np.float32)[:, None]
 
 
-def test_a_reset_of_some_begins_their_episodes_for_the_user():
+def test_a_partial_reset_begins_the_episodes_of_its_rows():
     episodes = Episodes(rows(1, 2), np.array([True, True]))
     assert episodes.saw_reset(SPACE, rows(0, 2), np.array([True, False])).tolist() == [[0], [2]]
     assert episodes.ended.tolist() == [False, True] and episodes.cut is None
     assert episodes.seen.tolist() == [[0], [2]]
 
 
-def test_of_lost_episodes_those_that_the_user_resets_are_over_and_of_others_nothing_new_is_seen():
+def test_a_partial_reset_after_a_loss_settles_its_rows_and_shows_nothing_new_of_others():
     episodes = Episodes.begun(rows(1, 2), 2)
     episodes.lost()
     assert episodes.cut.tolist() == [True, True]
-    # The lost process's replacement has begun both.
+    # The replacement has begun both episodes.
     assert episodes.saw_reset(SPACE, rows(5, 6), np.array([True, False])).tolist() == [[5], [2]]
     assert episodes.cut.tolist() == [False, True] and episodes.seen.tolist() == [[5], [2]]
     assert episodes.saw_reset(SPACE, rows(7, 8), np.array([False, True])).tolist() == [[7], [8]]

@@ -1,4 +1,4 @@
-"""`make results`: each command runs once at a commit."""
+"""`make results`: each command runs once for each commit."""
 
 import subprocess
 
@@ -41,7 +41,7 @@ def test_a_command_runs_once_at_a_commit(repository, tmp_path):
     assert results.commit_of_code().endswith("-dirty")
 
 
-def test_what_fails_or_lacks_a_path_leaves_no_result(repository, tmp_path):
+def test_a_command_that_fails_or_lacks_a_path_leaves_no_result(repository, tmp_path):
     assert results.measure("cleanrl", {"cleanrl": ""}) == "left out, for want of --cleanrl"
     assert results.measure("broken", {"cleanrl": ""}).startswith("failed after ")
     broken = tmp_path / "build/results" / results.commit_of_code() / "broken.txt"
@@ -49,6 +49,6 @@ def test_what_fails_or_lacks_a_path_leaves_no_result(repository, tmp_path):
     assert not list(tmp_path.glob("*.txt"))
 
 
-def test_tables_and_plots_go_beside_what_is_printed(repository, tmp_path):
+def test_tables_and_plots_go_beside_the_printed_output(repository, tmp_path):
     assert results.measure("drawn", {"cleanrl": ""}).endswith(" s")
     assert (tmp_path / "a.csv").exists()

@@ -1,7 +1,7 @@
 """Interruptions, and runs that resume from a checkpoint.
 
 RESUME_TIMES sets how often a process is killed at a random moment: ``RESUME_TIMES=20 pytest
-tests/test_resume.py``, with ``TEST_SECONDS=9000``, as that may take longer than a test may.
+tests/test_resume.py``. Then also set ``TEST_SECONDS=9000``, because a test may exceed its time.
 """
 
 import errno
@@ -49,7 +49,7 @@ def actions(envs):
 def test_a_wait_for_a_long_step_is_interrupted_at_once(tmp_path, monkeypatch, method):
     os.mkfifo(tmp_path / "pipe")
     policy = CategoricalPolicy(linear(1, 2))
-    # The milliseconds of each poll, and how many had begun when it was interrupted.
+    # The milliseconds of each poll, and the number of polls that had begun at the interruption.
     poll, polls, later = (
         zmq.Poller.poll,
         [],
@@ -57,14 +57,14 @@ def test_a_wait_for_a_long_step_is_interrupted_at_once(tmp_path, monkeypatch, me
     )
 
     def noting(self, timeout=None, *args):
-        if timeout != 0:  # otherwise it only looks whether there are more messages
+        if timeout != 0:  # a poll of 0 ms only looks for more messages
             polls.append(timeout)
         return poll(self, timeout, *args)
 
     def interrupt():
         with open(
             tmp_path / "pipe"
-        ) as pipe:  # the environment writes to it as it begins its step of an hour
+        ) as pipe:  # the environment writes to it when its step of an hour begins
             pipe.readline()
         envs.interrupt()
         later.append(len(polls))
@@ -85,25 +85,24 @@ def test_a_wait_for_a_long_step_is_interrupted_at_once(tmp_path, monkeypatch, me
                 envs.send(3)
                 envs.recv(0)
         thread.join()
-        # The current wait, of 0.3 s at most, was the last, or one that began at the same
-        # time.
+        # The current wait, of at most 0.3 s, was the last, or one that began at the same time.
         assert polls and max(polls) <= 300 and len(polls) <= later[0] + 1
         envs.close(terminate=True)
 
 
-def test_an_interruption_while_nothing_is_awaited_is_of_the_next_wait_and_of_no_other():
+def test_an_interruption_between_waits_ends_the_next_wait_and_no_other():
     with ClusterEnv([CountingEnv] * 2, 2) as envs:
         envs.reset()
         envs.interrupt()
         with pytest.raises(Interrupted):
             envs.step(actions(envs))
-        # The workers have carried out the given-up requests all the same.
+        # The workers have executed the given-up requests anyway.
         with pytest.raises(ResetNeeded, match="or a step was given up"):
             envs.step(actions(envs))
         assert envs.call("count") == (1, 1)
 
 
-def test_a_chunk_that_is_there_outlasts_an_interruption():
+def test_a_chunk_outlasts_an_interruption():
     with ClusterEnv([CountingEnv] * 2, 2) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         envs.reset()
@@ -118,7 +117,7 @@ def test_a_chunk_that_is_there_outlasts_an_interruption():
 # The state of a ClusterEnv.
 
 
-def test_workers_go_on_with_the_random_numbers_of_the_state_and_the_counters_count_on():
+def test_a_loaded_state_continues_the_random_numbers_and_the_counters():
     policy = CategoricalPolicy(linear(1, 2))
     with ClusterEnv([CountingEnv] * 4, 2, sync_mode="always", weights="float32") as envs:
         envs.reset(seed=1)
@@ -136,7 +135,7 @@ def test_workers_go_on_with_the_random_numbers_of_the_state_and_the_counters_cou
     )
     assert state["waiting_seconds"] > 0
     with ClusterEnv([CountingEnv] * 4, 2, sync_mode="always", weights="float32") as envs:
-        envs.publish(policy)  # of no consequence
+        envs.publish(policy)  # without consequence
         envs.load_state_dict(state)
         assert_same(envs.state_dict(), state)
         envs.reset(seed=2)
@@ -144,11 +143,11 @@ def test_workers_go_on_with_the_random_numbers_of_the_state_and_the_counters_cou
         assert envs.policy_version == 3 and envs.pulls.tolist() == [3, 3]
         assert envs.sync_bytes == after["sync_bytes"] == state["sync_bytes"] * 3 // 2
         assert envs.state_dict()["rollouts"] == after["rollouts"] == 3
-        # Restored once, not each time.
+        # The random numbers are restored once, not for each rollout.
         assert envs.rollout(policy, 5).actions.tolist() != expected.tolist()
 
 
-def test_a_state_is_for_any_number_of_workers():
+def test_a_state_fits_any_number_of_workers():
     policy = CategoricalPolicy(linear(1, 2))
     with ClusterEnv([CountingEnv] * 4, 3, sync_mode="always") as envs:
         envs.reset(seed=1)
@@ -162,7 +161,7 @@ def test_a_state_is_for_any_number_of_workers():
             assert envs.rollout(policy, 5).actions.tolist() == expected.tolist()
 
 
-def test_no_state_is_loaded_amid_a_rollout():
+def test_a_state_cannot_be_loaded_during_a_rollout():
     with ClusterEnv([CountingEnv] * 2, 2) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         envs.reset()
@@ -175,7 +174,7 @@ def test_no_state_is_loaded_amid_a_rollout():
 
 
 @pytest.mark.long
-def test_a_run_that_another_process_trains_is_refused_until_that_is_killed(tmp_path):
+def test_a_run_that_another_process_trains_is_refused_until_that_process_is_killed(tmp_path):
     flags = [*ppo.TINY, *LONG, "--run-name", "x", "--total-timesteps", "1920"]
     process, _ = scripts.start_and_await_training(ppo.SCRIPT, tmp_path, *flags)
     wait_until(lambda: saved_in(tmp_path / "runs" / "x"))
@@ -205,7 +204,7 @@ time.sleep(3600)
 """
 
 
-def test_a_lock_is_its_processes_alone_and_goes_with_it(tmp_path):
+def test_a_lock_belongs_to_one_process_and_ends_with_it(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)],
         env=environment(),
@@ -232,16 +231,14 @@ def test_where_files_cannot_be_locked_a_run_warns_and_goes_on(tmp_path, monkeypa
 
     monkeypatch.setattr(fcntl, "lockf", unsupported)
     lock(tmp_path)
-    warning = (
-        f"no other process may train {tmp_path}, but that cannot be ensured: No locks available"
-    )
+    warning = f"cannot keep other processes from training {tmp_path}: No locks available"
     assert [record.getMessage() for record in caplog.records] == [warning]
 
 
 # Whole runs.
 
 LONG = ["--checkpoint-interval", "0.1"]
-LASTING = ["--env-id", scripts.LASTING_ID]  # flags that name code are given again
+LASTING = ["--env-id", scripts.LASTING_ID]  # flags that name code must be given again
 RUNS = {
     "ppo_clusterenv.py": ([*ppo.TINY, *LONG], 64, ppo.SUMMARY),
     "dqn_clusterenv.py": ([*dqn.TINY, *LONG], 8, dqn.SUMMARY),
@@ -249,8 +246,8 @@ RUNS = {
 
 
 def steps(folder):
-    """The steps at which each scalar was logged, less the evaluation's: there is one at each end of
-    a run.
+    """Return the steps at which each scalar was logged, without the evaluation's, which every end of a
+    run logs.
     """
     events = EventAccumulator(str(folder))
     events.Reload()
@@ -259,7 +256,7 @@ def steps(folder):
 
 
 def check_the_whole_run(script, folder, total):
-    """It has every step once, counters that never decreased, and a complete summary."""
+    """Check that it has every step once, growing counters, and a complete summary. Return that."""
     series = steps(folder)
     for tag, logged in series.items():
         assert logged == sorted(set(logged)), f"{tag}: {logged}"
@@ -287,7 +284,7 @@ def resume(script, directory, folder, *flags):
 
 
 def has_begun(directory):
-    """Whether the only run has a checkpoint of some steps."""
+    """Return whether the only run has a checkpoint after some steps."""
     (folder,) = directory.glob("runs/*")
     saved = any(folder.glob("checkpoint-*.pt")) and load_checkpoint(folder)
     return saved and saved["global_step"] > 0
@@ -301,7 +298,7 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     process, workers = scripts.start_and_await_training(
         script, tmp_path, *flags, "--total-timesteps", str(total)
     )
-    # DQN learns from the first chunk of any worker; the other's may come late.
+    # DQN learns from the first chunk of any worker; the other worker's may come late.
     while not has_begun(tmp_path):
         assert process.poll() is None
         time.sleep(0.01)
@@ -313,7 +310,7 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     # With nothing left to do, the loaded state is saved again, and evaluated.
     resume(script, tmp_path, folder, *LASTING, "--total-timesteps", str(before["global_step"]))
     after = load_checkpoint(folder)
-    # The time in between does not count, nor that of the start: nothing before the workers' reset.
+    # Neither the time between the runs counts nor the start, which ends with the workers' reset.
     saved = max(path.stat().st_mtime for path in saved_in(folder))
     assert (
         0
@@ -329,7 +326,7 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
 
 @pytest.mark.long
 @pytest.mark.parametrize("shell", ["none", "bash", "nohup"])
-def test_a_terminal_that_is_lost_has_a_run_save_and_end_but_not_under_nohup(tmp_path, shell):
+def test_a_run_saves_and_ends_when_its_terminal_is_lost_except_under_nohup(tmp_path, shell):
     flags = [
         *ppo.TINY,
         "--run-name",
@@ -342,7 +339,7 @@ def test_a_terminal_that_is_lost_has_a_run_save_and_end_but_not_under_nohup(tmp_
     before = {"none": [], "bash": ["bash", "--norc", "-i"], "nohup": ["nohup"]}[shell]
     terminal, theirs = os.openpty()
 
-    def take():  # ssh gives a shell its terminal in this way
+    def take():  # as ssh gives a shell its terminal
         os.login_tty(theirs)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -371,7 +368,7 @@ def test_a_terminal_that_is_lost_has_a_run_save_and_end_but_not_under_nohup(tmp_
     assert process.wait() == {"none": 75, "bash": -signal.SIGHUP, "nohup": 0}[shell]
     step = load_checkpoint(folder)["global_step"]
     assert step == 1280 if shell == "nohup" else 0 < step < 1280
-    # The head has told them to end.
+    # The head has told the workers to end.
     assert [path.read_text() for path in (folder / "workers").iterdir()] == [
         "",
         "",
@@ -400,7 +397,7 @@ def test_kill_at_random_moments_and_resume_to_the_end(tmp_path, script):
         assert (process.communicate()[1], process.returncode) == ("", -signal.SIGKILL)
         (folder,) = tmp_path.glob("runs/*")
         saved = load_checkpoint(folder)
-        assert saved["global_step"] < total  # none of these came after the training
+        assert saved["global_step"] < total  # no kill came after the training
         envs = saved["parts"]["envs"]
         counters.append(
             [saved["global_step"], envs["policy_version"], envs["pulls"], envs["sync_bytes"]]
@@ -442,7 +439,7 @@ def test_without_its_replay_buffer_a_run_collects_first(tmp_path):
 
 
 @pytest.mark.long
-def test_weights_and_biases_get_all_there_is_and_go_on_with_the_same_run(tmp_path):
+def test_weights_and_biases_gets_all_data_and_continues_the_same_run(tmp_path):
     folder, _ = ppo.train(tmp_path, "--track", "--capture-video")
     assert list(tmp_path.glob("videos/*/*.mp4"))
     (offline,) = tmp_path.glob("wandb/offline-run-*")
@@ -462,7 +459,7 @@ def test_weights_and_biases_get_all_there_is_and_go_on_with_the_same_run(tmp_pat
 
 
 @pytest.mark.long
-def test_weights_and_biases_without_a_login_is_one_line(tmp_path):
+def test_weights_and_biases_without_a_login_is_a_one_line_error(tmp_path):
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir(), here.mkdir()
     result = scripts.run(

@@ -1,4 +1,4 @@
-"""Rollouts: the workers' data must equal the same actions taken in this process."""
+"""Rollouts: the workers' data must equal those of the same actions in this process."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ ARRAYS = [
 
 
 class Reference:
-    """The environments in this process. They take given actions."""
+    """The same environments in this process, which take given actions."""
 
     def __init__(self, env_fns, mode=AutoresetMode.SAME_STEP):
         self.envs, self.mode = SyncVectorEnv(env_fns, autoreset_mode=mode), AutoresetMode(mode)
@@ -51,7 +51,7 @@ class Reference:
         return self.observations
 
     def step(self, actions):
-        """Step in the given mode; count episodes by hand."""
+        """Step in the given mode, and count episodes by hand."""
         dead = self.ended & (self.mode == AutoresetMode.NEXT_STEP)
         self.observations, rewards, terminations, truncations, infos = self.envs.step(actions)
         self.returns += rewards
@@ -62,7 +62,7 @@ class Reference:
         return (self.observations, rewards, terminations, truncations, infos), ended
 
     def abandon(self, mask):
-        """Reset where ``mask`` is True, in the middle of an episode or not."""
+        """Reset the rows where ``mask`` is True, in the middle of an episode or not."""
         self.observations, _ = self.envs.reset(options={"reset_mask": mask.copy()})
         self.returns[mask] = self.lengths[mask] = self.ended[mask] = 0
 
@@ -89,7 +89,7 @@ class Reference:
             finals += [infos["final_obs"][i] for i in np.flatnonzero(terminations | truncations)]
             episodes += ended
         self.mode = self.envs.autoreset_mode = mode
-        # They have been reset: the next step must not do it again.
+        # The ended episodes have been reset, so the next step must not reset them again.
         if mode != AutoresetMode.SAME_STEP:
             self.envs._autoreset_envs[:] = self.ended[:] = False
         assert_same(rollout.next_observations, self.observations, "next_observations")
@@ -104,7 +104,7 @@ class Reference:
 
 
 def logprobs_by_hand(policy, space, rollout):
-    """The log-probabilities of the rollout's actions by torch's distributions."""
+    """Return the log-probabilities of the rollout's actions by torch's distributions."""
     observations = map_space(
         lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), space, rollout.observations
     )
@@ -179,7 +179,7 @@ def test_equals_a_replay_in_this_process(observation_space, action_space, make_p
 
 @pytest.fixture(scope="module")
 def twins():
-    """Two equal clusters, but in one the first worker is slow and in the other the last."""
+    """Return two equal clusters, except that one's first and the other's last worker is slow."""
     clusters = []
     for slow in (range(3), range(3, 5)):
         env_fns = [partial(RandomEnv, VECTOR, delay=0.01 if i in slow else 0) for i in range(5)]
@@ -190,9 +190,7 @@ def twins():
 
 
 def a_few_rollouts(envs, seed):
-    """Return the rollouts of a policy that changes as a learner's does, sometimes too little for a
-    pull.
-    """
+    """Return rollouts of a policy that changes as in training, sometimes too little for a pull."""
     envs.reset(seed=seed)
     policy, rollouts = CategoricalPolicy(linear()), []
     for change in (0, 0.01, 0.5, 0.01):
@@ -204,12 +202,12 @@ def a_few_rollouts(envs, seed):
 
 
 def fields(rollouts):
-    """All fields but the numbers of the versions, which go on from one run to the next."""
+    """Return all fields except the version numbers, which continue from one run to the next."""
     names = [name for name in Rollout.__dataclass_fields__ if name != "policy_versions"]
     return [{name: getattr(rollout, name) for name in names} for rollout in rollouts]
 
 
-def test_same_seed_same_rollouts_whoever_answers_first(twins):
+def test_the_same_seed_gives_the_same_rollouts_whichever_worker_answers_first(twins):
     first, second = (a_few_rollouts(envs, seed=1) for envs in twins)
     assert_same(first[-1].policy_versions, second[-1].policy_versions)
     assert_same(fields(first), fields(second))
@@ -280,7 +278,7 @@ def test_a_rollout_by_hand():
 
 
 @pytest.mark.parametrize("frame_stack", [None, 4])
-def test_large_arrays_are_the_messages_own_memory_and_the_users_alone(frame_stack):
+def test_large_arrays_use_the_messages_memory_and_belong_to_the_user(frame_stack):
     env_fns = [partial(RandomEnv, spaces.Box(-1, 1, (4, 50, 50)))] * 2
     policy = CategoricalPolicy(nn.Sequential(nn.Flatten(), linear(10000)))
     frames = {"frame_stack": frame_stack}
@@ -301,7 +299,7 @@ def test_large_arrays_are_the_messages_own_memory_and_the_users_alone(frame_stac
             nn.init.normal_(policy.actor[1][0].weight)
 
 
-def test_recorded_statistics_count_what_lies_below_them():
+def test_recorded_statistics_count_the_rewards_below_their_wrapper():
     def make_env(length):
         return gym.wrappers.TransformReward(
             RecordEpisodeStatistics(CountingEnv(length)), lambda reward: 10 * reward
@@ -365,8 +363,8 @@ class Rewarding(CountingEnv):
         return observation, self.reward, *rest
 
 
-@pytest.mark.parametrize("reward", [np.nan, -np.inf, 1e39])  # the last is no finite float32
-def test_a_reward_that_is_no_number_stops_the_run_and_names_the_worker(reward):
+@pytest.mark.parametrize("reward", [np.nan, -np.inf, 1e39])  # the last is not finite in float32
+def test_a_reward_that_is_not_finite_stops_the_run_and_names_the_worker(reward):
     with ClusterEnv([partial(Rewarding, 1.0), partial(Rewarding, reward)], 2) as envs:
         envs.reset()
         with pytest.raises(ValueError, match="rewards are not all finite") as caught:
@@ -375,7 +373,7 @@ def test_a_reward_that_is_no_number_stops_the_run_and_names_the_worker(reward):
 
 
 class Unknowing(CountingEnv):
-    """Observes ``number`` after step ``at``; 0 is the reset."""
+    """Observes ``number`` after step ``at``, where 0 is the reset."""
 
     def __init__(self, at, number):
         super().__init__()
@@ -393,7 +391,7 @@ class Unknowing(CountingEnv):
 
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_an_observation_that_is_no_number_is_not_blamed_on_the_policy(at, number):
+def test_an_observation_that_is_not_finite_is_not_blamed_on_the_policy(at, number):
     with ClusterEnv([partial(Unknowing, each, number) for each in (9, 9, 9, at)], 2) as envs:
         envs.reset()
         text = f"its observation before step {at} of the rollout holds NaN"
@@ -449,13 +447,13 @@ def test_discrete_policies_draw_from_their_distribution(policy):
     assert errors.abs().max() < 4  # standard deviations
 
 
-def test_environments_get_what_to_env_makes_of_an_action():
+def test_environments_get_actions_as_to_env_converts_them():
     space, seen = spaces.Box(-0.5, 0.25, (2,)), spaces.Box(-np.inf, np.inf, (2,))
     policy = GaussianPolicy(nn.Linear(2, 2), nn.Parameter(torch.zeros(1, 2)), space)
     with ClusterEnv([partial(EchoEnv, seen, space)], 1, weights="float32") as envs:
         envs.reset()
         rollout = envs.rollout(policy, 20)
-        # Of the Gaussian itself.
+        # The recorded actions are the Gaussian's own.
         assert (rollout.actions > 0.25).any() and (rollout.actions < -0.5).any()
         after = np.concatenate([rollout.observations[1:], rollout.next_observations[None]])
         assert_same(after, rollout.actions.clip(-0.5, 0.25))

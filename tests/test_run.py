@@ -25,7 +25,7 @@ class Args(ScriptArgs):
 
 
 def train(args, eval_returns=(), **more):
-    """Train for two iterations; return the summary, which must be JSON."""
+    """Train for two iterations. Return the summary, which must be JSON."""
     run = Run(args)
     run.begin()
     policy = CategoricalPolicy(linear(1, 2))
@@ -42,11 +42,11 @@ def train(args, eval_returns=(), **more):
         return json.load(file, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
 
 
-def test_a_run_without_an_iteration_is_one_line(tmp_path, monkeypatch):
+def test_a_run_without_an_iteration_is_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Run(Args())
     run.begin()
-    with pytest.raises(SystemExit, match="--total-timesteps must be at least 20, those of one"):
+    with pytest.raises(SystemExit, match="--total-timesteps must be at least 20, one iteration's"):
         next(run.iterations(16 // 20, 20))
 
 
@@ -55,14 +55,14 @@ def test_a_checkpoint_of_the_evaluation_has_the_seconds_of_training(tmp_path, mo
     clock = itertools.count(0.0)
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     with monkeypatch.context() as patch:
-        # As an interrupt in the evaluation would.
+        # Save as an interrupt in the evaluation would.
         finish = Run.finish
         patch.setattr(Run, "finish", lambda run, *args: (run.save(), finish(run, *args)))
         summary = train(Args())
     assert load_checkpoint("runs/x")["seconds"] == summary["wall_seconds"]
 
 
-def test_a_clock_that_stands_still_ends_no_run(tmp_path, monkeypatch):
+def test_a_clock_that_stands_still_does_not_end_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.monotonic", lambda: 5.0)
     summary = train(Args())
@@ -71,7 +71,7 @@ def test_a_clock_that_stands_still_ends_no_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
-def test_what_is_not_finite_is_null_in_the_summary(tmp_path, monkeypatch):
+def test_values_that_are_not_finite_are_null_in_the_summary(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = {"list": [1.0, -math.inf], "deeper": {"a": (math.nan, 2.0)}, "numpy": np.float64("inf")}
     summary = train(Args(kl_threshold=math.inf), eval_returns=[1.0, math.inf], found=found)

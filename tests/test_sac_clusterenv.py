@@ -1,4 +1,4 @@
-"""Whole runs of SAC: two of one seed, and one that is killed and goes on with other workers."""
+"""Whole runs of SAC: two with one seed, and one that is killed and resumed with other workers."""
 
 import random
 import signal
@@ -36,7 +36,7 @@ def test_deterministic_runs_of_one_seed_are_the_same_to_the_last_bit(tmp_path):
 
 
 def gradient_steps_of(folder):
-    """Return the gradient steps of the newest checkpoint; 0 if there is none."""
+    """Return the gradient steps of the newest checkpoint, or 0 if there is none."""
     saved = any(folder.glob("checkpoint-*.pt")) and load_checkpoint(folder)
     return saved["parts"]["count"]["gradient_steps"] if saved else 0
 
@@ -62,6 +62,6 @@ def test_kill_at_random_moments_and_resume_with_other_workers(tmp_path):
         assert before < gradient_steps_of(folder) == (step - 20) // 2 < (total - 20) // 2
         flags = [*ENV_ID, "--resume", "runs/x", "--num-workers", workers]
     _, summary = scripts.train(SCRIPT, tmp_path, *flags)
-    # A chunk of one of two workers has ten steps, and the last one need not be whole.
+    # A chunk of one of two workers has ten steps, and the last chunk need not be whole.
     assert total - 10 < summary["global_step"] <= total
     assert summary["gradient_steps"] == (summary["global_step"] - 20) // 2

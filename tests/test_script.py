@@ -1,6 +1,4 @@
-"""The scripts' common parts: a run keeps the given objects, environments of a backend are the
-script's, and the flags.
-"""
+"""The scripts' common parts: objects that a run keeps, environments of another backend, and flags."""
 
 import importlib
 import os
@@ -35,7 +33,7 @@ SCRIPT = "ppo_clusterenv.py"
 
 
 def edited(directory, *edits):
-    """Write a copy of the PPO script as a user would have edited it; return its path."""
+    """Write a copy of the PPO script with a user's edits. Return its path."""
     text = (ROOT / SCRIPT).read_text()
     for old, new in edits:
         assert text.count(old) == 1, old
@@ -47,7 +45,7 @@ def edited(directory, *edits):
 
 
 def after(line, *lines):
-    """An edit that adds lines after one, with its indentation."""
+    """Return an edit that adds lines after a line, with its indentation."""
     indent = " " * (len(line) - len(line.lstrip()))
     return line, "\n".join([line, *(indent + new for new in lines)])
 
@@ -68,7 +66,7 @@ EDITS = [
 
 
 @pytest.mark.long
-def test_a_module_a_counter_and_a_metric_are_a_line_each_and_resumed(tmp_path):
+def test_a_module_a_counter_and_a_metric_take_one_line_each_and_are_resumed(tmp_path):
     script, epochs = edited(tmp_path / "scripts", *EDITS), ppo_clusterenv.Args.update_epochs
     flags = [*TINY, "--total-timesteps", "3840", "--checkpoint-interval", "0.1"]
     process, workers = scripts.start_and_await_training(script, tmp_path, *flags)
@@ -89,7 +87,7 @@ def test_a_module_a_counter_and_a_metric_are_a_line_each_and_resumed(tmp_path):
 
 @pytest.fixture
 def new_run(tmp_path, monkeypatch):
-    """A function that begins a run, or goes on with it if its checkpoint has these parts."""
+    """Return a function that begins a run, or resumes one whose checkpoint has given parts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["script.py"])
     before = {number: signal.getsignal(number) for number in (*TOLD, signal.SIGINT)}
@@ -113,7 +111,7 @@ def new_run(tmp_path, monkeypatch):
         signal.signal(number, handler)
 
 
-def test_what_is_kept_is_as_the_checkpoint_has_it(new_run):
+def test_kept_objects_get_their_state_from_the_checkpoint(new_run):
     curve = new_run().logs.curve.state_dict()
     parts = {"curve": curve, "count": {"a": 3}, "net": {"weight": torch.ones(1, 1)}}
     run = new_run(parts)
@@ -124,12 +122,12 @@ def test_what_is_kept_is_as_the_checkpoint_has_it(new_run):
         run.keep("net", Counters())
 
 
-def test_a_checkpoint_without_a_part_of_the_script_is_one_line(new_run):
+def test_a_checkpoint_without_a_part_of_the_script_is_a_one_line_error(new_run):
     run = new_run({"curve": new_run().logs.curve.state_dict()})
     with pytest.raises(SystemExit) as exit:
         run.keep("extra", Counters())
     assert (
-        exit.value.code == "error: runs/x is of another version of this script: it has no 'extra'"
+        exit.value.code == "error: runs/x is from another version of this script: it has no 'extra'"
     )
 
 
@@ -154,7 +152,7 @@ MAKE = "gym.make(env_id, **kwargs)"
         (lambda: gym.make("CartPole-v1").env, "(max_episode_steps=None, no TimeLimit)"),
     ],
 )
-def test_what_a_backend_would_leave_out_is_refused_by_name(make, names):
+def test_wrappers_and_arguments_that_a_backend_would_leave_out_are_refused_by_name(make, names):
     args = ppo_clusterenv.Args(env_id="CartPole-v1", env_backend="vector")
     made = environments.by_backend(args, [], lambda *_: make)
     with pytest.raises(SystemExit) as exit, environments.one_line_for_environments(args):
@@ -181,7 +179,7 @@ def test_counting_episodes_is_not_refused_and_neither_is_an_id_that_only_the_bac
         (lambda env: env.ale, "(AttributeError on CartPole-v1)"),
     ],
 )
-def test_what_make_env_does_to_an_id_that_only_the_backend_has_is_seen_on_another(wrap, says):
+def test_make_env_is_checked_with_another_id_if_only_the_backend_has_this_one(wrap, says):
     def make_env(env_id, *_):
         return lambda: wrap(gym.make(env_id))
 
@@ -212,13 +210,13 @@ def test_what_make_env_does_to_an_id_that_only_the_backend_has_is_seen_on_anothe
             ["--exp_name=.x"],
             "--exp-name must be of letters, digits and -_.+=, not begin with a dot, got '.x'",
         ),
-        (["--resume", "../x"], "--resume must be runs/NAME, of the working directory, got ../x"),
+        (["--resume", "../x"], "--resume must be runs/NAME in the working directory, got ../x"),
     ],
 )
-def test_a_job_for_what_is_no_run_says_so_before_it_makes_or_removes_anything(
+def test_a_job_with_an_invalid_run_name_says_so_before_it_makes_or_removes_anything(
     tmp_path, flags, says
 ):
-    # They are removed in the run that a job trains.
+    # A job removes old keys in the run that it trains.
     keys = tmp_path / "x" / "workers" / "clusterenv-old"
     keys.mkdir(parents=True)
     here = tmp_path / "here"
@@ -237,11 +235,11 @@ def test_a_job_for_what_is_no_run_says_so_before_it_makes_or_removes_anything(
     assert os.listdir(here) == ["slurm"] and keys.exists()
 
 
-def test_the_page_of_flags_is_the_one_that_the_code_gives():
+def test_the_page_of_flags_equals_the_one_made_from_the_code():
     assert (ROOT / "docs" / "flags.md").read_text() == flags.page()
 
 
-def test_a_reader_of_the_help_may_stop():
+def test_help_ends_silently_when_its_reader_stops():
     command = f"set -o pipefail; {sys.executable} {ROOT / SCRIPT} --help | true"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
@@ -265,8 +263,8 @@ def test_help_shows_the_flags_in_groups_with_their_texts(monkeypatch, capsys, na
 
 
 def test_the_core_needs_nothing_of_the_scripts_and_the_extras():
-    """All modules of the core can be imported without these, and without the packages that only
-    they need.
+    """All modules of the core can be imported without the scripts and the extras, and without the
+    packages that only they need.
     """
     package = Path(ROOT, "clusterenv_runtime")
     paths = [path.relative_to(ROOT).with_suffix("") for path in package.rglob("*.py")]
@@ -315,19 +313,19 @@ def test_arguments_of_environments_are_read_from_one_string(text, kwargs):
         (
             "gravity",
             "env_kwargs must be name=value pairs, as in 'gravity=-5 enable_wind=true': "
-            "gravity is no name=value",
+            "gravity is not name=value",
         ),
-        ("a=1 a=2", "a=2 is no name=value, or the second of this name"),
+        ("a=1 a=2", "a=2 is not name=value, or repeats a name"),
         ("a='", "No closing quotation"),
-        ("2a=1", "2a=1 is no name=value"),
-        ("a=['S']", "['S'] is no JSON: Expecting value: line 1 column 2 (char 1)"),
+        ("2a=1", "2a=1 is not name=value"),
+        ("a=['S']", "['S'] is not JSON: Expecting value: line 1 column 2 (char 1)"),
         ("a=[1]b=2", "b=2 follows a list or an object"),
         ("unheard=1", "--env-kwargs unheard=1: TypeError: "),
         ("gravity=5", "--env-kwargs gravity=5: AssertionError: gravity"),
         ("id=LunarLander-v2", "--env-kwargs id=LunarLander-v2: TypeError: "),
     ],
 )
-def test_arguments_that_cannot_be_are_one_line(tmp_path, monkeypatch, text, says):
+def test_invalid_arguments_of_environments_are_a_one_line_error(tmp_path, monkeypatch, text, says):
     flags = ["--env-id", "LunarLander-v3", "--env-kwargs", text]
     scripts.check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path, flags, says)
 
@@ -359,14 +357,14 @@ def test_a_minibatch_of_one_is_refused_in_one_line(tmp_path, monkeypatch, script
         (2, None, 1, 2), (None, None, 2, 2), (None, None, 4, 3),
     ],
 )  # fmt: skip
-def test_threads_are_the_flags_or_the_variables_or_the_scripts(
+def test_the_number_of_threads_comes_from_the_flag_the_variable_or_the_script(
     monkeypatch, flag, variable, threads, has
 ):
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    torch.set_num_threads(3)  # as torch has set them by the variable, or by itself
+    torch.set_num_threads(3)  # as torch sets the number by the variable, or by itself
     try:
         args = ppo_clusterenv.Args(torch_threads=flag)
         seeded_device(args, threads=threads)
@@ -387,14 +385,14 @@ def test_a_run_is_named_by_environment_experiment_seed_and_time(tmp_path):
     assert re.fullmatch(r"mine-Mine-Cart-v0__ppo_clusterenv__1__\d{8}-\d{6}-\d{3}", name)
 
 
-def test_an_environment_beside_the_user_is_found_and_a_run_says_what_it_is(tmp_path):
-    """A start says what a run is, and a resumed one what is another than before."""
+def test_an_environment_in_the_working_directory_is_found_and_a_run_describes_itself(tmp_path):
+    """A run describes itself at its start, and at a resume it says what has changed."""
     (tmp_path / "my_env.py").write_text(
         "import gymnasium as gym\n"
         "from gymnasium.envs.classic_control import CartPoleEnv\n"
         "gym.register('Mine-v0', CartPoleEnv, max_episode_steps=50)\n"
     )
-    path = {"PYTHONPATH": str(ROOT)}  # and nothing of the current directory
+    path = {"PYTHONPATH": str(ROOT)}  # without the current directory
     flags = [*TINY, "--env-id", "my_env:Mine-v0", "--run-name", "x"]
     result = scripts.run("ppo_clusterenv.py", tmp_path, *flags, **path)
     is_run = (
@@ -413,17 +411,17 @@ def test_an_environment_beside_the_user_is_found_and_a_run_says_what_it_is(tmp_p
         ("ALE/Nonesuch-v5", "Atari's games need ale-py, and scripts/ppo_atari_clusterenv.py"),
         ("nonesuch:Mine-v0", "No module named 'nonesuch'"),
         ("nonesuch:Mine-v0", "put it beside the script or into the current directory"),
-        ("json:Mine-v0", "The module json registers none of this name"),
+        ("json:Mine-v0", "The module json registers no environment of this name"),
         ("Mine-v0", "name the module that registers it, too: --env-id my_env:Mine-v0"),
         ("./my_env.py:Mine-v0", "a module, as in an import: my_env for the file my_env.py"),
     ],
 )
-def test_what_a_script_cannot_train_on_says_what_can(tmp_path, monkeypatch, env_id, says):
+def test_an_environment_that_a_script_cannot_train_on_is_an_error_with_advice(tmp_path, monkeypatch, env_id, says):
     flags = [*TINY, "--env-id", env_id]
     scripts.check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path, flags, says)
 
 
-def test_what_takes_long_before_the_first_report_and_in_the_evaluation_is_told(monkeypatch, capsys):
+def test_long_waits_before_the_first_report_and_in_the_evaluation_are_shown(monkeypatch, capsys):
     monkeypatch.setattr("clusterenv_runtime.head.pool.SAY_S", 0.05)
     monkeypatch.setattr("clusterenv_runtime.script.progress.FIRST_WORD_S", 0.2)
     shown = Progress()
@@ -441,7 +439,7 @@ def test_what_takes_long_before_the_first_report_and_in_the_evaluation_is_told(m
                 envs.step([0, 0])
             told = capsys.readouterr().out.splitlines()
             assert [line for line in told if "waiting for 1 of 2 workers" in line] == told
-            # After 0.2 and 0.4 of 0.8 s.
+            # After 0.2 s and 0.4 s of 0.8 s.
             assert 1 <= len(told) <= 3 if is_told else not told
     assert told[0].startswith("evaluating (0 s so far): ")
 

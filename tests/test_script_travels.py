@@ -1,4 +1,4 @@
-"""What an environment of the script refers to, on its worker."""
+"""Objects to which a script's environments refer, on their workers."""
 
 import functools
 import subprocess
@@ -13,7 +13,7 @@ from clusterenv_runtime import ClusterEnv
 from .envs import CountingEnv
 from .scripts import ROOT
 
-# Each environment pickles the function once more, as `multiprocessing` does.
+# Each environment pickles the function again, as `multiprocessing` does.
 SCRIPT = """
 import functools, pickle
 from clusterenv_runtime import ClusterEnv
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 """
 
 
-def test_functions_of_the_script_that_remember_results_travel(tmp_path):
+def test_cached_functions_of_a_script_travel(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, tmp_path / "script.py"]
     run = subprocess.run(
@@ -72,7 +72,7 @@ if __name__ == "__main__":
 """
 
 
-def test_what_a_script_defines_travels_from_a_process_that_it_has_spawned(tmp_path):
+def test_classes_of_a_script_travel_from_a_process_that_it_has_spawned(tmp_path):
     (tmp_path / "script.py").write_text(SPAWNED)
     command = [sys.executable, tmp_path / "script.py"]
     run = subprocess.run(
@@ -86,22 +86,22 @@ def test_locks_are_new_ones_that_the_environments_of_a_worker_share(make):
     lock = make()
 
     class Locked(CountingEnv):
-        @functools.cached_property  # has a lock itself, until Python 3.12
+        @functools.cached_property  # has a lock itself before Python 3.12
         def takes_it(self):
             return lock.acquire(blocking=False)
 
     with lock, ClusterEnv([Locked] * 3, 2) as envs:
-        is_taken_once = make is threading.Lock  # the others let their thread in again
+        is_taken_once = make is threading.Lock  # the other locks are reentrant
         assert envs.get_attr("takes_it") == (True, not is_taken_once, True)
 
 
-def test_what_cannot_be_copied_to_a_worker_is_said():
+def test_an_object_that_cannot_be_copied_to_a_worker_is_a_clear_error():
     generator = (number for number in ())
 
     class Generating(CountingEnv):
         def close(self):
             generator.close()
 
-    text = "refers to what cannot be copied to its worker: TypeError: cannot pickle 'generator'"
+    text = "an object that cannot be copied to its worker: TypeError: cannot pickle 'generator'"
     with pytest.raises(TypeError, match=text):
         ClusterEnv([Generating] * 2)

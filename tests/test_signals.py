@@ -67,7 +67,7 @@ def test_a_signal_interrupts_then_all_is_saved_and_a_schedulers_next_is_ignored(
         assert envs.interruptions == 1 and not saves
         raise Interrupted
     assert exit.value.code == code and saves == [1]
-    assert capsys.readouterr().err == "interrupted; to go on: --resume runs/x\n"
+    assert capsys.readouterr().err == "interrupted; to resume: --resume runs/x\n"
     left = [signal.getsignal(each) for each in NUMBERS]
     assert left == [*[signal.SIG_IGN] * len(TOLD), signal.default_int_handler]
 
@@ -80,7 +80,7 @@ def test_an_error_of_an_environment_is_raised_when_all_is_saved(signals, capsys)
         signals.saving(Envs(), lambda: saves.append(1), "--resume runs/x"),
     ):
         raise error
-    assert saves == [1] and capsys.readouterr().err == "saved; to go on: --resume runs/x\n"
+    assert saves == [1] and capsys.readouterr().err == "saved; to resume: --resume runs/x\n"
 
     def cannot_save():
         raise CheckpointError("the weights are not finite")

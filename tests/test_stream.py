@@ -310,10 +310,10 @@ def test_an_interrupted_run_goes_on_with_each_step_once(tmp_path):
     [
         (
             "--stream --num-envs 64 --num-workers 5",
-            "--num-envs 64 must be a multiple of --num-workers 5: all chunks are as large",
+            "--num-envs 64 must be a multiple of --num-workers 5: all chunks have the same size",
         ),
         ("--stream --outstanding 0", "outstanding is 0: Expected `int` >= 1"),
-        ("--vtrace --no-decoupled", "--vtrace needs --decoupled, which has the ratios"),
+        ("--vtrace --no-decoupled", "--vtrace needs --decoupled, which gives the ratios"),
     ],
 )
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -409,7 +409,7 @@ def test_misuse():
         ):
             envs.recv()
         envs.reset()
-        with pytest.raises(ValueError, match="there is no policy to act on: `publish` it first"):
+        with pytest.raises(ValueError, match="there is no policy to act on: `publish` one first"):
             envs.send(5)
         envs.publish(policy)
         with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
@@ -524,7 +524,7 @@ def test_an_environment_that_raises_while_others_keep_streaming():
                 envs.send(4, worker)
         for worker in (0, 1):
             with pytest.raises(
-                ResetNeeded, match="before all environments are `reset`, as one has raised"
+                ResetNeeded, match="before all environments are `reset`, because one has raised"
             ):
                 envs.recv(worker)
         envs.reset()

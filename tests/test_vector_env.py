@@ -354,13 +354,13 @@ def test_timeouts_leave_a_usable_env(tmp_path):
         envs.reset()
         envs.step_async([0, 0])
         text = r"The call to `step_wait` has timed out after 0\.01 second\(s\)\. "
-        text += r"No answer from worker 0 \(.*, worker 1 \("
+        text += r"No response from worker 0 \(.*, worker 1 \("
         with pytest.raises(multiprocessing.TimeoutError, match=text):
             envs.step_wait(timeout=0.01)
         with pytest.raises(NoAsyncCallError):
             envs.step_wait()
         # The late answer to that step may be of an end that nobody has seen.
-        with pytest.raises(ResetNeeded, match="as one has raised, or a step was given up"):
+        with pytest.raises(ResetNeeded, match="because one has raised, or a step was given up"):
             envs.step_async([0, 0])
         envs.reset_async()
         with pytest.raises(multiprocessing.TimeoutError):
@@ -668,7 +668,7 @@ def only_in(pid):
     [
         (
             threading.local(),
-            "an environment refers to what cannot be copied to its worker: "
+            "an environment refers to an object that cannot be copied to its worker: "
             "TypeError: cannot pickle '_thread._local' object",
         ),
         (

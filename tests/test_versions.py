@@ -53,7 +53,7 @@ def test_what_is_no_policy_or_cannot_travel_is_refused_and_changes_nothing():
         (None, "NoneType"),
     ):
         with pytest.raises(
-            TypeError, match=f"a Policy is wanted, such as .*, got {name}; see docs/policies.md"
+            TypeError, match=f"expected a Policy, such as .*, got {name}; see docs/policies.md"
         ):
             store.publish(wrong)
     with pytest.raises(ValueError, match="the policy has no parameters"):
@@ -183,7 +183,7 @@ def test_it_is_said_once_that_a_policy_has_become_another_many_times(caplog):
     publish(MANY_CHANGES, changes=True)
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "the policy has become another 10 times, by its .extra, and workers got all"
+        "the policy's structure changed 10 times, by its .extra, and workers got all"
     )
 
 
@@ -202,7 +202,7 @@ def test_without_a_divergence_there_is_none_to_measure_and_nothing_to_say(caplog
     assert not caplog.records
     _, store = made()
     with pytest.raises(
-        ValueError, match="the policy has no KL divergence: .*; define its kl, or do without by"
+        ValueError, match="the policy has no KL divergence: .*; define its kl, or set sync_mode"
     ):
         store.publish(policy)
 
@@ -282,7 +282,7 @@ def test_a_worker_that_does_not_hold_what_it_was_sent_gets_all_and_is_counted(ca
         store.publish(policy)
         store.pull(copy, copy.held if held == 1 else held)
         assert store.mismatches == mismatches
-    said = "worker 0 does not hold the weights it was sent, and gets all; %d so far did not"
+    said = "worker 0 does not hold the weights it was sent, and gets all weights (%d times so far)"
     assert caplog.messages == [said % 1, said % 2]
     assert torch.is_tensor(copy.weights)
 

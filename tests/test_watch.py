@@ -100,8 +100,8 @@ def test_a_run_that_ends_before_its_end_is_told(run, tmp_path, number):
     if number == signal.SIGTERM:
         assert "runs/x was interrupted, at step" in says and result.returncode == 0
     else:
-        gone = f"process {run.pid} on {socket.gethostname()} is gone, without a word, at step"
-        assert f"runs/x is going on no more: {gone}" in says and result.returncode == 1
+        gone = f"process {run.pid} on {socket.gethostname()} is gone, without a message, at step"
+        assert f"runs/x has stopped: {gone}" in says and result.returncode == 1
         assert status_of(tmp_path)["state"] == "gone"
 
 
@@ -199,7 +199,7 @@ def test_what_is_in_the_file_is_shown_as_text_and_not_obeyed(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("words", "text", "says"),
     [
-        (["runs/y"], None, "there is no run runs/y; there: x$"),
+        (["runs/y"], None, "there is no run runs/y; existing runs: x$"),
         (["runs/x"], None, f"runs/x has no {FILE}, and no script of ours trains it"),
         (["runs/x"], "", f"runs/x/{FILE} cannot be read: Input data was truncated"),
         (["runs/x", "--json"], '{"state": 1}', f"runs/x/{FILE} cannot be read: Expected `str`"),

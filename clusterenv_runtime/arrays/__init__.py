@@ -1,1 +1,1 @@
-"""Trees of arrays, such as batches of Gymnasium's spaces, and stacks of frames."""
+"""Trees of arrays, for example batches of Gymnasium's spaces, and stacks of frames."""

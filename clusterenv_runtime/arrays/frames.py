@@ -1,6 +1,4 @@
-"""Stacks of frames in which each frame is kept once: on the wire, in a rollout, and in a learner's
-memory.
-"""
+"""Stacks of frames that keep each frame once: on the wire, in a rollout, in a learner's memory."""
 
 from __future__ import annotations
 
@@ -10,20 +8,19 @@ from typing import Any
 
 import numpy as np
 
-LARGE = 2**16  # bytes; a received array that is as large remains where it is
+LARGE = 2**16  # bytes; a received array of at least this size stays where it is
 
 
 class Frames:
-    """Stacks ``(..., stack, *frame)``, such as of the last four frames of a game, as an array that
-    gathers them.
+    """An array of stacks ``(..., stack, *frame)`` that gathers stacks when it is indexed.
 
-    ``frames[i]`` is an array or, after `to`, a tensor of the stacks there, and
-    ``np.asarray(frames)`` one of all. As neighboring stacks share frames, all of it needs a
-    fraction of the memory.
+    A stack is, for example, the last four frames of a game. ``frames[i]`` is an array or, after
+    `to`, a tensor of the stacks there, and ``np.asarray(frames)`` is an array of all stacks.
+    Because neighboring stacks share frames, this takes a fraction of that array's memory.
 
     Args:
-        frames: ``(num_frames, *frame)``, each once.
-        index: ``(..., stack)`` integers, of which frames each stack consists.
+        frames: ``(num_frames, *frame)``, each frame once.
+        index: ``(..., stack)`` integers, the indices of each stack's frames.
     """
 
     def __init__(self, frames: Any, index: Any) -> None:
@@ -41,25 +38,29 @@ class Frames:
         return len(self.index)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the stacks at a place, or several places, of the leading axes.
+        """Return the stacks at one or several places of the leading axes.
 
         Raises:
             IndexError: ``key`` has an Ellipsis before its end, and so counts from the last axis.
         """
         if isinstance(key, tuple) and any(each is ... for each in key[:-1]):
             raise IndexError(
-                "stacks are indexed from their first axis on, np.asarray of them from any"
+                "stacks are indexed from their first axis on; "
+                "np.asarray(frames) can be indexed from any axis"
             )
         index = self.index[key]
         if isinstance(self.frames, np.ndarray):
             return self.frames[index]
-        # Of rows, several times as fast as an index in brackets.
+        # For rows, this is several times as fast as an index in brackets.
         return self.frames.index_select(0, index.reshape(-1)).view(
             *index.shape, *self.frames.shape[1:]
         )
 
     def only(self, key: Any) -> Frames:
-        """Return the stacks at several places of arrays, with a copy of their frames alone."""
+        """Return the stacks at several places, with copies of only their frames.
+
+        The frames must be in arrays, not tensors.
+        """
         index, is_used = self.index[key], np.zeros(len(self.frames), bool)
         is_used[index] = True
         return Frames(self.frames[is_used], np.cumsum(is_used)[index] - 1)
@@ -68,10 +69,10 @@ class Frames:
         return np.asarray(self[...], dtype)
 
     def reshape(self, *shape: Any) -> Frames:
-        """Return the same with other leading axes; ``shape`` is as NumPy takes it.
+        """Return the same stacks with other leading axes; ``shape`` is as in NumPy.
 
         Raises:
-            ValueError: the last ones are not those of a stack.
+            ValueError: the last axes of ``shape`` are not those of a stack.
         """
         shape = shape[0] if isinstance(shape[0], tuple) else shape
         stack = self.shape[self.index.ndim - 1 :]
@@ -80,9 +81,9 @@ class Frames:
         return Frames(self.frames, self.index.reshape(shape[: len(shape) - len(stack) + 1]))
 
     def to(self, device: Any) -> Frames:
-        """Return the same of tensors on a torch device: a stack is gathered there.
+        """Return the same stacks with tensors on a torch device, where stacks are then gathered.
 
-        To a GPU they are copied from pinned memory, while the program goes on.
+        Tensors are copied to a GPU from pinned memory, while the program goes on.
         """
         import torch
 
@@ -99,16 +100,16 @@ class Frames:
 def fold(
     stacks: np.ndarray, finals: np.ndarray, ended: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Take stacks apart, whatever is in them; return the frames, and the indices of the stacks and
-    of the final ones.
+    """Take stacks apart. Return the frames, the indices of the stacks, and those of the final ones.
 
-    A stack that goes on with the one before adds its last frame, one that repeats a frame only
-    that, and any other all.
+    The stacks may hold any values. A stack that continues the one before adds its last frame, a
+    stack that repeats one frame adds that frame, and any other stack adds all of its frames.
 
     Args:
-        stacks: ``(num_steps + 1, num_envs, stack, *frame)``, of one step after the other.
-        finals: ``(ends, stack, *frame)``, what the steps that ended an episode led to.
-        ended: ``(num_steps, num_envs)`` bool, which these are: ordered as its nonzero().
+        stacks: ``(num_steps + 1, num_envs, stack, *frame)``, one step after another.
+        finals: ``(ends, stack, *frame)``, the stacks after the steps that ended an episode, in the
+            order of the nonzero() of ``ended``.
+        ended: ``(num_steps, num_envs)`` bool, which steps ended an episode.
     """
     index = np.empty(stacks.shape[:3], np.int32)
     final_index = np.empty(finals.shape[:2], np.int32)
@@ -116,8 +117,10 @@ def fold(
     number = 0
 
     def add(stack: np.ndarray, before: bytes, index_before: np.ndarray, places: np.ndarray) -> None:
-        """Write a stack's index to its places; ``before`` is what of the one before it may be in
-        this one.
+        """Write the indices of a stack's frames to ``places``.
+
+        ``before`` holds the bytes of the frames that the stack shares with the one before, if it
+        continues that one.
         """
         nonlocal number
         if stack[:-1].tobytes() == before:  # several times as fast as comparing arrays
@@ -142,11 +145,12 @@ def fold(
 
 
 def join(arrays: Sequence[Any], axis: int = 0, copy: bool = False) -> Any:
-    """Return arrays, or `Frames` in both of their arrays, along an axis as one, writable.
+    """Join arrays along an axis, or both arrays of `Frames`. The result is writable.
 
-    A single array is copied, unless without ``copy`` it is large. Then it remains a view, such as
-    of a received message, whose memory is nobody else's. A small view would keep all of that. Where
-    a frame of a message begins, not every dtype may.
+    A single array is copied, unless it is large and ``copy`` is False. A large array stays a view,
+    for example of a received message, whose memory nobody else uses. A small view would keep the
+    whole message in memory. An array that is not writable or not aligned is always copied: a
+    message's frame may begin at an address that does not suit every dtype.
     """
     first = arrays[0]
     if isinstance(first, Frames):

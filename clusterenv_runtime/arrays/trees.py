@@ -1,5 +1,6 @@
-"""Trees: values that are one leaf, or dicts and tuples of such values. A batch of a Gymnasium space
-is one, of arrays or of tuples of what cannot be batched.
+"""Trees: values that are one leaf, or dicts and tuples of trees.
+
+A batch of a Gymnasium space is a tree of arrays, or of tuples of elements that cannot be batched.
 """
 
 from __future__ import annotations
@@ -17,16 +18,15 @@ FLOAT32_MAX = np.finfo(np.float32).max
 
 
 def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
-    """Return a tree of what ``function`` makes of the leaves that these trees have in the same
-    place.
+    """Apply ``function`` to the leaves that these trees have in the same place. Return the results.
 
     Raises:
-        ValueError: they are not of the same structure.
+        ValueError: the trees differ in structure.
     """
     first = trees[0]
     if isinstance(first, dict):
         if any(not isinstance(tree, dict) or tree.keys() != first.keys() for tree in trees):
-            raise ValueError("one tree has not the keys of another")
+            raise ValueError("one tree does not have the keys of another")
         return {key: map_tree(function, *(tree[key] for tree in trees)) for key in first}
     if isinstance(first, tuple):
         if not all(isinstance(tree, tuple) for tree in trees):
@@ -45,8 +45,9 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def not_finite(tree: Any, axes: int) -> np.ndarray:
-    """Return whether a number in a tree of arrays is no finite float32, for each place of the first
-    ``axes`` axes.
+    """Return a mask of the places that hold a number that is not a finite float32.
+
+    ``tree`` is a tree of arrays. The mask has the first ``axes`` axes of these arrays.
     """
     first, *_ = leaves(tree)
     found = np.zeros(first.shape[:axes], bool)
@@ -57,14 +58,15 @@ def not_finite(tree: Any, axes: int) -> np.ndarray:
 
 
 def filled(tree: Any, values: list[Any]) -> Any:
-    """Return a tree like another, with these values for its leaves, in order."""
+    """Return a tree like ``tree``, with these values as its leaves, in order."""
     rest = iter(values)
     return map_tree(lambda _: next(rest), tree)
 
 
 def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:
-    """Apply ``function`` to the leaves of batches of ``space``: arrays, or tuples of what cannot be
-    batched.
+    """Apply ``function`` to the leaves of batches of ``space``. Return a tree of the results.
+
+    The leaves are arrays, or tuples of elements that cannot be batched.
     """
     if isinstance(space, spaces.Dict):
         return {
@@ -78,8 +80,9 @@ def map_space(function: Callable[..., Any], space: Space, *trees: Any) -> Any:
 
 
 def merge_rows(space: Space, mask: np.ndarray, there: Any, elsewhere: Any) -> Any:
-    """Return a batch of ``space`` with the rows of ``there`` where ``mask`` is True, and of
-    ``elsewhere`` where not.
+    """Return a batch of ``space`` with the rows of ``there`` where ``mask`` is True.
+
+    The other rows are those of ``elsewhere``.
     """
 
     def merge(left: Any, right: Any) -> Any:
@@ -91,28 +94,30 @@ def merge_rows(space: Space, mask: np.ndarray, there: Any, elsewhere: Any) -> An
 
 
 def is_batched(space: Space) -> bool:
-    """Return whether batches of ``space`` are (nested) arrays."""
+    """Return whether batches of ``space`` consist of arrays only."""
     found: list[Any] = []
     map_space(found.append, space, create_empty_array(space, 1))
     return all(isinstance(leaf, np.ndarray) for leaf in found)
 
 
 def one_of(space: Space) -> Any:
-    """Return a batch of one of ``space``, always the same: of zeros if none can be drawn, and else
-    of anything.
+    """Return a batch of one element of ``space``, always the same one.
+
+    The element is a sample, or zeros if none can be drawn.
     """
     batch = create_empty_array(space, 1)
-    # NumPy draws no numbers from bounds as wide as float64's.
+    # NumPy cannot draw numbers between bounds as far apart as float64's.
     with contextlib.suppress(Exception):
-        own = copy.deepcopy(space)  # whose random numbers are nobody else's
+        own = copy.deepcopy(space)  # a copy, so that the space's own generator stays as it is
         own.seed(0)
         batch = concatenate(space, [own.sample()], batch)
     return batch
 
 
 def are_actions(space: Space, actions: Any, axes: int) -> bool:
-    """Say whether a batch of actions with so many leading axes is of a space; those of a Box may
-    lie beyond its bounds.
+    """Return whether a batch of actions with ``axes`` leading axes is of a space.
+
+    Actions of a Box may lie beyond its bounds.
     """
     if isinstance(space, spaces.Dict):
         return isinstance(actions, dict) and all(
@@ -138,7 +143,7 @@ def are_actions(space: Space, actions: Any, axes: int) -> bool:
 
 
 def check_actions(space: Space, actions: Any) -> None:
-    """Raise ValueError if some of a batch of actions are not of a space, see `are_actions`."""
+    """Raise ValueError if a batch of actions is not of a space; see `are_actions`."""
     if not are_actions(space, actions, 1):
         given = map_tree(lambda leaf: f"{leaf.dtype} {leaf.shape[1:]}, such as {leaf[0]}", actions)
         raise ValueError(f"the policy's actions are not of {space}, but {given}")

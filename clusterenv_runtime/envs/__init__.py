@@ -1,1 +1,1 @@
-"""What a ClusterEnv consists of, and how workers build it."""
+"""The environments of a ClusterEnv, and how workers build them."""

@@ -1,5 +1,6 @@
-"""The environments of a `ClusterEnv`: how many there are, who builds them, and their layout, on
-which the head and its workers agree.
+"""The environments of a `ClusterEnv`: their number, the functions that make them, and their layout.
+
+The head and its workers agree on the layout.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from .script import dumps_noting, packed_registry, register_script
 
 
 class SpacesError(RuntimeError, ValueError):
-    """An environment has other spaces than another.
+    """The spaces of one environment differ from those of another.
 
-    `SyncVectorEnv` raises now the one, now the other error of Python.
+    `SyncVectorEnv` raises RuntimeError in some of these cases and ValueError in others.
     """
 
 
 @dataclass(frozen=True)
 class EnvLayout:
-    """The spaces and the modes of a `ClusterEnv`'s environments; `ClusterEnv` explains each."""
+    """The spaces and modes of a `ClusterEnv`'s environments. `ClusterEnv` explains them."""
 
     single_observation_space: Space
     single_action_space: Space
@@ -42,10 +43,10 @@ class EnvLayout:
 
     @classmethod
     def of(cls, observation_space: Space, action_space: Space, **modes: Any) -> Self:
-        """Return the layout of environments of which one has these spaces.
+        """Return the layout of environments, given the spaces of one of them.
 
         Raises:
-            ValueError: there is a ``frame_stack``, and no observation is such a stack.
+            ValueError: ``frame_stack`` is given, but no observation is a stack of that many arrays.
         """
         if isinstance(modes["observation_mode"], tuple):
             _, observation_space = modes["observation_mode"]
@@ -70,10 +71,10 @@ class EnvLayout:
         return map_space(is_stack, space, create_empty_array(space, 1))
 
     def spaces_of(self, envs: Sequence[gym.Env]) -> list[Space]:
-        """Return the observation space of each environment if these may differ, else none.
+        """Return each environment's observation space if these may differ, otherwise an empty list.
 
         Raises:
-            SpacesError: one has other spaces.
+            SpacesError: the spaces of an environment do not fit this layout.
         """
         for env in envs:
             self.check(env.observation_space, env.action_space)
@@ -81,9 +82,9 @@ class EnvLayout:
         return [env.observation_space for env in envs] if differ else []
 
     def check(self, observation_space: Space, action_space: Space) -> None:
-        """Raise SpacesError if these spaces of another environment are others.
+        """Raise SpacesError if another environment's spaces do not fit this layout.
 
-        Only with the observation mode "same" must the bounds of its observations be equal, too.
+        The bounds of observations must be equal, too, but only with the observation mode "same".
         """
         ours = self.single_observation_space
         is_alike = observation_space == ours
@@ -92,7 +93,7 @@ class EnvLayout:
         if not is_alike:
             raise SpacesError(
                 f"an environment's observation space is {observation_space}, another's is {ours}: "
-                f"observation_mode {self.observation_mode!r} does not allow for that"
+                f"observation_mode {self.observation_mode!r} does not allow that"
             )
         if action_space != self.single_action_space:
             raise SpacesError(
@@ -101,38 +102,39 @@ class EnvLayout:
             )
 
 
-LayoutOf = Callable[[Space, Space], EnvLayout]  # of an observation space and an action space
+LayoutOf = Callable[[Space, Space], EnvLayout]  # from an observation space and an action space
 
 
 class Vectorized(Protocol):
-    """Makes environments that step together, in which a policy acts."""
+    """An object that makes environments that step together, in which a policy acts."""
 
     def build(self, layout_of: LayoutOf, num_envs: int) -> Any:
-        """Make a worker's environments. Their layout follows from their spaces.
+        """Make a worker's environments, whose layout follows from their spaces.
 
-        The object has `num_envs`, `layout`, `metadata`, `render_mode`, `spaces`, `infos`,
+        The returned object has `num_envs`, `layout`, `metadata`, `render_mode`, `spaces`, `infos`,
         `reset(seeds, options)`, `collect(actor, num_steps)`, `set_attr(name, values)` and
         `close()`, which mean the same as in `worker.one_by_one.EnvsOneByOne`.
         """
 
 
 EnvFns = Sequence[Callable[[], gym.Env]] | Vectorized
-# What a worker tells of its environments once they are built: the spaces of an observation and of
-# an action, the metadata, the render mode, and if they may differ, each one's observation space.
+# What a worker tells the head about its environments once they are built: one observation space and
+# one action space, the metadata, the render mode, and each environment's observation space if these
+# may differ.
 Told = tuple[Space, Space, dict[str, Any], str | None, list[Space]]
 
 
 class Blueprint:
-    """The environments that ``env_fns`` make: one by one, or each worker's rows together.
+    """The environments that ``env_fns`` make: one by one, or all of a worker's rows together.
 
-    Only workers make them. What the head must know of them, the first worker that has built its own
-    tells it. The arguments are those of `ClusterEnv`.
+    Only workers make environments. The first worker that has built its own tells the head what it
+    must know about them. The arguments are those of `ClusterEnv`.
 
     Attributes:
-        layout: the environments' spaces and modes; None until a worker has told.
+        layout: the environments' spaces and modes; None until a worker has told the head.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or does not go with another.
+        TypeError, ValueError: an argument is invalid, or does not fit another one.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class Blueprint:
         frame_stack: int | None = None,
         first_row: int = 0,
     ) -> None:
-        self.first_row = first_row  # among the environments of all learners
+        self.first_row = first_row  # this learner's first row among all learners' rows
         self.steps_together = hasattr(env_fns, "build")
         if callable(env_fns) and not self.steps_together:
             raise TypeError(
@@ -194,11 +196,11 @@ class Blueprint:
         return len(self.env_fns)
 
     def learn(self, told: Any, rows: slice) -> None:
-        """Take over what the worker of these rows tells, see `Told`.
+        """Take over what a worker tells about its rows; see `Told`.
 
         Raises:
-            msgspec.ValidationError: it is nothing of that kind.
-            SpacesError: its spaces are not those of another worker.
+            msgspec.ValidationError: ``told`` does not have the form of `Told`.
+            SpacesError: the worker's spaces differ from those of another worker.
         """
         space, action_space, metadata, render_mode, spaces = msgspec.convert(told, Told)
         if self.layout is None:
@@ -207,17 +209,17 @@ class Blueprint:
             self._render_mode = render_mode
         else:
             self.layout.check(space, action_space)
-        if self.observation_mode == "different":  # else each worker tells none
+        if self.observation_mode == "different":  # otherwise workers send none
             self._spaces[rows] = spaces
 
     @functools.cached_property
     def action_space(self) -> Space:
-        """The space of all environments' actions."""
+        """The action space of all environments together."""
         return batch_space(self.layout.single_action_space, self.num_envs)
 
     @property
     def observation_space(self) -> Space:
-        """The space of all environments' observations."""
+        """The observation space of all environments together."""
         if isinstance(self.observation_mode, tuple):
             return self.observation_mode[0]
         if self.observation_mode == "different":
@@ -225,16 +227,17 @@ class Blueprint:
         return batch_space(self.layout.single_observation_space, self.num_envs)
 
     def move_to(self, envs: VectorEnv) -> None:
-        """Set the attributes that a `VectorEnv` of these environments has.
+        """Set the attributes of the `VectorEnv` that has these environments.
 
-        The functions that make them, of which all workers' setups are made, are forgotten here.
-        They may refer to the `VectorEnv`, which would never be garbage while its head knows them.
+        This object then forgets the functions that make environments, because all workers' setups
+        are made by now. The functions may refer to the `VectorEnv`, which could never be garbage
+        collected while its head held them.
         """
         layout = self.layout
         envs.num_envs, envs.env_fns = self.num_envs, self.env_fns
         envs.metadata, envs.render_mode = self._metadata, self._render_mode
         envs.single_observation_space = layout.single_observation_space
-        if self.observation_mode == "different":  # the layout is of whichever worker told first
+        if self.observation_mode == "different":  # the layout is from the first worker to report
             envs.single_observation_space = self._spaces[0]
         envs.observation_space = self.observation_space
         envs.single_action_space = layout.single_action_space
@@ -246,15 +249,16 @@ class Blueprint:
         self._large = LargeArrays()
 
     def shares(self, num_workers: int) -> list[slice]:
-        """Return each worker's rows: contiguous, and of two workers one has one more at most."""
+        """Return each worker's rows: contiguous shares whose sizes differ by at most one."""
         shares = np.array_split(range(self.num_envs), num_workers)
         return [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
 
     def setup(self, rows: slice) -> tuple[bytes, list[LargeArray]]:
-        """Return a cloudpickle of what a worker builds, and of what it then has of the script.
+        """Return a cloudpickle of what a worker builds and needs from the script, and large arrays.
 
-        They are the arguments of `worker.worker.build_environments`, and then the classes and
-        functions of the script that came along, by name. The large arrays in it are apart.
+        The pickle holds the first arguments of `worker.worker.build_environments`, and then the
+        script's classes and functions that these refer to, by name. The large arrays are not in
+        it, but are returned separately.
         """
         env_fns = self.env_fns if self.steps_together else self.env_fns[rows]
         of_script = self._of_script
@@ -268,7 +272,7 @@ def _check_observation_mode(mode: Any) -> None:
         if not all(isinstance(space, Space) for space in mode):
             raise TypeError(f"Expected both elements of observation_mode to be spaces, got {mode}")
     elif mode not in ("same", "different"):
-        wanted = "'same', 'different', or the spaces of all and of one"
+        wanted = "'same', 'different', or a tuple of the batched and the single space"
         raise ValueError(f"Invalid `observation_mode`: {wanted} are possible, got {mode!r}")
 
 

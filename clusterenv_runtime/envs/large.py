@@ -1,4 +1,4 @@
-"""Large arrays of environments: the head holds each once, for all workers."""
+"""Large arrays of environments, each of which the head holds once for all workers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-LARGE = 2**20  # bytes of an array that is held once for all workers
-ALIGNED = 64  # an array begins at a multiple of so many bytes
+LARGE = 2**20  # bytes; an array of at least this size is held once for all workers
+ALIGNED = 64  # bytes; each array begins at a multiple of this
 
 
 class _File:
-    """A file in memory, or a temporary one where the system has no such files.
+    """A file in memory, or a temporary file if the system has no files in memory.
 
-    It is open as long as this object lives.
+    The file is open as long as this object lives.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class _File:
         self._size = 0
 
     def add(self, data: np.ndarray) -> LargeArray:
-        """Append a copy of these bytes."""
+        """Append a copy of these bytes. Return the place of the copy."""
         start = -(-self._size // ALIGNED) * ALIGNED
         self._size = start + data.nbytes
         os.ftruncate(self.number, self._size)
@@ -42,7 +42,7 @@ class _File:
 
 
 class LargeArray(NamedTuple):
-    """The copy of a large array: where it is in which file."""
+    """The place of a large array's copy: its file, and its start and end in bytes."""
 
     file: _File
     start: int
@@ -50,10 +50,10 @@ class LargeArray(NamedTuple):
 
 
 class LargeArrays:
-    """Copies of large arrays, one for all pickles that have the same array."""
+    """Copies of large arrays, one for all pickles that hold the same array."""
 
     def __init__(self) -> None:
-        # By address and size, with the array itself: no other one can get its address.
+        # By address and size. The array is kept, too, so that no other array can get its address.
         self._copies: dict[tuple[int, int], tuple[LargeArray, np.ndarray]] = {}
         self._file: _File | None = None
 
@@ -80,13 +80,13 @@ def contents(arrays: Sequence[LargeArray]) -> list[memoryview]:
 
 
 def places(arrays: Sequence[LargeArray]) -> bytes:
-    """Return where other processes of this machine find these arrays; see `open_shared`."""
+    """Return where other processes on this machine find these arrays; see `open_shared`."""
     path = f"/proc/{os.getpid()}/fd/{arrays[0].file.number}"
     return pickle.dumps((path, [each[1:] for each in arrays]))
 
 
 def open_shared(places: Any) -> list[memoryview]:
-    """Return the bytes of large arrays. What is written to them remains in this process."""
+    """Return the bytes of large arrays. Writes to them stay in this process."""
     path, slices = pickle.loads(places)
     with open(path, "rb") as file:
         return _slices(file.fileno(), slices)

@@ -1,8 +1,8 @@
-"""What a worker's process has of the head's, as it was when the `ClusterEnv` was made.
+"""What a worker's process takes over from the head's, as it was when the `ClusterEnv` was made.
 
 These are the facts that `multiprocessing` hands to a process that it spawns, and those that a
 process inherits from the one that forks it. The launcher hands over the environment variables and
-the interpreter's flags, as they act when a process starts.
+the interpreter's flags, because these take effect when a process starts.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("
 
 @dataclass
 class System:
-    """What the system has of a process, besides its directory."""
+    """What the system keeps for a process: its niceness, cores and limits."""
 
     niceness: int
     cores: set[int] | None
-    limits: dict[int, tuple[int, int]]  # by number: the soft and the hard one
+    limits: dict[int, tuple[int, int]]  # soft and hard limit, by resource number
 
     @classmethod
     def of_this_process(cls) -> System:
@@ -47,7 +47,7 @@ class System:
         return cls(os.getpriority(os.PRIO_PROCESS, 0), cores, limits)
 
     def take(self) -> None:
-        """Give this process the same."""
+        """Give this process the same niceness, cores and limits."""
         _try("niceness", os.setpriority, os.PRIO_PROCESS, 0, self.niceness)
         if self.cores is not None:
             _try("cores", os.sched_setaffinity, 0, self.cores)
@@ -58,7 +58,7 @@ class System:
 
 @dataclass
 class Likeness:
-    """The facts about the head's process, see `of_this_process`."""
+    """The facts about the head's process that its workers take over."""
 
     preparation: dict[str, Any]  # for `multiprocessing.spawn.prepare`
     before_library: int | None  # how many entries of `sys.path` go before a remote worker's own
@@ -66,14 +66,14 @@ class Likeness:
     umask: int
     recursion_limit: int
     locale: str
-    variables: dict[str, str | None]  # those that only the start needs, as they are at the head
+    variables: dict[str, str | None]  # the head's values of variables that only the start needs
     main: tuple[str | None, str | None]  # the script's name as a module, and its file
     warning_filters: list[tuple[str, bytes, tuple[Any, ...]]]
-    system: System | None  # None if a prefix or another machine decides that
+    system: System | None  # None if a prefix or another machine sets these
 
     @classmethod
     def of_this_process(cls, launcher: Launcher) -> Likeness:
-        """Note the facts about this process, for workers of this launcher."""
+        """Return the facts about this process, for workers of this launcher."""
         path = import_path()
         process = multiprocessing.current_process()
         preparation = {
@@ -107,9 +107,9 @@ class Likeness:
         )
 
     def take(self) -> None:
-        """Make this process like the head's.
+        """Make this process like the head's, except for the warning filters.
 
-        It can be done before the environments' modules are imported.
+        This can be done before the environments' modules are imported.
         """
         if self.before_library is not None:
             path = self.preparation["sys_path"]
@@ -132,17 +132,17 @@ class Likeness:
         self._be_main()
 
     def _be_main(self) -> None:
-        """Have a module like the script, without what is in it."""
+        """Make ``__main__`` a module like the script, but an empty one."""
         name, file = self.main
         main = types.ModuleType("__main__")
         if name is not None:
             main.__spec__ = ModuleSpec(name, None, origin=file)
         if file is not None and os.path.exists(file):
             main.__file__ = file
-        sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # as `multiprocessing` has it
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # as in `multiprocessing`
 
     def filter_warnings(self) -> None:
-        """Have the head's filters, but for warnings of modules that are not imported here."""
+        """Set the head's warning filters, except for categories of modules not imported here."""
         warnings.resetwarnings()
         for module, category, (action, message, where, line) in self.warning_filters:
             if module in sys.modules:
@@ -157,8 +157,8 @@ def _packed(
 
 
 def _try(what: str, change: Callable[..., Any], *arguments: Any) -> None:
-    """Change something of this process. If it cannot be done here, say so."""
+    """Change something in this process. Log a warning if that is impossible here."""
     try:
         change(*arguments)
     except (OSError, ValueError, RecursionError, locale.Error) as error:
-        logger.warning("the head's %s cannot be had here: %s", what, error)
+        logger.warning("the head's %s cannot be set here: %s", what, error)

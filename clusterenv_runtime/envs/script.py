@@ -1,5 +1,6 @@
-"""How environments travel, with what they have of the script: its classes and functions, and what
-it has registered with Gymnasium.
+"""How environments travel with what they need from the script.
+
+They need its classes and functions, and the environments that it has registered with Gymnasium.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from gymnasium.envs.registration import EnvSpec
 from ..errors import one_line
 
 Cached = type(functools.lru_cache(len))
-IMPORT = importlib._bootstrap._find_and_load.__code__.co_filename  # of Python's own code
+IMPORT = importlib._bootstrap._find_and_load.__code__.co_filename  # of Python's import code
 LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
 def register_script() -> None:
-    """Have what the script defines travel with its code, also in a process that `multiprocessing`
-    has spawned, where the script is a module of another name.
+    """Make the script's definitions travel with their code, even if this process was spawned.
+
+    In a process that `multiprocessing` has spawned, the script is a module of another name.
     """
     main = sys.modules["__main__"]
     if main.__name__ == "__mp_main__":
@@ -44,17 +46,17 @@ def dumps_noting(
 ) -> bytes:
     """Return a cloudpickle of ``value``.
 
-    Add to ``of_script``, by name, each class and function of the script that is in it. A worker
-    that pickles one again looks for it in ``__main__``.
+    Add each of the script's classes and functions in ``value`` to ``of_script``, by name. A worker
+    that pickles one of them again looks for it in ``__main__``.
 
     Raises:
-        TypeError: something in it cannot be pickled.
+        TypeError: something in ``value`` cannot be pickled.
     """
     with io.BytesIO() as file:
         try:
             _Pickler(file, of_script, buffer_callback).dump(value)
         except Exception as error:  # an object's own code may raise anything
-            text = "an environment refers to what cannot be copied to its worker"
+            text = "an environment refers to an object that cannot be copied to its worker"
             raise TypeError(f"{text}: {one_line(error)}") from error
         return file.getvalue()
 
@@ -92,14 +94,15 @@ def _can_be_imported(value: Any) -> bool:
 
 
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    """Return a function that remembers results, with none so far."""
+    """Return a function that caches its results, with an empty cache."""
     return functools.lru_cache(**parameters)(function)
 
 
 def packed_registry(of_script: dict[str, Any]) -> dict[str, bytes | str]:
-    """Return by id a cloudpickle of each environment that is registered here.
+    """Return a cloudpickle of each environment that is registered here, by its ID.
 
-    A string in its place says why there is none. ``of_script`` is as in `dumps_noting`.
+    If an environment cannot be pickled, a string in its place says why. ``of_script`` is as in
+    `dumps_noting`.
     """
     return {env_id: _packed(spec, of_script) for env_id, spec in gym.registry.items()}
 
@@ -114,7 +117,8 @@ def _packed(spec: EnvSpec, of_script: dict[str, Any]) -> bytes | str:
 def load_registry(packed: dict[str, bytes | str]) -> None:
     """Register these environments.
 
-    An environment that cannot be registered here says why when it is made: most are never made.
+    If an environment cannot be registered here, making it raises an error that says why. Most
+    environments are never made.
     """
     heads = {env_id: _unpacked(env_id, data) for env_id, data in packed.items()}
     registry = Registry(gym.registry, heads)
@@ -133,10 +137,11 @@ def _unpacked(env_id: str, data: bytes | str) -> EnvSpec:
 
 
 class Registry(dict[str, EnvSpec]):
-    """What is registered here, and what is registered at the head.
+    """The environments that are registered here or at the head.
 
-    The head's entries hold, whatever modules register that are imported here later. An environment
-    that registers one itself replaces it, as it would at the head.
+    The head's entries take precedence over entries that modules register here when they are
+    imported later. An environment that registers an entry itself replaces the head's, as it would
+    at the head.
     """
 
     def __init__(self, here: dict[str, EnvSpec], heads: dict[str, EnvSpec]) -> None:
@@ -144,7 +149,7 @@ class Registry(dict[str, EnvSpec]):
         self._heads = frozenset(heads)
 
     def __contains__(self, env_id: object) -> bool:
-        # Gymnasium warns of an environment that is here and registered a second time.
+        # Gymnasium warns if an environment that is in the registry is registered again.
         return super().__contains__(env_id) and not self._is_held(env_id)
 
     def __setitem__(self, env_id: str, spec: EnvSpec) -> None:

@@ -1,5 +1,5 @@
-"""Extensions, which the core never imports: schedulers, adapters, environments in batches, and the
-ready-made policies.
+"""Extensions that the core never imports: launchers for schedulers, adapters, environments that
+step together, and the ready-made policies.
 """
 
 from ..launchers import register

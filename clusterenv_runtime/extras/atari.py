@@ -1,4 +1,4 @@
-"""Wrappers for Atari's games, as CleanRL's: an episode is a life, and begins with a shot."""
+"""Wrappers for Atari games, like CleanRL's: an episode is one life, and begins with a shot."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import gymnasium as gym
 
-with suppress(ModuleNotFoundError):  # then Gymnasium says what is missing
+with suppress(ModuleNotFoundError):  # Gymnasium then says what is missing
     import ale_py
 
     gym.register_envs(ale_py)
-# The arguments with which EnvPool does what the scripts' make_env does, and the wrappers of
-# make_env whose work it then does.
+# The arguments with which EnvPool does what the scripts' make_env does, and the wrappers in
+# make_env whose work EnvPool then does.
 ENVPOOL = {"episodic_life": True, "reward_clip": True}
 OF_ENVPOOL = (
     "AtariPreprocessing", "EpisodicLife", "FireReset", "TransformReward", "FrameStackObservation",
@@ -20,9 +20,9 @@ OF_ENVPOOL = (
 
 
 class EpisodicLife(gym.Wrapper):
-    """Ends an episode with each life; the next episode goes on with the game.
+    """Ends an episode with each life. The next episode continues the game.
 
-    A reset begins a new game if the game is over, or if it gets a seed.
+    A reset begins a new game if the game is over, or if the reset gets a seed.
     """
 
     is_over, lives = True, 0
@@ -49,7 +49,7 @@ class EpisodicLife(gym.Wrapper):
 
 
 class FireReset(gym.Wrapper):
-    """Fires after each reset, without which some games do not begin."""
+    """Fires after each reset, because some games do not begin otherwise."""
 
     def reset(self, **kwargs: Any) -> Any:
         self.env.reset(**kwargs)

@@ -1,4 +1,4 @@
-"""Makers of environments that step together: EnvPool, and vector versions of environments."""
+"""Backends of environments that step together: EnvPool, and vector versions of environments."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..arrays.trees import map_space
 
 
 class EnvPoolVectorEnv(VectorEnv):
-    """EnvPool's environments in Gymnasium's API. Each has its own seed; autoreset is disabled.
+    """EnvPool's environments in Gymnasium's API. Each has its own seed, and autoreset is disabled.
 
-    EnvPool fixes the seeds when it makes the environments. So the first `reset` makes them, and so
-    does each `reset` with seeds; a seed of None stands for a random one. The only option is
-    ``reset_mask``, of environments whose episodes have ended. Atari's infos have the statistics of
-    whole games, see `_count`.
+    EnvPool fixes the seeds when it makes the environments. Therefore the first `reset` makes them,
+    and so does each `reset` with seeds. A seed of None stands for a random seed. The only option is
+    ``reset_mask``, which selects environments whose episodes have ended. The infos of Atari games
+    hold the statistics of whole games, see `_count`.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}
@@ -31,11 +31,11 @@ class EnvPoolVectorEnv(VectorEnv):
 
         if env_id not in envpool.list_all_envs():
             raise gym.error.NameNotFound(
-                f"EnvPool has no {env_id}; envpool.list_all_envs() tells what it has"
+                f"EnvPool has no {env_id}; envpool.list_all_envs() lists what it has"
             )
         self.num_envs = num_envs
         self._pool: Any = None  # EnvPool's object, which the first reset makes
-        # One thread is the default, as each core has a worker.
+        # One thread is the default, because each core has a worker.
         kwargs = {"num_threads": 1, **kwargs, "num_envs": num_envs}
         self._make = partial(envpool.make_gymnasium, env_id, **kwargs)
         with warnings.catch_warnings():  # bounds lose precision as float32
@@ -65,8 +65,8 @@ class EnvPoolVectorEnv(VectorEnv):
             self._lengths = np.zeros(self.num_envs, np.int64)
         else:
             space, rows = self.single_observation_space, np.flatnonzero(mask).astype(np.int32)
-            # The step after an episode's last one resets, whatever the action. EnvPool's `reset`
-            # would begin a new game of Atari where only a life was lost.
+            # The step after an episode's last step resets the environment, whatever the action.
+            # EnvPool's `reset` would begin a new Atari game where only a life was lost.
             some, _, _, _, infos = self._pool.step(
                 create_empty_array(self.single_action_space, len(rows)), rows
             )
@@ -86,9 +86,9 @@ class EnvPoolVectorEnv(VectorEnv):
         return self._observations, rewards, terminations, truncations, infos
 
     def _count(self, infos: dict[str, Any], truncations: np.ndarray) -> None:
-        """Add the returns and lengths of games that are over to the infos, as Gymnasium does.
+        """Add the returns and lengths of finished games to the infos, as Gymnasium does.
 
-        The rewards are those before clipping. An episode may be one of several lives in a game.
+        The returns are of rewards before clipping. A game may span several episodes, one per life.
         """
         self._returns += infos["reward"]
         self._lengths += 1
@@ -105,16 +105,18 @@ class EnvPoolVectorEnv(VectorEnv):
 
 
 def make_vec(backend: str, env_id: str, num_envs: int, **kwargs: Any) -> VectorEnv:
-    """Make environments that step together: by their own vector version, or by "envpool".
+    """Make environments that step together, with the backend "vector" or "envpool".
 
-    ``kwargs`` go to their constructor. With the backend "vector" a version must be registered as
-    Gymnasium's `vector_entry_point`. Atari's games (ALE) have one in C++, which gets one thread by
-    default, as EnvPool does, and resets in an episode's last step. Gymnasium's own one, of
-    CartPole, knows only next-step autoreset: `Together` refuses it.
+    ``kwargs`` go to the constructor of the environments. With "vector", the environment must have
+    a vector version, registered as Gymnasium's `vector_entry_point`. Atari games (ALE) have one in
+    C++, which gets one thread by default, as EnvPool does, and resets in an episode's last step.
+    Gymnasium's own vector version, of CartPole, supports only next-step autoreset, so `Together`
+    refuses it.
 
     Raises:
-        gymnasium.error.Error: there is no such environment, or no such version of it.
+        gymnasium.error.Error: there is no such environment, or it has no vector version.
         ModuleNotFoundError: EnvPool is not installed.
+        ValueError: there is no such backend.
     """
     if backend == "vector":
         if "ale_py" in str(getattr(gym.registry.get(env_id), "vector_entry_point", None)):
@@ -128,5 +130,5 @@ def make_vec(backend: str, env_id: str, num_envs: int, **kwargs: Any) -> VectorE
         if error.name != "envpool":
             raise
         raise ModuleNotFoundError(
-            "there is no EnvPool here: pip install envpool", name="envpool"
+            "EnvPool is not installed: pip install envpool", name="envpool"
         ) from None

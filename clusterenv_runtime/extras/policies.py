@@ -1,6 +1,4 @@
-"""The policies that come with the runtime. Their networks get all observations as float32, as
-CleanRL's do.
-"""
+"""The ready-made policies. Their networks get all observations as float32, like CleanRL's."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from ..policy.base import Policy
 
 
 def _gaussian(params: Tensor) -> Distribution:
-    """Return the distribution whose means and logarithms of deviations are ``(..., 2 n)``."""
+    """Return the Gaussian of ``params`` ``(..., 2 n)``: means, then log standard deviations."""
     mean, logstd = params.chunk(2, -1)
     return Independent(Normal(mean, logstd.exp()), 1)
 
 
 class CategoricalPolicy(Policy):
-    """Discrete actions: ``actor`` maps observations to logits ``(batch, n)``."""
+    """A policy for discrete actions: ``actor`` maps observations to logits ``(batch, n)``."""
 
     float_observations = True
 
@@ -37,7 +35,7 @@ class CategoricalPolicy(Policy):
         return -torch.empty(num_steps, *params.shape).exponential_(generator=generator).log()
 
     def act(self, params: Tensor, noise: Tensor) -> Tensor:
-        # Gumbel-max: a sample of softmax(logits) without computing it
+        # Gumbel-max: a sample from softmax(logits), without computing the softmax
         return (params + noise).argmax(-1)
 
     def distribution(self, params: Tensor) -> Distribution:
@@ -45,13 +43,14 @@ class CategoricalPolicy(Policy):
 
 
 class GaussianPolicy(Policy):
-    """Continuous actions: ``actor_mean`` maps observations to means ``(batch, n)``,
-    ``actor_logstd`` is a parameter.
+    """A policy for continuous actions, which draws them from a Gaussian.
 
-    The environments get actions clipped to the bounds of ``space``, if there is one.
+    ``actor_mean`` maps observations to means ``(batch, n)``. ``actor_logstd`` is a parameter, the
+    log standard deviations. With a ``space``, environments get actions clipped to its bounds.
 
     Raises:
-        TypeError: ``actor_logstd`` is no parameter: what is computed from one would stay as it is.
+        TypeError: ``actor_logstd`` is not a parameter. A tensor computed from one would not change
+            with it.
     """
 
     float_observations = True
@@ -66,7 +65,7 @@ class GaussianPolicy(Policy):
             )
         self.actor_mean = actor_mean
         self.actor_logstd = actor_logstd
-        # no buffers: these travel once
+        # not a buffer, so that the bounds travel only once
         self._bounds = None if space is None else (space.low, space.high)
 
     def forward(self, observations: Any) -> Tensor:
@@ -91,21 +90,22 @@ class GaussianPolicy(Policy):
 
 
 class SquashedGaussianPolicy(Policy):
-    """Continuous actions within bounds: ``actor`` maps observations to means and logarithms of
-    deviations, ``(batch, n)`` each. An action is the hyperbolic tangent of what is drawn, scaled to
-    the bounds of ``space``.
+    """A policy for continuous actions within bounds, which squashes draws from a Gaussian.
 
-    `Rollout.actions` are what is drawn. `to_env` makes the environments' actions of them. As that
-    is invertible, the divergence of what is drawn is that of the actions (Kullback and Leibler, "On
-    Information and Sufficiency", 1951, section 4). Log-probabilities and divergences are those of
-    the Gaussian, whatever ``uniform`` is.
+    ``actor`` maps observations to means and log standard deviations, ``(batch, n)`` each. An action
+    is the hyperbolic tangent of a draw, scaled to the bounds of ``space``.
+
+    `Rollout.actions` holds the draws, and `to_env` turns them into the environments' actions.
+    Because this mapping is invertible, the divergence of the draws equals the divergence of the
+    actions (Kullback and Leibler, "On Information and Sufficiency", 1951, section 4).
+    Log-probabilities and divergences are those of the Gaussian, whatever ``uniform`` is.
 
     Attributes:
-        uniform: the share of steps whose actions are drawn evenly between the bounds, as before
-            there is anything to learn from. It is one of the policy's `numbers`.
+        uniform: the share of steps whose actions are drawn uniformly between the bounds, for
+            example before there is anything to learn from. It is one of the policy's `numbers`.
 
     Raises:
-        ValueError: the space is not bounded.
+        ValueError: ``space`` is not bounded.
     """
 
     numbers, float_observations = ("uniform",), True
@@ -113,10 +113,10 @@ class SquashedGaussianPolicy(Policy):
     def __init__(self, actor: nn.Module, space: Box, uniform: float = 0.0) -> None:
         super().__init__()
         if not space.is_bounded():
-            raise ValueError(f"actions are scaled to bounds, which {space} has not")
+            raise ValueError(f"actions are scaled to bounds, but {space} is not bounded")
         self.actor = actor
         self.uniform = uniform
-        # no buffers: these travel once
+        # not buffers, so that the bounds travel only once
         self._bounds = torch.from_numpy(space.low), torch.from_numpy(space.high)
         low, high = (bound.float() for bound in self._bounds)
         self.scale = (high - low) / 2
@@ -134,12 +134,12 @@ class SquashedGaussianPolicy(Policy):
     def act(self, params: Tensor, noise: Any) -> Tensor:
         drawn, even, chosen = noise
         mean, logstd = params.chunk(2, -1)
-        # The nearest numbers to -1 and 1 would become infinite.
+        # Without the clamp, the numbers nearest to -1 and 1 would become infinite.
         evenly = torch.atanh((2 * even - 1).clamp(-1 + 1e-6, 1 - 1e-6))
         return torch.where(chosen < self.uniform, evenly, mean + logstd.exp() * drawn)
 
     def to_env(self, actions: Tensor) -> Tensor:
-        # Rounding may leave the bounds by the last bit.
+        # Rounding may exceed the bounds by the last bit.
         return (actions.tanh() * self.scale + self.bias).clamp(*self._bounds)
 
     def distribution(self, params: Tensor) -> Distribution:
@@ -147,8 +147,9 @@ class SquashedGaussianPolicy(Policy):
 
 
 class EpsilonGreedyPolicy(Policy):
-    """Discrete actions, greedy except in a share ``epsilon`` of steps: ``q_network`` gives values
-    ``(batch, n)``.
+    """A policy for discrete actions that is greedy except in a share ``epsilon`` of steps.
+
+    ``q_network`` maps observations to values ``(batch, n)``.
     """
 
     numbers, float_observations = ("epsilon",), True
@@ -174,20 +175,20 @@ class EpsilonGreedyPolicy(Policy):
         return Categorical(probs=greedy * (1 - self.epsilon) + self.epsilon / params.shape[-1])
 
     def mode(self, params: Tensor) -> Tensor:
-        """As in `Policy`, and the greedy action also where ``epsilon`` makes all equally likely."""
+        """Return the greedy actions, even where ``epsilon`` makes all actions equally likely."""
         return params.argmax(-1)
 
     def kl(self, behavior: Tensor, params: Tensor) -> Tensor:
-        """As in `Policy`, but of the softmax of both value functions, whatever ``epsilon`` is.
+        """Return KL(behavior || params) between softmaxes of the values, whatever ``epsilon`` is.
 
-        Two greedy policies are infinitely far apart wherever their actions differ, also where these
-        are worth the same. The temperature is what this policy's best action is worth above the
-        median one, in the mean over all these states, so that the unit of reward does not matter,
-        nor how much worse the worst action is.
+        Two greedy policies are infinitely far apart wherever their actions differ, even where these
+        actions are worth the same. The temperature of the softmax is how much more this policy's
+        best action is worth than its median action, as a mean over all these states. So neither the
+        unit of reward nor the value of the worst action matters.
         """
-        # values may be large beside what they differ by
+        # in float64, because values may be large compared to their differences
         behavior, params = behavior.double(), params.double()
         temperature = (params.amax(-1) - params.quantile(0.5, -1)).mean().clamp(min=1e-8)
-        # Not Categorical's, which is inf where a probability underflows.
+        # Not Categorical's divergence, which is inf where a probability underflows.
         old, new = (values.div(temperature).log_softmax(-1) for values in (behavior, params))
         return (old.exp() * (old - new)).sum(-1)

@@ -1,6 +1,7 @@
 """Workers on a Ray cluster.
 
-Each worker has an actor, which takes the worker's resources and starts its process on a node.
+Each worker has a Ray actor, which takes the worker's resources and starts the worker's process on a
+node.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from ..wire.security import WorkerKeys, read_key_file, write_key_file
 if TYPE_CHECKING:
     import ray
 
-PATIENCE_S = 3.0  # the time that a node has to end a worker before Ray kills its actor
+PATIENCE_S = 3.0  # seconds that a node has to end a worker before Ray kills the worker's actor
 POLL_S = 0.1
-CONNECT_S = 5.0  # the time that a connection to RAY_ADDRESS may take
+CONNECT_S = 5.0  # seconds that a connection to RAY_ADDRESS may take
 
 
 def check_address(address: str) -> None:
@@ -41,7 +42,7 @@ def check_address(address: str) -> None:
 
 
 class Agent:
-    """An actor on a worker's node: it starts the worker's process, and ends it."""
+    """A Ray actor on a worker's node, which starts and ends the worker's process."""
 
     def __init__(self, index: int, flags: list[str], keys: WorkerKeys | None, prefix: str) -> None:
         self._index, self._directory = index, tempfile.TemporaryDirectory(prefix="clusterenv-")
@@ -49,15 +50,15 @@ class Agent:
             write_key_file(file := f"{self._directory.name}/key", keys)
             flags = [*flags, "--key-file", file]
         self._launcher, self._may_end = LocalLauncher(prefix=prefix), threading.Event()
-        self._launcher.may_fork = False  # there is one worker, so nothing would be shared
+        self._launcher.may_fork = False  # for one worker, forking would share nothing
         self._launcher.prepare(index + 1, flags, self._directory.name)
         self._launcher.start_worker(index)
 
     def begun(self) -> None:
-        """Return: Ray has found a place for the actor, and the process has been started."""
+        """Return once Ray has placed the actor, whose constructor starts the process."""
 
     def run(self) -> Exit:
-        """Return how the process ended, once all processes that it started have ended, too."""
+        """Return how the process ended, once all processes that it started have also ended."""
         while (exit := self._launcher.exit(self._index)) is None and not self._may_end.wait(POLL_S):
             pass
         self._launcher.stop(0)
@@ -73,8 +74,8 @@ class Agent:
 class RayLauncher(Launcher):
     """Starts workers as actors of the Ray cluster that this process is in.
 
-    If it is in none, Ray starts a cluster on this machine. `resources` are those of an actor, by
-    default one CPU. Ray sends the workers' output to the output of this process.
+    If this process is in no cluster, Ray starts one on this machine. `resources` are the resources
+    of an actor, by default one CPU. Ray sends the workers' output to the output of this process.
 
     Raises:
         StartupError: Ray is not installed, or nothing listens at RAY_ADDRESS.
@@ -179,7 +180,7 @@ class RayLauncher(Launcher):
         if _is_done(self._runs[index]):
             return True
         if time.monotonic() > self._patience[index]:
-            # The node does not answer. A worker on it finds its link closed.
+            # The node does not answer. A worker on it ends when it finds its link closed.
             ray.kill(self._actors[index])
         return False
 

@@ -27,9 +27,9 @@ from ..env import ClusterEnv
 
 
 class Numbered(gym.Wrapper):
-    """An environment on a worker that knows its number, as some calls are for some environments.
+    """A wrapper on a worker that knows its environment's number, for calls to some environments.
 
-    It puts its infos into a list, so that a vector environment does not merge them.
+    It puts each info into a list, so that a vector environment does not merge the infos.
     """
 
     def __init__(self, env_fn: Callable[[], gym.Env], number: int) -> None:
@@ -47,29 +47,29 @@ class Numbered(gym.Wrapper):
     def call_of(
         self, numbers: Sequence[int], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a method if this is one of these environments, else return None."""
+        """Call a method if this environment is among ``numbers``. Otherwise return None."""
         return self.env.get_wrapper_attr(name)(*args, **kwargs) if self.number in numbers else None
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
-        """Set an attribute of the environment itself, as SB3 does, whatever that wraps."""
+        """Set an attribute on the environment itself, as SB3 does, and not on what it wraps."""
         setattr(self.env, name, value)
         return True
 
     def is_wrapped_by(self, wrapper: type[gym.Wrapper]) -> bool:
-        """Return whether a wrapper of this class is around the environment."""
+        """Return whether the environment is wrapped by this class."""
         return is_wrapped(self.env, wrapper)
 
 
 class ClusterVecEnv(VecEnv):
-    """Equals ``DummyVecEnv(env_fns)`` to the last bit, rewards, infos and seeds included.
+    """A `VecEnv` equal to ``DummyVecEnv(env_fns)`` to the last bit: rewards, infos and seeds, too.
 
     Args:
         env_fns: functions that make the environments, as `DummyVecEnv` takes them.
-        num_workers: worker processes.
-        options: any others of `ClusterEnv`.
+        num_workers: the number of worker processes.
+        options: other options of `ClusterEnv`.
 
     Raises:
-        TypeError, ValueError, RuntimeError, StartupError, WorkerDiedError: as `ClusterEnv`.
+        TypeError, ValueError, RuntimeError, StartupError, WorkerDiedError: as in `ClusterEnv`.
     """
 
     def __init__(
@@ -87,7 +87,11 @@ class ClusterVecEnv(VecEnv):
             raise
 
     def reset(self) -> VecEnvObs:
-        """Reset all environments, with the seeds and the options that were set before."""
+        """Reset all environments, with the seeds and options that were set before.
+
+        Raises:
+            ValueError: the options are not the same for all environments.
+        """
         options = self._options[0]
         if any(other != options for other in self._options):
             raise ValueError(
@@ -101,7 +105,7 @@ class ClusterVecEnv(VecEnv):
         return observations
 
     def step_async(self, actions: np.ndarray) -> None:
-        """Ask for a step of all environments."""
+        """Request a step of all environments."""
         self.envs.step_async(actions)
 
     def step_wait(self) -> VecEnvStepReturn:
@@ -128,13 +132,13 @@ class ClusterVecEnv(VecEnv):
         return self.envs.render()
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
-        """Return an attribute of these environments, of a kind that `ClusterEnv.call` returns."""
+        """Return an attribute of the selected environments, if `ClusterEnv.call` can return it."""
         return self.env_method("get_wrapper_attr", attr_name, indices=indices)
 
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
-        """Set an attribute of these environments."""
+        """Set an attribute of the selected environments."""
         if set(self._numbers(indices)) == set(range(self.num_envs)):
-            self.envs.set_attr(attr_name, [value] * self.num_envs)  # of replacements, too
+            self.envs.set_attr(attr_name, [value] * self.num_envs)  # also on replacements
         else:
             self.env_method("__setattr__", attr_name, value, indices=indices)
 
@@ -145,7 +149,7 @@ class ClusterVecEnv(VecEnv):
         indices: VecEnvIndices = None,
         **method_kwargs: Any,
     ) -> list[Any]:
-        """Call a method of these environments."""
+        """Call a method of the selected environments."""
         numbers = self._numbers(indices)
         results = self.envs.call("call_of", numbers, method_name, method_args, method_kwargs)
         return [results[number] for number in numbers]
@@ -153,7 +157,7 @@ class ClusterVecEnv(VecEnv):
     def env_is_wrapped(
         self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None
     ) -> list[bool]:
-        """Return for each of these environments whether a wrapper of this class is around it."""
+        """Return whether each of the selected environments is wrapped by this class."""
         wrapped = self.envs.call("is_wrapped_by", wrapper_class)
         return [wrapped[number] for number in self._numbers(indices)]
 
@@ -163,4 +167,4 @@ class ClusterVecEnv(VecEnv):
 
     def _numbers(self, indices: VecEnvIndices) -> list[int]:
         numbers: Iterable[int] = self._get_indices(indices)
-        return [range(self.num_envs)[number] for number in numbers]  # they may be negative
+        return [range(self.num_envs)[number] for number in numbers]  # numbers may be negative

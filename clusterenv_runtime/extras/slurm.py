@@ -1,6 +1,6 @@
 """Workers as steps of the Slurm job that the head runs in.
 
-Each worker has its own ``srun``, so that each can be replaced.
+Each worker has its own ``srun``, so that each worker can be replaced.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..launchers.local import LocalLauncher, kill_group
 from ..launchers.processes import VARIABLE, python_command
 
 logger = logging.getLogger(__name__)
-# srun divides a step by these variables.
+# By these variables, srun divides a step into tasks.
 BY_TASK = "CPUS_PER_TASK|TRES_PER_TASK|NTASKS.*|NPROCS"
-# The flags of a step with cores of its own contradict these variables.
+# These variables contradict the flags of a step with cores of its own.
 OF_EXACT = "GPUS|(GPUS|CPUS|MEM)_PER_.*|MEM_BIND.*|CPU_BIND.*|GRES"
-# This goes before a command. By Slurm's variables, MPI that an environment starts would find the
-# job, and go to all of its nodes.
+# This goes before a worker's command. With Slurm's variables, an MPI program that an environment
+# starts would find the job and run on all of its nodes.
 WITHOUT_SLURM = ["bash", "-c", 'unset "${!SLURM_@}" "${!PMI@}"; exec "$@"', "worker"]
 
 
@@ -38,16 +38,16 @@ WITHOUT_SLURM = ["bash", "-c", 'unset "${!SLURM_@}" "${!PMI@}"; exec "$@"', "wor
 class Allocation:
     """The cores for a job's workers: a heterogeneous job's second part, or all but the head's."""
 
-    free: dict[str, int]  # the cores of each node that the head does not need
-    cores: int  # the cores that the job asked for by task
-    head: str | None  # the head's node, or None if the job does not have that node
-    het: bool  # whether the job is a heterogeneous one
+    free: dict[str, int]  # by node, the number of cores that the head does not need
+    cores: int  # the number of cores per task that the job asked for
+    head: str | None  # the head's node; None if the job does not have that node
+    het: bool  # whether the job is heterogeneous
 
     def places(self, num_workers: int, own_cores: int = 0) -> list[str]:
-        """Return a node for each worker: that with most cores left, then with fewest workers.
+        """Return a node for each worker: the one with the most cores left, then the fewest workers.
 
         Raises:
-            StartupError: there are too few cores for workers with cores of their own.
+            StartupError: there are too few cores for workers with ``own_cores`` cores of their own.
         """
         free = dict(self.free)
         places: list[str] = []
@@ -69,14 +69,14 @@ class Allocation:
 
 
 def read_allocation() -> Allocation:
-    """Read the variables that Slurm sets in a job.
+    """Return the allocation that the variables of a Slurm job describe.
 
     Raises:
-        StartupError: there is no job, or no Slurm.
+        StartupError: this process is in no job, or Slurm's commands are missing or fail.
     """
     if "SLURM_JOB_ID" not in os.environ:
         raise StartupError(
-            "the launcher slurm starts workers inside a job, and this is none (SLURM_JOB_ID is "
+            "the launcher slurm starts workers inside a job, and there is none (SLURM_JOB_ID is "
             "not set): "
             "sbatch slurm/ppo.sbatch, or run this in a shell of salloc"
         )
@@ -87,7 +87,7 @@ def read_allocation() -> Allocation:
     het = "SLURM_JOB_NODELIST_HET_GROUP_1" in os.environ
     part = "_HET_GROUP_1" if het else ""
     nodes = _scontrol("show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{part}"]).split()
-    # as in 4(x2),2
+    # for example 4(x2),2
     counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ[f"SLURM_JOB_CPUS_PER_NODE{part}"])
     cpus = [int(number) for number, times in counts for _ in range(int(times or 1))]
     free, head = dict(zip(nodes, cpus, strict=True)), os.environ.get("SLURMD_NODENAME")
@@ -102,11 +102,11 @@ def srun_command(
 ) -> list[str]:
     """Return the command that runs a worker as a step on a node.
 
-    The step has cores of its own, or shares the cores of all steps.
+    The step has ``own_cores`` cores of its own. If this is 0, it shares the cores of all steps.
     """
     if own_cores:
-        # The step gets all of the job's memory, and no GPU. If it claimed its own, it would wait
-        # for the other steps to end.
+        # The step gets all of the job's memory, and no GPU. If it claimed memory or a GPU of its
+        # own, it would wait for the other steps to end.
         cores = [
             "--exact",
             f"--cpus-per-task={own_cores}",
@@ -116,10 +116,10 @@ def srun_command(
         ]
         worker = [*WITHOUT_SLURM, *worker]
     else:
-        # The step shares all of the job's cores on that node. With cores of its own it would wait
-        # while other steps hold the job's memory or GPU, as would a replacement while Slurm cleans
-        # up behind the lost worker. Each worker computes on one thread, and the kernel spreads
-        # these over the cores. If they were bound, all would get the first core.
+        # The step shares all of the job's cores on that node. With cores of its own, it would wait
+        # while other steps hold the job's memory or GPU, and a replacement would wait while Slurm
+        # cleans up after the lost worker. Each worker computes on one thread, and the kernel
+        # spreads these threads over the cores. If they were bound, all would get the first core.
         cores = ["--overlap", "--cpu-bind=none"]
     return [
         "srun",
@@ -128,11 +128,11 @@ def srun_command(
         "--ntasks=1",
         f"--nodelist={node}",
         *cores,
-        f"--job-name=worker-{index}",  # as `squeue --steps` shows it
-        "--export=ALL",  # also if the job itself was submitted with --export=NONE
-        # srun writes the log, at the head: workers may share no directory with it.
+        f"--job-name=worker-{index}",  # the name in `squeue --steps`
+        "--export=ALL",  # even if the job itself was submitted with --export=NONE
+        # srun writes the log where the head runs: workers may share no directory with the head.
         *([] if log is None else [f"--output={log.replace('%', '%%')}", "--open-mode=append"]),
-        "--verbose",  # so that it says when the task has started
+        "--verbose",  # so that srun says when the task has started
         *worker,
     ]
 
@@ -141,13 +141,13 @@ class SlurmLauncher(LocalLauncher):
     """Starts workers as steps of the job that this process runs in.
 
     Workers log to ``log_dir/worker-I.log``. ``log_dir`` must be on a file system that the workers'
-    nodes share, as the keys are there, too. ``prefix`` may be that of a container, as in "apptainer
-    exec image.sif". With the resource CPU each worker has that many cores on one node to itself.
-    Its environments then do not see the job: the processes that they start, such as MPI's, run on
-    these cores, and end with the worker.
+    nodes share, because it also holds the keys. ``prefix`` may start a container, for example
+    "apptainer exec image.sif". With the resource CPU, each worker has that many cores on one node
+    to itself. The worker's environments then do not see the job: the processes that they start, for
+    example by MPI, run on these cores and end with the worker.
 
     Raises:
-        StartupError: this is no Slurm job.
+        StartupError: this process is in no Slurm job, or Slurm's commands are missing or fail.
     """
 
     name, remote = "slurm", True
@@ -187,7 +187,7 @@ class SlurmLauncher(LocalLauncher):
         """Return the address of this machine's interface to the workers' nodes.
 
         Raises:
-            StartupError: there is none.
+            StartupError: this machine has no such interface.
         """
         places = set(self._allocation.places(num_workers)) - {self._allocation.head}
         if not places:
@@ -196,12 +196,12 @@ class SlurmLauncher(LocalLauncher):
         found = re.search(r"\bNodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", node))
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-                # This sends nothing: the kernel looks up its route.
+                # This sends nothing: the kernel only looks up the route.
                 sock.connect((found[1] if found else node, 9))
                 return str(sock.getsockname()[0])
         except OSError as error:
             raise StartupError(
-                f"found no way from here to the node {node} ({error.strerror or error}): "
+                f"found no route from here to the node {node} ({error.strerror or error}): "
                 "name the network with --interface or --bind-address"
             ) from None
 
@@ -210,22 +210,23 @@ class SlurmLauncher(LocalLauncher):
         self._places = self._allocation.places(num_workers, self._own_cores)
         if sum(self._allocation.free.values()) < num_workers:
             logger.warning(
-                "%d workers share fewer cores: besides the head's, %s",
+                "%d workers share fewer cores: besides the head's, this job has %s",
                 num_workers,
                 self._allocation,
             )
 
     def command(self, index: int) -> list[str]:
         worker = python_command(WORKER, *self.worker_flags(index))
-        if self.prefix:  # that of a container, where this Python's path means nothing
+        if self.prefix:  # it starts a container, where this Python's path means nothing
             worker = [*self.prefix, "python", *self.arguments(index)]
         place = index, self._places[index], self._allocation.het
         return srun_command(*place, self.log(index), worker, self._own_cores)
 
     def environment(self, mark: str) -> dict[str, str]:
-        # A job's requests by task would make srun give each step cores of its own, see above. The
-        # mark goes, too: on the head's node, a worker that kills all processes with its mark would
-        # kill its own srun, which reports why the worker ended. Slurm ends a step's processes.
+        # A job's requests per task would make srun give each step cores of its own, see
+        # `srun_command`. The mark is also removed: on the head's node, a worker that kills all
+        # processes with its mark would kill its own srun, which reports why the worker ended. Slurm
+        # ends a step's processes.
         names = BY_TASK if not self._own_cores else f"{BY_TASK}|{OF_EXACT}"
         unset = re.compile(f"{VARIABLE}|(SLURM|SRUN)_({names})(_HET_GROUP_.)?")
         return {
@@ -238,15 +239,15 @@ class SlurmLauncher(LocalLauncher):
         before, words = self._words.get(index), tempfile.TemporaryFile()  # noqa: SIM115
         place = self._places[index]
         if before is not None:
-            # The head listens on this machine only if all workers are on it.
+            # If all workers are on the head's node, the head listens on this machine only.
             is_alone = set(self._places) == {self._allocation.head}
-            # If not the worker ended, but its step, the node may be down.
+            # If the step ended, and not the worker, the node may be down.
             if "task 0: " not in self._said(index) and not is_alone:
                 self._places[index] = self._next_place(index)
         self._words[index] = words
         try:
             super().start_worker(index)
-        except OSError:  # the start will be tried again, as if this one had not been
+        except OSError:  # the start is undone, because it will be tried again
             self._places[index] = place
             if before is not None:
                 self._words[index] = before
@@ -256,7 +257,7 @@ class SlurmLauncher(LocalLauncher):
             before.close()
 
     def _next_place(self, index: int) -> str:
-        """Return the next node that has a place for a worker, or the worker's present node."""
+        """Return the next node that has room for a worker, or the worker's present node."""
         free, here = self._allocation.free, self._places[index]
         nodes = list(free)
         at = nodes.index(here)
@@ -266,7 +267,8 @@ class SlurmLauncher(LocalLauncher):
         return here
 
     def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes]]:
-        # This is the output of srun itself. The worker's goes to its log, see `srun_command`.
+        # This is the output of srun itself. The worker's output goes to its log, see
+        # `srun_command`.
         return contextlib.nullcontext(self._words[index])
 
     def pending(self, index: int) -> str | None:

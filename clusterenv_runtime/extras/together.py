@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class AutoresetError(ValueError):
-    """Environments that step together reset in the step after an episode's last one."""
+    """Environments that step together reset in the step after an episode's last step."""
 
 
 class Together:
     """Environments that step together: ``ClusterEnv(Together(make), num_envs=64)``.
 
     Args:
-        make: a function that makes a `VectorEnv` of as many environments as its argument says.
-            Its autoreset mode must be "SameStep" or "Disabled".
+        make: a function that takes a number of environments and returns a `VectorEnv` of that many.
+            The autoreset mode of the `VectorEnv` must be "SameStep" or "Disabled".
     """
 
     def __init__(self, make: Callable[[int], VectorEnv]) -> None:
@@ -42,14 +42,14 @@ class Together:
         """Make a worker's environments.
 
         Raises:
-            AutoresetError: their autoreset mode is "NextStep", or they do not say it.
+            AutoresetError: their autoreset mode is "NextStep", or they do not state a mode.
         """
         envs = self._make(num_envs)
         if autoreset_mode(envs) == AutoresetMode.NEXT_STEP:
             envs.close()
             raise AutoresetError(
                 f"{type(envs.unwrapped).__name__} has the autoreset mode 'NextStep', which "
-                "ClusterEnv does not take from environments that step together: make it with "
+                "ClusterEnv does not support for environments that step together: make it with "
                 "autoreset_mode='SameStep' (a SyncVectorEnv with gym.make_vec(..., "
                 "vector_kwargs={'autoreset_mode': 'SameStep'})), or let the environments step "
                 "one by one"
@@ -58,14 +58,15 @@ class Together:
 
 
 def autoreset_mode(envs: VectorEnv) -> AutoresetMode:
-    """Return the mode that a vector environment says it has; Gymnasium's default is NEXT_STEP."""
+    """Return the autoreset mode that a vector environment states, by default NEXT_STEP."""
     return AutoresetMode(envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
 
 
 def key_of_statistics(envs: VectorEnv) -> str | None:
-    """Return the key of the infos that tell of episodes which the environments count themselves.
+    """Return the info key of the episode statistics that the environments keep themselves.
 
-    Gymnasium's RecordEpisodeStatistics counts, and EnvPool, games of Atari. None stands for others.
+    Gymnasium's RecordEpisodeStatistics keeps them, and EnvPool keeps those of Atari games. For all
+    other vector environments the key is None.
     """
     while isinstance(envs, VectorWrapper):
         if isinstance(envs, RecordEpisodeStatistics):
@@ -77,15 +78,15 @@ def key_of_statistics(envs: VectorEnv) -> str | None:
 class EnvsTogether:
     """A worker's environments in one vector environment, in which a policy acts.
 
-    An error in them does not say which environment raised it.
+    An error in the vector environment does not say which environment raised it.
 
     Args:
         envs: the environments.
-        layout_of: returns the layout of environments of which one has these spaces.
+        layout_of: a function that returns the environments' layout from the spaces of one of them.
         num_envs: the number of environments that the head expects.
 
     Raises:
-        RuntimeError: there are more or fewer environments.
+        RuntimeError: ``envs`` has more or fewer environments.
     """
 
     def __init__(self, envs: VectorEnv, layout_of: LayoutOf, num_envs: int) -> None:
@@ -97,15 +98,15 @@ class EnvsTogether:
         self.metadata = envs.metadata
         self.render_mode = envs.render_mode
         self.layout = layout_of(envs.single_observation_space, envs.single_action_space)
-        self.spaces: list[Space[Any]] = []  # none: all have the same
+        self.spaces: list[Space[Any]] = []  # empty: all environments have the same spaces
         self._envs = envs
         self._space = self.layout.single_observation_space
         self._example = create_empty_array(self._space, 1)
         self._mode = autoreset_mode(envs)
-        self.infos: list[Any] = []  # none: the infos of a reset have no place in a rollout
+        self.infos: list[Any] = []  # empty: infos of a reset have no place in a rollout
         self._returns, self._lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
         self._key = key_of_statistics(envs)
-        # Of each environment, where they are not counted together.
+        # The statistics of each environment, where the vector environment keeps none.
         inside = envs.unwrapped
         each = inside.envs if self._key is None and isinstance(inside, SyncVectorEnv) else []
         self._own = [OwnStatistics.of(env) for env in each] or [None] * num_envs
@@ -115,12 +116,13 @@ class EnvsTogether:
         self._envs.close()
 
     def set_attr(self, name: str, values: list[Any]) -> None:
-        """Set an attribute of each environment, or of those that are one object.
+        """Set an attribute of each environment, or of the one object that holds all environments.
 
-        That object gets the value that all rows have, or else an array of theirs.
+        Such an object gets the value if it is the same for all rows, and otherwise an array of the
+        rows' values.
 
         Raises:
-            AttributeError: there is none of this name.
+            AttributeError: the environments have no attribute of this name.
         """
         if hasattr(self._envs, "set_attr"):
             self._envs.set_attr(name, values)
@@ -131,19 +133,19 @@ class EnvsTogether:
         setattr(envs, name, values[0] if is_one else np.array(values))
 
     def reset(self, seeds: list[int | None], options: dict[str, Any] | None) -> Any:
-        """Reset all environments; return the observations."""
-        # Other vector environments take the seed of their first environment.
+        """Reset all environments. Return the observations."""
+        # Other vector environments take only the seed of their first environment.
         kinds = EnvPoolVectorEnv | SyncVectorEnv | AsyncVectorEnv
         takes_all = isinstance(self._envs.unwrapped, kinds)
         seed: Any = seeds if takes_all else seeds[0]
         observations, _ = self._envs.reset(seed=seed, options=options)
         self._observations = self._of_space(observations)
         self._returns[:] = self._lengths[:] = 0
-        # It is sent without a copy, perhaps while the environments step.
+        # A copy, because the reply sends its arrays uncopied, perhaps while the environments step.
         return deepcopy(self._observations)
 
     def _of_space(self, observations: Any) -> Any:
-        """Return a batch in the dtypes of the space, which not all vector environments keep to."""
+        """Return a batch in the dtypes of its space, because not all environments keep to them."""
 
         def cast(leaf: Any, example: Any) -> Any:
             is_array = isinstance(example, np.ndarray)
@@ -152,7 +154,7 @@ class EnvsTogether:
         return map_space(cast, self._space, observations, self._example)
 
     def collect(self, actor: Actor, num_steps: int) -> RolloutPart:
-        """Act and step ``num_steps`` times; reset each episode in the step that ends it."""
+        """Act and step ``num_steps`` times. Reset environments in the step that ends an episode."""
         space = self._space
         starts = self._lengths == 0
         transitions = Transitions(self._observations, num_steps, starts)
@@ -185,8 +187,9 @@ class EnvsTogether:
     def _end(
         self, ended: np.ndarray, seen: Any, infos: dict[str, Any]
     ) -> tuple[Any, dict[int, Counts]]:
-        """Have the environments reset whose episodes have ended; return the observations, and what
-        counts of the episodes, by row.
+        """Reset the environments whose episodes have ended, unless they reset themselves.
+
+        Return the observations, and by row the return and length of each episode that counts.
         """
         if self._mode == AutoresetMode.DISABLED:
             seen, _ = self._envs.reset(options={"reset_mask": ended})
@@ -206,7 +209,7 @@ class EnvsTogether:
         return seen, counted
 
     def _see(self, transitions: Transitions, step: int) -> None:
-        """Write the last observations to this step of the transitions."""
+        """Write the current observations to this step of the transitions."""
 
         def write(room: np.ndarray, leaf: np.ndarray) -> None:
             room[step] = leaf
@@ -214,7 +217,7 @@ class EnvsTogether:
         map_space(write, self._space, transitions.observations, self._observations)
 
     def _final(self, batch: Any, rows: np.ndarray) -> Any:
-        """Return a copy of some rows of a batch, or of an array of the rows as objects."""
+        """Return a copy of some rows of a batch, which may be an array of rows as objects."""
         if isinstance(batch, np.ndarray) and batch.dtype == object:
             return self._of_space(stack(self._space, list(batch[rows])))
         return self._of_space(_take(self._space, batch, rows))
@@ -222,11 +225,11 @@ class EnvsTogether:
     def _keep_infos(
         self, transitions: Transitions, step: int, infos: dict[str, Any], ended: np.ndarray
     ) -> None:
-        """Keep the infos of a step that are asked for."""
+        """Keep those infos of a step that ``info_keys`` names."""
         everywhere = np.ones(self.num_envs, bool)
         sources = [(infos, everywhere)]
         if self._mode == AutoresetMode.SAME_STEP:
-            # Where an episode has ended, ``infos`` are those of the reset.
+            # Where an episode has ended, ``infos`` holds the infos of the reset.
             sources = [(infos, ~ended), (infos.get("final_info", {}), ended)]
         for key in self.layout.info_keys:
             for source, among in sources:

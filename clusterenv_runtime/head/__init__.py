@@ -1,14 +1,13 @@
 """The head's side of the wire.
 
-- `worker`: one worker as the head knows it, each of its processes, and its episodes as the user
-  has seen them
-- `transport`: the one listening socket, which knows connections and no workers
-- `supervisor`: finds out which processes are lost, and starts others
-- `recovery`: what a process must be told to be a worker, and which noise it draws
-- `requests`, `messenger`: what workers are asked, and what becomes of their messages, also of
+- `worker`: a worker as the head sees it, its processes, and its episodes as the user has seen them
+- `transport`: the one listening socket, which knows connections but no workers
+- `supervisor`: finds out which processes are lost, and starts replacements
+- `recovery`: the orders that make a process a given worker, and the seeds of its noise
+- `requests`, `messenger`: the requests to workers, and the handling of their messages, including
   errors; `responses` opens and checks the responses
-- `interrupts`: what ends a wait
-- `pool`: all workers, to be asked and waited for; `start` begins it
-- `collect`, `stepping`: the two ways to use them; `vector_api`: Gymnasium's methods; `measures`:
-  what a `ClusterEnv` tells of them
+- `interrupts`: ends waits when the user asks for it
+- `pool`: sends requests to all workers and waits for them; `start` starts the pool
+- `collect`, `stepping`, `evaluation`: the ways to use the workers; `vector_api`: Gymnasium's
+  methods; `measures`: the attributes of a `ClusterEnv` that describe its workers
 """

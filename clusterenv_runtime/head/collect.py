@@ -1,5 +1,6 @@
-"""Adaptive Policy Synchronization as the user sees it: publish a policy, and let workers act on it,
-or on the version that they hold.
+"""Adaptive Policy Synchronization as the user sees it: publish a policy, and let workers act.
+
+Workers act on the published version, or on the version that they hold.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Collector:
-    """The requests to act, and what becomes of the responses.
+    """The requests to act, and the rollouts made from the responses.
 
     Args:
         head: the workers, and the policy's versions.
@@ -39,13 +40,13 @@ class Collector:
         self._rule = head.rule
         self._recovery = head.recovery
         self._space = blueprint.layout.single_observation_space
-        # An example of each info, as far as one is known.
+        # For each info key, zeros like its last value; a scalar zero before the first value.
         self._infos = {key: np.zeros(()) for key in blueprint.layout.info_keys}
-        self.granted: dict[int, int] = {}  # seq -> worker, of outstanding requests, oldest first
-        self.overlapped: int | None = None  # the steps of the rollout that was requested ahead
+        self.granted: dict[int, int] = {}  # requests not taken yet, seq -> worker, oldest first
+        self.overlapped: int | None = None  # the ``num_steps`` of the rollout requested ahead
 
     def assert_can_act(self, method: str, num_steps: int) -> None:
-        """Raise ValueError or ResetNeeded if no policy can act for so many steps now."""
+        """Raise ValueError or ResetNeeded if no policy can act for ``num_steps`` steps now."""
         if operator.index(num_steps) < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
         if self._pool.failures.to_reset:
@@ -59,22 +60,22 @@ class Collector:
         if not is_batched(self._space):
             raise ValueError(
                 f"a policy needs observations that become arrays, got {self._space}: leave out "
-                "what does not with the wrapper FilterObservation, or make it one, see "
+                "other parts with the wrapper FilterObservation, or make them arrays, see "
                 "docs/policies.md"
             )
 
     def publish(self, policy: Policy) -> int:
-        """Make the policy's weights the next version, and return its number."""
+        """Publish the policy's weights as the next version, and return the version's number."""
         self.assert_arrays()
         workers = self._pool.workers
         if self._store.publish(policy, workers[0].episodes.seen):
-            for worker in workers:  # nobody waits until they have loaded it
+            for worker in workers:  # nobody waits until the workers have loaded it
                 self._pool.forget([self._pool.ask(worker, Structure(), self._store.structure)])
             self._pool.exchange()
         return self._store.version
 
     def rollout(self, policy: Policy, num_steps: int, overlap: bool) -> Rollout:
-        """Publish ``policy``, let all workers act, join their parts; see `ClusterEnv.rollout`."""
+        """Publish ``policy``, let workers act, and join their parts; see `ClusterEnv.rollout`."""
         ahead, workers = self.overlapped, self._pool.workers
         if ahead not in (None, num_steps):
             raise ValueError(
@@ -87,7 +88,7 @@ class Collector:
                 self._grant(num_steps, workers)
             seqs = sorted(self.granted, key=self.granted.__getitem__)  # in the order of the rows
             parts = [self._take(request) for request in self._pool.gather(seqs)]
-        except BaseException:  # nothing is left of an interrupted rollout
+        except BaseException:  # an interrupted rollout leaves nothing behind
             self._give_up()
             raise
         self.granted = {}
@@ -101,10 +102,10 @@ class Collector:
         return Rollout.join(parts, np.arange(workers[-1].rows.stop), self._infos)
 
     def send(self, num_steps: int, worker: int | None) -> None:
-        """Ask this worker, or all, to act; see `ClusterEnv.send`."""
+        """Ask one worker, or all if ``worker`` is None, to act; see `ClusterEnv.send`."""
         if self._store.learners is not None:
             raise ValueError(
-                "with several learners there is `rollout`, and no `send`, so that all workers "
+                "with several learners, use `rollout` instead of `send`, so that all workers "
                 "pull together"
             )
         if self.overlapped is not None:
@@ -117,7 +118,7 @@ class Collector:
         self._grant_ahead(num_steps, workers if worker is None else [workers[worker]])
 
     def recv(self, worker: int | None) -> tuple[int, Rollout]:
-        """Return the next response to `send`; see `ClusterEnv.recv`."""
+        """Return a worker's index and its next chunk; see `ClusterEnv.recv`."""
         if self._pool.failures.must_reset:
             raise reset_needed("recv")
         seqs: Collection[int] = self.granted
@@ -133,7 +134,7 @@ class Collector:
         return request.worker.index, rollout
 
     def _grant(self, num_steps: int, workers: Sequence[Worker]) -> list[tuple[Worker, Collect]]:
-        """Ask these workers to act, and return what each was asked."""
+        """Ask these workers to act. Return each worker with its request."""
         requests = self._store.requests([worker.copy for worker in workers], num_steps)
         self._pool.require(*workers)
         granted = list(zip(workers, requests, strict=True))
@@ -143,15 +144,15 @@ class Collector:
         return granted
 
     def _grant_ahead(self, num_steps: int, workers: Sequence[Worker]) -> None:
-        """Ask these workers to act, and serve all until those that pull now have their weights.
+        """Ask these workers to act, and serve all workers until those that pull now have weights.
 
-        So they need not wait until the user has learned, and they get these weights and no later
-        ones. Each worker decides by itself whether it pulls. The head knows what it will decide, as
-        both apply the same rule to the same request.
+        These workers then need not wait while the user learns, and they get the weights of this
+        version and not of a later one. Each worker decides by itself whether it pulls. The head can
+        predict the decision, because both apply the same rule to the same request.
         """
         if not self._store.structure:
-            raise ValueError("there is no policy to act on: `publish` it first")
-        busy = set(self.granted.values())  # these pull only once they have answered
+            raise ValueError("there is no policy to act on: `publish` one first")
+        busy = set(self.granted.values())  # busy workers pull only after their responses
         pulling = [
             worker
             for worker, request in self._grant(num_steps, workers)
@@ -168,7 +169,7 @@ class Collector:
             self._pool.wait_until(have_weights, self.granted)
 
     def _take(self, request: Request) -> RolloutPart:
-        """Return a worker's part, and note what it tells of the worker."""
+        """Return a worker's part, and update what the head knows of the worker."""
         worker, part = request.worker, request.response
         worker.episodes = Episodes.begun(part.next_observations, worker.num_envs)
         worker.rollouts = request.message.rollout + 1
@@ -183,7 +184,7 @@ class Collector:
 
     @contextlib.contextmanager
     def giving_up_after_errors(self) -> Iterator[None]:
-        """Give up all outstanding requests if this raises the error of an environment."""
+        """Give up all outstanding requests if the block raises an environment's error."""
         try:
             yield
         except BaseException:
@@ -192,7 +193,7 @@ class Collector:
             raise
 
     def _give_up(self) -> None:
-        """Forget all outstanding requests. The next rollout has the same number on all workers."""
+        """Forget all outstanding requests. The next rollout gets the same number on all workers."""
         self._pool.forget(self.granted)
         self.granted = {}
         self.overlapped = None

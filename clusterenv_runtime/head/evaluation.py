@@ -1,4 +1,4 @@
-"""The evaluation of a policy on the workers, in the environments in which it trains."""
+"""The evaluation of a policy on the workers, in their training environments."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from ..policy.base import Policy
 
 logger = logging.getLogger(__name__)
-# Some environments end no episode; Atari's games end after 27,000.
+# Some environments never end an episode; Atari's games end after 27,000 steps at most.
 MAX_STEPS = 30_000
 
 
 class Evaluator:
-    """The evaluation that is under way, and what becomes of it.
+    """The evaluation that is under way, and its result.
 
     Args:
         head: the workers.
@@ -41,8 +41,8 @@ class Evaluator:
         self._pool = head.pool
         layout = blueprint.layout
         self._spaces = layout.single_observation_space, layout.single_action_space
-        self._seqs: list[int] = []  # of the requests of the evaluation under way
-        self._max_steps = 0  # of an episode of it
+        self._seqs: list[int] = []  # the requests of the evaluation under way
+        self._max_steps = 0  # its limit of steps per episode
 
     @property
     def is_pending(self) -> bool:
@@ -58,7 +58,7 @@ class Evaluator:
     ) -> None:
         """Have the workers play episodes; see `ClusterEnv.evaluate`.
 
-        The policy is not published, and no worker pulls: each evaluation brings its own weights.
+        The policy is not published, and no worker pulls: the requests carry the weights.
         """
         episodes, seed, max_steps = map(operator.index, (episodes, seed, max_steps))
         least = {"episodes": (episodes, 1), "seed": (seed, 0), "max_steps": (max_steps, 1)}
@@ -81,7 +81,7 @@ class Evaluator:
         self._pool.exchange()
 
     def wait(self, timeout: float | None) -> Evaluation:
-        """Return what the episodes have returned; see `ClusterEnv.evaluate_wait`."""
+        """Return the result of the evaluation; see `ClusterEnv.evaluate_wait`."""
         if not self.is_pending:
             text = "Calling `evaluate_wait` without any prior call to `evaluate_async`."
             raise NoAsyncCallError(text, "evaluate")
@@ -100,7 +100,7 @@ class Evaluator:
         evaluation = Evaluation(*map(np.concatenate, zip(*parts, strict=True)))
         if left := np.count_nonzero(~evaluation.ended):
             text = "%d of %d episodes of the evaluation had not ended after %d steps"
-            counts = f"{text}: what they had returned by then counts"
+            counts = f"{text}: their returns up to then count"
             logger.warning(counts, left, len(evaluation.ended), self._max_steps)
         return evaluation
 
@@ -112,14 +112,16 @@ class Evaluator:
 def _packed(
     policy: Policy, space: Space, action_space: Space, seen: Any, deterministic: bool
 ) -> tuple[list[float], list[Any]]:
-    """Return the numbers of a policy that is to be evaluated, and as buffers its structure and its
-    weights; the arguments are those of `probe`, and `Evaluate.deterministic`.
+    """Return a policy's numbers, and buffers with its structure and its weights.
+
+    The arguments are those of `probe`, and `Evaluate.deterministic`.
 
     Raises:
-        TypeError: it is no `Policy`.
-        ValueError: it cannot act in these environments.
+        TypeError: ``policy`` is not a `Policy`.
+        ValueError: the policy cannot act in these environments, or ``deterministic`` is True and
+            its distribution has no mode.
     """
-    # These bring torch, as the policy has by now.
+    # These modules import torch, which the policy has imported already.
     import torch
 
     from ..policy.probe import probe
@@ -139,22 +141,23 @@ def _packed(
 
 
 def shares_of(episodes: int, num_envs: int) -> list[int]:
-    """Return how many episodes each environment plays: as many as any other, or one more.
+    """Return how many episodes each environment plays. These numbers differ by one at most.
 
-    This is settled before they begin. Of the first episodes that end, wherever they do, too many
-    would be short.
+    They are fixed before the episodes begin. If instead the first episodes to end in any
+    environment counted, too many of them would be short.
     """
     firsts = [episodes * row // num_envs for row in range(num_envs + 1)]
     return np.diff(firsts).tolist()
 
 
 def _seeds_after(worker: Worker) -> list[int]:
-    """Return the seeds with which a worker's environments go on training; they follow from those
-    before.
+    """Return the seeds with which a worker's environments continue training.
+
+    They are derived from the last seeds, or random if there are none.
     """
     if worker.seeds is None:
         return with_fresh([None] * worker.num_envs)
-    # Some environments take only 31 bits.
+    # Some environments take only seeds of 31 bits.
     worker.seeds = [
         None if seed is None else int(np.random.SeedSequence([seed, 1]).generate_state(1)[0] >> 1)
         for seed in worker.seeds

@@ -1,10 +1,10 @@
-"""Interrupts end a call of a `ClusterEnv` in one of its waits, where nothing is half done.
+"""Interrupts, which end a call of a `ClusterEnv` in one of its waits, where nothing is half done.
 
 `ClusterEnv.interrupt` requests an interrupt. So does Ctrl-C, in a program that leaves Ctrl-C to
-Python. By itself Python would raise KeyboardInterrupt wherever it is: half of a message might be
-sent, or an answer lost, and the next call might not end. So while a call is under way, the handler
-of Ctrl-C only requests an interrupt. The next wait raises it, or else the end of the call does.
-A second Ctrl-C is raised at once.
+Python. Python itself would raise KeyboardInterrupt at any point of the code: a message might be
+half sent or a response lost, and the next call might never end. Therefore, while a call is under
+way, the handler of Ctrl-C only requests an interrupt. The next wait raises it, or otherwise the end
+of the call. A second Ctrl-C raises KeyboardInterrupt at once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Method = TypeVar("Method", bound=Callable)
 
 
 class Interrupt:
-    """The error that the next wait is to raise. Signal handlers and threads may request one."""
+    """The error that the next wait will raise. Signal handlers and threads may request one."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
 
     def request(self, error: BaseException) -> None:
-        """Have the next wait raise ``error``, unless it has one to raise."""
+        """Have the next wait raise ``error``, unless another error was requested before."""
         self.error = self.error or error
 
     def raise_requested(self) -> None:
@@ -40,12 +40,12 @@ class Interrupt:
         return isinstance(self.error, KeyboardInterrupt)
 
 
-_under_way: Interrupt | None = None  # of the main thread's call; of nested calls, the inner one's
+_under_way: Interrupt | None = None  # the one of the main thread's innermost call
 
 
 def interruptible(method: Method) -> Method:
-    """Let Ctrl-C end a call of this method, of an object with a ``_pool``, as described above."""
-    is_step = method.__name__ in ("step", "step_wait")  # which may end episodes
+    """Let Ctrl-C end calls of a method as described above. Its object must have a ``_pool``."""
+    is_step = method.__name__ in ("step", "step_wait")  # these may end episodes
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def interruptible(method: Method) -> Method:
         finally:
             _under_way = before
             error = interrupt.error
-            # No function is called here: in a call, Python may handle another Ctrl-C.
+            # No function is called here, because Python may handle another Ctrl-C during a call.
             if error.__class__ is KeyboardInterrupt:
                 interrupt.error = None
                 failures.to_reset |= to_reset
@@ -75,12 +75,12 @@ def interruptible(method: Method) -> Method:
 
 
 def hold_ctrl_c() -> None:
-    """Set the handler, where Python's own is set. Only the main thread may, and needs to."""
+    """Replace Python's own handler of Ctrl-C. Only the main thread can do this, or needs to."""
     _replace(signal.default_int_handler, _handle)
 
 
 def let_go_of_ctrl_c() -> None:
-    """Set Python's own handler again."""
+    """Restore Python's own handler of Ctrl-C."""
     _replace(_handle, signal.default_int_handler)
 
 

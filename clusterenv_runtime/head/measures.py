@@ -1,4 +1,4 @@
-"""What APS has done so far, and what has been lost, as the user sees it."""
+"""The attributes that show the user what APS has done so far, and which processes were lost."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 class Measures:
-    """The attributes of a `ClusterEnv` that tell of its workers, without asking them."""
+    """The attributes of a `ClusterEnv` that describe its workers. Reading them asks no worker."""
 
     _head: Head
 
     @property
     def policy_version(self) -> int:
-        """The version last published; 0 before the first."""
+        """The last published policy version; 0 before the first."""
         return self._head.store.version
 
     @property
     def pulls(self) -> np.ndarray:
-        """Weight pulls so far, ``(num_workers,)`` int64."""
+        """The number of each worker's pulls so far, ``(num_workers,)`` int64."""
         return np.array([worker.copy.pulls for worker in self._head.pool.workers], np.int64)
 
     @property
@@ -32,38 +32,34 @@ class Measures:
 
     @property
     def sync_bytes(self) -> int:
-        """Bytes of weights sent so far, to all workers."""
+        """The bytes of weights sent to all workers so far."""
         return self._head.store.bytes_sent
 
     @property
     def divergence(self) -> np.ndarray:
-        """Mean KL(policy a worker last acted on || published policy), ``(num_workers,)``.
+        """The mean KL(policy a worker last acted on || published policy), ``(num_workers,)``.
 
-        It is in nats per action dimension, of which a discrete action has one. It is inf before a
-        worker has acted.
+        The divergence is in nats per action dimension; a discrete action has one dimension. It is
+        inf before a worker has acted.
         """
         return np.array([worker.copy.divergence for worker in self._head.pool.workers])
 
     @property
     def hosts(self) -> list[str]:
-        """The name of each worker's machine; empty before it has connected."""
+        """The name of each worker's machine; empty before the worker has connected."""
         return [worker.process.host for worker in self._head.pool.workers]
 
     @property
     def steps(self) -> np.ndarray:
-        """Environment steps of the rollouts that each worker has sent so far, ``(num_workers,)``
-        int64.
-        """
+        """The environment steps in each worker's rollouts so far, ``(num_workers,)`` int64."""
         return np.array([worker.steps for worker in self._head.pool.workers], np.int64)
 
     @property
     def waiting_seconds(self) -> np.ndarray:
-        """Seconds that each worker has spent without a request or without weights,
-        ``(num_workers,)``.
-        """
+        """The seconds that each worker has waited for requests or weights, ``(num_workers,)``."""
         return np.array([worker.waited for worker in self._head.pool.workers])
 
     @property
     def restarts(self) -> list[dict[str, Any]]:
-        """One dict for each replaced process: worker, time (Unix), reason, environments' seeds."""
+        """One dict per replaced process: worker, time (Unix), reason, environments' new seeds."""
         return list(self._head.recovery.restarts)

@@ -1,4 +1,4 @@
-"""Messages between the head and its workers: each one that comes is checked and handled here."""
+"""The exchange of messages with workers: each message that arrives is checked and handled here."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ from .worker import CONNECTED, State, Worker
 
 
 class Messenger:
-    """Sends messages to workers, and handles theirs.
+    """Sends messages to workers, and handles workers' messages.
 
-    A worker says `Hello`, and is told what it is to be. It answers each request once, after it has
-    pulled weights if it wants to. A worker that says anything else is lost, by name.
+    A process sends `Hello`, and gets the orders that make it a worker. The worker answers each
+    request once, and may pull weights before that. A worker that sends anything else is lost, and a
+    warning names it.
     """
 
     def __init__(
@@ -54,15 +55,15 @@ class Messenger:
         self.requests = Requests()
         self.failures = Failures()
         self._blueprint = blueprint
-        self._open: Opener | None = None  # once the layout of environments is known
-        self._by_identity: dict[bytes, Worker] = {}  # of all processes so far
+        self._open: Opener | None = None  # None until the layout of environments is known
+        self._by_identity: dict[bytes, Worker] = {}  # includes former processes
         self.outbox: list[Outgoing] = []
-        self.inbox = deque[Received]()  # messages that are not handled to the end
+        self.inbox = deque[Received]()  # received messages, not yet completely handled
 
     def post(self, worker: Worker, seq: int | None, message: Message, *buffers: Any) -> None:
         """Put a message in the outbox, if the worker is connected.
 
-        Requests to a worker that is not are posted when it says hello.
+        Requests to a worker that is not connected are posted when it says hello.
         """
         process = worker.process
         if process.state in CONNECTED:
@@ -71,17 +72,17 @@ class Messenger:
                 process.asked[seq] = message
 
     def exchange(self, seconds: float | None = None) -> None:
-        """Send the outbox, and with ``seconds`` wait up to that for messages."""
+        """Send the outbox. Wait up to ``seconds`` for messages, unless this is None."""
         outbox, self.outbox = self.outbox, []
         received, closed = self.transport.exchange(outbox, seconds)
         self.inbox.extend(received)
         for identity in closed:
             worker = self._by_identity[identity]
-            if worker.process.identity == identity:  # else it has been replaced
+            if worker.process.identity == identity:  # otherwise it has been replaced
                 self.supervisor.lose(worker)
 
     def handle_next(self) -> None:
-        """Handle the first message that came. If this raises, the message is handled once more."""
+        """Handle the oldest message. If this raises, the next call handles the message again."""
         received = self.inbox[0]
         answered = self._handle(received)
         self.inbox.popleft()
@@ -89,7 +90,7 @@ class Messenger:
             self._by_identity[received.identity].process.asked.pop(answered, None)
 
     def _handle(self, received: Received) -> int | None:
-        """Handle a message. Return the number of the request that it answers, if it answers one."""
+        """Handle a message. Return the ``seq`` of the request that it answers, or None."""
         worker = self._by_identity.get(received.identity)
         if worker is None:
             self._meet(received)
@@ -99,9 +100,9 @@ class Messenger:
         seq, message = received.read()
         worker.process.heard = self.supervisor.clock()
         match message:
-            case Hello():  # said again, while the head was busy
+            case Hello():  # sent again while the head was busy
                 return None
-            case str():  # no message
+            case str():  # an invalid message
                 self._refuse(worker, f"it sent {message}")
             case Built():
                 self.supervisor.note_built(worker)
@@ -109,7 +110,7 @@ class Messenger:
                 self._send_weights(worker, seq, message)
                 return None
             case _ if seq not in worker.process.asked:
-                self._refuse(worker, "it answered what it was not asked, or had answered already")
+                self._refuse(worker, "it answered a request that it was not sent, or did so twice")
             case Error():
                 self._take_error(worker, seq, message)
             case Reply() | Part():
@@ -117,11 +118,11 @@ class Messenger:
         return seq
 
     def _meet(self, received: Received) -> None:
-        """Tell a new process what it is to be, if it says hello; drop the message of a stranger."""
+        """Send a new process its orders if it says hello. Drop the message of a stranger."""
         identity, workers = received.identity, self.supervisor.workers
         _, hello = received.read(is_strange=True)
         if not isinstance(hello, Hello):
-            return self.transport.drop(identity, f"{hello} of a stranger")
+            return self.transport.drop(identity, f"{hello} from a stranger")
         worker = workers[hello.index] if 0 <= hello.index < len(workers) else None
         if worker is None or worker.process.state != State.STARTING:
             text = f"a hello from {hello.host}, pid {hello.pid}: no worker {hello.index}"
@@ -140,10 +141,10 @@ class Messenger:
             self.post(worker, seq, message, *buffers)
 
     def _send_weights(self, worker: Worker, seq: int | None, pull: Pull) -> None:
-        """Answer a pull, even for a request that was given up: that worker waits all the same."""
+        """Answer a pull, even for a request that was given up, because the worker waits anyway."""
         process = worker.process
         if not process.may_pull(seq, pull.version, self.store.version):
-            return self._refuse(worker, "it pulled for what it was not asked")
+            return self._refuse(worker, "it pulled when no request allowed it")
         if process.state in CONNECTED:
             weights, buffers = self.store.pull(worker.copy, pull.version)
             self.post(worker, seq, weights, *buffers)
@@ -166,20 +167,20 @@ class Messenger:
     ) -> None:
         process = worker.process
         request = self.requests.outstanding.get(seq)
-        if request is None:  # it was given up, or answers an order of `Recovery`
+        if request is None:  # it was given up, or is an order of `Recovery`
             if seq == process.building:
                 self._take_built(worker, seq, message, frames)
             return
         policies = request.published, self.store.published
         try:
             response = self._open(request.message, message, frames, worker.num_envs, *policies)
-        except Exception as error:  # no message of a worker may end the run
+        except Exception as error:  # a worker's message must not end the run
             return self._refuse(worker, f"its answer was wrong: {printable(str(error))}")
         self.requests.answer(seq, response)
         if isinstance(message, Part):
             worker.waited += message.waited
         asked = process.asked[seq]
-        # A step may only reset environments whose end the user has seen.
+        # If the user has seen all episodes end, a step may do no more than reset environments.
         has_stepped = isinstance(asked, Step) and not worker.episodes.ended.all()
         if has_stepped or isinstance(asked, Collect | Evaluate):
             worker.losses = 0
@@ -187,7 +188,7 @@ class Messenger:
     def _take_built(
         self, worker: Worker, seq: int, message: Reply | Part, frames: list[Any]
     ) -> None:
-        """Learn what environments a worker has built; they must be like those of the others."""
+        """Learn which environments a worker has built. They must match the other workers'."""
         try:
             self._blueprint.learn(value_of(message, frames), worker.rows)
             if self._open is None:
@@ -198,7 +199,7 @@ class Messenger:
             self.post(worker, None, Close())
             kind = name_of(type(error))
             self._take_error(worker, seq, Error(None, kind, str(error), "", fatal=True))
-        except Exception as error:  # anything may be sent
+        except Exception as error:  # a worker may send anything
             self._refuse(worker, f"its answer was wrong: {printable(str(error))}")
         else:
             self.supervisor.note_ready(worker)

@@ -1,4 +1,4 @@
-"""The workers as one: asks them, waits for their responses, and has those replaced that die."""
+"""All workers as one pool: sends requests, waits for responses, and has dead workers replaced."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .worker import CONNECTED, State, Worker
 logger = logging.getLogger(__name__)
 waits = logging.getLogger(f"{__name__}.waits")
 SAY_S = 5.0  # how often a long wait is logged
-PING_S = 1.0  # how often the head tries whether workers can be reached
-NOTICE_S = 3.0  # after this time the user is told for whom `close` waits
+PING_S = 1.0  # how often the head checks that it can reach its workers
+NOTICE_S = 3.0  # after this time `close` tells the user for which workers it waits
 LEAVE_S = 3.0  # how long a process may take to end once its environments are closed
 
 
 class WorkerPool:
-    """The workers of one head. It works only in the thread that waits for them, while it waits.
+    """The workers of one head. The pool works only in the thread that waits, and while it waits.
 
-    A replacement is asked everything that the lost process had not answered, in the same order and
-    under the same ``seq``, after what `Recovery` says that it must be told first.
+    A replacement first gets the orders of `Recovery`. Then it gets all requests that the lost
+    process had not answered, in the same order and with the same ``seq``.
     """
 
     def __init__(self, messenger: Messenger) -> None:
@@ -42,7 +42,7 @@ class WorkerPool:
         self._is_closed = False
 
     def start(self, min_workers: int) -> None:
-        """Start all workers. Return when so many have built their environments."""
+        """Start all workers. Return once ``min_workers`` of them have built their environments."""
         self._supervisor.start(all_must_start=min_workers == len(self.workers))
 
         def enough_are_ready() -> Any:
@@ -52,10 +52,10 @@ class WorkerPool:
         self._wait(enough_are_ready)
 
     def ask(self, worker: Worker, message: Message, *buffers: Any) -> int:
-        """Make a request to a worker, and return its ``seq``. `exchange` sends it.
+        """Make a request to a worker, and return its ``seq``. `exchange` sends the request.
 
         Raises:
-            WorkerDiedError: the worker is gone for good.
+            WorkerDiedError: the worker is gone and will not be replaced.
         """
         self.require(worker)
         seq = self._requests.add(worker, message, buffers, self._messenger.store.published)
@@ -63,29 +63,31 @@ class WorkerPool:
         return seq
 
     def require(self, *workers: Worker) -> None:
-        """Raise WorkerDiedError if one of these is gone for good."""
+        """Raise WorkerDiedError if one of these workers is gone and will not be replaced."""
         for worker in workers:
             if worker.process.state == State.ENDED:
                 raise WorkerDiedError(f"{self._supervisor.describe(worker)} is gone")
 
     def exchange(self) -> None:
-        """Send what was asked."""
+        """Send the requests that were made."""
         self._messenger.exchange()
 
     def settle(self, seqs: Collection[int], timeout: float | None = None) -> None:
         """Wait until all of these requests have a response.
 
         Raises:
-            DeadlineError, Interrupted, KeyboardInterrupt: it took too long, or is to end.
-            WorkerDiedError: a worker is gone for good.
-            EnvError: an environment raised. An exception of Python's or Gymnasium's is raised
-                itself, caused by this.
+            DeadlineError: ``timeout`` seconds have passed.
+            Interrupted, KeyboardInterrupt: the wait was interrupted.
+            WorkerDiedError: a worker is gone and will not be replaced.
+            EnvError: an environment raised an exception. If this process knows its class, or a base
+                of it, that exception is raised instead, with this error as its cause.
         """
         self._wait(lambda: self._requests.are_settled(seqs), timeout)
 
     def gather(self, seqs: Collection[int], timeout: float | None = None) -> list[Request]:
-        """Return these requests, once all have a response; see `settle`. If this raises, they are
-        given up.
+        """Wait until all of these requests have a response, see `settle`, and return them.
+
+        If this raises an error, the requests are given up.
         """
         try:
             self.settle(seqs, timeout)
@@ -95,32 +97,32 @@ class WorkerPool:
             raise
 
     def first(self, seqs: Collection[int]) -> Request:
-        """Return the first of these requests that has a response."""
+        """Wait for a response to any of these requests. Return the first that has one."""
         self.wait_until(lambda: self._requests.first_answered(seqs) is not None, seqs)
         return self._requests.answered.pop(self._requests.first_answered(seqs))
 
     def forget(self, seqs: Iterable[int]) -> None:
-        """Give up these requests. Their responses are dropped, and errors that end nothing."""
+        """Give up these requests: drop their responses, and errors that do not end anything."""
         self._requests.forget(seqs)
 
     def outstanding(self, seqs: Iterable[int]) -> list[int]:
-        """Return those of these requests that have no response. Drop the responses of others."""
+        """Return the requests that have no response yet. Drop the responses to the others."""
         waiting = [seq for seq in seqs if seq in self._requests.outstanding]
         self._requests.forget(set(seqs) - set(waiting))
         return waiting
 
     def wait_until(self, done: Callable[[], Any], seqs: Collection[int]) -> None:
-        """Serve the workers until ``done`` or an error, while one of ``seqs`` is outstanding; see
-        `settle`.
+        """Serve the workers until ``done`` holds, an error comes, or all ``seqs`` have a response.
 
-        They are served once even if it is done already, as a worker may wait for its weights.
+        Messages are handled once even if ``done`` already holds, because a worker may be waiting
+        for weights. This method raises the errors of `settle`.
         """
         self._wait(lambda: done() or self.failures.untold or self._requests.are_settled(seqs))
         if not done():
             self.require(*self.workers)
 
     def _wait(self, done: Callable[[], Any], timeout: float | None = None) -> None:
-        """Exchange messages and supervise until ``done``, then raise the errors that came."""
+        """Exchange messages and supervise until ``done`` holds, then raise the errors that came."""
         began = self._clock()
         deadline = math.inf if timeout is None else began + timeout
         next_word = began + SAY_S
@@ -139,7 +141,7 @@ class WorkerPool:
                     waits.info(text, len(self._late), len(self.workers))
                 if self._clock() >= deadline:
                     names = ", ".join(map(self._supervisor.describe, self._late))
-                    raise DeadlineError(f"No answer from {names}")
+                    raise DeadlineError(f"No response from {names}")
         finally:
             if self._messenger.outbox:  # weights, for example, that a worker waits for
                 self.exchange()
@@ -147,7 +149,7 @@ class WorkerPool:
 
     @property
     def _late(self) -> list[Worker]:
-        """The workers that start, or have not answered a request."""
+        """The workers that are not ready, or have not answered a request."""
         at_rest = State.READY, State.ENDED
         return [
             worker
@@ -162,13 +164,13 @@ class WorkerPool:
             self.interrupt.raise_requested()
 
     def _supervise(self) -> None:
-        hold_ctrl_c()  # now and then, as a notebook lets go of it for each cell
+        hold_ctrl_c()  # repeatedly, because a notebook restores Python's handler for each cell
         if self._clock() > self._next_ping:
             self._next_ping = self._clock() + PING_S
             for worker in self.workers:
                 self._messenger.post(worker, None, Ping())
         for worker, reason in self._supervisor.look():
-            # A scheduler that ends a job may tell head and workers at once.
+            # A scheduler that ends a job may signal the head and its workers at the same time.
             self.interrupt.raise_requested()
             if worker.process.identity is not None:
                 self._messenger.transport.forget(worker.process.identity)
@@ -181,7 +183,7 @@ class WorkerPool:
             self._messenger.recovery.lost(worker, reason, self._requests.of(worker))
 
     def close(self, timeout: float) -> None:
-        """Close every worker within about ``timeout`` seconds, by force if need be.
+        """Close every worker within about ``timeout`` seconds, by force if necessary.
 
         Safe to call twice.
         """
@@ -190,7 +192,7 @@ class WorkerPool:
         self._is_closed = True
         self._messenger.recovery.close()
         deadline = self._clock() + timeout
-        with contextlib.ExitStack() as in_the_end:  # even if Ctrl-C is pressed again and again
+        with contextlib.ExitStack() as in_the_end:  # even if Ctrl-C is pressed repeatedly
             in_the_end.callback(let_go_of_ctrl_c)
             in_the_end.callback(self._messenger.transport.close)
             in_the_end.callback(
@@ -201,7 +203,7 @@ class WorkerPool:
             self.exchange()
             notice = self._clock() + NOTICE_S
             # The socket stays open until the workers have left: a worker whose link breaks before
-            # it has read that it is to close ends as if the head had failed.
+            # it has read `Close` ends as if the head had failed.
             while self._clock() < deadline and self._connected:
                 self._messenger.exchange(0.01)
                 for worker in self.workers:
@@ -211,7 +213,7 @@ class WorkerPool:
                 if self._clock() >= notice:
                     notice = math.inf
                     names = ", ".join(map(self._supervisor.describe, self._connected))
-                    text = "waiting up to %g s until the environments are closed of %s"
+                    text = "waiting up to %g s for environments to close: %s"
                     logger.warning(text, timeout, names)
             if timeout > 0:
                 for worker in self._connected:

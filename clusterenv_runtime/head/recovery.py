@@ -1,5 +1,6 @@
-"""What a process must be told to be a worker, be it the first one or a replacement; and the numbers
-from which its noise follows.
+"""What the head sends a new process to make it a given worker, and the numbers that seed its noise.
+
+A replacement gets the same orders as the first process.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from .requests import Request
 from .worker import Worker
 
 logger = logging.getLogger(__name__)
-SHOWN = 3  # files of edited code that a warning names
+SHOWN = 3  # how many files of edited code a warning names, at most
 _open: weakref.WeakSet[Recovery] = weakref.WeakSet()
-Order = tuple[int | None, Message, tuple[Any, ...]]  # seq, if it is known, message and buffers
+Order = tuple[int | None, Message, tuple[Any, ...]]  # seq, None if it is new; message; buffers
 
 
 def _reset_all(requests: Iterable[Request]) -> bool:
@@ -39,11 +40,11 @@ def _reset_all(requests: Iterable[Request]) -> bool:
 
 
 class Recovery:
-    """Makes a replacement what its predecessor was, except that it begins new episodes.
+    """Makes a replacement the same as its predecessor, except that it begins new episodes.
 
-    A process takes its episodes with it when it dies. Its replacement builds the environments again
-    and resets them with fresh seeds. Its noise follows from what it is asked. If the user steps the
-    environments, the next step says that the old episodes are truncated.
+    When a process dies, its episodes are lost. Its replacement builds the environments again and
+    resets them with fresh seeds. Requests determine its noise. If the user steps the environments,
+    the next step reports the old episodes as truncated.
     """
 
     def __init__(
@@ -55,31 +56,31 @@ class Recovery:
     ) -> None:
         self._rule = pickle.dumps(rule)
         self._likeness = pickle.dumps(likeness)
-        self._shares_memory = shares_memory  # whether workers can open files of this process
-        # When the files were written of all modules that are imported here. The script is none of
-        # them: it travels as it was.
+        self._shares_memory = shares_memory  # whether workers can open this process's files
+        # The modification times of all imported modules' files. The script is not among them,
+        # because workers get it as it was at the start.
         modules = [module for name, module in sys.modules.items() if name != "__main__"]
         files = {getattr(module, "__file__", None) for module in modules} - {None}
         self._mtimes = {file: _mtime(file) for file in files}
         self._store = store
-        self._options = cloudpickle.dumps(None)  # of the user's last reset of all
-        # As the user set them: for each worker a pickle of its environments' values.
+        self._options = cloudpickle.dumps(None)  # options of the last reset of all environments
+        # What the user set, by name: for each worker, a pickle of its environments' values.
         self.attributes: dict[str, list[bytes]] = {}
-        self.restarts: list[dict[str, Any]] = []  # worker, time, reason and seeds of each
-        # Seeds what environments draw when they are built. Those of two that are open differ.
+        self.restarts: list[dict[str, Any]] = []  # each one's worker, time, reason and seeds
+        # Seeds the draws of environments while they are built. It is unique among open instances.
         self._built_with = number_of_globals()
         while any(other._built_with == self._built_with for other in _open):
             self._built_with = (self._built_with + 1) % 2**62
         _open.add(self)
-        self.seed = secrets.randbits(62)  # of the noise, until the user gives one
-        self._is_loaded = False  # whether that comes from a checkpoint, and no rollout was asked
+        self.seed = secrets.randbits(62)  # the seed of the noise, random until the user gives one
+        self._is_loaded = False  # whether the seed was loaded, with no rollout requested since
 
     def close(self) -> None:
-        """Let another one build with the same number."""
+        """Let another `Recovery` use the number that seeds the building of environments."""
         _open.discard(self)
 
     def orders(self, worker: Worker, unanswered: list[Request]) -> list[Order]:
-        """Return what makes a process this worker, and then what it is to answer."""
+        """Return the orders that make a process this worker, then the unanswered requests."""
         setup = Setup(worker.numbers.start, self._built_with)
         setup.shares_memory = self._shares_memory and bool(worker.arrays)
         arrays = [places(worker.arrays)] if setup.shares_memory else contents(worker.arrays)
@@ -101,12 +102,12 @@ class Recovery:
         return orders
 
     def lost(self, worker: Worker, reason: str, unanswered: list[Request]) -> None:
-        """Note that a worker's process has died, and is replaced."""
+        """Note that a worker's process has died and is being replaced."""
         worker.copy.forget()
         number = sum(restart["worker"] == worker.index for restart in self.restarts) + 1
         if worker.seeds is not None:
             worker.episodes.lost()
-            if not _reset_all(unanswered):  # else the user's own seeds are still to be used
+            if not _reset_all(unanswered):  # otherwise the user's own seeds are still unused
                 worker.seeds = _fresh_seeds(worker, number)
         self.restarts.append(
             {"worker": worker.index, "time": time.time(), "reason": reason, "seeds": worker.seeds}
@@ -115,7 +116,7 @@ class Recovery:
         logger.warning(text, reason, number, self._edits())
 
     def _edits(self) -> str:
-        """Return a text that names the files of code edited since; "" if there are none."""
+        """Return a text that names code files edited since the start; "" if there are none."""
         times = self._mtimes.items()
         edited = sorted(file for file, mtime in times if _mtime(file) != mtime)
         if not edited:
@@ -125,7 +126,7 @@ class Recovery:
         return f"; it runs code that was changed since the others started: {names}{more}"
 
     def seed_noise(self, worker: Worker, request: Collect) -> None:
-        """Say in a request to act which rollout it is, and so which noise it draws."""
+        """Set a request's seed and rollout number, which determine the rollout's noise."""
         request.seed = self.seed
         request.rollout = worker.asked_rollouts
         worker.asked_rollouts += 1
@@ -136,7 +137,7 @@ class Recovery:
     ) -> None:
         """Note that the user resets all environments.
 
-        The first seed that is given seeds the noise, too, unless its seed was just loaded.
+        The first given seed also seeds the noise, unless the noise's seed was just loaded.
         """
         self._options = cloudpickle.dumps(options)
         first = workers[0].numbers.start
@@ -163,25 +164,25 @@ class Recovery:
 
 
 def with_fresh(seeds: list[int | None]) -> list[int]:
-    """Return seeds with a random one where none was given.
+    """Return seeds, with a random seed where none was given.
 
-    Without it, environments would go on from the state of the generators that an evaluation or the
-    worker's start has left, which is the same each time.
+    Without random seeds, environments would continue from the generators' state that an evaluation
+    or the worker's start has left, which is the same each time.
     """
     return [secrets.randbits(31) if seed is None else seed for seed in seeds]
 
 
 def _fresh_seeds(worker: Worker, number: int) -> list[int | None]:
-    """Return seeds for replacement ``number`` of a worker; they follow from those before."""
+    """Return seeds for replacement ``number`` of a worker, derived from the last seeds."""
     given = [seed for seed in worker.seeds if seed is not None]
     sequence = np.random.SeedSequence([*given, worker.numbers.start, number])
-    # Some environments take only 31 bits.
+    # Some environments take only seeds of 31 bits.
     fresh = (sequence.generate_state(worker.num_envs) >> 1).tolist()
     return [None if old is None else new for old, new in zip(worker.seeds, fresh, strict=True)]
 
 
 def _mtime(file: str) -> int | None:
-    """Return when a file was written, in nanoseconds; None if it is not there."""
+    """Return a file's modification time in nanoseconds; None if the file does not exist."""
     try:
         return os.stat(file).st_mtime_ns
     except OSError:
@@ -189,7 +190,7 @@ def _mtime(file: str) -> int | None:
 
 
 def number_of_globals() -> int:
-    """Return a number of 62 bits that follows from the states of the global generators."""
+    """Return a number of 62 bits, derived from the states of the global random generators."""
     _, keys, *others = np.random.get_state()
     states = [str(random.getstate()).encode(), keys.tobytes(), str(others).encode()]
     if torch := sys.modules.get("torch"):

@@ -1,5 +1,6 @@
-"""Requests to workers: numbered, kept until the response comes, and asked again after a loss; and
-the errors that come in place of responses.
+"""Requests to workers, which are numbered and kept until a response comes, and workers' errors.
+
+The kept requests are sent again to a replacement. An error comes in place of a response.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Request:
-    """A message to one worker that wants a response."""
+    """A message to one worker that asks for a response."""
 
     seq: int
     worker: Worker
     message: Message
     buffers: tuple[Any, ...]
-    published: Published  # when it was asked
+    published: Published  # what was published when the request was made
     response: OpenedReply | RolloutPart | None = None
-    process: Process | None = None  # that responded
+    process: Process | None = None  # the process that responded
 
     @property
     def process_is_gone(self) -> bool:
@@ -64,13 +65,13 @@ class Requests:
         self.answered[seq] = request
 
     def forget(self, seqs: Iterable[int]) -> None:
-        """Stop waiting for these, and drop their responses."""
+        """Stop waiting for these requests, and drop their responses."""
         for seq in seqs:
             self.outstanding.pop(seq, None)
             self.answered.pop(seq, None)
 
     def forget_worker(self, worker: Worker) -> None:
-        """Stop waiting for this worker."""
+        """Stop waiting for the responses of this worker."""
         for request in self.of(worker):
             del self.outstanding[request.seq]
 
@@ -79,21 +80,21 @@ class Requests:
         return [request for request in self.outstanding.values() if request.worker is worker]
 
     def are_settled(self, seqs: Collection[int]) -> bool:
-        """Say whether none of these is outstanding."""
+        """Return whether none of these requests is outstanding."""
         return self.outstanding.keys().isdisjoint(seqs)
 
     def first_answered(self, seqs: Collection[int]) -> int | None:
-        """Return the first of these that was answered, or None if none was."""
+        """Return the first of these requests that was answered, or None if none was."""
         return next((seq for seq in self.answered if seq in seqs), None)
 
 
 class Failures:
-    """The errors of all workers: until the user is told, and until the environments are reset."""
+    """The errors of all workers, kept until the user is told and until environments are reset."""
 
     def __init__(self) -> None:
-        # the errors of which the user is not told yet, with the workers' descriptions
+        # Errors that the user has not been told of yet, with the workers' descriptions.
         self.untold: list[tuple[str, Error]] = []
-        self.to_reset = set[int]()  # workers whose environments wait for a reset
+        self.to_reset = set[int]()  # workers whose environments need a reset
 
     def add(self, worker: int, description: str, error: Error) -> None:
         """Note an error of a worker."""
@@ -105,19 +106,19 @@ class Failures:
 
     @property
     def must_reset(self) -> bool:
-        """Whether all are to be reset, and the user knows why."""
+        """Whether all environments must be reset, and the user knows why."""
         return bool(self.to_reset) and not self.untold
 
     def raise_untold(self) -> None:
-        """Raise the errors of which the user was not told, if there are any."""
+        """Raise the errors that the user has not been told of, if there are any."""
         if errors := self.untold:
             self.untold = []
             raise to_exception(errors)
 
 
 def reset_needed(method: str) -> ResetNeeded:
-    """Return the error of a method that cannot go on until `Failures.to_reset` is empty."""
-    why = "as one has raised, or a step was given up"
+    """Return the error of a method that cannot run until `Failures.to_reset` is empty."""
+    why = "because one has raised, or a step was given up"
     return ResetNeeded(f"Cannot call `{method}` before all environments are `reset`, {why}.")
 
 

@@ -1,9 +1,8 @@
-"""Workers' responses, opened and checked once, when they arrive: behind this everything is what it
-says.
+"""The opening of workers' responses, which are checked once, when they arrive.
 
-What an response must be follows from the spaces, from the request, and from the policy that was
-published. An array may hold any value of its dtype: a worker itself refuses values that no learner
-can use.
+Other code can rely on the form of an opened response. This form follows from the spaces, the
+request and the published policy. An array may hold any value of its dtype: workers themselves
+refuse values that no learner can use.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class OpenedReply(NamedTuple):
 
 
 def value_of(response: Reply, frames: list[Any]) -> Any:
-    """Return the value of an response, whatever it is.
+    """Return a reply's value, without a check of the value's form.
 
     Raises:
-        ProtocolError: it is malformed.
+        ProtocolError: the value is malformed.
     """
     arrays = Arrays(frames[1:])
     value = unpack(response.value, arrays)
@@ -46,10 +45,10 @@ def value_of(response: Reply, frames: list[Any]) -> Any:
 
 
 class Opener:
-    """Opens workers' responses, and refuses what cannot be one.
+    """Opens workers' responses, and refuses those that do not match their requests.
 
     Args:
-        envs: the layout of the environments, which the responses must have.
+        envs: the layout of the environments, which responses must match.
     """
 
     def __init__(self, envs: EnvLayout) -> None:
@@ -58,13 +57,14 @@ class Opener:
         space = envs.single_observation_space
         one = create_empty_array(space, 1)
         self._observations = space, one
-        # What a step gives beside observations: rewards, terminations and truncations.
+        # Examples of a step's results besides observations: rewards, terminations and truncations.
         self._numbers = [np.empty(1, dtype) for dtype in (np.float64, np.bool_, np.bool_)]
-        # What an evaluation gives: returns, lengths, and which episodes have ended.
+        # Examples of an evaluation's results: returns, lengths, and which episodes have ended.
         self._scores = [np.empty(1, dtype) for dtype in (np.float64, np.int64, np.bool_)]
-        self._frames: list[np.ndarray] = []  # of each stack one, ``(1, *frame)``
+        self._frames: list[np.ndarray] = []  # one frame of each stack, ``(1, *frame)``
         self._sent = map_space(self._as_sent, space, self._stacks, one)
-        self._layout: tuple[dict[str, Any], Layout] | None = None  # and what policy it is of
+        # The last policy's example, and the layout of its parts.
+        self._layout: tuple[dict[str, Any], Layout] | None = None
 
     def _as_sent(self, is_stack: bool, one: Any) -> Any:
         if not is_stack:
@@ -81,18 +81,18 @@ class Opener:
         asked_at: Published,
         published: Published,
     ) -> OpenedReply | RolloutPart:
-        """Return the part in an response, or its value and infos.
+        """Return the part in a response, or the reply with its value and infos unpacked.
 
         Args:
             asked: the request.
-            response: its response.
-            frames: that message's frames.
+            response: the response to it.
+            frames: the frames of the response.
             num_envs: how many environments the worker has.
-            asked_at: what was published when that was asked.
-            published: what is now.
+            asked_at: the policy that was published when the request was made.
+            published: the policy that is published now.
 
         Raises:
-            ProtocolError: it is not what was asked for.
+            ProtocolError: the response does not match the request.
         """
         if isinstance(asked, Collect) != isinstance(response, Part):
             raise ProtocolError(f"a {type(response).__name__} to a {type(asked).__name__}")
@@ -100,7 +100,7 @@ class Opener:
         if isinstance(response, Part):
             policy = published if response.version >= published.since else asked_at
             if not policy.since <= response.version <= published.version:
-                possible = f"but these are {policy.since} to {published.version}"
+                possible = f"but valid versions are {policy.since} to {published.version}"
                 text = f"it says that it acted on version {response.version}, {possible}"
                 raise ProtocolError(text)
             opened = self._open_part(asked, response, arrays, num_envs, policy)
@@ -124,35 +124,35 @@ class Opener:
         part = self._layout_of(policy.example).unpack(response, sizes, arrays)
         ends = np.count_nonzero(part.terminations | part.truncations)
         if ends != response.ends:
-            raise ProtocolError(f"final_observations are {response.ends}, of {ends} ends")
+            raise ProtocolError(f"there are {response.ends} final_observations for {ends} ends")
         if part.frames:
             self._unfold(part)
         return part
 
     def _layout_of(self, example: dict[str, Any]) -> Layout:
-        """Return the layout of parts in which a policy of this example has acted."""
+        """Return the layout of parts from a policy with this example."""
         if self._layout is None or self._layout[0] is not example:
             observations = dict.fromkeys(OBSERVATIONS, self._sent)
             self._layout = example, Layout({**example, **observations}, self._frames)
         return self._layout[1]
 
     def _unfold(self, part: RolloutPart) -> None:
-        """Put stacks of a part's frames where their indices are."""
+        """Replace the frame indices in a part's observations with stacks of the frames."""
 
         def stacked(is_stack: bool, index: Any) -> Any:
             if not is_stack:
                 return index
             frames = next(rest)
-            # as unsigned numbers, those below 0 are the largest
+            # as unsigned integers, negative indices are the largest
             if index.size and index.view(np.uint32).max() >= len(frames):
-                said = f"observations are of {len(frames)} frames"
-                raise ProtocolError(f"{said}, and say that they are of others")
+                said = f"observations have {len(frames)} frames"
+                raise ProtocolError(f"{said}, but indices of others")
             return Frames(frames, index)
 
         for name in OBSERVATIONS:
             rest = iter(part.frames)
             tree = map_tree(stacked, self._stacks, getattr(part, name))
-            # of the others there are few
+            # final and next observations are few, so their stacks are gathered here
             setattr(part, name, tree if name == "observations" else map_tree(np.asarray, tree))
 
     def _open_reply(
@@ -191,7 +191,7 @@ class Opener:
             ValueError,
             msgspec.ValidationError,
         ) as error:
-            raise ProtocolError(f"no response to {asked}: {error!r}") from None
+            raise ProtocolError(f"this is no response to {asked}: {error!r}") from None
         if not all(0 <= env < num_envs for env, _ in pairs):
-            raise ProtocolError("infos are of environments that there are not")
+            raise ProtocolError("infos are of environments that do not exist")
         return OpenedReply(value, pairs, response.dropped)

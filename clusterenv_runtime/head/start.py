@@ -1,4 +1,4 @@
-"""A head: its workers, its memory of them, and the policy's versions; and how it is started."""
+"""The head: its workers, what it knows of them, the policy's versions, and how it starts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 class HeadState(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of `Head.state_dict`, which may come from anybody's file."""
+    """The form of `Head.state_dict`, which may come from an untrusted file."""
 
     policy_version: int
     sync_bytes: int
-    workers: Annotated[int, msgspec.Meta(ge=1)]  # pulls and seconds are sums over so many
+    workers: Annotated[int, msgspec.Meta(ge=1)]  # how many workers the sums below are over
     pulls: int
     waiting_seconds: float
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
@@ -44,7 +44,7 @@ class HeadState(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass
 class Head:
-    """The parts of a `ClusterEnv` on this side of the wire."""
+    """The parts of a `ClusterEnv` on the head's side of the wire."""
 
     pool: WorkerPool
     recovery: Recovery
@@ -54,21 +54,21 @@ class Head:
     pid: int = field(default_factory=os.getpid)
 
     def close(self, timeout: float) -> None:
-        """End the workers, see `WorkerPool.close`. A forked child leaves its parent's alone."""
+        """End the workers, see `WorkerPool.close`. Do nothing in a forked child of the head."""
         if os.getpid() == self.pid:
             self.pool.close(timeout)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, of all workers together, and what the noise follows from."""
+        """Return the counters, summed over all workers, and the state of the noise."""
         workers = self.pool.workers
         waiting = {"waiting_seconds": math.fsum(worker.waited for worker in workers)}
         return {**self.store.state_dict(), **self.recovery.state_dict(workers), **waiting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, also of a head with another number of workers.
+        """Continue from a `state_dict`, which may come from a head with another number of workers.
 
         Raises:
-            ValueError: it is not of a head.
+            ValueError: ``state`` is not the state of a head.
         """
         try:
             msgspec.convert(state, HeadState)
@@ -89,23 +89,23 @@ def start_head(
     make_transport: Callable[..., Transport] = Transport,
     clock: Callable[[], float] = time.monotonic,
 ) -> Head:
-    """Listen at ``address``, start the workers, and return when as many as must be are up.
+    """Listen at ``address``, start the workers, and return once ``min_workers`` of them are up.
 
-    A simulation has a transport and a clock of its own.
+    A simulation passes its own transport and clock.
 
     Raises:
         StartupError, WorkerDiedError: the head cannot listen, or a worker does not come up.
-        EnvError: an environment raised, see `WorkerPool.gather`.
+        EnvError: an environment raised an exception, see `WorkerPool.settle`.
     """
     began = clock()
-    # These are read now, as files: strangers may have used up what a process may open when a
-    # worker says hello.
+    # Read these versions from files now. By the time a worker says hello, strangers may have used
+    # up the number of files that this process may open.
     shared_versions()
     likeness = Likeness.of_this_process(launcher)
     num_workers = min(options.num_workers, blueprint.num_envs)
     min_workers = min(options.min_workers or num_workers, num_workers)
     if blueprint.observation_mode == "different":
-        min_workers = num_workers  # each tells what the bounds of its observations are
+        min_workers = num_workers  # each one reports the bounds of its observations
     workers = [
         Worker(index, rows, *blueprint.setup(rows), blueprint.first_row)
         for index, rows in enumerate(blueprint.shares(num_workers))

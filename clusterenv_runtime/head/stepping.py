@@ -1,5 +1,6 @@
-"""Gymnasium's vector API on workers, with actions chosen at the head: each call is one request to
-each worker.
+"""Gymnasium's vector API on workers, with actions from the head.
+
+Each call is one request to each worker.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ Infos = list[tuple[int, dict[str, Any]]]  # (environment, info)
 
 
 class Stepper:
-    """The call that is under way, and what becomes of the responses.
+    """The call that is under way, and the results made from the responses.
 
     Args:
-        head: the workers, and what their replacements are told.
+        head: the workers, and the orders for their replacements.
         blueprint: the environments.
-        copy: whether each batch of observations is made of fresh arrays.
+        copy: whether each batch of observations consists of fresh arrays.
     """
 
     def __init__(self, head: Head, blueprint: Blueprint, copy: bool) -> None:
@@ -45,20 +46,20 @@ class Stepper:
         self._space = blueprint.layout.single_observation_space
         self._copy = copy
         self._under_way = AsyncState.DEFAULT
-        self._seqs: list[int] = []  # of the requests of the call under way
-        self._behind: list[int] = []  # of those for which nobody waits
-        self._mask: np.ndarray | None = None  # of the reset under way
-        self._observations: Any = None  # of all environments, the last ones
+        self._seqs: list[int] = []  # the requests of the call under way
+        self._behind: list[int] = []  # requests for which nobody waits
+        self._mask: np.ndarray | None = None  # the mask of the reset under way; None for all
+        self._observations: Any = None  # the last observations of all environments
         self._lost: list[Worker] = []  # workers replaced after they had answered the last call
-        self._left_out: set[str] = set()  # the keys of infos of which the user was warned
+        self._left_out: set[str] = set()  # keys of infos that the user was warned about
 
     @property
     def pending(self) -> str:
-        """The name of the call that is under way; empty for none."""
+        """The name of the call that is under way; empty if there is none."""
         return "" if self._under_way == AsyncState.DEFAULT else self._under_way.value
 
     def reset(self, seed: int | list[int | None] | None, options: dict[str, Any] | None) -> None:
-        """Ask for a reset of all environments, or of those of ``options["reset_mask"]``."""
+        """Ask for a reset of all environments, or of those in ``options["reset_mask"]``."""
         num_envs = self._blueprint.num_envs
         mask = None
         if options is not None and "reset_mask" in options:
@@ -121,7 +122,7 @@ class Stepper:
     ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:
         """Return observations, rewards, terminations, truncations and infos."""
         replies = self._replies(AsyncState.WAITING_STEP, timeout)
-        # In the mode SAME_STEP the user sees with an end what follows it.
+        # In the mode SAME_STEP, the user sees an end together with the reset after it.
         shows_ends = self._blueprint.layout.autoreset_mode != AutoresetMode.SAME_STEP
         for worker, reply in zip(self._pool.workers, replies, strict=True):
             observations, _, terminations, truncations = reply.value
@@ -131,7 +132,7 @@ class Stepper:
         return self._join(parts), *map(np.concatenate, arrays), self._infos(replies)
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Ask for a call of each environment's method, or for its attribute."""
+        """Ask for a call of each environment's method, or for the value of its attribute."""
         _check_name(name)
         arguments = cloudpickle.dumps((args, kwargs))
         self._ask(AsyncState.WAITING_CALL, lambda _: (Call(name), arguments))
@@ -142,10 +143,10 @@ class Stepper:
         return tuple(result for reply in replies for result in reply.value)
 
     def set_attr(self, name: str, values: Any, waits: bool) -> None:
-        """Set an attribute of each environment, also of those that a replacement builds.
+        """Set an attribute of each environment, also of environments that a replacement builds.
 
-        Workers do that after all that they were asked before. Unless this ``waits`` for them, a
-        later call raises their errors.
+        Workers set it after they have handled all earlier requests. Unless this method ``waits``
+        for them, a later call raises their errors.
         """
         _check_name(name)
         num_envs = self._blueprint.num_envs
@@ -157,9 +158,9 @@ class Stepper:
             )
         pickles = [cloudpickle.dumps(values[worker.rows]) for worker in self._pool.workers]
         before = self._recovery.attributes
-        # Replacements are told from now on, as a worker may die right after its response.
+        # Replacements get the value from now on, because a worker may die right after responding.
         others = {key: values for key, values in before.items() if key != name}
-        self._recovery.attributes = {**others, name: pickles}  # in the order of the last calls
+        self._recovery.attributes = {**others, name: pickles}  # in order of the names' last calls
         try:
             self._ask(
                 AsyncState.WAITING_CALL,
@@ -193,23 +194,23 @@ class Stepper:
         is_reset = state == AsyncState.WAITING_RESET and self._mask is None
         if self._blueprint.steps_together and not (is_reset or fits_together):
             raise ValueError(
-                "environments that step together are for a policy to act in: "
+                "environments that step together allow only calls in which a policy acts: "
                 "`rollout`, `send`, `recv` and `evaluate`"
             )
         self._pool.require(*workers)
-        requests = [request(worker) for worker in workers]  # may raise, so before any is asked
+        requests = [request(worker) for worker in workers]  # first, because it may raise
         self._seqs = []
         for worker, (message, buffer) in zip(workers, requests, strict=True):
             seq = self._pool.ask(worker, message, buffer)
             if is_reset and not worker.has_been_ready:
-                self._pool.forget([seq])  # nobody waits for workers that have yet to come
+                self._pool.forget([seq])  # nobody waits for workers that have not come up yet
             else:
                 self._seqs.append(seq)
         self._pool.exchange()
         self._under_way = state
 
     def _replies(self, state: AsyncState, timeout: float | None) -> list[OpenedReply]:
-        """Return the replies, one for each worker, with their values unpacked."""
+        """Return one opened reply per worker, with zeros for workers that have not come up yet."""
         name = state.value
         if self._under_way != state:
             raise NoAsyncCallError(
@@ -218,7 +219,7 @@ class Stepper:
         try:
             requests = self._pool.gather(self._seqs, timeout)
         except BaseException as error:
-            if state == AsyncState.WAITING_STEP:  # which may have ended episodes unseen
+            if state == AsyncState.WAITING_STEP:  # the step may have ended episodes unseen
                 self._pool.failures.to_reset |= {worker.index for worker in self._pool.workers}
             if not isinstance(error, DeadlineError):
                 raise
@@ -241,7 +242,7 @@ class Stepper:
         ]
 
     def _note_losses(self) -> None:
-        """Have the next step tell of episodes that were lost after the response to this call."""
+        """Have the next step report episodes that were lost after the response to this call."""
         for worker in self._lost:
             worker.episodes.lost()
 
@@ -253,7 +254,7 @@ class Stepper:
         ]
 
     def _join(self, parts: Sequence[Any]) -> Any:
-        """Join the workers' observations. Without ``copy`` the arrays are the same each time."""
+        """Join the workers' observations. Without ``copy``, all calls return the same arrays."""
         if self._copy or self._observations is None:
             num_envs = self._blueprint.num_envs
             self._observations = create_empty_array(self._space, num_envs, np.empty)

@@ -1,7 +1,8 @@
-"""Who lives, who is lost, and who is to be replaced: deadlines over all workers at once.
+"""Decides which worker processes are alive, lost, or due for replacement.
 
-Nothing here waits or touches a socket. The head calls `Supervisor.look` again and again while it
-waits for workers. Each call takes every process as far as it can go at that time.
+The deadlines of all workers run at the same time. Nothing here waits or touches a socket. The head
+calls `Supervisor.look` repeatedly while it waits for workers. Each call advances every process as
+far as possible at that time.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from ..options import ClusterOptions
 from .worker import ALIVE, Process, State, Worker
 
 logger = logging.getLogger(__name__)
-LOOK_S = 0.2  # how often the head looks at living processes,
-LOOK_HERE_S = 0.05  # and at those of this machine, which the system shows at once
-SOON_S = 0.01  # how often it looks while a process is being lost
-# How long it looks for the reason of a loss: a link may break a moment before its process ends.
+LOOK_S = 0.2  # how often the head looks at living processes on other machines
+LOOK_HERE_S = 0.05  # and on this machine, where the system shows an end at once
+SOON_S = 0.01  # how often the head looks while a process is lost or killed
+# How long the head looks for the reason of a loss: a link may break just before its process ends.
 REASON_S = 1.0
-KILL_S = 5.0  # how long it waits for a killed process to be gone
-NOTICE_S = 60.0  # how often it tells the user that a worker has yet to be started
+KILL_S = 5.0  # how long the head waits for a killed process to end
+NOTICE_S = 60.0  # how often the head tells the user that a worker has not been started yet
 RETRY_S = 1.0, 2.0, 4.0  # the pauses between attempts to start a replacement; the last one repeats
 
 
@@ -29,10 +30,10 @@ class Supervisor:
     """Watches the workers' processes.
 
     Args:
-        workers: all of them. Only the supervisor changes the states of their processes.
-        launcher: starts, kills and knows the processes.
-        options: the timeouts, and how many processes of one worker in a row may be lost. For
-            ``startup_timeout`` seconds the system may also refuse to start a replacement.
+        workers: all workers. Only the supervisor changes the states of their processes.
+        launcher: starts and kills the processes, and knows how they ended.
+        options: the timeouts, and how many processes of one worker may be lost in a row. The
+            ``startup_timeout`` also limits how long the system may refuse to start a replacement.
         clock: returns the time in seconds.
     """
 
@@ -48,7 +49,7 @@ class Supervisor:
         self._launcher = launcher
         self._startup_timeout = options.startup_timeout
         self._options = options
-        # Until all have started, a process that ends by itself or is late ends the run.
+        # Whether a process that ends by itself or is late ends the run. False once all are ready.
         self.all_must_start = False
         self.next_look = self._next_check = 0.0
 
@@ -56,7 +57,7 @@ class Supervisor:
         """Start all processes.
 
         Raises:
-            StartupError: one cannot be started.
+            StartupError: a process cannot be started.
         """
         self.all_must_start = all_must_start
         try:
@@ -67,14 +68,14 @@ class Supervisor:
             worker.process = self._new_process()
 
     def stop(self, timeout: float) -> None:
-        """End all processes, within about ``timeout`` seconds."""
+        """End all processes within about ``timeout`` seconds."""
         self._launcher.stop(timeout)
 
     def _new_process(self) -> Process:
         return Process(self.clock(), self._startup_timeout)
 
     def note_hello(self, worker: Worker, identity: bytes, host: str, pid: int) -> None:
-        """Note that a process is there. It is told next what to build."""
+        """Note that a worker's process has said hello. It gets its orders next."""
         process = worker.process
         process.state = State.BUILDING
         process.identity = identity
@@ -97,7 +98,7 @@ class Supervisor:
                 self.all_must_start = False
 
     def lose(self, worker: Worker, reason: Exit | None = None) -> None:
-        """Note that a worker's process or link is gone. An unknown reason is looked for later."""
+        """Note that a worker's process or link is gone. `look` finds out an unknown reason."""
         process = worker.process
         if process.state in ALIVE:
             process.state = State.LOST
@@ -106,20 +107,20 @@ class Supervisor:
             self.next_look = min(self.next_look, self.clock() + SOON_S)
 
     def refuse(self, worker: Worker, text: str) -> None:
-        """Note that a worker's process broke the protocol. Nothing it says from now on counts."""
+        """Note that a worker's process broke the protocol. Its messages no longer count."""
         worker.process.is_refused = True
         self.lose(worker, Exit(text))
 
     def end(self, worker: Worker, because: str) -> None:
-        """Note that a worker will not answer any more, and that it will not be replaced."""
+        """Note that a worker will not answer any more requests, and will not be replaced."""
         worker.process.state = State.ENDED
         worker.process.ended_because = because
 
     def look(self) -> list[tuple[Worker, str]]:
-        """Take every process further. Return the workers to `replace` now, each with its reason.
+        """Advance every process. Return the workers to `replace` now, each with the reason.
 
         Raises:
-            StartupError: not all have started, and some did not in time.
+            StartupError: all workers must start, and some have not started in time.
         """
         now = self.clock()
         reasons = [(worker, self._look_at(worker, now)) for worker in self.workers]
@@ -132,12 +133,12 @@ class Supervisor:
         return [(worker, reason) for worker, reason in reasons if reason]
 
     def _look_at(self, worker: Worker, now: float) -> str:
-        """Take a process further that does not live; return why to replace it now, or else ""."""
+        """Advance a process that is not alive. Return why to replace it now, or otherwise ""."""
         process = worker.process
         index = worker.index
         if process.state == State.LOST:
-            # All that it had sent was read since the last look. Its last messages may have been
-            # responses, or may say why it ended.
+            # Everything that the process sent has been read since the last look. Its last messages
+            # may have been responses, or may have said why it ended.
             process.exit = process.exit or self._launcher.exit(index)
             if process.exit is not None or now >= process.deadline:
                 # A process that is only stopped or cut off must not come back.
@@ -156,7 +157,7 @@ class Supervisor:
         return ""
 
     def _check_living(self, now: float) -> None:
-        """Lose the processes that have ended, or that are late."""
+        """Note the loss of the processes that have ended or are late."""
         late = []
         for worker in self.workers:
             process = worker.process
@@ -173,7 +174,7 @@ class Supervisor:
             elif process.state != State.READY and now > process.deadline:
                 late.append(worker)
         timeout = f"{self._startup_timeout:g} s"
-        text = f"did not come up and build the next of its environments within {timeout}"
+        text = f"did not come up or build the next environment within {timeout}"
         if late and self.all_must_start:
             raise StartupError(f"{', '.join(map(self.describe, late))} {text}")
         for worker in late:
@@ -183,15 +184,15 @@ class Supervisor:
         if process.exit is not None:
             return process.exit.reason
         silence = f"silent for {self._options.worker_timeout:g} s"
-        last = f"its last answer came {now - process.heard:.0f} s ago"
-        return f"cut off, or {silence} ({last}); is it stopped, or its machine or network down?"
+        last = f"its last message came {now - process.heard:.0f} s ago"
+        return f"cut off, or {silence} ({last}); is it stopped, or is its machine or network down?"
 
     def replace(self, worker: Worker, text: str) -> None:
-        """Start another process in place of one that was lost.
+        """Start a replacement for a lost process.
 
         Raises:
-            WorkerDiedError: too many were lost in a row, or the process ended by itself before all
-                had started, or the replacement could not be started for too long.
+            WorkerDiedError: too many processes were lost in a row, the process ended by itself
+                before all had started, or the replacement could not be started for too long.
         """
         lost = worker.process
         if lost.state == State.REFUSED:
@@ -202,7 +203,7 @@ class Supervisor:
         ended_by_itself = lost.exit is not None and not lost.exit.by_signal
         if before >= self._options.restarts_in_a_row or self.all_must_start and ended_by_itself:
             self.end(worker, "lost")
-            again = f" (and so did {before} before it, one after the other)" if before else ""
+            again = f" (and so did {before} before it, in a row)" if before else ""
             raise WorkerDiedError(text + again)
         worker.process = self._new_process()
         self._start(worker)
@@ -210,8 +211,8 @@ class Supervisor:
     def _start(self, worker: Worker) -> None:
         """Try to start a replacement.
 
-        The system may refuse it for some seconds, for lack of memory, processes or open files.
-        Then `look` calls this again after a pause. Refused attempts use up none of the restarts.
+        The system may refuse for some seconds, for lack of memory, processes or open files. Then
+        `look` calls this method again after a pause. Refused attempts do not use up restarts.
         """
         process = worker.process
         try:
@@ -222,12 +223,12 @@ class Supervisor:
             process.deadline = self.clock() + pause
             process.refusals += 1
             process.refusal = str(error)
-            if process.refusals == 2:  # the first time, the loss itself has yet to be logged
-                text = "worker %d cannot be started, which is tried again for up to %g s: %s"
+            if process.refusals == 2:  # at the first refusal, the loss itself is not logged yet
+                text = "worker %d cannot be started, trying again for up to %g s: %s"
                 logger.warning(text, worker.index, self._startup_timeout, error)
         else:
             worker.process = self._new_process()
 
     def describe(self, worker: Worker) -> str:
-        """Return a worker's name for the user, with where it runs and its log."""
+        """Return a worker's name for the user, with its host, environments and log."""
         return worker.describe(self._launcher.log(worker.index))

@@ -1,4 +1,4 @@
-"""The head's one listening socket. It knows connections, and no workers."""
+"""The head's only listening socket. It knows connections, but no workers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ..wire.security import Gate, HeadKeys, write_key_file
 
 logger = logging.getLogger(__name__)
 MOST_FILES = 65_536
-HANDSHAKE_MS = 10_000  # in which a peer must have shown who it is
-MAX_HELLO = 2**16  # bytes of the first message of a connection
+HANDSHAKE_MS = 10_000  # the time in which a peer must complete its handshake
+MAX_HELLO = 2**16  # bytes in the first message of a connection
 PING = protocol.encode((None, Ping()))
-MOST_AT_ONCE = 1000  # messages that are received at once; then the head looks after its workers
+MOST_AT_ONCE = 1000  # messages received in a row; then the head supervises its workers
 
 
 def listening_address(bind_address: str | None, port: int | str, directory: str) -> str:
-    """Return where to listen for workers, as ZeroMQ writes it."""
+    """Return the address to listen on for workers, in ZeroMQ's notation."""
     if not bind_address:
         return f"ipc://{directory}/head"
     host = f"[{bind_address}]" if ":" in bind_address else bind_address
@@ -39,7 +39,7 @@ def listening_address(bind_address: str | None, port: int | str, directory: str)
 
 
 def raise_file_limit() -> None:
-    """Let this process have as many open files as it may: each connection is one."""
+    """Raise this process's limit on open files, because each connection is an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -47,14 +47,14 @@ def raise_file_limit() -> None:
 
 
 def remove_own(directory: str, pid: int) -> None:
-    """Remove a directory of process ``pid``, unless this is a fork of it."""
+    """Remove a directory of process ``pid``, unless this process is a fork of it."""
     if os.getpid() == pid:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @dataclass
 class Outgoing:
-    """A message to one connection, with raw buffers after it; ``seq`` is None if none is its."""
+    """A message to one connection, with the raw buffers that follow it. ``seq`` may be None."""
 
     identity: bytes
     seq: int | None
@@ -64,41 +64,42 @@ class Outgoing:
 
 @dataclass
 class Received:
-    """A message of one connection; ``frames`` are its raw buffers, the header's first."""
+    """A message from one connection. ``frames`` are its raw buffers, the header first."""
 
     identity: bytes
     frames: list[Any]
 
     def read(self, is_strange: bool = False) -> tuple[int | None, FromWorker | str]:
-        """Return ``seq`` and message, or text about something else. A stranger's must be short.
+        """Return ``seq`` and the message, or None and a text that describes an invalid message.
 
-        A message may take much more room than its frames, so do not keep many.
+        A stranger's message must be short. A message may take much more memory than its frames, so
+        do not keep many messages.
         """
         if is_strange and sum(map(len, self.frames)) > MAX_HELLO:
             return None, "a long message"
         try:
             return protocol.decode_from_worker(self.frames[0])
-        except Exception as error:  # anything may be sent
+        except Exception as error:  # a peer may send anything
             return None, f"a malformed message: {printable(str(error))}"
 
 
 class Transport:
-    """Sends and receives messages, all in `exchange`.
+    """The head's socket. It sends and receives all messages in `exchange`.
 
-    A simulation of it needs `exchange`, `drop`, `forget`, `restore`, `close`, and the attributes
+    A simulated transport needs `exchange`, `drop`, `forget`, `restore`, `close`, and the attributes
     `address`, `key_file` and `directory`.
 
     Args:
         bind_address: an IP address or network interface to listen on over tcp; None for a socket
             file.
-        port: to listen on over tcp; 0 for a random free one.
-        security: over tcp "curve" or "none".
-        keys: made ahead, or None for fresh ones.
-        parent: where the private directory with socket and keys is made; None for the system's
-            directory of temporary files.
+        port: the tcp port to listen on; 0 for a random free one.
+        security: "curve" or "none", over tcp.
+        keys: keys that were made in advance; None for fresh keys.
+        parent: the directory in which to make the private directory for socket and keys; None for
+            the system's directory of temporary files.
 
     Raises:
-        StartupError: it cannot listen there.
+        StartupError: the head cannot listen at this address.
     """
 
     def __init__(
@@ -110,12 +111,12 @@ class Transport:
         parent: Path | None,
     ) -> None:
         raise_file_limit()
-        self.dropped = 0  # messages so far that were malformed or of strangers
+        self.dropped = 0  # the number of messages dropped so far, see `drop`
         self._complained_of: set[bytes] = set()
         self._pulses: dict[bytes, bool] = {}  # by identity: whether it missed the last `Ping`
         if parent is not None:
             parent.mkdir(parents=True, exist_ok=True)
-        # Its mode is 0700, so nobody else can connect to a socket file there.
+        # The directory's mode is 0700, so no other user can connect to a socket file there.
         self.directory = tempfile.mkdtemp(prefix="clusterenv-", dir=parent)
         self.key_file: Path | None = None
         self._remove = weakref.finalize(self, remove_own, self.directory, os.getpid())
@@ -140,19 +141,20 @@ class Transport:
     def _set_options(self) -> None:
         socket = self._socket
         socket.linger = 0
-        socket.router_mandatory = True  # a message to a closed connection raises, and is not lost
-        # All messages are read at once. If libzmq stopped reading from a connection that then
-        # breaks, its next PONG would end the process by an assertion.
+        # Sending to a closed connection raises an error instead of losing the message.
+        socket.router_mandatory = True
+        # All messages are read at once. If libzmq stopped reading from a connection, and the
+        # connection then broke, its next PONG would fail an assertion and end the process.
         socket.rcvhwm = 0
-        socket.backlog = 4096  # many workers may come at once
-        # A worker that does not read must not block the head. What it is sent is bounded, as it is
-        # asked for more only when it has answered.
+        socket.backlog = 4096  # many workers may connect at once
+        # A worker that does not read must not block the head. The data for it is bounded, because
+        # the head asks for more only after the worker has answered.
         socket.sndhwm = 0
-        # Without this, libzmq would keep for ever what comes under an identity that is taken.
+        # Without this, messages under an identity that is taken would stay in libzmq forever.
         socket.router_handover = True
         protocol.set_limits(socket, MAX_FRAME)
-        # Connections to machines that are gone close in the end. The loss of a worker is noticed
-        # sooner, see `_has_pulse`.
+        # Connections to machines that are gone close eventually. The head notices sooner that a
+        # worker is gone, see `_has_pulse`.
         socket.tcp_keepalive = 1
         socket.tcp_keepalive_idle = 60
         socket.handshake_ivl = HANDSHAKE_MS
@@ -171,9 +173,10 @@ class Transport:
     def exchange(
         self, outbox: Iterable[Outgoing], seconds: float | None
     ) -> tuple[list[Received], list[bytes]]:
-        """Send these, and wait for up to ``seconds`` until there is something to receive.
+        """Send the messages in ``outbox``, and wait up to ``seconds`` for messages to receive.
 
-        With None only send. Return what has come, and the identities of closed connections.
+        If ``seconds`` is None, only send. Return the received messages, and the identities of
+        closed connections.
         """
         closed = [out.identity for out in outbox if not self._send(out)]
         received: list[Received] = []
@@ -181,30 +184,30 @@ class Transport:
             return received, closed
         self._socket.poll(0 if closed else seconds * 1000)
         for _ in range(MOST_AT_ONCE):
-            # Where nothing is left, `recv_multipart` would raise, and what the handler of a signal
-            # raises at that moment would be lost in pyzmq.
+            # If no message is left, `recv_multipart` would raise, and pyzmq would lose an exception
+            # that a signal handler raises at that moment.
             if not self._socket.events & zmq.POLLIN:
                 break
             identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             message = Received(identity.bytes, [frame.buffer for frame in frames])
             if message.identity.startswith(b"p") and message.frames == [PING]:
-                if len(self._pulses) < MOST_FILES:  # no more can be connected
+                if len(self._pulses) < MOST_FILES:  # there cannot be more connections
                     self._pulses[message.identity] = False
             else:
                 received.append(message)
         return received, closed
 
     def _send(self, out: Outgoing) -> bool:
-        """Send a message, and return whether the connection is open still."""
+        """Send a message. Return whether the connection is still open."""
         header = protocol.encode((out.seq, out.message))
         is_open = self._reaches([out.identity, header, *out.buffers])
         return is_open and (not isinstance(out.message, Ping) or self._has_pulse(out.identity))
 
     def _has_pulse(self, identity: bytes) -> bool:
-        """Send a `Ping` to a worker's second connection. False: it has missed two in a row.
+        """Send a `Ping` to a worker's second connection. Return False if it missed two in a row.
 
-        A process that ends closes both connections, but what it has sent before may not have been
-        received yet. A worker need not have a second connection.
+        A process that ends closes both connections, but the head may not have received its last
+        messages yet. A worker need not have a second connection.
         """
         pulse = protocol.pulse_of(identity)
         if pulse not in self._pulses:
@@ -214,7 +217,7 @@ class Transport:
         return not (missed_before and self._pulses[pulse])
 
     def _reaches(self, frames: list[Any]) -> bool:
-        """Send these to the identity that is the first. Return whether there is one."""
+        """Send these frames, the identity first. Return whether the identity is connected."""
         try:
             self._socket.send_multipart(frames, copy=False)
         except zmq.ZMQError as error:
@@ -224,31 +227,31 @@ class Transport:
         return True
 
     def forget(self, identity: bytes) -> None:
-        """Keep nothing of a worker that is lost."""
+        """Forget the second connection of a lost worker."""
         self._pulses.pop(protocol.pulse_of(identity), None)
 
     def restore(self) -> None:
-        """Make the private directory again, with what is in it, if somebody has removed that.
+        """Make the private directory and its files again, if somebody has removed them.
 
         Raises:
-            StartupError: it cannot be made.
+            StartupError: they cannot be made.
         """
         is_file = self.address.startswith("ipc://")
         needed = self.key_file or self.address.removeprefix("ipc://")
         if not (self.key_file or is_file) or os.path.exists(needed):
             return
-        logger.warning("%s was removed, which new workers need: it is made again", self.directory)
+        logger.warning("%s was removed, but new workers need it: making it again", self.directory)
         try:
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
             if self.key_file:
                 write_key_file(self.key_file, self._keys)
         except OSError as error:
             raise StartupError(f"cannot make {self.directory} again: {error}") from None
-        if is_file:  # the connections of the other workers stay
+        if is_file:  # the other workers' connections remain open
             self._bind(self.address)
 
     def drop(self, identity: bytes, text: str) -> None:
-        """Count a message that is not for us, and log it once for each of a hundred peers."""
+        """Count a message that is ignored, and log it once per peer, for 100 peers at most."""
         self.dropped += 1
         if identity not in self._complained_of and len(self._complained_of) < 100:
             self._complained_of.add(identity)

@@ -20,7 +20,10 @@ from .stepping import Infos, Stepper
 
 
 class VectorApi(VectorEnv):
-    """Equals ``SyncVectorEnv`` step for step; as ``AsyncVectorEnv``, it also calls in halves."""
+    """A vector environment that equals ``SyncVectorEnv`` step for step.
+
+    Like ``AsyncVectorEnv``, it also splits calls into halves, ``..._async`` and ``..._wait``.
+    """
 
     _head: Head
     _stepper: Stepper
@@ -33,8 +36,9 @@ class VectorApi(VectorEnv):
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> Any:
-        """Reset all environments, or those where ``options["reset_mask"]`` is True; return
-        observations and infos.
+        """Reset all environments, or those where ``options["reset_mask"]`` is True.
+
+        Return observations and infos.
         """
         self.reset_async(seed, options)
         return self.reset_wait()
@@ -54,8 +58,9 @@ class VectorApi(VectorEnv):
 
     @interruptible
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Step every environment; return observations, rewards, terminations, truncations and
-        infos.
+        """Step every environment.
+
+        Return observations, rewards, terminations, truncations and infos.
         """
         self.step_async(actions)
         return self.step_wait()
@@ -73,8 +78,9 @@ class VectorApi(VectorEnv):
 
     @interruptible
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call each environment's method ``name``, or read its attribute. `pack` says which results
-        it can return.
+        """Call each environment's method ``name``, or read its attribute.
+
+        `pack` documents which results can be returned.
         """
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
@@ -95,11 +101,11 @@ class VectorApi(VectorEnv):
 
     @interruptible
     def set_attr(self, name: str, values: Any) -> None:
-        """Set attribute ``name`` of each environment, to one value or to a list or tuple of one for
-        each.
+        """Set attribute ``name`` of each environment.
 
-        While rollouts are outstanding, the value travels behind them: it is set before the first
-        step of what is asked next. An error on a worker is then raised by a later call.
+        ``values`` is one value for all environments, or a list or tuple of one value for each.
+        While rollouts are outstanding, workers set the value after them, before the first step of
+        the next request. A later call then raises a worker's error.
         """
         self._assert_idle("set_attr")
         self._stepper.set_attr(name, values, waits=not self._collector.granted)
@@ -121,9 +127,9 @@ class VectorApi(VectorEnv):
         super().close(**kwargs)
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """End the workers: ask them, after ``timeout`` seconds terminate, then kill them.
+        """End the workers: ask them, after ``timeout`` seconds terminate them, then kill them.
 
-        By default that is the option ``close_timeout``, and with ``terminate`` none.
+        The default ``timeout`` is the option ``close_timeout``. With ``terminate`` it is 0.
         """
         if pending := self._stepper.pending:
             gym.logger.warn(
@@ -152,13 +158,14 @@ class VectorApi(VectorEnv):
             )
         if os.getpid() != self._head.pid:
             raise ClosedEnvironmentError(
-                f"This is process {self._head.pid}'s, of which this one is a fork: make one here."
+                f"This environment belongs to process {self._head.pid}, of which this process is a "
+                "fork: make one here."
             )
 
     def _assert_idle(self, method: str) -> None:
         self._assert_is_running()
         pending = self._stepper.pending or ("evaluate" if self._evaluator.is_pending else "")
-        # What a policy is asked to do, and what is set, is done in order.
+        # Workers handle these requests in order, so they need not wait for each other.
         if self._collector.granted and method not in ("send", "evaluate", "set_attr"):
             asked = "send" if self._collector.overlapped is None else "rollout"
             pending = pending or asked
@@ -167,6 +174,6 @@ class VectorApi(VectorEnv):
                 f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.",
                 pending,
             )
-        if self._pool.failures.untold:  # of a call that was interrupted
+        if self._pool.failures.untold:  # errors of an interrupted call
             with self._collector.giving_up_after_errors():
                 self._pool.failures.raise_untold()

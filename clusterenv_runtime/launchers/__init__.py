@@ -1,6 +1,6 @@
-"""Launchers start worker processes, say whether they live, and end them.
+"""Launchers start worker processes, report whether they are alive, and end them.
 
-The launchers of extras and other packages are not imported until one is made.
+A launcher of `extras` or of another package is imported only when it is made.
 """
 
 import os
@@ -20,13 +20,14 @@ __all__ = [
     "names",
     "register",
 ]
-GROUP = "clusterenv.launchers"  # of entry points
+GROUP = "clusterenv.launchers"  # the group of entry points
 _registered: dict[str, EntryPoint] = {}
 
 
 def register(name: str, value: str) -> None:
-    """Add a launcher, ``value`` being its "module:class". A package can name it as an entry point
-    instead.
+    """Add a launcher; ``value`` is its "module:class".
+
+    A package can declare an entry point instead.
     """
     _registered[name] = EntryPoint(name, value, GROUP)
 
@@ -41,12 +42,12 @@ def _launchers() -> dict[str, EntryPoint]:
 
 
 def names() -> list[str]:
-    """Return the names of all launchers that are here."""
+    """Return the names of all available launchers."""
     return sorted(_launchers())
 
 
 def is_ours(name: str) -> bool:
-    """Say whether the launcher of this name comes with this package."""
+    """Return whether the launcher of this name comes with this package."""
     point = _launchers().get(name)
     return point is not None and point.value.startswith(f"{__package__.partition('.')[0]}.")
 
@@ -57,8 +58,8 @@ def make_launcher(
     """Return the launcher of this name.
 
     Raises:
-        ValueError: there is none of this name, or the prefix is not a command line.
-        StartupError: it cannot start workers here; the text says what to do.
+        ValueError: no launcher has this name, or the prefix is not a command line.
+        StartupError: the launcher cannot start workers here; the error message says what to do.
     """
     launchers = _launchers()
     if name not in launchers:

@@ -1,4 +1,4 @@
-"""Workers that you start, wherever you like."""
+"""Workers that you start yourself, on any machine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .processes import hash_seed
 
 
 class ExternalLauncher(Launcher):
-    """Prints the workers' commands. The head waits for as long as you need to run them.
+    """Prints the workers' commands. The head waits as long as you need to run them.
 
-    The commands name the file of the workers' keys, if there is one: a file below ``log_dir``, or
-    your own copy of the keys that you have made.
+    The commands name the workers' key file, if there is one: a file below ``log_dir``, or your own
+    copy of it if you made the keys.
     """
 
     name = "external"
@@ -29,7 +29,7 @@ class ExternalLauncher(Launcher):
         super().start()
 
     def start_worker(self, index: int) -> None:
-        # A replacement's command is the first one's, so it matters little if nobody reads it.
+        # A replacement has the same command, so nothing is lost if it cannot be printed again.
         with contextlib.suppress(OSError):
             print_line(shlex.join(self.command(index)))
 

@@ -2,12 +2,13 @@
 
 The link to that process is a pair of sockets. Each message is a packet with a JSON object:
 
-- The head sends ``modules``. Once these modules are imported, the answer has ``fault``: None, or a
+- The head sends ``modules``. Once these modules are imported, the response has ``fault``: None, or
   text for the user.
 - For each worker the head sends ``mark``, ``arguments``, ``variables`` and ``unset``, with two
-  descriptors for its output. The answer has ``mark`` and ``pid`` with a descriptor of the process,
-  or ``mark`` and ``errno``.
-- When a worker has ended there comes ``mark`` and ``code``, as `subprocess.Popen.returncode`.
+  descriptors for the worker's output. The response has ``mark`` and ``pid``, with a descriptor of
+  the process, or it has ``mark`` and ``errno``.
+- When a worker has ended, the process sends ``mark`` and ``code``, a code as in
+  `subprocess.Popen.returncode`.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from .processes import VARIABLE, python_command
 from .start import PATH
 
 MAX_MESSAGE = 2**18  # bytes
-# What a worker that acts imports, with torch.
+# The modules that a worker imports to act. They import torch.
 ACTING = "clusterenv_runtime.policy.actor", "clusterenv_runtime.extras.policies"
-READY_S = 60.0  # how long the process may at least take to import what workers need
-FORK_S = 10.0  # how long it may take to fork
-UNKNOWN = 256  # the code of a worker that has ended when nobody was left to say how
-# Variables that act when an interpreter, a library or torch is loaded, by how they begin.
+READY_S = 60.0  # minimum seconds that the process gets to import its modules
+FORK_S = 10.0  # seconds that it may take to fork
+UNKNOWN = 256  # the code of a worker that outlived the process that would report it
+# Prefixes of variables that take effect when an interpreter, a library or torch is loaded.
 AT_LOAD = (
     "PYTHON",
     "LD_",
@@ -56,18 +57,21 @@ AT_LOAD = (
 
 
 class ForkServerLost(Exception):
-    """The process that forks workers has ended, or does not answer."""
+    """The process that forks workers has ended, or does not respond."""
 
 
 def has_ended(process: int, timeout: float = 0.0) -> bool:
-    """Wait for up to ``timeout`` seconds until a process has ended, by its descriptor."""
+    """Wait up to ``timeout`` seconds for a process to end, by its descriptor.
+
+    Return whether the process has ended.
+    """
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(timeout * 1000))
 
 
 class Forked:
-    """A forked worker, with as much of `subprocess.Popen` as launchers use."""
+    """A forked worker, with the part of the interface of `subprocess.Popen` that launchers use."""
 
     def __init__(self, server: ForkServer, mark: str, pid: int, file: int) -> None:
         self.pid = pid
@@ -78,16 +82,16 @@ class Forked:
         weakref.finalize(self, os.close, file)
 
     def poll(self) -> int | None:
-        """Return how it has ended, or None."""
+        """Return the worker's exit code, or None if there is none yet."""
         if self.returncode is None and has_ended(self._file):
             self.returncode = self._server.code_of(self._mark)
         return self.returncode
 
     def wait(self, timeout: float) -> None:
-        """Wait until it has ended.
+        """Wait until the worker has ended.
 
         Raises:
-            subprocess.TimeoutExpired: it has not.
+            subprocess.TimeoutExpired: the worker has not ended within ``timeout`` seconds.
         """
         if not has_ended(self._file, timeout):
             raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
@@ -109,13 +113,13 @@ class ForkServer:
     It starts at the first `fork`.
 
     Args:
-        variables: its environment variables.
-        modules: what it imports first.
+        variables: the environment variables of the process.
+        modules: the modules that it imports before it forks.
     """
 
     def __init__(self, variables: Mapping[str, str], modules: Sequence[str]) -> None:
         self._variables = dict(variables)
-        self._codes: dict[str, int] = {}  # of workers that have ended, by mark
+        self._codes: dict[str, int] = {}  # exit codes of ended workers, by mark
         self._lock = threading.Lock()
         self._is_started = False
         self._is_ready = False
@@ -127,7 +131,7 @@ class ForkServer:
         opened = [self._theirs.detach()]
         try:
             opened.append(os.pidfd_open(os.getpid()))
-            # The lowest may be taken for the outputs, which can be closed here.
+            # Numbers below 3 are those of input and outputs, which may be closed here.
             for file in tuple(opened):
                 opened.append(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3))
             passed = opened[2:]
@@ -136,10 +140,10 @@ class ForkServer:
                 env=self._variables,
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
-                process_group=0,  # Ctrl-C reaches the head alone
+                process_group=0,  # Ctrl-C must reach only the head
             )
         except BaseException:
-            self._close()  # so the order is forgotten, and the next one goes to another process
+            self._close()  # the order is dropped; the next one goes to another process
             raise
         finally:
             _close_all(opened)
@@ -155,13 +159,13 @@ class ForkServer:
         outputs: list[int],
         ready_s: float,
     ) -> Forked:
-        """Fork a worker with these arguments, environment variables, and output and error output.
+        """Fork a worker with these arguments, environment variables, and two output descriptors.
 
-        The process may take ``ready_s`` seconds to import what workers need.
+        The process may take ``ready_s`` seconds to import its modules.
 
         Raises:
-            OSError: it cannot be forked now.
-            ForkServerLost: there is no process to fork it.
+            OSError: the worker cannot be forked now.
+            ForkServerLost: the process that forks workers has ended, or does not respond.
             StartupError: a module cannot be imported.
         """
         before = self._variables
@@ -170,16 +174,16 @@ class ForkServer:
         order = {"mark": mark, "arguments": arguments, "variables": changed, "unset": unset}
         with self._lock:
             self._send(order, outputs)
-            # The order comes first. Its worker tidies up if this process is killed from here on.
+            # The order is sent first. Its worker cleans up if this process is killed from here on.
             if not self._is_started:
                 self._start()
             self._await_ready(ready_s)
             answer, files = self._receive(FORK_S)
-            while answer["mark"] != mark:  # of another worker, or of an interrupted order
+            while answer["mark"] != mark:  # for another worker, or an interrupted order
                 _close_all(files)
                 answer, files = self._receive(FORK_S)
         number = answer.get("errno")
-        if number is None and not files:  # this process may open no more, so the kernel kept it
+        if number is None and not files:  # the kernel withheld it: too many files are open here
             os.kill(answer["pid"], signal.SIGKILL)
             number = errno.EMFILE
         if number is not None:
@@ -187,7 +191,7 @@ class ForkServer:
         return Forked(self, mark, answer["pid"], files[0])
 
     def code_of(self, mark: str) -> int | None:
-        """Return how a worker has ended, or None if that is not known yet."""
+        """Return a worker's exit code, or None if it is not known yet."""
         with self._lock:
             try:
                 while mark not in self._codes:
@@ -201,7 +205,7 @@ class ForkServer:
 
     @property
     def is_open(self) -> bool:
-        """Whether the process was there when it was last needed."""
+        """Whether the process was still alive when it was last needed."""
         return self._close.alive
 
     def _await_ready(self, seconds: float) -> None:
@@ -221,11 +225,11 @@ class ForkServer:
             self._lose()
 
     def _receive(self, seconds: float) -> tuple[dict[str, Any], list[int]]:
-        """Return the next answer with its descriptors, or a worker's end, which is noted.
+        """Return the next message with its descriptors. Note the exit code of an ended worker.
 
         Raises:
-            BlockingIOError: there is none, and ``seconds`` is 0.
-            ForkServerLost: there will be none.
+            BlockingIOError: there is no message, and ``seconds`` is 0.
+            ForkServerLost: no message arrives within ``seconds``, or the process has ended.
         """
         if not self.is_open:
             raise ForkServerLost
@@ -252,18 +256,18 @@ def _close_all(files: Sequence[int]) -> None:
 
 
 def _close(link: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """End the process that forks. Its workers stay."""
+    """End the process that forks workers. The workers go on."""
     link.close()
     try:
         process.wait(1)
-    except subprocess.TimeoutExpired:  # it imports, or is stopped
+    except subprocess.TimeoutExpired:  # it is importing, or is stopped
         process.kill()
         process.wait()
 
 
 @dataclass
 class _Shared:
-    """The process that forks for all launchers of this process that need one like it."""
+    """The process that forks workers for all launchers here that need one like it."""
 
     likeness: Any = None
     server: ForkServer | None = None
@@ -274,7 +278,7 @@ _shared = _Shared()
 
 @functools.cache  # a later shortage of open files says nothing about the system
 def can_fork() -> bool:
-    """Say whether this system has all that forking takes here."""
+    """Return whether this system has everything that forking needs."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -283,9 +287,10 @@ def can_fork() -> bool:
 
 
 def shared_server(variables: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
-    """Return a process that forks workers like a new process with these variables.
+    """Return a process whose forks resemble a new process with these variables.
 
-    It has torch if this process has. ``preload`` are further modules that it imports.
+    It imports torch if this process has imported torch. ``preload`` names further modules to
+    import.
     """
     modules = [*(ACTING if "torch" in sys.modules else ()), *preload]
     likeness = (
@@ -297,7 +302,7 @@ def shared_server(variables: Mapping[str, str], preload: Sequence[str]) -> ForkS
         variables.get(PATH) if preload else None,  # where these modules are found
     )
     if _shared.server is None or _shared.likeness != likeness or not _shared.server.is_open:
-        # No worker's mark, but as long as one; see `fork_server`.
+        # Not a worker's mark, but as long as one; see `fork_server`.
         inherited = os.environ.get(VARIABLE, "")
         unmarked = re.sub(r"\w", "0", variables[VARIABLE].removeprefix(inherited))
         _shared.server = ForkServer({**variables, VARIABLE: inherited + unmarked}, modules)

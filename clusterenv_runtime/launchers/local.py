@@ -1,4 +1,4 @@
-"""Workers as subprocesses of this Python."""
+"""Workers as processes on this machine, with the same Python as this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .processes import (
 from .start import PATH
 
 logger = logging.getLogger(__name__)
-# Somebody may have put a link in the place of a log.
+# O_NOFOLLOW, because somebody may have put a link in the place of a log.
 LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 
 
@@ -38,20 +38,20 @@ class LocalLauncher(Launcher):
     name = "local"
     remote = False
     same_python = True
-    directory = None  # the system's directory of temporary files
+    directory = None  # the system's directory for temporary files
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         super().__init__(log_dir, prefix)
         self._processes: dict[int, subprocess.Popen[bytes] | Forked] = {}
         self._server: ForkServer | None = None
         self._lost_servers = 0
-        # These are this process's when `prepare` is called.
+        # This process's environment and directory when `prepare` is called.
         self._environment: dict[str, str] = {}
         self._cwd: str | None = None
-        # All processes of this launcher have a mark that begins so; see `processes`. A worker that
-        # has workers itself passes its own mark on.
+        # The marks of all this launcher's processes begin with this one; see `processes`. If this
+        # process is itself a worker, its own mark comes first.
         self._mark = f"{os.environ.get(VARIABLE, '')}{secrets.token_hex(8)}."
-        self._marks: dict[int, str] = {}  # by pid
+        self._marks: dict[int, str] = {}  # each process's mark, by PID
 
     def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
         if not self.remote:
@@ -64,12 +64,12 @@ class LocalLauncher(Launcher):
         return [*self.prefix, *python_command(WORKER, *self.worker_flags(index))]
 
     def variables(self) -> dict[str, str]:
-        # One thread of BLAS each: a worker's cores are for its environments.
+        # One BLAS thread per worker, because a worker's cores are for its environments.
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         return {"OMP_NUM_THREADS": threads, "PYTHONHASHSEED": hash_seed()}
 
     def environment(self, mark: str) -> dict[str, str]:
-        """Return the environment variables of a command; see `processes` for the mark."""
+        """Return the environment variables of a worker's command; see `processes` for the mark."""
         return {**self._environment, VARIABLE: mark}
 
     def start_worker(self, index: int) -> None:
@@ -81,7 +81,7 @@ class LocalLauncher(Launcher):
 
     @property
     def can_fork(self) -> bool:
-        """Whether this system forks, and the command is no other than `_fork` has it."""
+        """Whether this system can fork, and workers have the command that `_fork` implies."""
         is_plain = type(self).command is LocalLauncher.command and not self.prefix
         return is_plain and can_fork()
 
@@ -90,10 +90,10 @@ class LocalLauncher(Launcher):
         return self.may_fork and self.can_fork and self._lost_servers < 2
 
     def _fork(self, index: int, mark: str, output: IO[bytes] | None) -> Forked | None:
-        """Fork a worker; return None if that is not possible here.
+        """Fork a worker. Return None if that is not possible here.
 
         Raises:
-            OSError: it cannot be forked now.
+            OSError: the worker cannot be forked now.
             StartupError: a module to preload cannot be imported.
         """
         variables = self.environment(mark)
@@ -113,9 +113,9 @@ class LocalLauncher(Launcher):
         return None
 
     def _spawn(self, index: int, mark: str, output: IO[bytes] | None) -> subprocess.Popen[bytes]:
-        # A process group of its own, so that Ctrl-C reaches the head alone, which then stops its
-        # workers in order. It is no session, as Linux may share the cores out between sessions,
-        # whatever the niceness of their processes.
+        # A process group of its own, so that Ctrl-C reaches only the head, which then stops its
+        # workers cleanly. Not a session of its own, because Linux may divide the cores between
+        # sessions, regardless of the niceness of their processes.
         with _outputs(output) as (stdout, stderr):
             return subprocess.Popen(
                 self.command(index),
@@ -128,16 +128,16 @@ class LocalLauncher(Launcher):
             )
 
     def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes] | None]:
-        """Open the file to which a command's output goes; None is this process's output."""
+        """Open the file for a command's output; None stands for this process's output."""
         if (log := self.log(index)) is None:
             return contextlib.nullcontext()
         try:
             return open(os.open(log, LOG_FLAGS, 0o666), "ab")
         except OSError as error:
-            # Without open files no process can be started, either.
+            # If no file can be opened, no process can be started, either.
             if index not in self._processes or error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
-            # A replacement is worth more than its log.
+            # A replacement without a log is better than none.
             logger.warning("from now on worker %d has no log: %s", index, error)
             return open(os.devnull, "ab")
 
@@ -173,16 +173,16 @@ class LocalLauncher(Launcher):
             _await(processes, deadline + 1)
         for process in processes:
             kill_group(process)
-        # A process in the kernel, for example on a file system that is gone, stays.
+        # A process that is stuck in the kernel, for example on a lost file system, stays.
         _await(processes, deadline + 6)
         while kill_marked(self._mark) and time.monotonic() < deadline + 7:
             time.sleep(0.01)
 
     def _tell_failures(self, timeout: float) -> None:
-        """Say which workers have failed at the end, if they had any time for it."""
+        """Warn about workers that failed as they closed, if they had any time to close."""
         deadline = time.monotonic() + min(timeout, 1)
         for index, process in self._processes.items():
-            # How a forked worker has ended is known a moment after it has.
+            # A forked worker's exit code is known a moment after the worker has ended.
             while (code := process.poll()) is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             if code is not None and timeout > 0 and 0 < code < UNKNOWN:
@@ -193,7 +193,10 @@ class LocalLauncher(Launcher):
 
 @contextlib.contextmanager
 def _outputs(output: IO[bytes] | None) -> Iterator[list[int]]:
-    """Open a worker's two outputs: this one, or this process's own as far as they are open."""
+    """Yield the descriptors of a worker's two outputs: ``output``, or this process's own.
+
+    If one of this process's own is closed, the null device takes its place.
+    """
     with open(os.devnull, "ab") as null:
         if output is not None:
             yield [output.fileno()] * 2
@@ -203,7 +206,10 @@ def _outputs(output: IO[bytes] | None) -> Iterator[list[int]]:
 
 
 def _is_open(file: int, stream: Any) -> bool:
-    """Say whether this process has an output. If it started without, the file is another one."""
+    """Return whether this process has an output.
+
+    If the process started without the output, the number belongs to another file.
+    """
     try:
         os.fstat(file)
     except OSError:
@@ -212,14 +218,14 @@ def _is_open(file: int, stream: Any) -> bool:
 
 
 def kill_group(process: subprocess.Popen[bytes] | Forked) -> None:
-    """Kill a process with its group: what its environments have started may have outlived it."""
+    """Kill a process and its group, where processes of its environments may have outlived it."""
     process.kill()  # it may have left the group
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _await(processes: list[subprocess.Popen[bytes] | Forked], deadline: float) -> bool:
-    """Wait until these have ended, or a time of `time.monotonic`; return whether they have."""
+    """Wait until these processes have ended, or until ``deadline``. Return whether they ended."""
     for process in processes:
         try:
             process.wait(max(deadline - time.monotonic(), 0))

@@ -1,9 +1,9 @@
-"""Workers' processes: how a Python like this one is started, and how the processes are found that a
-worker's environments have started, wherever they have gone.
+"""Starting a Python like this one, and finding all processes that belong to a worker.
 
-A process can leave its group, and the system forgets a parent that has died. But each process
-inherits the environment variables of its parent, and a worker's variables hold a mark. Only Linux
-shows the variables of a process. Elsewhere nothing is found.
+A worker's environments may start processes of their own. Such a process can leave its group, and
+the system forgets a parent that has died. But each process inherits its parent's environment
+variables, and a worker's variables hold a mark. Only Linux shows the variables of a process. On
+other systems, no such process is found.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ VARIABLE = "CLUSTERENV_WORKER"
 
 
 def current_directory() -> str | None:
-    """Return the current directory; None if it has been removed."""
+    """Return the current directory, or None if it has been removed."""
     with suppress(FileNotFoundError):
         return os.getcwd()
     return None
 
 
 def import_path() -> list[str]:
-    """Return `sys.path` for another process, whatever its directory is.
+    """Return `sys.path` for another process, with absolute entries only.
 
-    A relative entry may have been used before this process changed its directory.
+    A relative entry may come from before this process changed its directory, so it is
+    resolved against both the first and the current directory.
     """
     directories = filter(None, [multiprocessing.process.ORIGINAL_DIR, current_directory()])
     directories = list(dict.fromkeys(directories))
@@ -48,7 +49,7 @@ def import_path() -> list[str]:
 
 
 def hash_seed() -> str:
-    """Return the seed by which all workers hash strings: this process's, if it can be known."""
+    """Return the seed with which all workers hash strings: this process's, if it is known."""
     seed = os.environ.get("PYTHONHASHSEED", "random")
     return "1" if seed in ("", "random") else seed
 
@@ -56,7 +57,7 @@ def hash_seed() -> str:
 def python_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module in a Python like this one.
 
-    The variable `start.PATH` has the `sys.path` of the process.
+    The variable `start.PATH` holds the `sys.path` of the new process.
     """
     flags = subprocess._args_from_interpreter_flags()  # as `multiprocessing` does
     for name, value in sys._xoptions.items():
@@ -65,9 +66,9 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 
 def kill_marked(mark: str) -> bool:
-    """Kill the processes whose mark begins so, except this one. Return whether there were any.
+    """Kill the processes whose mark begins with ``mark``, except this one.
 
-    True if that cannot be seen because too many files are open.
+    Return whether there were any, or True if too many files are open to find out.
     """
     found = False
     start = f"\0{VARIABLE}={mark}".encode()
@@ -76,7 +77,7 @@ def kill_marked(mark: str) -> bool:
     except OSError as error:
         return error.errno in (errno.EMFILE, errno.ENFILE)
     for pid in map(int, filter(str.isdecimal, names)):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # the process has ended, or is another user's
             if start in b"\0" + Path(f"/proc/{pid}/environ").read_bytes() and pid != os.getpid():
                 os.kill(pid, signal.SIGKILL)
                 found = True

@@ -1,7 +1,7 @@
-"""Runs a module of this package with the `sys.path` of the process that starts this one.
+"""The script that runs a module of this package with the `sys.path` of its parent process.
 
-By ``-m`` the current directory would come before the standard library, and by PYTHONPATH so would
-the folder of this package, also in the simulators that environments start.
+With ``-m``, the current directory would come before the standard library. With PYTHONPATH, so would
+this package's folder, also in the simulators that environments start.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 
-PATH = "CLUSTERENV_PATH"  # the variable that has `sys.path`, in JSON
+PATH = "CLUSTERENV_PATH"  # the variable that holds `sys.path`, in JSON
 
 if __name__ == "__main__":
     folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

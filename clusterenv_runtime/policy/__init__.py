@@ -1,3 +1,3 @@
-"""Adaptive Policy Synchronization, both ends: the policy that travels, when it does, and what of
-it.
+"""Both ends of Adaptive Policy Synchronization: the policy, when workers pull it, and what a pull
+carries.
 """

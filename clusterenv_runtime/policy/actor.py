@@ -1,5 +1,6 @@
-"""A worker's policy at work. This module imports torch; a worker loads it when its first policy
-comes.
+"""The actor: a worker's copy of the policy, and how it acts in a rollout.
+
+This module imports torch. A worker imports it when its first policy arrives.
 """
 
 from __future__ import annotations
@@ -29,61 +30,61 @@ from .tensors import (
 
 
 def is_identity(policy: Policy) -> bool:
-    """Return whether environments get the actions as they are, because `to_env` is the base's."""
+    """Return whether environments get actions unchanged, because `to_env` is the base class's."""
     return getattr(policy.to_env, "__func__", None) is Policy.to_env
 
 
 def layout_of_state(state: Any) -> Any:
-    """Return what two states have in common if one can take the place of the other."""
+    """Return a state's dtypes and shapes, which are equal if one state can replace another."""
     return None if state is None else map_tree(lambda leaf: (leaf.dtype, *leaf.shape), state)
 
 
 class Actor:
-    """One forward per step, log-probabilities once per rollout. The policy acts in eval mode.
+    """A policy in eval mode: one forward pass per step, log-probabilities once per rollout.
 
     Args:
-        takes_mode: whether it takes the mode of the distribution in place of actions that it draws.
+        takes_mode: whether actions are the mode of the distribution instead of drawn from it.
     """
 
     def __init__(self, takes_mode: bool = False) -> None:
         self._takes_mode = takes_mode
         self.policy: Policy | None = None
-        self.is_identity = True  # whether environments get the policy's actions as they are
-        self.version = 0  # of the policy's weights; 0 for none
-        self.state: Any = None  # after the policy's last step; None before it, or if it has none
+        self.is_identity = True  # whether environments get the policy's actions unchanged
+        self.version = 0  # the version of the policy's weights; 0 if it has none
+        self.state: Any = None  # the policy's state after its last step; None if there is none
         self._held: torch.Tensor | None = None  # the float32 weights that differences are added to
         self._generator = torch.Generator()
-        self.before_step: Callable[[], None] = lambda: None  # is called before each step
-        # Of the rollout:
+        self.before_step: Callable[[], None] = lambda: None  # called before each step
+        # The current rollout:
         self._request: Collect | None = None
         self._rows = range(0)
-        self._states: Any = None  # the state before the first step
+        self._states: Any = None  # the policy's state before the first step
         self._noise: Any = None
-        self._params: list[Any] = []  # of each step
+        self._params: list[Any] = []  # the distribution parameters of each step
         self._actions: list[Any] = []
         self._given: list[Any] = []
 
     def load_structure(self, structure: Policy) -> None:
-        """Become a policy of this structure, whose weights are yet to come."""
+        """Take on a policy of this structure, whose weights arrive later."""
         self.policy = empty_copy(structure, "cpu").eval()
         self.is_identity = is_identity(structure)
         self.version = 0
         self._held = None
 
     def load(self, structure: Policy, weights: Sequence[Any]) -> None:
-        """Become a policy of this structure with these weights, which `flat_weights` returns, as
-        buffers.
-        """
+        """Take on a policy of this structure, with weights from the buffers of `flat_weights`."""
         self.load_structure(structure)
         load_weights(self.policy, *weights)
 
     def load_weights(self, message: Weights, buffers: list[Any]) -> None:
-        """Become this version; or none, version 0, if the difference is from other weights than
-        those that this worker holds.
+        """Load the version that a pull returned.
+
+        The version becomes 0 instead if the message is a difference from other weights than those
+        that this worker holds.
 
         Raises:
-            ValueError, RuntimeError, zlib.error: the buffers are not weights of this policy, or
-            not those that were sent.
+            ValueError, RuntimeError, zlib.error: the buffers are not weights of this policy, or are
+            not the weights that the head sent.
         """
         if message.levels == WHOLE:
             self._held = None
@@ -96,12 +97,12 @@ class Actor:
             load_weights(self.policy, self._held.numpy(), others)
         is_right = checksum(*flat_weights(self.policy)) == message.checksum
         if not is_right and message.levels != FROM_HELD:
-            text = "weights have another checksum than the head's"
-            raise ValueError(f"{text}: is a network or memory broken?")
+            text = "the checksum of the weights differs from the head's"
+            raise ValueError(f"{text}: is the network or memory faulty?")
         self.version = message.version if is_right else 0
 
     def prepare(self, request: Collect, rows: range) -> None:
-        """Take over the request for the next rollout, in environments of these rows."""
+        """Take the request for the next rollout, and the rows of its environments."""
         set_numbers(self.policy, request.numbers)
         self._request = request
         self._rows = rows
@@ -113,7 +114,7 @@ class Actor:
         self._given = []
         initial = self.policy.initial_state(len(starts))
         if layout_of_state(initial) != layout_of_state(self.state):
-            self.state = initial  # there was none, or that of another policy
+            self.state = initial  # there was no state, or it was another policy's
         self._begin_episodes(starts)
         self._states = self.state
 
@@ -123,10 +124,9 @@ class Actor:
 
     @torch.inference_mode()
     def act(self, observations: Any, starts: np.ndarray) -> Any:
-        """Return one action per environment, as the environments take them, for observations
-        ``(num_envs, ...)``.
+        """Return the environments' actions, one per row of the observations ``(num_envs, ...)``.
 
-        ``starts`` ``(num_envs,)`` says which of these are the first of an episode.
+        ``starts`` ``(num_envs,)`` says which observations are the first of an episode.
         """
         self.before_step()
         tensors = to_tensors(observations, self.policy)
@@ -134,12 +134,12 @@ class Actor:
             params = self.policy(tensors)
         else:
             self._begin_episodes(starts)
-            # A copy: `forward` may write to it, and may return it among the parameters, too.
+            # A copy, because `forward` may write to the state or return it among the parameters.
             params, self.state = self.policy(tensors, map_tree(torch.clone, self.state))
         actions = self._choose(params)
         self._params.append(params)
         self._actions.append(actions)
-        # Copies: `to_env` and the environments may write to them.
+        # Copies, because `to_env` and the environments may write to actions.
         given = self.policy.to_env(map_tree(torch.clone, actions))
         given = map_tree(lambda leaf: leaf.numpy(), given)
         if not self.is_identity:
@@ -147,7 +147,7 @@ class Actor:
         return given
 
     def _choose(self, params: Any) -> Any:
-        """Return the policy's actions in the next step."""
+        """Return the policy's actions for the next step."""
         if self._takes_mode:
             return self.policy.mode(params)
         step = len(self._actions)
@@ -156,8 +156,9 @@ class Actor:
         return self.policy.act(params, map_tree(lambda leaf: leaf[step], self._noise))
 
     def _draw(self, params: Any) -> Any:
-        """Return the noise of a rollout, each row's by its number; ``params`` are those of the
-        first step.
+        """Return the noise of a rollout, which each row draws with a seed of its own.
+
+        ``params`` are the distribution parameters of the first step.
         """
         noise = []
         for place, row in enumerate(self._rows):
@@ -169,21 +170,23 @@ class Actor:
 
     @property
     def given(self) -> Any:
-        """The actions that the environments got in this rollout, ``(num_steps, num_envs, ...)``,
-        where these are not the policy's.
+        """The actions that environments got in this rollout, ``(num_steps, num_envs, ...)``.
+
+        They exist only if `is_identity` is False. Otherwise they are the policy's actions.
         """
         return map_tree(lambda *each: np.stack(each), *self._given)
 
     @torch.inference_mode()
     def finish(self, observations: Any) -> dict[str, Any]:
-        """Return the fields of a `RolloutPart` that come from the policy: actions, their log-probs,
-        extras, states and parameters.
+        """Return the fields of a `RolloutPart` that come from the policy.
 
-        ``observations`` ``(num_steps, num_envs, ...)`` are those it acted on.
+        These are actions, log-probabilities, extras, states and distribution parameters.
+        ``observations`` ``(num_steps, num_envs, ...)`` are what the policy acted on.
 
         Raises:
-            EnvRaised: it gave no distribution for an environment whose observations are not finite.
-            ValueError: it gave NaN, or no distribution, for others.
+            EnvRaised: the policy returned NaN, or no distribution, for an environment whose
+            observations are not finite.
+            ValueError: it did so for other environments.
         """
         params, actions = (
             map_tree(lambda *each: torch.stack(each), *trees)
@@ -208,28 +211,27 @@ class Actor:
         return {"states": None} | map_tree(lambda leaf: leaf.numpy(), kept)
 
     def _logprobs(self, params: Any, actions: Any) -> torch.Tensor:
-        # torch would print all of the parameters.
+        # Checked here because torch's own error would print all parameters.
         if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in leaves(params)):
             raise ValueError("params hold NaN: has the policy diverged?")
         return self.policy.distribution(params).log_prob(actions)
 
 
 def noise_seed(seed: int, row: int, rollout: int) -> int:
-    """Return what seeds the noise of one row in one rollout; it follows from these numbers, and
-    from nothing else.
+    """Return the seed of one row's noise in one rollout, which depends on these numbers alone.
 
-    Of a seed, torch's generators use 32 bits.
+    The seed has 32 bits, because torch's generators use no more.
     """
     numbers = struct.pack("<4Q", seed, row, rollout, 0)
     return int.from_bytes(hashlib.blake2b(numbers, digest_size=4).digest())
 
 
 def _blame_environment(params: Any, observations: Any) -> None:
-    """Raise an error about parameters as that of an environment, if what it gave may be why."""
+    """Raise EnvRaised if an environment's observations may be why its parameters are not finite."""
     steps = not_finite(observations, 2)
     envs = not_finite(params, 2).any(0) & steps.any(0)
     if envs.any():
         env = int(envs.argmax())
         step = int(steps[:, env].argmax())
         text = f"its observation before step {step} of the rollout holds NaN or infinity"
-        raise EnvRaised(env) from ValueError(f"{text}, and so does what the policy makes of it")
+        raise EnvRaised(env) from ValueError(f"{text}, and so do its distribution parameters")

@@ -1,12 +1,12 @@
-"""The contract of a policy: what acts on the workers, around the user's own ``nn.Module``.
+"""The base class of policies, which act on workers and wrap the user's own ``nn.Module``.
 
-A policy maps observations to the parameters of a distribution over actions (``forward``), and knows
-how to draw an action from them (``act``), given noise that was drawn before, so that one vectorized
-call draws the randomness of a whole rollout. Only parameters and buffers travel with each pull, and
-``numbers`` with each request. Parameters of a distribution, actions, noise and states are tensors,
-or dicts and tuples of tensors. docs/policies.md shows policies of one's own.
+A policy maps observations to the parameters of a distribution over actions (``forward``). It draws
+an action from these parameters (``act``) with noise that was drawn beforehand, so that one
+vectorized call draws the randomness of a whole rollout. Each pull carries only parameters and
+buffers, and each request carries ``numbers``. Distribution parameters, actions, noise and states
+are tensors, or dicts and tuples of tensors. docs/policies.md shows how to write a policy.
 
-This module imports torch; a worker loads it when its first policy comes.
+This module imports torch. A worker imports it when its first policy arrives.
 """
 
 from __future__ import annotations
@@ -22,77 +22,84 @@ from torch.distributions import Distribution, Independent, kl_divergence
 
 from ..arrays.trees import map_tree
 
-KL_SAMPLES = 64  # actions of each state where the divergence has to be estimated
+KL_SAMPLES = 64  # actions drawn per state where the divergence must be estimated
 
 logger = logging.getLogger(__name__)
 
 
 class Policy(nn.Module):
-    """Base class. A subclass defines ``forward``, ``noise``, ``act`` and ``distribution``, and the
-    other methods where it needs them.
+    """The base class of policies.
+
+    A subclass defines ``forward``, ``noise``, ``act`` and ``distribution``, and overrides the other
+    methods where it needs to.
     """
 
     numbers: Sequence[str] = ()
-    """The names of attributes, floats, that may change at any time: they travel with each request,
-    and need no pull.
+    """The names of float attributes that may change at any time. Their values travel with each
+    request and need no pull.
     """
     float_observations = False
-    """Whether all observations come as float32; else only floats do, and integers as they are."""
+    """Whether all observations arrive as float32. Otherwise floats do, and others keep their dtype.
+    """
 
     def forward(self, observations: Any) -> Any:
         """Map observations ``(batch, ...)`` to distribution parameters ``(batch, ...)``.
 
-        With an `initial_state` it is ``forward(observations, state)``, and returns the parameters
-        and the next state.
+        A policy with an `initial_state` defines ``forward(observations, state)`` instead, which
+        returns the parameters and the next state.
         """
         raise NotImplementedError
 
     def noise(self, num_steps: int, params: Any, generator: torch.Generator) -> Any:
-        """Draw the randomness of a rollout, ``(num_steps, batch, ...)``; ``params`` are those of
-        its first step.
+        """Draw the noise of a rollout, ``(num_steps, batch, ...)``.
 
-        A worker calls it for each of its environments by itself, with a batch of one and the
-        environment's own generator.
+        ``params`` are the distribution parameters of the first step. A worker calls this method
+        separately for each of its environments, with a batch of one and a generator seeded for that
+        environment.
         """
         raise NotImplementedError
 
     def act(self, params: Any, noise: Any) -> Any:
-        """Return actions ``(batch, ...)``, which depend on the arguments alone."""
+        """Return actions ``(batch, ...)``, which depend only on the arguments and on `numbers`."""
         raise NotImplementedError
 
     def to_env(self, actions: Any) -> Any:
-        """Return what the environments get for actions ``(batch, ...)``, such as clipped or
-        squashed ones.
+        """Return what environments get for actions ``(batch, ...)``.
 
-        `Rollout.actions` are the actions themselves, whose log-probabilities are exact.
+        An override may clip or squash actions, for example. `Rollout.actions` holds the actions
+        before this mapping, whose log-probabilities are exact.
         """
         return actions
 
     def distribution(self, params: Any) -> Distribution:
-        """Return the distribution over actions, whose ``log_prob`` is ``(...)`` for parameters
-        ``(..., params)``.
+        """Return the distribution over actions for parameters ``(..., params)``.
+
+        Its ``log_prob`` has the shape ``(...)``.
         """
         raise NotImplementedError
 
     def mode(self, params: Any) -> Any:
-        """Return the most likely actions ``(batch, ...)``, for an evaluation without noise."""
+        """Return the most likely actions ``(batch, ...)``, for evaluation without noise."""
         return self.distribution(params).mode
 
     def extras(self, params: Any, actions: Any) -> dict[str, torch.Tensor]:
-        """Return by name further values of each step, ``(num_steps, num_envs, ...)``, for
-        `Rollout.extras`.
+        """Return further values of each step by name, ``(num_steps, num_envs, ...)``.
+
+        They become `Rollout.extras`.
         """
         return {}
 
     def initial_state(self, num_envs: int) -> Any:
-        """Return the state ``(num_envs, ...)`` in which episodes begin, on the CPU; None if the
-        policy has none.
+        """Return the state in which episodes begin, ``(num_envs, ...)`` on the CPU.
+
+        None means that the policy has no state.
         """
         return None
 
     def started(self, state: Any, starts: torch.Tensor) -> Any:
-        """Return a state ``(batch, ...)`` that is the initial one where ``starts`` ``(batch,)`` is
-        True.
+        """Return ``state``, reset to the initial state where ``starts`` is True.
+
+        ``state`` is ``(batch, ...)``, and ``starts`` is ``(batch,)``.
         """
 
         def choose(fresh: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -101,14 +108,15 @@ class Policy(nn.Module):
         return map_tree(choose, self.initial_state(starts.shape[0]), state)
 
     def unroll(self, observations: Any, starts: torch.Tensor, state: Any) -> tuple[Any, Any]:
-        """Return the parameters ``(num_steps, batch, ...)`` along sequences, and the state after
-        them.
+        """Return the distribution parameters along sequences, and the state after the last step.
+
+        The parameters are ``(num_steps, batch, ...)``.
 
         Args:
             observations: tensors ``(num_steps, batch, ...)``.
-            starts: ``(num_steps, batch)``, where an episode begins: the state is the initial one
-                there.
-            state: ``(batch, ...)`` before the first step; None if the policy has none.
+            starts: ``(num_steps, batch)``, True where an episode begins. The state becomes the
+                initial state there.
+            state: ``(batch, ...)``, the state before the first step; None if the policy has none.
         """
         steps = []
         for step, begins in enumerate(starts):
@@ -121,12 +129,11 @@ class Policy(nn.Module):
         return map_tree(lambda *each: torch.stack(each), *steps), state
 
     def kl(self, behavior: Any, params: Any) -> torch.Tensor:
-        """Return KL(behavior || params) in nats for each of a batch of distribution parameters,
-        ``(batch,)``.
+        """Return KL(behavior || params) in nats, ``(batch,)``, for batches of parameters.
 
-        It is exact where torch knows it for these distributions. Else it is estimated from some
-        actions of each state, with a warning (http://joschu.net/blog/kl-approx.html); a subclass
-        may know better.
+        The divergence is exact where torch has a formula for these distributions. Otherwise it is
+        estimated from some actions per state (http://joschu.net/blog/kl-approx.html), with a
+        warning. A subclass may know a better formula.
         """
         old, new = self.distribution(behavior), self.distribution(params)
         try:
@@ -150,7 +157,7 @@ def _kind(distribution: Any) -> str:
     return type(distribution).__name__
 
 
-@functools.cache  # once for each kind
+@functools.cache  # warns once for each kind
 def _warn_of_estimate(kind: str) -> None:
-    text = "torch has no KL divergence of %s: it is estimated; define the policy's kl"
+    text = "torch has no KL divergence for %s, so it is estimated: define the policy's kl"
     logger.warning(text, kind)

@@ -1,4 +1,4 @@
-"""How far a policy is from what workers acted on, as the head measures it."""
+"""The head's measure of how far a policy has diverged from the policies that workers acted on."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from .tensors import to_tensors
 
 
 class Sample(NamedTuple):
-    """Some states of a worker, and its policy's distribution parameters there.
+    """Some states that a worker acted on, and its policy's distribution parameters there.
 
-    They are sequences of ``num_steps`` if the policy has a state, and else of one step each.
+    They are sequences of ``num_steps`` steps if the policy has a state. Otherwise each sequence has
+    one step.
     """
 
     observations: Any  # (num_steps, batch, ...)
     params: Any  # (num_steps, batch, ...)
     starts: np.ndarray  # (num_steps, batch) bool, whether an episode begins there
-    states: Any  # (batch, ...) of the policy before the first step, None if it has none
+    states: Any  # (batch, ...), the policy's states before the first step; None if it has none
 
     @classmethod
     def of(cls, part: RolloutPart, rows: range) -> Sample:
         """Return the measured states of a worker's part.
 
-        They are copies: the user, who gets the rest, may write to it, and a view would keep all of
-        a message.
+        The arrays are copies, because the user gets the part and may write to it, and because a
+        view would keep a whole message in memory.
         """
         number = len(leaves(part.params)[0]) // len(rows)
         in_sequence = part.states is not None
         places = measured_states(len(part.rewards), rows, number, in_sequence)
         places = places.reshape(number if in_sequence else 1, -1)
-        starts = np.zeros(part.rewards.shape, bool)  # a part's states are those before its start
+        # No starts at step 0: where an episode begins there, the part's states already are initial.
+        starts = np.zeros(part.rewards.shape, bool)
         starts[1:] = (part.terminations | part.truncations)[:-1]
 
         def at_places(leaf: Any) -> Any:
@@ -56,10 +58,10 @@ class Sample(NamedTuple):
 
 @torch.no_grad()
 def divergence(policy: Policy, workers: Sequence[Sequence[Sample]]) -> np.ndarray:
-    """Return KL(behavior || policy) in nats for each of several workers, a mean over the states of
-    its samples. All sequences must be equally long.
+    """Return each worker's KL(behavior || policy) in nats, the mean over the states of its samples.
 
-    Only now are `Frames` gathered, because images are megabytes.
+    All sequences must have the same length. `Frames` are gathered only here, because images take
+    megabytes.
     """
     observations, acted, starts, states = zip(*itertools.chain(*workers), strict=True)
     begins = np.concatenate(starts, 1)
@@ -76,7 +78,7 @@ def divergence(policy: Policy, workers: Sequence[Sequence[Sample]]) -> np.ndarra
 
 @torch.no_grad()
 def params_along(policy: Policy, observations: Any, starts: np.ndarray, state: Any) -> Any:
-    """Return the parameters that `Policy.unroll` gives of arrays, in eval mode as on workers."""
+    """Return the parameters that `Policy.unroll` returns for arrays, in eval mode as on workers."""
     begins = torch.tensor(starts, device=policy.device)
     if state is not None:
         state = map_tree(lambda leaf: torch.tensor(leaf, device=policy.device), state)

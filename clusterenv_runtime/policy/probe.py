@@ -1,4 +1,4 @@
-"""Whether a policy can act here: it is tried as workers will run it, before any of them does.
+"""The probe: whether a policy can act here, tried on the head before any worker runs it.
 
 This module imports torch.
 """
@@ -23,26 +23,26 @@ from .base import Policy
 from .structure import changed_parts, parts_of
 from .tensors import flat_weights, numbers_of
 
-# Of the rollout in which a policy is tried. They are unlike other sizes, such as those of actions,
-# so that a sum over the wrong axis is noticed.
+# The size of the rollout in which a policy is tried. These numbers differ from other sizes, for
+# example those of actions, so that a sum over the wrong axis is noticed.
 NUM_STEPS, NUM_ENVS = 3, 23
 
 
 class Probed(NamedTuple):
-    """What the head knows of a policy that has been tried."""
+    """What the head knows about a policy that has been tried."""
 
-    # The fields of a `RolloutPart` that come from the policy, of one row: arrays ``(1, ...)``.
+    # The fields of a `RolloutPart` that come from the policy, for one row: arrays ``(1, ...)``.
     example: dict[str, Any]
-    dimensions: int  # of an action
-    volatile: set[str]  # the names of its parts that change when it acts
-    kl_fault: str | None  # why its divergence cannot be measured, if it cannot
+    dimensions: int  # the number of dimensions of an action
+    volatile: set[str]  # the names of the policy's parts that change when it acts
+    kl_fault: str | None  # why the divergence cannot be measured; None if it can
 
 
 class Fault(ValueError):
-    """What a method of the policy does wrong."""
+    """A fault in a method of the policy; the text says what is wrong."""
 
 
-# The methods that are tried, with the first axes of the tensors that each returns.
+# The methods that are tried, and the first axes of the tensors that each method returns.
 AXES = {
     "initial_state": (NUM_ENVS,),
     "forward": (NUM_ENVS,),
@@ -56,11 +56,12 @@ AXES = {
 def probe(policy: Policy, space: Space, action_space: Space, seen: Any) -> Probed:
     """Have a copy of the policy act as on a worker, on the CPU, and check what its methods return.
 
-    ``seen`` are observations of environments. Where there are none yet, or some are not finite, the
-    policy gets one that is drawn from the space, or zeros.
+    ``seen`` holds observations from the environments. If there are none yet, or if some are not
+    finite, the policy acts on an observation that is drawn from the space, or, if it cannot act on
+    that one, on zeros.
 
     Raises:
-        ValueError: it cannot act in these environments.
+        ValueError: the policy cannot act in these environments.
     """
     made_up = []
     if seen is None or not all(np.isfinite(leaf).all() for leaf in leaves(seen)):
@@ -69,7 +70,7 @@ def probe(policy: Policy, space: Space, action_space: Space, seen: Any) -> Probe
     default = torch.get_default_dtype()
     for observations in made_up or [seen]:
         try:
-            # As on a worker, whatever the learner's defaults are, and without its random numbers.
+            # As on a worker, without the learner's defaults and without its random numbers.
             torch.set_default_dtype(torch.float32)
             with torch.device("cpu"), torch.random.fork_rng([]):
                 return _act(policy, action_space, observations)
@@ -87,7 +88,7 @@ def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
     rows = np.resize(np.arange(len(leaves(observations)[0])), NUM_ENVS)
     observations = map_tree(lambda leaf: leaf[rows], observations)
     actor = Actor()
-    # Not by a pickle, which would replace the user's classes.
+    # Not through a pickle, which would replace the user's classes.
     actor.load(policy, [part.cpu().numpy() for part in flat_weights(policy)])
     acting = actor.policy
     _check_methods(acting)
@@ -102,7 +103,7 @@ def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
         check_actions(action_space, given)
         state = layout_of_state(actor.state)
         if state != initial:
-            raise Fault(f"its forward returns a state {state}, its initial_state is {initial}")
+            raise Fault(f"its forward returns a state {state}, but its initial_state is {initial}")
     with _blamed_on("distribution or log_prob"):
         kept = actor.finish(map_tree(lambda leaf: leaf[None], observations))
     shape = kept["logprobs"].shape
@@ -111,7 +112,7 @@ def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
         raise Fault(f"{text}, not one number for each: sum over the last dimensions")
     for name, extra in kept["extras"].items():
         if not isinstance(name, str) or not isinstance(extra, np.ndarray):
-            raise Fault(f"its extras must be tensors by their names, got {name!r}: {extra!r:.100}")
+            raise Fault(f"its extras must be tensors by name, got {name!r}: {extra!r:.100}")
     without_steps = {name: kept.pop(name) for name in ("params", "states")}
     example = map_tree(lambda leaf: leaf[0, :1], kept)
     example |= map_tree(lambda leaf: None if leaf is None else leaf[:1], without_steps)
@@ -124,7 +125,7 @@ def _act(policy: Policy, action_space: Space, observations: Any) -> Probed:
 
 
 def _check_methods(acting: Policy) -> None:
-    """Have the policy's methods check what they return to the actor, but not to one another."""
+    """Have the policy's methods check what they return to the actor, but not to each other."""
     under_way: list[str] = []
 
     def checked(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +149,7 @@ def _check_methods(acting: Policy) -> None:
 def _blamed_on(name: str) -> Iterator[None]:
     try:
         yield
-    except Fault:  # of another method, which is named already
+    except Fault:  # of another method, which the text already names
         raise
     except Exception as error:
         hint = " (see its float_observations)" if name == "forward" else ""
@@ -164,7 +165,7 @@ def _check_tree(name: str, tree: Any, axes: tuple[int, ...]) -> None:
         raise Fault(f"its {name} must give {wanted}, got a {type(tree).__name__}")
     elif tree.shape[: len(axes)] != axes:
         wanted = f"({', '.join(map(str, axes))}, ...)"
-        raise Fault(f"its {name} gives {tuple(tree.shape)}, where {wanted} is wanted")
+        raise Fault(f"its {name} gives {tuple(tree.shape)}, but {wanted} is expected")
 
 
 def _fault_of_kl(policy: Policy, params: Any) -> str | None:
@@ -175,7 +176,7 @@ def _fault_of_kl(policy: Policy, params: Any) -> str | None:
         if tuple(kl.shape) == (2,) and kl.isfinite().all() and kl.min() >= -1e-3:
             return None
         return (
-            f"for 2 states it must be 2 numbers, not negative, got {tuple(kl.shape)}: {kl.tolist()}"
+            f"for 2 states it must be 2 non-negative numbers, got {tuple(kl.shape)}: {kl.tolist()}"
         )
     except Exception as error:
         return one_line(error)

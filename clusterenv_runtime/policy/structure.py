@@ -1,11 +1,12 @@
-"""A policy's structure: all that it consists of but its weights and its `Policy.numbers`.
+"""A policy's structure: everything in it except its weights and its `Policy.numbers`.
 
-The structure travels once, in a pickle (`pickled`). At each publish the store asks whether anything
-but weights and numbers has changed since the last one, and `parts_of` gives the answer: it
-describes each part of the policy by a value that is equal as long as the part is the same, and
-`changed_parts` names those that are not. So a changed attribute is always noticed, be it on the
-policy or on one of its modules, except for the attributes that change by themselves whenever the
-policy acts, such as counters: `probe` finds their names by comparing the parts before and after.
+The structure travels once, in a pickle (`pickled`). At each publish, the store checks whether
+anything except weights and numbers has changed since the last publish. For this, `parts_of`
+describes each part of the policy by a value that stays equal as long as the part stays the same,
+and `changed_parts` names the parts that differ. A changed attribute is therefore always noticed,
+whether it is on the policy or on one of its modules. The exceptions are attributes that change by
+themselves whenever the policy acts, for example counters: `probe` finds their names by comparing
+the parts before and after the policy acts.
 
 This module imports torch.
 """
@@ -27,14 +28,14 @@ from ..errors import one_line
 from .base import Policy
 from .tensors import bytes_of, empty_copy, numbers_of
 
-TORCHS_OWN = vars(nn.Module()).keys()  # the attributes of every module
+TORCHS_OWN = vars(nn.Module()).keys()  # the attributes that every module has
 
 
 def check_policy(policy: Any) -> None:
-    """Raise TypeError if this is no `Policy`, and ValueError if it is one that cannot travel."""
+    """Raise TypeError if this is not a `Policy`, and ValueError if it is one that cannot travel."""
     if not isinstance(policy, Policy):
         found = policy.__name__ if isinstance(policy, type) else type(policy).__name__
-        wanted = "a Policy is wanted, such as CategoricalPolicy(actor)"
+        wanted = "expected a Policy, such as CategoricalPolicy(actor)"
         raise TypeError(f"{wanted}, got {found}; see docs/policies.md")
     if not list(policy.parameters()):
         raise ValueError("the policy has no parameters, so there is nothing to learn or to pull")
@@ -56,8 +57,8 @@ def parts_of(policy: Policy) -> dict[str, Any]:
         parts[f"module {path}"] = type(module)
         for name, value in vars(module).items():
             if name in TORCHS_OWN:
-                # Of these only hooks may change what the module computes; their keys are numbers
-                # that grow each time one is registered.
+                # Among these attributes, only hooks can change what the module computes. Their keys
+                # do not count, because they are numbers that grow each time a hook is registered.
                 if name.endswith("_hooks") and value:
                     parts[f"{path}.{name}"] = _described(list(value.values()), weights)
             elif module is not policy or name not in policy.numbers:
@@ -66,16 +67,16 @@ def parts_of(policy: Policy) -> dict[str, Any]:
 
 
 def changed_parts(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    """Return the names of the parts that are not the same."""
+    """Return the names of the parts that differ."""
     names = before.keys() | after.keys()
     return {name for name in names if before.get(name) != after.get(name)}
 
 
 def pickled(policy: Policy) -> bytes:
-    """Return a policy as it travels: with shapes for weights, and zeros for its numbers.
+    """Return the pickle of a policy in which shapes replace weights, and zeros replace numbers.
 
     Raises:
-        ValueError: it cannot travel, or has parameters that would not travel again.
+        ValueError: the policy cannot travel, or has parameters that no pull would update.
     """
     file = io.BytesIO()
     try:
@@ -89,7 +90,7 @@ def pickled(policy: Policy) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Refuses parameters that are not among the weights, which `empty_copy` leaves as they are."""
+    """A pickler that refuses parameters outside the weights, which `empty_copy` leaves as is."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, nn.Parameter) and value.requires_grad:
@@ -102,13 +103,14 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _described(value: Any, weights: set[int]) -> Any:
-    """Return what is equal for two attributes with the same content: numbers, texts, arrays, and
-    containers of them. Any other object is only equal to itself.
+    """Return a value that is equal for two attributes with the same content.
 
-    ``weights`` are the ids of the tensors that come with each pull, whatever is in them.
+    Content counts for numbers, texts, arrays, and containers of them. Any other object is equal
+    only to itself. ``weights`` holds the ids of the tensors that travel with each pull, whose
+    content does not count.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes | np.generic):
-        return repr(value)  # NaN is like NaN
+        return repr(value)  # a text, because NaN does not equal NaN
     if isinstance(value, torch.Tensor) and id(value) in weights:
         return torch.Tensor
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
@@ -129,7 +131,10 @@ def _described(value: Any, weights: set[int]) -> Any:
 
 
 class _Itself:
-    """Is equal for the same object only, which lives as long: no other one can get its `id`."""
+    """A stand-in that equals only stand-ins for the same object.
+
+    It keeps the object alive, so that no other object can get its `id`.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value

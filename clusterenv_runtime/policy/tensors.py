@@ -1,7 +1,7 @@
-"""A policy's tensors: what a worker needs of them to act, and what travels with each pull.
+"""A policy's tensors and numbers: what a worker needs to act, and what travels with each pull.
 
-Float32 parameters may be rounded, see `differences`. All other tensors travel as they are: a buffer
-may be a normalizer's, or an index.
+Float32 parameters may be rounded, see `differences`. All other tensors travel unrounded, because a
+buffer may belong to a normalizer or hold an index.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .base import Policy
 
 
 def to_tensors(observations: Any, policy: Policy, device: torch.device | str = "cpu") -> Any:
-    """Return copies of a tree of arrays as tensors, with the dtypes that the policy wants."""
+    """Return a copy of a tree of arrays as tensors, with the dtypes that the policy wants."""
 
     def convert(array: np.ndarray) -> torch.Tensor:
         is_float = policy.float_observations or array.dtype.kind == "f"
@@ -33,18 +33,18 @@ def numbers_of(policy: Policy) -> list[float]:
     """Return the values of `Policy.numbers`.
 
     Raises:
-        ValueError: an attribute that it names is no number.
+        ValueError: an attribute that `Policy.numbers` names is not a number.
     """
     for name in policy.numbers:
         value = getattr(policy, name, None)
         if not isinstance(value, Real):
-            text = f"{name!r} is among the policy's numbers {policy.numbers!r}, but is no number"
+            text = f"{name!r} is among the policy's numbers {policy.numbers!r}, but is not a number"
             raise ValueError(f"{text}: {value!r}")
     return [float(getattr(policy, name)) for name in policy.numbers]
 
 
 def set_numbers(policy: Policy, numbers: Sequence[float]) -> None:
-    """Undo `numbers_of` in place."""
+    """Set the attributes in `Policy.numbers` to the values that `numbers_of` returned."""
     for name, number in zip(policy.numbers, numbers, strict=True):
         setattr(policy, name, number)
 
@@ -55,14 +55,16 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_sizes(policy: Policy) -> list[int]:
-    """Return how many elements each of the tensors has that may be rounded."""
+    """Return the number of elements of each tensor that may be rounded."""
     return [tensor.numel() for tensor in _tensors(policy) if is_rounded(tensor)]
 
 
 @torch.no_grad()
 def flat_weights(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return copies of the weights that may be rounded, ``(weights,)`` float32, and of the bytes of
-    all other tensors, on the policy's device.
+    """Return copies of a policy's tensors as two flat tensors, on the policy's device.
+
+    The first holds the weights that may be rounded, ``(weights,)`` float32. The second holds the
+    bytes of all other tensors.
     """
     tensors = _tensors(policy)
     flat = torch.cat([bytes_of(tensor) for tensor in tensors])
@@ -72,10 +74,10 @@ def flat_weights(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def load_weights(policy: Policy, weights: Any, others: Any) -> None:
-    """Undo `flat_weights` in place, from readable buffers.
+    """Load what `flat_weights` returned into a policy, from readable buffers.
 
     Raises:
-        RuntimeError: the buffers have another size than the policy's tensors.
+        RuntimeError: the buffers do not have the size of the policy's tensors.
     """
     flat = np.concatenate([np.frombuffer(buffer, np.uint8) for buffer in (weights, others)])
     tensors = _tensors(policy)
@@ -86,17 +88,17 @@ def load_weights(policy: Policy, weights: Any, others: Any) -> None:
 
 
 def empty_copy(policy: Policy, device: str) -> Policy:
-    """Return a copy whose parameters and buffers have shapes but no data, on this device."""
+    """Return a copy on ``device`` whose parameters and buffers have shapes but no data."""
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
-        # Not empty_like, which imports sympy for a tensor on torch's meta device: 0.4 s.
+        # Not empty_like, which takes 0.4 s to import sympy for a tensor on torch's meta device.
         new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         is_parameter = isinstance(tensor, nn.Parameter)
         return nn.Parameter(new, requires_grad=False) if is_parameter else new
 
     # Through deepcopy's memo, so that no weight is copied and tied weights stay tied.
     memo = {id(tensor): empty(tensor) for tensor in _tensors(policy)}
-    # A module may keep a tensor of its last forward, whose graph deepcopy refuses.
+    # A module may keep a tensor of its last forward pass, whose graph deepcopy refuses.
     for module in policy.modules():
         for value in vars(module).values():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -105,11 +107,11 @@ def empty_copy(policy: Policy, device: str) -> Policy:
 
 
 def _tensors(policy: Policy) -> list[torch.Tensor]:
-    """Return all parameters and buffers, those first that may be rounded."""
+    """Return all parameters and buffers, beginning with the tensors that may be rounded."""
     tensors = [*policy.parameters(), *policy.buffers()]
     return sorted(tensors, key=lambda tensor: not is_rounded(tensor))
 
 
 def is_rounded(tensor: torch.Tensor) -> bool:
-    """Whether a policy's tensor is one that may be rounded."""
+    """Return whether a policy's tensor may be rounded."""
     return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.float32

@@ -1,5 +1,5 @@
-"""The head's side of Adaptive Policy Synchronization: the published version, and how far each copy
-has diverged.
+"""The head's side of Adaptive Policy Synchronization: the published version, and how far each
+worker's copy has diverged.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ if TYPE_CHECKING:
     from .probe import Probed
 
 logger = logging.getLogger(__name__)
-HELD_BYTES = 2**30  # of all the different weights that workers hold
-MANY_CHANGES = 10  # of the policy's structure
+HELD_BYTES = 2**30  # the most that the head keeps of the different weights that workers hold
+MANY_CHANGES = 10  # the change of a policy's structure at which the head warns
 
 
 class Published(NamedTuple):
-    """What is known of a published policy."""
+    """What the head knows about the published policy."""
 
     version: int = 0
-    since: int = 1  # the first version of its structure
-    example: dict[str, Any] = {}  # what it gives at one state, see `probe`
+    since: int = 1  # the first version of this structure
+    example: dict[str, Any] = {}  # the policy's output for one row, see `Probed.example`
 
 
 @dataclass(eq=False)
 class PolicyCopy:
-    """What the head knows of one worker's copy of the policy."""
+    """What the head knows about one worker's copy of the policy."""
 
     rows: range = range(1)  # the numbers of the worker's environments
-    held: int = 0  # the version last sent; 0 for none of this structure
-    behavior: int = 0  # the version it acted on when last heard of; 0 for unknown
-    measured: int = 0  # the version whose divergence is known; 0 for none
-    # In nats per action dimension, from the published version; inf until it has acted.
+    held: int = 0  # the version last sent; 0 if none of this structure was sent
+    behavior: int = 0  # the version that acted in the worker's last part; 0 if unknown
+    measured: int = 0  # the version that `divergence` is of; 0 for none
+    # From the published version, in nats per action dimension; inf until it is measured.
     divergence: float = math.inf
-    pulls: int = 0  # so far
-    recent: list[Sample] = field(default_factory=list)  # its last states under `behavior`, by part
-    weights: torch.Tensor | None = None  # (weights,) float32; None if not known to the bit
+    pulls: int = 0  # the number of pulls so far
+    recent: list[Sample] = field(default_factory=list)  # the last states under `behavior`, by part
+    weights: torch.Tensor | None = None  # (weights,) float32; None if not known to the last bit
 
     def forget(self) -> None:
-        """Another process, or another structure, comes in its place."""
+        """Forget all but ``pulls``, because another process or structure takes the copy's place."""
         self.held = 0
         self.behavior = 0
         self.measured = 0
@@ -65,13 +65,13 @@ class PolicyCopy:
 
 
 class PolicyStore:
-    """The published version, and the measure of each `PolicyCopy` against it.
+    """The published version, and the divergence of each `PolicyCopy` from it.
 
     Args:
-        copies: all of them.
+        copies: the copies of all workers.
         rounds: whether workers pull rounded differences, see `differences`.
-        needs_kl: whether they pull by divergence; else a policy may have none.
-        learners: see `ClusterEnv`; None if there is one.
+        needs_kl: whether workers pull by divergence. If not, a policy needs no divergence.
+        learners: see `ClusterEnv`; None if there is one learner.
     """
 
     def __init__(
@@ -86,44 +86,45 @@ class PolicyStore:
         self._needs_kl = needs_kl
         self.learners = learners
         self._own_rows = sum(len(copy.rows) for copy in copies)
-        self._num_rows = self._own_rows  # of all learners, once they have told each other
+        self._num_rows = self._own_rows  # all learners' rows, once the learners have shared them
         self._spaces: tuple[Space, Space] | None = None
         self._elements = 1  # numbers in an observation
         self.version = 0  # +1 at each publish
         self.published = Published()
         self.structure = b""  # the pickled policy without its weights
-        self.bytes_sent = 0  # cumulative weight bytes, all workers
-        self.mismatches = 0  # how often a worker did not hold what it had been sent
+        self.bytes_sent = 0  # the bytes of weights sent so far, to all workers
+        self.mismatches = 0  # how often a worker did not hold the weights it was sent
         self._policy: Policy | None = None
         self._parts: dict[str, Any] = {}  # see `structure.parts_of`
         self._probed: Probed | None = None
-        self._changes = 0  # of the structure, by parts of the policy that can be named
-        self._has_warned = False  # that a divergence could not be measured
+        self._changes = 0  # changes of the structure whose changed parts can be named
+        self._has_warned = False  # whether it has warned that a divergence cannot be measured
         self._weights: tuple[torch.Tensor, torch.Tensor] | None = None  # see `flat_weights`
-        # What leads to the version from what a worker holds, a tensor by its identity: a message,
-        # its buffers, and what the worker then holds, or None if the head does not keep that.
+        # The updates to the published version, by the weights that a worker holds (a tensor, by its
+        # identity). An update is a message, its buffers, and the weights that the worker then
+        # holds, or None if the head does not keep these weights.
         self._updates: dict[
             torch.Tensor | None, tuple[Weights, list[Any], torch.Tensor | None]
         ] = {}
 
     def act_in(self, space: Space, action_space: Space) -> None:
-        """Note the spaces of an observation and an action in which policies are to act."""
+        """Set the spaces of one observation and one action, in which policies will act."""
         self._spaces = space, action_space
         examples = leaves(create_empty_array(space, 1))
         self._elements = sum(getattr(leaf, "size", 1) for leaf in examples)
 
     def publish(self, policy: Policy, seen: Any = None) -> bool:
-        """Make the current weights of ``policy`` the next version and measure every copy's
-        divergence from them.
+        """Publish the weights of ``policy`` as the next version. Measure every copy's divergence.
 
-        Return whether ``structure`` has changed, so that the workers must be told. ``seen`` are
-        some observations of environments, if there are any yet.
+        Return whether ``structure`` has changed, so that the workers must get it. ``seen`` holds
+        some observations from the environments, if there are any yet.
 
         Raises:
-            TypeError: it is no `Policy`.
-            ValueError: the policy cannot act in these environments. Nothing has changed then.
+            TypeError: ``policy`` is not a `Policy`.
+            ValueError: the policy cannot travel or act in these environments, or has no divergence
+                although workers pull by it. Nothing has changed then.
         """
-        # These bring torch, as the policy has by now.
+        # These modules import torch, which the policy has imported already.
         from .structure import check_policy
         from .tensors import flat_weights
 
@@ -132,7 +133,7 @@ class PolicyStore:
             check_policy(policy)
             if self._rounds:
                 _warn_of_frozen(policy)
-        weights = flat_weights(policy)  # before anything changes: there may be no memory for it
+        weights = flat_weights(policy)  # before anything changes, because memory may run out here
         changed = self._update_structure(policy, is_new, seen)
         self.version += 1
         since = self.version if changed else self.published.since
@@ -148,10 +149,10 @@ class PolicyStore:
         return changed
 
     def _update_structure(self, policy: Policy, is_new: bool, seen: Any) -> bool:
-        """Notice whether anything but weights and numbers has changed, and try the policy then.
+        """Try the policy if anything except weights and numbers has changed.
 
-        Return whether workers need another structure: for a new wrapper around the same module they
-        need none.
+        Return whether workers need another structure. For a new wrapper around the same module,
+        they do not.
         """
         from .probe import probe
         from .structure import changed_parts, parts_of, pickled
@@ -166,12 +167,12 @@ class PolicyStore:
         probed = probe(policy, *self._spaces, seen)
         if self._needs_kl and probed.kl_fault is not None:
             text = f"the policy has no KL divergence: {probed.kl_fault}"
-            raise ValueError(f"{text}; define its kl, or do without by sync_mode 'always'")
+            raise ValueError(f"{text}; define its kl, or set sync_mode to 'always'")
         changed = structure != self.structure
         self._changes += bool(changed and self.structure and changes)
         if self._changes == MANY_CHANGES and changed:
-            text = "the policy has become another %d times, by its %s, and workers got all weights"
-            hint = "is that one of its numbers, or a buffer? See docs/policies.md"
+            text = "the policy's structure changed %d times, by its %s, and workers got all weights"
+            hint = "should that be one of its numbers, or a buffer? See docs/policies.md"
             names = " and ".join(sorted(changes)[:3])
             logger.warning(f"{text}: {hint}", MANY_CHANGES, names)
         self._policy = policy
@@ -181,8 +182,10 @@ class PolicyStore:
         return changed
 
     def _measure(self, copies: list[PolicyCopy]) -> None:
-        """Measure how far copies that have acted are from the policy. The divergence stays inf
-        where that fails: parameters may be no distribution's, or the policy's own kl may fail.
+        """Measure how far copies that have acted have diverged from the policy.
+
+        A divergence stays inf where measuring fails: parameters may not form a distribution, or the
+        policy's own ``kl`` may fail.
         """
         from .divergence import divergence
 
@@ -194,7 +197,7 @@ class PolicyStore:
             if len(copies) == 1:
                 self._warn(copies[0], one_line(error))
                 return
-            for copy in copies:  # also sequences of different lengths are measured one by one
+            for copy in copies:  # one by one, which also works for sequences of different lengths
                 self._measure([copy])
             return
         for copy, of_copy in zip(copies, nats, strict=True):
@@ -204,22 +207,20 @@ class PolicyStore:
                 copy.divergence = float(of_copy) / self._probed.dimensions
 
     def _warn(self, copy: PolicyCopy, why: str) -> None:
-        """Say once that a divergence could not be measured."""
+        """Warn that a divergence could not be measured, the first time only."""
         if not self._has_warned:
             self._has_warned = True
             text = "worker %d's divergence could not be measured, so it pulls: %s"
             logger.warning(text, self._copies.index(copy), why)
 
     def acted(self, copy: PolicyCopy, part: RolloutPart) -> None:
-        """Keep some states of a worker's part of a rollout, and its policy's distribution
-        parameters there.
-        """
+        """Keep the measured states of a worker's part, with the distribution parameters there."""
         from .divergence import Sample
 
         if part.version < self.published.since:
-            return  # another structure
+            return  # the part is of another structure
         if part.version != copy.behavior or part.states is not None:
-            copy.recent = []  # states of the same policy add up, except for sequences
+            copy.recent = []  # states of the same version accumulate, except for sequences
         copy.recent.append(Sample.of(part, copy.rows))
         copy.behavior = part.version
         most = len(copy.rows) * states_of_each_row(KL_STATES, self._num_rows, self._elements)
@@ -227,11 +228,12 @@ class PolicyStore:
             del copy.recent[0]
 
     def requests(self, copies: Sequence[PolicyCopy], num_steps: int) -> list[Collect]:
-        """Return what asks each of these workers to act on the published version, or on its own.
+        """Return the requests that ask these workers to act on the published version or their own.
 
-        All are told the mean divergence of the environments of those that have acted, or inf if
-        none has: so they pull together. With several learners that is of all environments of all,
-        so each must call this as often.
+        All requests carry the same number, so that the workers pull together: the mean divergence
+        over the environments of the workers that have acted, or inf if none has. With several
+        learners, the mean is over the environments of all learners, so each learner must call this
+        method equally often.
         """
         from .tensors import numbers_of
 
@@ -250,13 +252,14 @@ class PolicyStore:
         ]
 
     def pull(self, copy: PolicyCopy, version: int) -> tuple[Weights, list[Any]]:
-        """Return the published version and its weights, for a worker that asks and says that it
-        holds ``version``.
+        """Return the message and buffers that bring a worker to the published version.
+
+        ``version`` is the version that the worker says it holds.
         """
         if version != copy.held and copy.weights is not None:
             self.mismatches += 1
-            text = "worker %d does not hold the weights it was sent, and gets all"
-            logger.warning(f"{text}; %d so far did not", self._copies.index(copy), self.mismatches)
+            text = "worker %d does not hold the weights it was sent, and gets all weights"
+            logger.warning(f"{text} (%d times so far)", self._copies.index(copy), self.mismatches)
             copy.weights = None
         if copy.weights not in self._updates:
             self._updates[copy.weights] = self._encode(copy)
@@ -267,7 +270,7 @@ class PolicyStore:
         return message, buffers
 
     def _encode(self, copy: PolicyCopy) -> tuple[Weights, list[Any], torch.Tensor | None]:
-        """Return what leads from the weights that a worker holds to the published version."""
+        """Return the update from the weights that a worker holds, see `_updates`."""
         from .differences import WHOLE, Difference, checksum
         from .tensors import rounded_sizes
 
@@ -281,7 +284,7 @@ class PolicyStore:
             if sum(map(len, packed)) < weights.nbytes:
                 after = difference.added_to(held, sizes)
                 message = Weights(self.version, difference.levels, checksum(after, others))
-                # Without room for them, the head sends all weights again the next time.
+                # Without room for these weights, the head sends all weights at the next pull.
                 of_others = {each.weights for each in self._copies if each is not copy} - {None}
                 held_bytes = sum(each.nbytes for each in of_others) + after.nbytes
                 return message, [*packed, exact], after if held_bytes <= HELD_BYTES else None
@@ -297,13 +300,14 @@ class PolicyStore:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from this version, which no worker holds; the policy is that of the next
-        `publish`.
+        """Continue from a saved version, which no worker holds.
+
+        The policy comes with the next `publish`.
         """
         self.version = state["policy_version"]
         self.bytes_sent = state["sync_bytes"]
         self.structure = b""
-        # As many for each worker as before, in the mean.
+        # The mean number of pulls per worker stays the same.
         pulls = round(state["pulls"] * len(self._copies) / state["workers"])
         each, rest = divmod(pulls, len(self._copies))
         for index, copy in enumerate(self._copies):
@@ -312,12 +316,12 @@ class PolicyStore:
 
 
 def _warn_of_frozen(policy: Policy) -> None:
-    """Say that constants among the parameters are rounded like those that learn."""
+    """Warn that frozen parameters are rounded like those that learn."""
     from .tensors import is_rounded
 
     named = policy.named_parameters()
     frozen = [name for name, each in named if is_rounded(each) and not each.requires_grad]
     if frozen:
-        text = "workers get the frozen parameter%s %s rounded, like all: if that must be exact, %s"
+        text = "workers get the frozen parameter%s %s rounded, like all others: for exactness, %s"
         hint = "make it a buffer, or pull weights='float32'"
         logger.warning(text, "s" * (len(frozen) > 1), ", ".join(frozen[:3]), hint)

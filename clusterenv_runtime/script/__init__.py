@@ -1,6 +1,6 @@
-"""The harness of our training scripts: flags, checks, checkpoints, signals, logs, and summary.
+"""The harness of the training scripts: flags, checks, checkpoints, signals, logs, and the summary.
 
-A loop of your own needs nothing of it.
+A training loop of your own needs none of it.
 """
 
 from .arguments import ScriptArgs, parse

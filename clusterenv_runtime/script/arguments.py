@@ -1,4 +1,4 @@
-"""The command line of a training script, and the flags of all scripts."""
+"""The command line of a training script, and the flags that all scripts share."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ WORDS = {"true": True, "false": False, "none": None, "null": None}
 def read_kwargs(text: str) -> dict[str, Any]:
     """Return the keyword arguments in a text like ``gravity=-5 enable_wind=true``.
 
-    Values are numbers, booleans, None, JSON's lists and objects, or else texts. What begins with
-    a quote, as in a shell, is a text.
+    Values are numbers, booleans, None, JSON lists and objects, and otherwise strings. A value that
+    begins with a quote, as in a shell, is a string.
 
     Raises:
-        ValueError: a part of the text is no ``name=value``, or a name is there twice.
+        ValueError: a part of the text is not ``name=value``, a value is malformed, or a name
+            appears twice.
     """
     kwargs: dict[str, Any] = {}
     rest = text.strip()
@@ -55,19 +56,19 @@ def read_kwargs(text: str) -> dict[str, Any]:
         name, equals, after = rest.partition("=")
         if not (equals and name.isidentifier()) or name in kwargs:
             part = shlex.split(rest)[0]
-            raise ValueError(f"{part} is no name=value, or the second of this name")
+            raise ValueError(f"{part} is not name=value, or repeats a name")
         kwargs[name], rest = _read_value(after)
         rest = rest.lstrip()
     return kwargs
 
 
 def _read_value(text: str) -> tuple[Any, str]:
-    """Return the value with which a text begins, and the rest of the text."""
+    """Return the value at the start of a text, and the rest of the text."""
     if text.startswith(("[", "{")):
         try:
             value, end = json.JSONDecoder().raw_decode(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{text} is no JSON: {error}") from None
+            raise ValueError(f"{text} is not JSON: {error}") from None
         rest = text[end:]
         if rest and not rest[0].isspace():
             raise ValueError(f"{rest} follows a list or an object")
@@ -90,7 +91,7 @@ def _read_value(text: str) -> tuple[Any, str]:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error that ends the process: in one line if it says all that there is to know."""
+    """Print an error that ends the process, without a traceback if the message says enough."""
     if issubclass(kind, Interrupted | LearnerLostError | StartupError | WorkerDiedError):
         print(f"error: {error}", file=sys.stderr)
     else:
@@ -98,57 +99,57 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 def spell(name: str) -> str:
-    """Write a field's name as a flag."""
+    """Return a field's name as a flag."""
     return "--" + name.replace("_", "-")
 
 
 @dataclass
 class ScriptArgs(ClusterOptions):
-    """The flags of every script, which adds ``env_id``, ``total_timesteps`` and its algorithm's."""
+    """The flags of all scripts. Each adds ``env_id``, ``total_timesteps`` and its algorithm's."""
 
     envs_per_worker: Positive = 32
     """the number of parallel game environments on each worker"""
     num_envs: Positive | None = None
-    """the number of all environments, divided among the workers; by default `--envs-per-worker` on
-    each
+    """the total number of environments, divided among the workers; by default `--envs-per-worker`
+    on each
     """
     env_backend: Literal["gymnasium", "vector", "envpool"] = "gymnasium"
-    """what steps the environments: a loop (`gymnasium`), the environment's own `vector` version, or
-    `envpool`
+    """what steps the environments: a loop (`gymnasium`), the environment's own vectorized version
+    (`vector`), or EnvPool (`envpool`)
     """
     env_threads: Positive = 1
     """with `--env-backend envpool`: the number of threads that step each worker's environments"""
     env_kwargs: Kwargs = ""
-    """arguments of the environment's constructor, in one string, as in `"gravity=-5
+    """keyword arguments for the environment's constructor, as one string, for example `"gravity=-5
     enable_wind=true"`
     """
     dry_run: bool = False
-    """print the workers' commands, one a line, and start nothing"""
+    """print the workers' commands, one per line, and start nothing"""
     run_name: Name | None = None
-    """the run goes to `runs/RUN_NAME`; by default it is named after environment, experiment, seed
-    and time
+    """the run's directory is `runs/RUN_NAME`; by default the name consists of the environment,
+    experiment, seed and time
     """
     checkpoint_interval: Interval = 300.0
-    """seconds between checkpoints; there is also one at the end, and at SIGTERM, SIGUSR1, SIGHUP
-    and Ctrl-C
+    """seconds between checkpoints; the run also writes one at the end, and on SIGTERM, SIGUSR1,
+    SIGHUP and Ctrl-C
     """
     resume: str | None = None
-    """go on with this run (`runs/NAME`) and its flags, but for those given here; repeat those that
-    can run code
+    """resume this run (`runs/NAME`) with its own flags, except for those given here; flags that can
+    run code must be repeated
     """
 
     exp_name: Name = "experiment"
-    """the name of this experiment, and of its model's file"""
+    """the name of this experiment and of its model file"""
     seed: Seed = 1
     """seed of the experiment"""
     torch_deterministic: bool = True
     """if toggled, `torch.backends.cudnn.deterministic=True`"""
     torch_threads: Positive | None = None
-    """the number of threads of torch in the learner; by default `OMP_NUM_THREADS`, or else 1 where
-    networks are small, and 2 in SAC
+    """the number of torch threads in the learner; by default `OMP_NUM_THREADS` if it is set,
+    otherwise 1 for small networks, 2 in SAC, and torch's own number on Atari
     """
     cuda: bool = True
-    """if toggled, the learner uses a GPU where there is one"""
+    """if toggled, the learner uses a GPU if there is one"""
     track: Annotated[bool, RunsCode(bool)] = False
     """if toggled, this experiment will be tracked with Weights and Biases"""
     wandb_project_name: str = "clusterenv"
@@ -160,19 +161,21 @@ class ScriptArgs(ClusterOptions):
     save_model: bool = True
     """whether to save the model into the `runs/{run_name}` folder"""
     eval_episodes: NotNegative = 20
-    """the number of episodes of the final evaluation, on the workers; 0 for none"""
+    """the number of episodes of the final evaluation, which runs on the workers; 0 skips it"""
     eval_deterministic: bool = False
-    """evaluate the policy by its most likely actions, not by actions that it draws"""
+    """evaluate the policy by its most likely actions, not by sampled actions"""
     eval_interval: Positive | None = None
-    """evaluate the policy also every so many steps, on a worker apart, and keep the best"""
+    """steps between evaluations during training; they run on a separate worker, and the best model
+    is kept
+    """
     eval_video: bool = False
-    """record one more evaluated episode, as `evaluation.mp4` in the run's directory"""
+    """record one more evaluation episode, as `evaluation.mp4` in the run's directory"""
     max_seconds: PositiveNumber | None = None
-    """stop cleanly after so many seconds of training"""
+    """stop cleanly after this many seconds of training"""
 
     @property
     def make_kwargs(self) -> dict[str, Any]:
-        """The arguments of the environment's constructor, by name."""
+        """The keyword arguments for the environment's constructor."""
         return read_kwargs(self.env_kwargs)
 
     @property
@@ -189,7 +192,7 @@ class ScriptArgs(ClusterOptions):
 
 
 def groups_of(script_args: type[ScriptArgs]) -> dict[str, list[str]]:
-    """Return the names of a script's flags, by group: those that all scripts have come last."""
+    """Return the names of a script's flags by group. The groups of all scripts come last."""
     workers, shared = names(ClusterOptions), names(ScriptArgs)
     return {
         "algorithm": [name for name in names(script_args) if name not in shared],
@@ -199,15 +202,16 @@ def groups_of(script_args: type[ScriptArgs]) -> dict[str, list[str]]:
 
 
 def parse(script_args: type[T], default: T | None = None) -> T:
-    """Return the flags of the command line. Flags that are not there are those of ``default``.
+    """Return the flags of the command line. Flags that are not given are those of ``default``.
 
-    A mistake in one flag ends the process with one line; `check_flags` is for all of them together.
+    An error in a single flag ends the process with a one-line message. `check_flags` checks all
+    flags together.
     """
     sys.excepthook = _report
-    # As if the script lay there: --env-id my_env:Mine-v0 imports my_env.
+    # As if the script were in this directory: --env-id my_env:Mine-v0 imports my_env.
     if (here := current_directory()) not in (None, *sys.path):
         sys.path.append(here)
-    # W&B agents write booleans as --flag=True; tyro's spelling is --flag and --no-flag
+    # W&B agents write booleans as --flag=True; tyro's spellings are --flag and --no-flag
     hints = typing.get_type_hints(script_args)
     booleans = "|".join(name.replace("_", "[-_]") for name, hint in hints.items() if hint is bool)
     argv = [re.sub(rf"^--({booleans})=[Tt]rue$", r"--\1", arg) for arg in sys.argv[1:]]
@@ -224,12 +228,12 @@ def parse(script_args: type[T], default: T | None = None) -> T:
 
 
 def check_moviepy(flag: str) -> None:
-    """Exit with one line if there is not what writes the videos that a flag asks for."""
+    """Exit with a one-line error if MoviePy, which a flag needs for videos, is not installed."""
     check(importlib.util.find_spec("moviepy"), f"{flag} needs MoviePy: pip install moviepy")
 
 
 def check_flags(args: ScriptArgs) -> None:
-    """Exit with one line if a flag of all scripts does not go with the others, or not here."""
+    """Exit with a one-line error if flags of all scripts do not fit each other or this machine."""
     with one_line_for(StartupError, ValueError):
         args.check(args.make_launcher(None))
     if args.bind_address:
@@ -238,8 +242,8 @@ def check_flags(args: ScriptArgs) -> None:
         with one_line_for(OSError, text=f"cannot listen on {where}"):
             socket.create_server((args.bind_address, args.port), family=family).close()
     has_next = args.port != 65535 or not (args.eval_interval or args.eval_video)
-    check(has_next, "--port 65535 leaves no next one to the worker that evaluates")
-    too_few = f"must be at least as many as --num-workers {args.num_workers}"
+    check(has_next, "--port 65535 leaves no next port for the worker that evaluates")
+    too_few = f"must be at least --num-workers {args.num_workers}"
     check(args.num_envs >= args.num_workers, f"--num-envs {args.num_envs} {too_few}")
     videos = {"--capture-video": args.capture_video, "--eval-video": args.eval_video}
     for flag in filter(videos.get, videos):

@@ -1,6 +1,6 @@
-"""Checkpoints of a training script: written whole or not at all, never unpickled freely.
+"""Checkpoints of a training script: written completely or not at all, and unpickled as plain data.
 
-A checkpoint is a file of `torch.save` whose name holds its step and its SHA-256:
+A checkpoint is a file that `torch.save` writes. Its name holds its step and its SHA-256:
 ``checkpoint-STEP-DIGEST.pt``.
 """
 
@@ -32,16 +32,16 @@ _NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{64})\.pt")
 
 
 class _Entry(NamedTuple):
-    """A file with a checkpoint's name."""
+    """A file that is named like a checkpoint."""
 
     step: int
-    time: int  # when it was written, in nanoseconds; 0 if it has been removed meanwhile
+    time: int  # time of the last write, in nanoseconds; 0 if the file has been removed
     path: Path
     digest: str
 
 
 class _Hashed:
-    """A file to write to, and the digest of what was written."""
+    """A writable file, with the digest of the data written to it."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -53,14 +53,15 @@ class _Hashed:
         self.digest.update(data)
         try:
             return self._file.write(data)
-        except OSError as error:  # torch would make a RuntimeError of it, without the reason
+        except OSError as error:  # torch turns it into a RuntimeError without the reason
             self.error = error
             raise
 
 
 class Counters(SimpleNamespace):
-    """A script's own numbers, for `Run.keep`: ``Counters(gradient_steps=0)`` has an attribute
-    ``gradient_steps``.
+    """A script's own numbers, for `Run.keep`.
+
+    ``Counters(gradient_steps=0)`` has an attribute ``gradient_steps``.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -71,19 +72,19 @@ class Counters(SimpleNamespace):
 
 
 def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], step: int) -> None:
-    """Write ``state``, of tensors, numbers, strings, bytes, None and containers of these, and keep
-    the last two.
+    """Write ``state`` as a checkpoint, and keep the last two checkpoints.
 
-    Whenever this process or its machine dies, the directory holds the checkpoint before this one,
-    or this one. Any of this ``step`` or of later ones gives way to it.
+    ``state`` consists of tensors, numbers, strings, bytes, None, and containers of these types.
+    Whenever this process or its machine dies, the directory holds the previous checkpoint or this
+    one. This checkpoint replaces any of the same ``step`` or of later steps.
 
     Raises:
-        TypeError: there is something else in ``state``, which `load_checkpoint` would refuse.
-        OSError: it cannot be written.
+        TypeError: ``state`` holds something that `load_checkpoint` would refuse.
+        OSError: the checkpoint cannot be written.
     """
     _check(state, "state")
     directory = Path(directory)
-    temporary = directory / "checkpoint.tmp"  # the next one overwrites what a killed process left
+    temporary = directory / "checkpoint.tmp"  # the next save replaces what a killed process left
     with _on_disk(temporary) as file:
         digest = dump(state, file)
     path = directory / f"checkpoint-{step:012d}-{digest}.pt"
@@ -95,13 +96,13 @@ def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], st
     for entry in replaced_by_it + before_it[1:]:
         try:
             entry.path.unlink(missing_ok=True)
-        except OSError as error:  # the new one is there, whatever keeps an old one
+        except OSError as error:  # the new checkpoint is complete even if an old one stays
             logger.warning("cannot remove the old checkpoint %s: %s", entry.path, error.strerror)
 
 
 @contextmanager
 def as_checkpoint_error() -> Iterator[None]:
-    """Make a `CheckpointError` of an error of the disk."""
+    """Turn an OSError in this block into a `CheckpointError`."""
     try:
         yield
     except OSError as error:
@@ -110,9 +111,10 @@ def as_checkpoint_error() -> Iterator[None]:
 
 @contextmanager
 def replaced(path: str, syncs: bool = True) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of ``path`` after this block, when all of it is on disk.
+    """Open a file that replaces ``path`` after this block, when all of it is on disk.
 
-    Without ``syncs`` it does not wait for the disk: after a crash of the machine it may be empty.
+    Without ``syncs`` the file does not wait for the disk, and may be empty after the machine
+    crashes.
     """
     temporary = Path(f"{path}.tmp")
     with _on_disk(temporary, syncs) as file:
@@ -122,24 +124,24 @@ def replaced(path: str, syncs: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _on_disk(path: Path, syncs: bool = True) -> Iterator[BinaryIO]:
-    """Open a new file: after this block all of it is on disk, or it is gone."""
+    """Open a new file. After this block it is all on disk, or removed if an error occurred."""
     try:
         path.unlink(missing_ok=True)
-        with open(path, "xb") as file:  # not through a link, which would overwrite another file
+        with open(path, "xb") as file:  # "x" follows no link, which would overwrite another file
             yield file
             file.flush()
             if syncs:
                 os.fsync(file.fileno())
     except BaseException:
-        path.unlink(missing_ok=True)  # the disk may be full
+        path.unlink(missing_ok=True)  # frees its space, because the disk may be full
         raise
 
 
 def dump(state: dict[str, Any], file: BinaryIO) -> str:
-    """Write a state, and return the SHA-256 of what was written.
+    """Write a state to a file, and return the SHA-256 of the data written.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     hashed = _Hashed(file)
     try:
@@ -150,17 +152,17 @@ def dump(state: dict[str, Any], file: BinaryIO) -> str:
 
 
 def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the newest state in ``directory`` that is not damaged, with tensors on the CPU.
+    """Return the newest undamaged state in ``directory``, with its tensors on the CPU.
 
-    The run may be alive, and replace its checkpoints meanwhile.
+    The run may be training, and may replace its checkpoints during the call.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such run, or it has no undamaged checkpoint.
     """
     if not os.path.isdir(directory):
         raise CheckpointError(f"there is no run {directory}")
     passed = set[_Entry]()
-    while True:  # the directory is read anew after each failure, as a live run may have saved
+    while True:  # list again after each failure, because a live run may have saved
         entries = _checkpoints(Path(directory))
         entry = next((entry for entry in entries if entry not in passed), None)
         if entry is None:
@@ -172,13 +174,13 @@ def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
                 if hashlib.file_digest(file, "sha256").hexdigest() == entry.digest:
                     file.seek(0)
                     return torch.load(file, map_location="cpu", weights_only=True)
-            problem = "it is not as it was written"
+            problem = "it is damaged"
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):
-                continue  # the run has removed it, as there is a newer one
+                continue  # the run has removed it, because there is a newer one
             problem = error.strerror
-        except Exception as error:  # whatever somebody's file makes torch raise, with its own words
-            problem = f"it is not of a run ({type(error).__name__})"
+        except Exception as error:  # of any kind; a stranger's file can choose the text
+            problem = f"it is not a run's checkpoint ({type(error).__name__})"
         logger.warning("skipped the checkpoint %s: %s", entry.path, problem)
 
 
@@ -187,7 +189,7 @@ def has_checkpoint(directory: str | os.PathLike[str]) -> bool:
 
 
 class _State(msgspec.Struct):
-    """What all checkpoints hold; see `Run.save`."""
+    """The content of every checkpoint; see `Run.save`."""
 
     args: dict[str, Any]
     parts: dict[str, Any]
@@ -199,18 +201,18 @@ class _State(msgspec.Struct):
 
 
 def check_run(state: Any) -> None:
-    """Raise CheckpointError if a state is not what a `Run` saves; its parts check themselves."""
+    """Raise CheckpointError if a state is not one that `Run` saves. The parts check themselves."""
     try:
         msgspec.convert(state, _State)
     except msgspec.ValidationError as error:
-        raise CheckpointError(f"it is not of a run: {error}") from None
+        raise CheckpointError(f"it is not a run's checkpoint: {error}") from None
 
 
 def load_part(part: Any, state: dict[str, Any]) -> None:
-    """Have a part of a run go on from its ``state_dict``, which may be anybody's.
+    """Restore a part of a run from its ``state_dict``, which anyone may have made.
 
     Raises:
-        Exception: it is not one of this part; whatever that raises.
+        Exception: the state does not fit the part. The type depends on the part.
     """
     if isinstance(part, torch.optim.Optimizer):
         _check_optimizer(part, state)
@@ -218,25 +220,26 @@ def load_part(part: Any, state: dict[str, Any]) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Raise ValueError if this is not its ``state_dict``. Torch checks little, and with fused
-    kernels writes beyond.
+    """Raise ValueError if ``state`` cannot be a ``state_dict`` of this optimizer.
+
+    Torch checks little, and its fused kernels would write out of bounds.
     """
     fresh = copy.deepcopy(optimizer)
     for group in fresh.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-    fresh.step()  # so that it has all that it keeps
+    fresh.step()  # so that it has all of its state
     expected = fresh.state_dict()
-    # Of parameters that have had no gradient it has kept nothing.
+    # The saved optimizer has no state for parameters that have had no gradient.
     expected["state"] = {
         key: kept for key, kept in expected["state"].items() if key in state["state"]
     }
     if _form(state) != _form(expected):
-        raise ValueError("its state is not what an optimizer of these parameters has")
+        raise ValueError("its state does not match an optimizer of these parameters")
 
 
 def _form(tree: Any) -> Any:
-    """Return what must fit in a tree: its keys, types, and its tensors' shapes and dtypes."""
+    """Return a tree's form: its keys and types, and its tensors' shapes, dtypes and contiguity."""
     if isinstance(tree, torch.Tensor):
         return tree.shape, tree.dtype, tree.is_contiguous()
     if isinstance(tree, dict):
@@ -262,14 +265,14 @@ def _check(value: Any, where: str) -> None:
 
 
 def _checkpoints(directory: Path) -> list[_Entry]:
-    """Return the files with a checkpoint's name in ``directory``, the newest first."""
+    """Return the files in ``directory`` that are named like checkpoints, newest first."""
     found = []
     for name in os.listdir(directory):
         if (match := _NAME.fullmatch(name)) is None:
             continue
         path = directory / name
         time = 0
-        with suppress(FileNotFoundError):  # a live run has removed it since
+        with suppress(FileNotFoundError):  # a live run may have removed it
             info = path.stat()
             if not stat.S_ISREG(info.st_mode):
                 continue
@@ -287,8 +290,9 @@ def _fsync(directory: Path) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of this process's random number generators: Python's, NumPy's, and torch's
-    on each device.
+    """Return the states of this process's random number generators.
+
+    They are Python's, NumPy's, and torch's on each device.
     """
     name, keys, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -298,7 +302,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Undo `rng_state`, on those of its devices that there are."""
+    """Restore the states that `rng_state` returned, on the devices that exist here."""
     random.setstate(state["python"])
     np.random.set_state(tuple(state["numpy"]))
     torch.set_rng_state(state["torch"])

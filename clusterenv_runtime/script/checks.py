@@ -1,4 +1,7 @@
-"""Checks of a script's flags and spaces. Each ends the process with one line if it fails."""
+"""Checks of a script's flags, spaces and observations.
+
+A check that fails ends the process with a one-line error.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ ATARI = "scripts/ppo_atari_clusterenv.py or scripts/dqn_atari_clusterenv.py"
 
 
 def check(fine: Any, message: Any) -> None:
-    """Exit with one line, the message, if something is not ``fine``.
+    """Exit with a one-line error, the message, if something is not ``fine``.
 
-    Control characters in the message are escaped: parts of it may be of somebody's checkpoint.
+    Control characters in the message are escaped, because parts of it may come from a stranger's
+    checkpoint.
     """
     if not fine:
         sys.exit(f"error: {printable(str(message), most=10_000)}")
@@ -32,7 +36,7 @@ def check(fine: Any, message: Any) -> None:
 
 @contextmanager
 def one_line_for(*kinds: type[Exception], text: str = "") -> Iterator[None]:
-    """Exit with one line if an error of these kinds ends the block: ``text`` and its message."""
+    """Exit with a one-line error, ``text`` and its message, if this block raises one of these."""
     try:
         yield
     except kinds as error:
@@ -41,9 +45,9 @@ def one_line_for(*kinds: type[Exception], text: str = "") -> Iterator[None]:
 
 
 def check_batches(args: Any, of_whole_envs: bool = False) -> None:
-    """Check that a PPO script's batch can be divided into minibatches, and is in the run once.
+    """Check that a PPO script's run has a batch, and that the batch divides into minibatches.
 
-    ``of_whole_envs`` says that a minibatch has all steps of its environments.
+    ``of_whole_envs`` says whether a minibatch holds all steps of its environments.
     """
     batch = f"the batch of {args.num_envs} environments x {args.num_steps} steps"
     minibatches = f"--num-minibatches {args.num_minibatches}"
@@ -59,18 +63,18 @@ def check_batches(args: Any, of_whole_envs: bool = False) -> None:
 
 
 def check_stream(args: Any) -> None:
-    """Check that the chunks of a PPO script's batch are alike, if it streams."""
+    """Check that all chunks of a PPO script's batch have the same size, if it streams."""
     if args.stream:
         _check_rows(args)
 
 
 def _check_rows(args: Any) -> None:
-    multiple = f"a multiple of --num-workers {args.num_workers}: all chunks are as large"
+    multiple = f"a multiple of --num-workers {args.num_workers}: all chunks have the same size"
     check(args.num_envs % args.num_workers == 0, f"--num-envs {args.num_envs} must be {multiple}")
 
 
 def check_chunks(args: Any) -> None:
-    """Check that chunks for a replay buffer are alike, and fit into the run and into the buffer."""
+    """Check that chunks for a replay buffer have one size, and fit into the run and the buffer."""
     _check_rows(args)
     rows = args.num_envs // args.num_workers
     chunk = f"a chunk of {rows} environments x {args.num_steps} steps = {args.chunk_size}"
@@ -80,19 +84,19 @@ def check_chunks(args: Any) -> None:
     check(has_room, f"--buffer-size {args.buffer_size} must be at least {chunk}")
     steps = args.num_iterations * args.chunk_size
     if args.learning_starts >= steps:
-        text = "nothing is learned in %d steps, as --learning-starts is %d"
+        text = "nothing is learned in %d steps, because --learning-starts is %d"
         logger.warning(text, steps, args.learning_starts)
 
 
 def check_memory(args: Any, num_bytes: int) -> None:
-    """Check that this machine has the memory that a replay buffer takes."""
+    """Check that this machine has enough memory for a replay buffer."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     takes = f"takes {num_bytes / 2**30:.1f} GiB, this machine has {memory / 2**30:.1f}"
     check(num_bytes < memory, f"--buffer-size {args.buffer_size} {takes}")
 
 
 def check_discrete(args: Any, space: gym.Space[Any]) -> None:
-    """Check that actions are numbers from 0 on."""
+    """Check that actions are discrete and start at 0."""
     is_discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
     other = "; scripts/ppo_continuous_clusterenv.py is for continuous actions"
     hint = other if isinstance(space, gym.spaces.Box) else ""
@@ -100,26 +104,26 @@ def check_discrete(args: Any, space: gym.Space[Any]) -> None:
 
 
 def check_game(args: Any) -> None:
-    """Check that the environment is one of Atari's games, or none that is known here."""
+    """Check that the environment is an Atari game, is not registered here, or is EnvPool's."""
     spec = gym.registry.get(args.env_id)
     is_game = spec is None or "ale_py" in str(spec.entry_point)
-    game = f"--env-id must be one of Atari's games, such as ALE/Pong-v5, got {args.env_id}"
+    game = f"--env-id must be an Atari game, such as ALE/Pong-v5, got {args.env_id}"
     check(is_game or args.env_backend == "envpool", game)
 
 
 def check_stacks(
     args: Any, obs_space: gym.Space[Any], action_space: gym.Space[Any], frame_stack: int
 ) -> None:
-    """Check that spaces are those of Atari's games: stacks of so many frames, and buttons."""
+    """Check that the spaces are those of Atari games: stacks of frames, and discrete actions."""
     check_discrete(args, action_space)
     shape = frame_stack, 84, 84
-    stacks = f"observations must be {shape}, as of Atari's games, not {obs_space}"
+    stacks = f"observations must be {shape}, as in Atari games, not {obs_space}"
     check(obs_space.shape == shape, stacks)
 
 
 def check_vectors(space: gym.Space[Any]) -> None:
     """Check that observations are vectors."""
-    hint = "have make_env put FlattenObservation around the environment"
+    hint = "wrap the environment in FlattenObservation in make_env"
     if len(space.shape or ()) == 3:
         hint += f", or use {ATARI} for Atari's games"
     is_vector = len(space.shape or ()) == 1
@@ -127,8 +131,10 @@ def check_vectors(space: gym.Space[Any]) -> None:
 
 
 def check_finite(rollout: Rollout, first_row: int = 0) -> None:
-    """Raise Interrupted if observations are not finite, but for those of terminations, as nothing
-    follows these. ``first_row`` is the first environment's number.
+    """Raise Interrupted if observations are not finite.
+
+    Final observations of terminations do not count, because nothing follows them. ``first_row`` is
+    the first environment's number.
     """
     wrong = not_finite(rollout.observations, 2).any(0) | not_finite(rollout.next_observations, 1)
     steps, envs = np.nonzero(rollout.terminations | rollout.truncations)

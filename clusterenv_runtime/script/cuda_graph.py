@@ -1,4 +1,4 @@
-"""A training step that a GPU runs as one CUDA graph, in the manner of LeanRL's CudaGraphModule."""
+"""A training step that a GPU runs as one CUDA graph, modeled on LeanRL's CudaGraphModule."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 
 import torch
 
-WARM_UP = 3  # steps before the capture, as many as torch's own `make_graphed_callables` takes
+WARM_UP = 3  # eager steps before the capture, as in torch's `make_graphed_callables`
 
 
 class CudaGraph:
-    """A training step whose tensors keep their shapes. A GPU runs it as one CUDA graph.
+    """A training step with tensors of constant shapes, which a GPU runs as one CUDA graph.
 
         update_once = CudaGraph(update, optimizer, agent, args)
         losses = update_once(obs, actions)  # update(optimizer, agent, args, obs, actions)
 
-    On a CPU each call is a call of the function. On a GPU the first three are, too, on a stream of
-    their own. The fourth captures one. It and all later ones replay that on their own tensors.
+    On a CPU each call calls the function. On a GPU the first three calls do so, too, on a separate
+    stream. The fourth call captures a graph. That call and all later calls replay the graph on the
+    tensors that they get.
 
-    A captured function must not wait for the GPU, as `.item()` does. Its Python code runs no more.
-    What it returns belongs to the graph: the next call overwrites it. The learning rate is the
-    number in the optimizer's ``param_groups`` at each call.
+    The function must not wait for the GPU, as `.item()` does. After the capture its Python code no
+    longer runs. The tensors that it returns belong to the graph, and the next call overwrites them.
+    Each call uses the learning rate that is in the optimizer's ``param_groups`` at that time.
 
     https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
@@ -34,15 +35,15 @@ class CudaGraph:
         self._step = partial(step, optimizer, *fixed)
         self._optimizer = optimizer
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: list[torch.Tensor] = []  # from which the graph reads
+        self._inputs: list[torch.Tensor] = []  # the tensors that the graph reads
         self._outputs: Any = None
         self._calls = 0
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
-        """Take a step on these tensors, all of them on one device.
+        """Take a step on these tensors, all of which are on one device.
 
         Raises:
-            ValueError: on a GPU, a tensor has another shape or dtype than in the first call.
+            ValueError: on a GPU, a tensor has a different shape or dtype than in the first call.
         """
         if not inputs[0].is_cuda:
             return self._step(*inputs)
@@ -70,7 +71,7 @@ class CudaGraph:
         self._stream = torch.cuda.Stream(device)
 
     def _run_eagerly(self) -> Any:
-        """Run the step on the graph's stream, while the current one waits."""
+        """Run the step on the graph's stream, and let the current stream wait for it."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), self._rates_as_tensors(capturable=False):
@@ -79,7 +80,7 @@ class CudaGraph:
         return outputs
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        """Return a graph of the step, which does not run meanwhile."""
+        """Return a graph of the step. The capture does not run the step."""
         graph = torch.cuda.CUDAGraph()
         capture = torch.cuda.graph(graph, stream=self._stream)
         with capture, self._rates_as_tensors(capturable=True):
@@ -90,7 +91,8 @@ class CudaGraph:
     def _rates_as_tensors(self, capturable: bool) -> Iterator[None]:
         """Have the optimizer read its learning rates from the GPU, as its graph will.
 
-        Outside of this block they are numbers, so its checkpoints load on any device.
+        Outside this block the rates are numbers, so that the optimizer's checkpoints load on any
+        device.
         """
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]

@@ -1,5 +1,6 @@
-"""The learning curve of a run: its episodes' returns, those of its evaluations, and the pulls and
-versions of its policy.
+"""The learning curve of a run.
+
+It consists of the returns of episodes and of evaluations, and the policy's pulls and versions.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ def on_grid(
 ) -> np.ndarray:
     """Return values at the points of an ascending grid, ``(points,)`` float64.
 
-    A point has the mean of the values since the point before, or with ``last`` the last of them.
-    Where there are none it repeats the point before. It is NaN before the first.
+    A point gets the mean of the values since the previous point, or with ``last`` the last of these
+    values. A point without values repeats the previous point. Points before the first value are
+    NaN.
 
     Args:
-        places: where the values are, ``(number,)``.
+        places: the positions of the values, ``(number,)``.
         values: ``(number,)``.
-        grid: ``(points,)``. Values beyond it do not count.
-        last: for numbers that only grow.
+        grid: ``(points,)``. Values beyond its end do not count.
+        last: whether to take the last value, for numbers that only grow.
     """
     points = np.searchsorted(grid, places)
     found = np.full(len(grid), np.nan)
@@ -38,18 +40,18 @@ def on_grid(
 
 
 class LearningCurve:
-    """Collects episodes, and points of the curve.
+    """Collects episodes and the points of the curve.
 
     Attributes:
         points: (global_step, mean return, pulls per worker, policy versions).
-        evaluations: (global_step, mean return), of the policies that were evaluated on the way.
+        evaluations: (global_step, mean return) of each policy that was evaluated during training.
     """
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float, float, int]] = []
         self.evaluations: list[tuple[int, float]] = []
         self._recent_returns: deque[float] = deque(maxlen=100)
-        self._returns: list[float] = []  # of the episodes since the last point
+        self._returns: list[float] = []  # the returns of the episodes since the last point
         self._lengths: list[int] = []
 
     def add_episodes(self, returns: np.ndarray, lengths: np.ndarray) -> None:
@@ -58,8 +60,10 @@ class LearningCurve:
         self._lengths += lengths.tolist()
 
     def add_point(self, global_step: int, pulls: float, versions: int) -> dict[str, float]:
-        """Add a point; return the means of the episodes since the last one, by the names they are
-        logged under.
+        """Add a point. Return the scalars to log, by name.
+
+        They are the mean return of the last 100 episodes, and means over the episodes since the
+        previous point.
         """
         self.points.append((global_step, self.mean_return, pulls, versions))
         scalars = {"charts/mean_return_100": self.mean_return}
@@ -71,12 +75,12 @@ class LearningCurve:
 
     @property
     def mean_return(self) -> float:
-        """The mean return of the last 100 episodes; NaN before the first."""
+        """The mean return of the last 100 episodes; NaN before the first episode."""
         return float(np.mean(self._recent_returns)) if self._recent_returns else float("nan")
 
     @property
     def best_return(self) -> float:
-        """The highest mean return of an evaluation; minus infinity before the first."""
+        """The highest mean return of an evaluation; minus infinity before the first evaluation."""
         return max((mean for _, mean in self.evaluations), default=-math.inf)
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,7 +98,7 @@ class LearningCurve:
         self._recent_returns.extend(msgspec.convert(state["recent"], list[float]))
 
     def plot(self, title: str, file: BinaryIO) -> None:
-        # The import takes half a second, for which no run need wait to begin.
+        # The import takes half a second, which a run need not wait for at its start.
         from matplotlib.figure import Figure
 
         steps, returns, pulls, versions = np.array(self.points).reshape(-1, 4).T

@@ -1,4 +1,4 @@
-"""Where a script's learner computes, and the seeds of its random numbers."""
+"""The device of a script's learner, and the seeds of its random numbers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch.distributions import Distribution
 
 
 def seeded_device(args: Any, threads: int | None = None) -> torch.device:
-    """Seed all random numbers, and return the learner's device: a GPU if there is one and --cuda.
+    """Seed all random number generators, and return the learner's device.
 
-    From here on torch's distributions take their arguments unchecked: a check would wait for the
-    GPU. The workers, who act, check theirs. A GPU multiplies matrices in TensorFloat-32.
+    The device is a GPU if there is one and --cuda is on. A GPU multiplies matrices in
+    TensorFloat-32. From here on torch's distributions do not validate their arguments, because
+    validation would wait for the GPU. The workers, which act, still validate theirs.
 
     Args:
         args: the script's flags.
-        threads: how many threads torch has here at most, unless --torch-threads or the variable
-            OMP_NUM_THREADS says so; None for as many as torch takes.
+        threads: the most threads that torch uses here, unless --torch-threads or the variable
+            OMP_NUM_THREADS sets their number; None leaves the number to torch.
     """
     if "OMP_NUM_THREADS" in os.environ:
         threads = None

@@ -1,4 +1,4 @@
-"""The directory of a run: its lock, its checkpoints, and what else it holds of the run's parts."""
+"""The directory of a run: its lock, its checkpoints, and the parts that these hold."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .checks import check, one_line_for
 from .model import is_finite
 
 logger = logging.getLogger(__name__)
-_FLOCK = "hhqqi"  # the C library's: kind, whence, start, length, pid
+_FLOCK = "hhqqi"  # the C struct flock: type, whence, start, length, pid
 
 
 class RunDirectory:
-    """A run's directory, for one process at a time, and the parts that its checkpoints hold.
+    """A run's directory, which one process uses at a time, and the parts that its checkpoints hold.
 
     Attributes:
         path: ``runs/NAME``.
-        saved: the checkpoint to go on from, or an empty dict.
+        saved: the checkpoint to resume from, or an empty dict.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,12 +42,12 @@ class RunDirectory:
         return os.path.relpath(self.path, "runs")
 
     def load(self, locks: bool = True) -> None:
-        """Lock it and load its newest checkpoint, or exit with one line."""
+        """Lock the directory and load its newest checkpoint, or exit with a one-line error."""
         with (
             one_line_for(OSError, text=f"cannot write to {self.path}"),
             one_line_for(CheckpointError, RunLockedError),
         ):
-            # First the lock: whoever has it may be about to write the next checkpoint.
+            # Lock first, because the lock's holder may be about to write the next checkpoint.
             if locks and os.path.isdir(self.path):
                 lock(self.path)
             saved = load_checkpoint(self.path)
@@ -55,7 +55,7 @@ class RunDirectory:
         self.saved = saved
 
     def make(self, may_exist: bool) -> None:
-        """Make and lock it, or exit with one line: two runs never share one."""
+        """Create and lock the directory, which no two runs share, or exit with a one-line error."""
         is_resumed = bool(self.saved)
         with (
             one_line_for(OSError, text=f"cannot write to {self.path}"),
@@ -65,29 +65,29 @@ class RunDirectory:
             os.makedirs(self.path, exist_ok=is_resumed or may_exist)
             lock(self.path)
         has_begun = any(name.startswith("checkpoint-") for name in os.listdir(self.path))
-        to_go_on = f"to go on: --resume {self.path}, else another --run-name"
-        check(is_resumed or not has_begun, f"{self.path} has begun already; {to_go_on}")
+        to_go_on = f"to resume it: --resume {self.path}, otherwise choose another --run-name"
+        check(is_resumed or not has_begun, f"{self.path} has already begun; {to_go_on}")
 
     def remove(self) -> None:
-        """Remove it, if `make` has made it."""
+        """Remove the directory, if `make` created it."""
         if self._is_new:
             shutil.rmtree(self.path, ignore_errors=True)
-            with suppress(OSError):  # other runs are there
+            with suppress(OSError):  # the parent directory holds other runs
                 os.rmdir(os.path.dirname(self.path))
 
     def keep(self, name: str, part: Any) -> None:
-        """Have checkpoints hold the state of a part, and load that of `saved`, if there is one."""
+        """Have checkpoints hold the state of a part, and load its state from `saved`, if any."""
         if name in self._parts:
             raise ValueError(f"there is a part {name!r} already")
         self._parts[name] = part
         if self.saved:
             parts = self.saved["parts"]
-            of_another = f"{self.path} is of another version of this script"
+            of_another = f"{self.path} is from another version of this script"
             check(name in parts, f"{of_another}: it has no {name!r}")
             self.restore(name, lambda: load_part(part, parts[name]))
 
     def restore(self, name: str, load: Callable[[], object]) -> None:
-        """Load something of `saved`, or exit with one line: a stranger may have made it."""
+        """Load a piece of `saved`, which anyone may have made, or exit with a one-line error."""
         try:
             load()
         except Exception as error:
@@ -95,10 +95,10 @@ class RunDirectory:
             check(False, f"{self.path} cannot be resumed: {why}")
 
     def state_dicts(self) -> dict[str, Any]:
-        """Return the state of each part that is kept, by its name.
+        """Return the state of each kept part, by name.
 
         Raises:
-            CheckpointError: nobody could go on from these weights.
+            CheckpointError: the weights are not finite, so no run could resume from them.
         """
         for part in self._parts.values():
             if isinstance(part, torch.nn.Module) and not is_finite(part):
@@ -107,43 +107,44 @@ class RunDirectory:
 
 
 def holder_of(directory: str | os.PathLike[str]) -> str:
-    """Return who has locked the run in ``directory``; an empty text if nobody has, any more.
+    """Return which process has locked the run in ``directory``; empty if none has.
 
     Raises:
-        OSError: it cannot be found out.
+        OSError: the lock cannot be queried.
     """
     path = os.path.join(directory, "lock")
     if not os.path.exists(path):
         return ""
     with open(path, "rb") as file:
-        # What Linux says of the lock in the way of another one, of the whole file.
+        # Linux returns the lock that conflicts with a lock on the whole file.
         asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind, *_ = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
         return "" if kind == fcntl.F_UNLCK else file.read(1000).decode(errors="replace")
 
 
 def check_exists(directory: str) -> None:
-    """Exit with one line if there is no such directory; it names those that there are."""
+    """Exit with a one-line error if there is no such run. The error names the runs that exist."""
     if os.path.isdir(directory):
         return
     parent = os.path.dirname(os.path.abspath(directory))
     names = sorted(os.listdir(parent)) if os.path.isdir(parent) else []
     there = [name for name in names if os.path.isdir(f"{parent}/{name}")]
     listed = ", ".join(there[:10]) + ", ..." * (len(there) > 10) or "none"
-    check(False, f"there is no run {directory}; there: {listed}")
+    check(False, f"there is no run {directory}; existing runs: {listed}")
 
 
 def lock(directory: str | os.PathLike[str]) -> None:
     """Keep other processes from training the run in ``directory`` until this process ends.
 
-    The file ``lock`` there names this process, and stays. To lock once more changes nothing.
+    The file ``lock`` there names this process, and remains. Locking again changes nothing.
 
     Raises:
-        RunLockedError: another process, here or on a machine that shares the directory, trains it.
+        RunLockedError: another process, here or on a machine that shares the directory, trains the
+            run.
         OSError: the file cannot be written.
     """
-    # The file stays open. The lock belongs to the process and not to the descriptor, as it would
-    # with flock, so its children have no part in it. Through a link another file would be emptied.
+    # The file stays open. The lock belongs to the process, so children do not inherit it. With
+    # flock it would belong to the descriptor. Through a link another file would be emptied.
     file = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,7 +152,7 @@ def lock(directory: str | os.PathLike[str]) -> None:
         who = os.read(file, 1000).decode(errors="replace") or "another process"
         raise RunLockedError(f"{directory} is being trained by {who}") from None
     except OSError as error:
-        text = "no other process may train %s, but that cannot be ensured: %s"
+        text = "cannot keep other processes from training %s: %s"
         logger.warning(text, directory, error.strerror)
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)

@@ -1,4 +1,4 @@
-"""What --dry-run prints: the workers' commands."""
+"""The workers' commands, which --dry-run prints."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .arguments import ScriptArgs
 def worker_commands(args: ScriptArgs, log_dir: str) -> list[str]:
     """Return the workers' commands.
 
-    PORT stands for a random one, KEYS for the directory that the head makes where the launcher
-    wants it.
+    PORT stands for a random port, and KEYS for the directory that the head creates where the
+    launcher wants it.
     """
     launcher = args.make_launcher(log_dir)
     keys, address = os.path.join(launcher.directory or "", "KEYS"), args.check(launcher)

@@ -1,4 +1,4 @@
-"""A script's environments: how workers make them, and what is said if they cannot."""
+"""A script's environments: how workers make them, and the errors if they cannot."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from .run import Run
 
 EnvFn = Callable[[], gym.Env]
-# Wrappers that change no step.
+# Wrappers that do not change steps.
 NEUTRAL = "RecordEpisodeStatistics", "PassiveEnvChecker", "OrderEnforcing"
 
 
 class BackendError(ValueError):
-    """The environments of a backend would not be those that the script's make_env makes."""
+    """A backend's environments would differ from those that the script's make_env makes."""
 
 
 def by_backend(
@@ -35,16 +35,19 @@ def by_backend(
     of_envpool: Collection[str] = (),
     **envpool: Any,
 ) -> Any:
-    """Return the first argument of `ClusterEnv`: the functions, or if --env-backend is another one,
-    what makes each worker's environments by that.
+    """Return the first argument of `ClusterEnv`.
+
+    With --env-backend gymnasium it is ``env_fns``, otherwise a `Together` that makes each worker's
+    environments by the backend.
 
     Args:
-        args: the flags.
-        env_fns: what ``make_env`` returns for each environment.
-        make_env: the script's. A backend does not call it, so a worker sees that it does no more
-            than the backend.
-        of_envpool: wrappers of Atari's games by ``make_env`` whose work EnvPool does itself.
-        envpool: arguments of EnvPool's environments, unless --env-kwargs has others.
+        args: the script's flags.
+        env_fns: the functions that ``make_env`` has returned, one for each environment.
+        make_env: the script's function. A backend does not call it, so a worker checks that it does
+            no more than the backend.
+        of_envpool: the wrappers that ``make_env`` puts around Atari games and whose work EnvPool
+            does itself.
+        envpool: keyword arguments for EnvPool's environments, which --env-kwargs overrides.
     """
     backend, env_id, kwargs = args.env_backend, args.env_id, args.make_kwargs
     if backend == "gymnasium":
@@ -68,7 +71,7 @@ def _make_checked(
 def env_setup(run: Run) -> Iterator[None]:
     """Make a run's environments in this block, and check their spaces.
 
-    If flags are wrong, exit with one line. No directory of a new run is left then.
+    If flags are wrong, remove the directory of a new run, and exit with a one-line error.
     """
     try:
         with one_line_for_environments(run.args):
@@ -80,10 +83,10 @@ def env_setup(run: Run) -> Iterator[None]:
 
 @contextmanager
 def one_line_for_environments(args: Any) -> Iterator[None]:
-    """Exit with one line if environments cannot be made in this block because of flags."""
+    """Exit with a one-line error if environments cannot be made in this block because of flags."""
     module, colon, _ = args.env_id.rpartition(":")
     is_file = "/" in module or module.endswith(".py")
-    says = "before the colon stands a module, as in an import: my_env for the file my_env.py"
+    says = "the part before the colon is a module, as in an import: my_env for the file my_env.py"
     check(not is_file, f"--env-id {args.env_id}: {says}")
     flags = [f"--env-kwargs {args.env_kwargs}"] if args.env_kwargs else []
     flags += ["--capture-video"] if args.capture_video else []
@@ -98,7 +101,7 @@ def one_line_for_environments(args: Any) -> Iterator[None]:
         if args.env_id.startswith("ALE/"):
             hint = f" Atari's games need ale-py, and {ATARI}"
         elif isinstance(error, gym.error.UnregisteredEnv) and colon:
-            hint = f" The module {module} registers none of this name"
+            hint = f" The module {module} registers no environment of this name"
         elif isinstance(error, gym.error.UnregisteredEnv):
             example = f"--env-id my_env:{args.env_id}"
             hint = f" If it is your own, name the module that registers it, too: {example}"
@@ -120,14 +123,14 @@ def check_plain(
     kwargs: dict[str, Any],
     but_for: Collection[str] = (),
 ) -> None:
-    """Raise BackendError if ``make_env`` does more than `gym.make`, but for some wrappers."""
+    """Raise BackendError if ``make_env`` does more than `gym.make` and the wrappers ``but_for``."""
     another, arguments = ("ALE/Pong-v5", {"frameskip": 1}) if but_for else ("CartPole-v1", {})
     if another not in gym.registry:
-        return  # ale-py is not here, and there is no game to see it by
+        return  # ale-py is not installed, so there is no game to check with
     is_another = False
     try:
         plain = gym.make(env_id, **kwargs)
-    except gym.error.Error:  # the backend's alone; what make_env does, it may do to another
+    except gym.error.Error:  # only the backend has it, so check make_env on another one
         is_another = True
         env_id, kwargs = another, {}
         plain = gym.make(another, **arguments)
@@ -144,8 +147,9 @@ def check_plain(
 
 
 def _changes(env: gym.Env, plain: gym.Env, but_for: Collection[str]) -> list[str]:
-    """Name the wrappers and arguments that one environment has and the other has not; or the spaces
-    that differ.
+    """Return the names of what differs between two environments.
+
+    They are wrappers and arguments, or if there are none, spaces.
     """
     ours, theirs = _parts(env), _parts(plain) + Counter(but_for)
     changes = [*(ours - theirs), *(f"no {part}" for part in theirs - ours if "=" not in part)]
@@ -156,7 +160,7 @@ def _changes(env: gym.Env, plain: gym.Env, but_for: Collection[str]) -> list[str
 
 
 def _parts(env: gym.Env) -> Counter[str]:
-    """Return the names of an environment and of its wrappers, innermost last, and its arguments."""
+    """Count an environment's wrappers, outermost first, itself, and its arguments, by name."""
     parts, inner = Counter[str](), env
     while isinstance(inner, gym.Wrapper):
         parts[type(inner).__name__] += type(inner).__name__ not in NEUTRAL

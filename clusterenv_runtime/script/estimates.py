@@ -1,5 +1,6 @@
-"""Estimates from few seeds: interquartile means (IQM) with bootstrap intervals,
-https://arxiv.org/abs/2108.13264.
+"""Estimates from few seeds: interquartile means (IQM) with bootstrap intervals.
+
+https://arxiv.org/abs/2108.13264
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap, trim_mean
 
-ENOUGH = 5  # seeds for an interval
+ENOUGH = 5  # the fewest seeds for an interval
 
 
 def iqm(values: Any, axis: int = 0) -> np.ndarray:
-    """Return the mean of the middle half; NaN where a value is missing."""
+    """Return the mean of the middle half of the values; NaN where a value is missing."""
     return trim_mean(values, 0.25, axis)
 
 
@@ -23,13 +24,13 @@ def interval(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return a statistic of samples ``(seeds, ...)``, and the ends of its 95% percentile interval.
 
-    The seeds are resampled, those of several samples in pairs. With few seeds the interval would
-    be little but their range, so it is NaN.
+    The seeds are resampled, and several samples in pairs. With few seeds the interval would be
+    little more than their range, so it is NaN.
 
     Args:
-        statistic: a function of as many arrays, along an ``axis``.
+        statistic: a function of as many arrays as there are samples, along an ``axis``.
         samples: the values of each seed.
-        resamples: how often the seeds are drawn.
+        resamples: the number of resamples.
     """
     value = statistic(*samples, axis=0)
     if len(samples[0]) < ENOUGH:

@@ -1,4 +1,4 @@
-"""The evaluation of a script's policy: after training, and with --eval-interval also meanwhile."""
+"""The evaluation of a script's policy: after training, and with --eval-interval also during it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ if TYPE_CHECKING:
     from .run import Run
 
 logger = logging.getLogger(__name__)
-FIRST_SEED = 100_000  # so far the seeds are from those of training
-MOST_ROWS = 8  # environments of the worker that evaluates while others train
-MOST_FILMED = 2_000  # steps of an episode: until it is written, its pictures are held in memory
-LOOK_S = 0.2  # how often it is looked at, and while it is waited for, for signals
+FIRST_SEED = 100_000  # added to --seed, so that evaluations have other seeds than training
+MOST_ROWS = 8  # the most environments on the worker that evaluates while others train
+MOST_FILMED = 2_000  # the most steps of an episode, whose pictures are in memory until its end
+LOOK_S = 0.2  # seconds between looks at an evaluation, and at signals in `finish`
 
 
 def evaluate(args: Any, envs: ClusterEnv, policy: Policy) -> np.ndarray:
-    """Have the workers play --eval-episodes episodes, and return their returns,
-    ``(eval_episodes,)``.
-    """
+    """Have the workers play --eval-episodes episodes; return the returns, ``(eval_episodes,)``."""
     if not args.eval_episodes:
         return np.empty(0)
     workers = min(envs.num_workers, args.eval_episodes)
@@ -50,10 +48,9 @@ def _how(args: Any) -> dict[str, Any]:
 
 
 def record_video(run: Run, policy: Policy, make_env: Callable[..., Any]) -> None:
-    """With --eval-video play one more episode, on a worker of its own, and leave its video in the
-    run's directory.
+    """With --eval-video, play one more episode on a separate worker, and save a video of it.
 
-    ``make_env`` is the script's.
+    The video is in the run's directory. ``make_env`` is the script's function.
     """
     args, directory = run.args, run.directory.path
     if not args.eval_video:
@@ -63,7 +60,7 @@ def record_video(run: Run, policy: Policy, make_env: Callable[..., Any]) -> None
 
 
 def check_pictures(flag: str, envs: ClusterEnv, env_id: str) -> None:
-    """Exit with one line if environments cannot be filmed, as a flag wants it."""
+    """Exit with a one-line error if a flag needs videos of environments that cannot be filmed."""
     modes = envs.metadata.get("render_modes", ())
     check("rgb_array" in modes, f"{flag}: {env_id} renders no pictures")
 
@@ -76,18 +73,18 @@ def film(
     options: dict[str, Any],
     **how: Any,
 ) -> None:
-    """Play an episode on a worker of its own, and leave a video of it; or exit with one line.
+    """Play an episode on a separate worker, and save a video of it, or exit with a one-line error.
 
     Args:
         args: the script's flags.
-        make_env: the script's; with ``capture_video`` its environment 0 records.
-        policy: what acts.
-        video: the video's file.
-        options: of the worker's `ClusterEnv`.
+        make_env: the script's function; with ``capture_video`` its environment 0 records.
+        policy: the policy that acts.
+        video: the path of the video file.
+        options: the options of the worker's `ClusterEnv`.
         how: options of `ClusterEnv.evaluate`.
     """
     folder = f"{video}.parts"
-    name = os.path.relpath(folder, "videos")  # make_env records to videos/NAME
+    name = os.path.relpath(folder, "videos")  # make_env records into videos/NAME
     env_fn = make_env(args.env_id, 0, True, name, **args.make_kwargs)
     try:
         with ClusterEnv([env_fn], **options) as envs:
@@ -97,7 +94,7 @@ def film(
         os.replace(recorded, video)
     except Interrupted:
         raise
-    except Exception as error:  # an environment's own, too
+    except Exception as error:  # an environment's own errors, too
         check(False, f"there is no {video}: {one_line(error)}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -105,17 +102,18 @@ def film(
 
 
 class Evaluations:
-    """Evaluates the policy every --eval-interval steps while it trains, on a worker of its own; if
-    there is no interval, never.
+    """Evaluates the policy every --eval-interval steps during training, on a separate worker.
 
-    One evaluation is under way at most: one that is due waits for the one before.
+    Without an interval it never does. At most one evaluation is under way: one that is due waits
+    for the previous one.
 
     Args:
         args: the script's flags.
-        envs: the environments of training; the worker gets some more of the last ones.
-        policy: what is evaluated.
-        model: what is saved when its policy is the best so far.
-        logs: where the returns go, and the best model.
+        envs: the training environments; the last of their functions also make the worker's
+            environments.
+        policy: the policy to evaluate.
+        model: the model to save when its policy is the best so far.
+        logs: the logs, which get the returns, and whose directory gets the best model.
     """
 
     def __init__(
@@ -131,8 +129,8 @@ class Evaluations:
         self._model = model
         self._logs = logs
         evaluated = logs.curve.evaluations
-        self._last = evaluated[-1][0] if evaluated else 0  # the step of the last one
-        self._weights: dict[str, Any] | None = None  # of the model that is evaluated now
+        self._last = evaluated[-1][0] if evaluated else 0  # the step of the last evaluation
+        self._weights: dict[str, Any] | None = None  # of the model under evaluation
         self._next_look = 0.0
         self._envs: ClusterEnv | None = None
         if args.eval_video:
@@ -144,7 +142,7 @@ class Evaluations:
         args, directory = self._args, self._logs.writer.log_dir
         rows = min(args.eval_episodes, MOST_ROWS, -(-envs.num_envs // envs.num_workers))
         made = envs.env_fns
-        if isinstance(made, list):  # else a worker makes as many as it is asked for
+        if isinstance(made, list):  # otherwise a worker makes any number
             made = made[args.capture_video :][-rows:]
             rows = len(made)
             check(rows, "--eval-interval with --capture-video needs a second environment")
@@ -159,10 +157,10 @@ class Evaluations:
             self._envs.close()
 
     def go_on(self, step: int) -> None:
-        """Take the returns that have come, and begin another evaluation if one is due."""
+        """Collect returns that have arrived, and begin another evaluation if one is due."""
         if self._envs is None:
             return
-        if time.monotonic() > self._next_look:  # some scripts' iterations take a millisecond
+        if time.monotonic() > self._next_look:  # some scripts' iterations take only a millisecond
             self._look()
             self._next_look = time.monotonic() + LOOK_S
         interval = self._args.eval_interval
@@ -172,8 +170,9 @@ class Evaluations:
             self._weights = copy.deepcopy(self._model.state_dict())
 
     def finish(self, raise_if_interrupted: Callable[[], None]) -> bool:
-        """Wait for the evaluation that is under way, and end the worker, whose port `record_video`
-        needs; return whether there was one.
+        """Wait for the evaluation under way, and end the worker. Return whether there was one.
+
+        The worker must end because `record_video` needs its port.
         """
         was_under_way = self._weights is not None
         while self._weights is not None:

@@ -1,8 +1,8 @@
-"""Exports the policy of a trained model: to ONNX, for programs without torch, or by `torch.export`.
+"""Exports the policy of a trained model to ONNX, for programs without torch, or by `torch.export`.
 
     python -m clusterenv_runtime.script.export runs/NAME model.onnx
 
-The file's ending decides: ``.onnx``, or ``.pt2``.
+The extension of the file selects the format: ``.onnx`` or ``.pt2``.
 """
 
 import importlib
@@ -33,31 +33,31 @@ from .environments import one_line_for_environments
 from .progress import say
 from .trained import Trained, TrainedArgs
 
-BATCHES = 3, 1  # observations to export by, and to check by
+BATCHES = 3, 1  # the batch sizes of the export and of the check
 TOLERANCE = 1e-4
 NEEDED = "onnx", "onnxscript", "onnxruntime"
 
 
 @dataclass
 class Args(TrainedArgs):
-    """What is exported, and where to."""
+    """The flags: which model to export, and where to."""
 
     output: Annotated[str, tyro.conf.Positional] = "model.onnx"
-    """the file to write; `.onnx` or `.pt2`"""
+    """the file to write, `.onnx` or `.pt2`"""
     stochastic: bool = False
-    """draw actions, by noise that is an input; else take the policy's most likely ones"""
+    """draw actions by noise, which is an input; otherwise take the policy's most likely actions"""
 
 
 class Acting(nn.Module):
-    """A policy as a function of tensors, from what environments give to what they take.
+    """A policy as a function of tensors, from the environments' observations to their actions.
 
     It is called with the values of its inputs, in the order of `example`, and returns its outputs
-    by name. All are ``(batch, ...)``. Of a tree each leaf is an input or output by itself.
+    by name. All tensors are ``(batch, ...)``. Each leaf of a tree is a separate input or output.
 
     Args:
-        policy: what acts.
-        space: a single environment's observations.
-        stochastic: whether it draws actions.
+        policy: the policy that acts.
+        space: a single environment's observation space.
+        stochastic: whether the policy draws actions.
     """
 
     def __init__(self, policy: Policy, space: gym.Space, stochastic: bool) -> None:
@@ -65,11 +65,13 @@ class Acting(nn.Module):
         self.policy = policy
         self._space = space
         self._stochastic = stochastic
-        self._like = self._inputs(BATCHES[0])  # for the structure of the inputs
+        self._like = self._inputs(BATCHES[0])  # the structure of the inputs
 
     def example(self, batch: int) -> dict[str, Tensor]:
-        """Return inputs by name, some that are drawn: ``observation``, as environments give it;
-        with memory ``state``, and ``starts``, where episodes begin; if it draws ``noise``.
+        """Return sampled inputs by name.
+
+        They are ``observation``, as environments return it; with memory ``state``, and ``starts``,
+        which marks where episodes begin; and if actions are drawn ``noise``.
         """
         return _flat(self._inputs(batch))
 
@@ -86,7 +88,7 @@ class Acting(nn.Module):
             inputs["starts"] = torch.arange(batch) % 2 == 1
         if self._stochastic:
             first = map_tree(lambda leaf: leaf[:1], params)
-            # Of one environment, as workers draw it; its steps are as good as other environments.
+            # Workers draw noise for one environment at a time. Its steps serve as a batch here.
             noise = self.policy.noise(batch, first, torch.Generator())
             inputs["noise"] = map_tree(lambda leaf: leaf[:, 0], noise)
         return inputs
@@ -107,13 +109,13 @@ class Acting(nn.Module):
         return _flat({"action": self.policy.to_env(actions), **outputs})
 
     def _converted(self, leaf: Tensor) -> Tensor:
-        """Do as `to_tensors`."""
+        """Convert a leaf as `to_tensors` does."""
         is_float = self.policy.float_observations or leaf.is_floating_point()
         return leaf.float() if is_float else leaf
 
 
 def _flat(trees: dict[Any, Any], prefix: str = "") -> dict[str, Tensor]:
-    """Return the leaves of trees by the keys that lead to each, with dots, in order."""
+    """Return the leaves of trees in order, by the keys that lead to each, joined with dots."""
     found = {}
     for key, tree in trees.items():
         part = dict(enumerate(tree)) if isinstance(tree, tuple) else tree
@@ -125,23 +127,23 @@ def _flat(trees: dict[Any, Any], prefix: str = "") -> dict[str, Tensor]:
 
 
 def export(policy: Policy, space: gym.Space, path: str, stochastic: bool = False) -> str:
-    """Write a policy to ``path``, and check that the file computes what the policy does.
+    """Write a policy to ``path``, and check that the file computes the same as the policy.
 
     Args:
-        policy: what acts, on the CPU.
-        space: a single environment's observations.
-        path: ends with ``.onnx`` or ``.pt2``.
-        stochastic: whether its actions are drawn.
+        policy: the policy that acts, on the CPU.
+        space: a single environment's observation space.
+        path: the file, which ends with ``.onnx`` or ``.pt2``.
+        stochastic: whether actions are drawn.
 
     Returns:
         The names, shapes and dtypes of the inputs and outputs.
 
     Raises:
-        Exception: the policy cannot be exported, whatever torch raises then.
+        Exception: the policy cannot be exported. The type is the one that torch raises.
         ValueError: the file computes something else.
     """
     validates = Distribution._validate_args
-    Distribution.set_default_validate_args(False)  # it would branch by values
+    Distribution.set_default_validate_args(False)  # validation would branch on values
     temporary = f"{path}.tmp"
     to_onnx = path.endswith(".onnx")
     try:
@@ -173,7 +175,7 @@ def _write(acting: Acting, path: str, to_onnx: bool) -> None:
 
 
 def _checked(acting: Acting, path: str, is_onnx: bool) -> str:
-    """Return a text on the inputs and outputs of a file that does what it should."""
+    """Check that a file computes the same as the policy; return its inputs and outputs as text."""
     inputs = acting.example(BATCHES[1])
     expected = acting(*inputs.values())
     if is_onnx:
@@ -184,7 +186,7 @@ def _checked(acting: Acting, path: str, is_onnx: bool) -> str:
         outputs = torch.export.load(path).module()(*inputs.values())
     for name, output in outputs.items():
         if not np.allclose(output, expected[name], TOLERANCE, TOLERANCE):
-            raise ValueError(f"the {name} of what was written is another than the policy's")
+            raise ValueError(f"the file's {name} differs from the policy's")
     return f"{_described(inputs)} -> {_described(expected)}"
 
 
@@ -198,7 +200,7 @@ def _described(tensors: dict[str, Tensor]) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from telling of packages that are not needed."""
+    """Silence messages of torch about packages that are not needed."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -208,7 +210,7 @@ def _quiet() -> Iterator[None]:
 
 
 def main() -> None:
-    """Export as the command line says."""
+    """Export the model that the command line names."""
     args = tyro.cli(Args, description=__doc__)
     path = args.output
     check(path.endswith((".onnx", ".pt2")), f"{path} must end with .onnx or .pt2")
@@ -224,12 +226,12 @@ def main() -> None:
     policy = trained.policy(envs)
     try:
         text = export(policy, space, path, args.stochastic)
-    except Exception as error:  # torch's and ONNX's have many kinds
+    except Exception as error:  # torch and ONNX raise many kinds of errors
         hint = ""
         if isinstance(error, NotImplementedError) and not args.stochastic:
-            hint = "; has its distribution no mode? --stochastic needs none"
+            hint = "; does its distribution have a mode? --stochastic needs none"
         elif path.endswith(".onnx"):
-            hint = "; model.pt2 takes what ONNX cannot"
+            hint = "; a .pt2 file can hold what ONNX cannot"
         check(False, f"{trained.path} cannot be exported to {path}: {one_line(error)}{hint}")
     say(f"{path}: {text}")
 

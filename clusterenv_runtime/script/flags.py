@@ -1,4 +1,4 @@
-"""How a script's flags are shown: in groups, each flag with the text below its field."""
+"""The help of a script's flags: in groups, each flag with the text below its field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def names(kind: type) -> list[str]:
 
 
 def show_help(groups: Mapping[str, Iterable[str]], default: Any) -> NoReturn:
-    """Print the flags of a dataclass in these groups of its fields, and exit."""
+    """Print the help of a dataclass's flags, in these groups of its fields, and exit."""
     kind = type(default)
     hints = typing.get_type_hints(kind, include_extras=True)
 
@@ -40,22 +40,20 @@ def show_help(groups: Mapping[str, Iterable[str]], default: Any) -> NoReturn:
             tyro.cli(flags, args=["--help"], config=(tyro.conf.OmitArgPrefixes,))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is left
+    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the rest
         sys.exit()
 
 
 def text_of(kind: type, name: str) -> str:
-    """Return the text below a field, as one line: of this class, or of one that it inherits from;
-    an empty one if there is none.
-    """
+    """Return the text below a field of a class or its bases, in one line; empty if none."""
     texts = (_texts_of(each).get(name) for each in kind.__mro__)
     return next(filter(None, texts), "")
 
 
 @functools.cache
 def _texts_of(kind: type) -> dict[str, str]:
-    """Return the texts below the fields that a class has itself, as far as its source is known."""
+    """Return the texts below the fields that a class itself defines, if its source is available."""
     if not dataclasses.is_dataclass(kind):
         return {}
     try:

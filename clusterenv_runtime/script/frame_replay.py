@@ -1,4 +1,4 @@
-"""The replay buffer of DQN on Atari, in the place of CleanRL's `cleanrl_utils.buffers`."""
+"""The replay buffer of DQN on Atari, in place of CleanRL's `cleanrl_utils.buffers`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .replay import Replay
 
 
 class ReplayBuffer(Replay):
-    """The last `size` transitions, or somewhat fewer. A stack is the numbers of its frames.
+    """The last `size` transitions, or slightly fewer. A stack is held as its frames' numbers.
 
-    Each frame is kept once, but for those of stacks that end a chunk or an episode, which are kept
-    twice.
+    Each frame is stored once, except the frames of stacks that end a chunk or an episode, which are
+    stored twice.
 
     Args:
-        size: how many transitions it holds.
-        num_frames: how many frames.
-        observation_space: of stacks, ``(frame_stack, height, width)``.
-        in_checkpoints: whether its state is what it holds; else that is empty.
-        device: where its tensors are.
+        size: the number of transitions.
+        num_frames: the number of frames.
+        observation_space: the space of stacks, ``(frame_stack, height, width)``.
+        in_checkpoints: whether the buffer's state is its content; otherwise the state is empty.
+        device: the device of the tensors.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class ReplayBuffer(Replay):
         super().__init__(size, in_checkpoints, device)
         stack, *image = observation_space.shape
         self.frames = torch.zeros(num_frames, *image, dtype=torch.uint8, device=device)
-        self.num_frames = 0  # that there have ever been: number n is at n % len(frames)
-        # the frames' numbers of what was seen before and after
+        self.num_frames = 0  # added so far; frame number n is at n % len(frames)
+        # The frame numbers of the stacks before and after each step.
         self.stacks = torch.zeros(size, 2, stack, dtype=torch.int64, device=device)
         self.actions = torch.zeros(size, 1, dtype=torch.int64, device=device)
-        # of which frames are left: the numbers of the first transition and of the first frame
+        # Of each chunk whose frames are still held, the numbers of its first transition and frame.
         self.chunks: list[tuple[int, int]] = []
 
     @staticmethod

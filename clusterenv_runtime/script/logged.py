@@ -1,4 +1,4 @@
-"""A run as its TensorBoard logs tell of it: one of ours, CleanRL's or Stable-Baselines3's."""
+"""A run, read from its TensorBoard logs: one of ours, CleanRL's or Stable-Baselines3's."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from .checks import one_line_for
 from .directory import check_exists
 
-FLAGS = "hyperparameters/text_summary"  # a text for each time that the run was begun or resumed
+FLAGS = "hyperparameters/text_summary"  # one text for each start or resume of the run
 
 
 class Scalars(NamedTuple):
-    """What was logged under one tag, in the order of steps; arrays are ``(number,)``."""
+    """The scalars logged under one tag, in the order of steps. Arrays are ``(number,)``."""
 
     steps: np.ndarray
-    seconds: np.ndarray  # since the start, without the time between an end and its --resume
+    seconds: np.ndarray  # since the run began, without the time between an end and its --resume
     values: np.ndarray
 
 
 class LoggedRun:
-    """A run that has ended or is going on, as far as its logs are on disk; or exit with one line.
+    """A finished or unfinished run, as far as its logs are on disk.
+
+    If there are no logs, exit with a one-line error.
 
     Args:
-        directory: where they are.
+        directory: the directory of the logs.
 
     Attributes:
-        name: the directory's.
-        flags: the script's, as texts by their names; of Stable-Baselines3 there are none.
-        tags: the names of its scalars.
-        last_step, last_seconds: as far as it has come.
+        name: the directory's name.
+        flags: the script's flags, as text by name; empty for Stable-Baselines3, which logs none.
+        tags: the names of the scalars.
+        last_step, last_seconds: the largest step and time that are logged.
     """
 
     def __init__(self, directory: str) -> None:
@@ -43,7 +45,7 @@ class LoggedRun:
         self._events.Reload()
         kinds = self._events.Tags()
         self.tags: list[str] = sorted(kinds["scalars"])
-        with one_line_for(ValueError, text=f"{directory} has no logs of TensorBoard"):
+        with one_line_for(ValueError, text=f"{directory} has no TensorBoard logs"):
             self._first = self._events.FirstEventTimestamp()
         texts = self._events.Tensors(FLAGS) if FLAGS in kinds["tensors"] else []
         self._starts = [text.wall_time for text in texts]
@@ -55,7 +57,7 @@ class LoggedRun:
         self.last_seconds = float(self._seconds(self._times).max(initial=0))
 
     def scalars(self, tag: str) -> Scalars:
-        """Return what was logged under one of its tags."""
+        """Return the scalars logged under one of the tags."""
         events = self._events.Scalars(tag)
         times = np.array([event.wall_time for event in events])
         steps = np.array([event.step for event in events], np.float64)
@@ -63,10 +65,10 @@ class LoggedRun:
 
     def _seconds(self, times: np.ndarray) -> np.ndarray:
         seconds = times - self._first
-        heard = np.concatenate([self._times, self._starts])  # a part may have logged its start only
+        heard = np.concatenate([self._times, self._starts])  # a part may have logged only its start
         for start in self._starts:
             later = times >= start
-            # When the part before was last heard of.
+            # The time of the last event of the previous part.
             before = heard[heard < start].max(initial=self._first)
             seconds[later] -= start - before
         return seconds

@@ -1,4 +1,4 @@
-"""The logs of a run: TensorBoard's, which a full disk interrupts but does not end, and W&B's."""
+"""The logs of a run: TensorBoard's, which resume after a full disk, and those of W&B."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from .curve import LearningCurve
 from .summary import as_json
 
 logger = logging.getLogger(__name__)
-FLUSH_S = 10  # after which what is logged can be read by others
+FLUSH_S = 10  # seconds between flushes, after which other programs can read the logs
 
 
 class Logs:
-    """The logs of a run, and its learning curve. If they cannot begin, exit with one line.
+    """The logs of a run, and its learning curve.
+
+    If the logs cannot be started, exit with a one-line error.
 
     Args:
-        directory: the run's.
-        args: the script's arguments, as they are to be logged.
-        step: how many steps the run has done.
-        is_new: whether it begins; else its logs after this step no longer count.
-        wandb_id: by which W&B knows it, if W&B does.
+        directory: the run's directory.
+        args: the script's arguments, to be logged.
+        step: the number of steps that the run has done.
+        is_new: whether the run is new. Otherwise logs after ``step`` no longer count.
+        wandb_id: the run's id in W&B, if it has one.
     """
 
     def __init__(
@@ -51,28 +53,27 @@ class Logs:
         return self.wandb.id if self.wandb else None
 
     def add_group(self, group: str, scalars: dict[str, torch.Tensor], step: int) -> None:
-        """Log float32 scalars as ``group/name``. They come from their device in one copy."""
+        """Log float32 scalars as ``group/name``, with a single copy from their device."""
         values = torch.stack([*scalars.values()]).tolist()
         for name, value in zip(scalars, values, strict=True):
             self.writer.add_scalar(f"{group}/{name}", value, step)
 
     def add_times(self, collect_start: float, learn_start: float, step: int) -> None:
-        """Log how long an iteration waited for its batch, and since then learned from it."""
+        """Log how long an iteration waited for its batch, and how long it has learned since."""
         self.writer.add_scalar("time/collect", learn_start - collect_start, step)
         self.writer.add_scalar("time/learn", time.monotonic() - learn_start, step)
 
     def add_summary(self, summary: dict[str, Any]) -> None:
-        """Give W&B the summary of the run."""
+        """Send the run's summary to W&B, if W&B tracks the run."""
         if self.wandb:
             self.wandb.summary.update(msgspec.json.decode(as_json(summary)))
 
 
 def open_logs(directory: str, purge_step: int) -> SummaryWriter:
-    """Return a writer of logs into ``directory``, in which those of this step and of later ones no
-    longer count.
+    """Return a writer of logs to ``directory``. Logs there from ``purge_step`` on no longer count.
 
     Raises:
-        OSError: nothing can be written there. Later on that is a warning, see `EventFiles`.
+        OSError: the directory cannot be written. Later, `EventFiles` only warns of such an error.
     """
     writer = SummaryWriter(directory, purge_step=purge_step, flush_secs=FLUSH_S)
     writer.file_writer.event_writer = EventFiles(writer.file_writer.event_writer)
@@ -81,7 +82,7 @@ def open_logs(directory: str, purge_step: int) -> SummaryWriter:
 
 @contextmanager
 def _in_one_line() -> Iterator[Any]:
-    """Import W&B; exit with one line if it raises an error of its own."""
+    """Import W&B. Exit with a one-line error if this block raises one of W&B's own errors."""
     import wandb
 
     try:
@@ -92,17 +93,20 @@ def _in_one_line() -> Iterator[Any]:
 
 
 def log_in() -> None:
-    """Log in to Weights & Biases, or exit with one line; on a terminal it asks for the key."""
+    """Log in to Weights & Biases, which asks for the key on a terminal.
+
+    If that fails, exit with a one-line error.
+    """
     if os.environ.get("WANDB_MODE", "online") == "online":
         with _in_one_line() as wandb:
             wandb.login()
 
 
 def start_wandb(args: Any, name: str, id: str | None) -> Any:
-    """Return the run ``name`` in Weights & Biases, which goes on if it has that ``id`` already; or
-    exit with one line.
+    """Return the run ``name`` in Weights & Biases, or exit with a one-line error.
 
-    Videos stay where they are: W&B's own patch of `RecordVideo` does not know that of Gymnasium 1.
+    If a run has that ``id`` already, it continues. Videos are not uploaded, because W&B's patch of
+    `RecordVideo` does not support Gymnasium 1.
     """
     with _in_one_line() as wandb:
         run = wandb.init(
@@ -114,11 +118,10 @@ def start_wandb(args: Any, name: str, id: str | None) -> Any:
 
 
 class EventFiles:
-    """In place of a `SummaryWriter`'s file of events: what cannot be written is lost, with a
-    warning.
+    """Replaces a `SummaryWriter`'s event file, and warns where that one would raise.
 
-    TensorBoard's own raises its first error for ever. Here each `flush` tries to begin a new file
-    after it.
+    Events that cannot be written are lost. TensorBoard's own file raises its first error again on
+    every call. Here, each `flush` after an error tries to begin a new file.
     """
 
     def __init__(self, file: Any) -> None:
@@ -141,7 +144,7 @@ class EventFiles:
             self._attempt(self._file.close)
 
     def _begin_again(self) -> None:
-        # A file that cannot be begun would stay, empty. So another one is tried before.
+        # An event file that cannot be begun would stay, empty. So try a temporary file first.
         with tempfile.TemporaryFile(dir=self._directory) as probe:
             probe.write(bytes(2**16))
         self._file = self._begin(self._directory)
@@ -157,7 +160,7 @@ class EventFiles:
 
 
 def _report(args: Any, usual: Callable[[Any], None] = threading.excepthook) -> None:
-    # TensorBoard's threads raise their errors where one logs, as well.
+    # TensorBoard raises the errors of its threads in the thread that logs, too.
     if not type(args.thread).__module__.startswith("tensorboard."):
         usual(args)
 

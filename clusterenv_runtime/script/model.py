@@ -1,6 +1,6 @@
-"""The file of a trained model, ``NAME.cleanrl_model``: all that another program needs to act by it.
+"""The file of a trained model, ``NAME.cleanrl_model``: all that another program needs to use it.
 
-It is plain data: ``torch.load(path, weights_only=True)`` gives a dict with the fields of a `Model`.
+It is plain data: ``torch.load(path, weights_only=True)`` returns a dict of the fields of `Model`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .checkpoint import dump, replaced
 
 
 class Model(msgspec.Struct):
-    """What a run has trained.
+    """A model that a run has trained.
 
     Attributes:
-        model: the ``state_dict`` of what the script trains.
+        model: the ``state_dict`` of the module that the script trains.
         args: the run's flags, by name.
-        script: the name of the script's file, such as ``ppo_clusterenv.py``.
+        script: the name of the script's file, for example ``ppo_clusterenv.py``.
     """
 
     model: dict[str, Any]
@@ -33,17 +33,17 @@ class Model(msgspec.Struct):
 
 
 def is_finite(model: torch.nn.Module) -> bool:
-    """Return whether all weights of a model are finite; its buffers may be masks of infinities."""
+    """Return whether all weights of a model are finite. Its buffers may be masks of infinities."""
     return all(bool(weight.isfinite().all()) for weight in model.parameters())
 
 
 def save_model(directory: str, state: dict[str, Any], args: ScriptArgs, kind: str = "") -> None:
-    """Write a model of this script, whole; if that fails, the one before stays.
+    """Write a model of this script as a whole file. If that fails, the previous file stays.
 
-    ``kind`` is part of the file's name: ``.best``, or nothing for the last model.
+    ``kind`` is part of the file's name: ``.best``, or empty for the last model.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = f"{directory}/{args.exp_name}{kind}.cleanrl_model"
     saved = Model(state, asdict(args), os.path.basename(sys.argv[0]))
@@ -52,10 +52,10 @@ def save_model(directory: str, state: dict[str, Any], args: ScriptArgs, kind: st
 
 
 def load_model(path: str) -> Model:
-    """Return the model in a file, which may be anybody's, with tensors on the CPU.
+    """Return the model in a file, with tensors on the CPU. The file may be a stranger's.
 
     Raises:
-        CheckpointError: there is none; the text says why.
+        CheckpointError: the file cannot be read, or is not a model; the message says why.
     """
     try:
         return msgspec.convert(torch.load(path, map_location="cpu", weights_only=True), Model)
@@ -63,6 +63,6 @@ def load_model(path: str) -> Model:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except msgspec.ValidationError as error:
         why = str(error)
-    except Exception as error:  # whatever somebody's file makes torch raise, with its own words
+    except Exception as error:  # whatever torch raises on a stranger's file; report only its type
         why = type(error).__name__
-    raise CheckpointError(f"{path} is no model of a run: {why}")
+    raise CheckpointError(f"{path} is not a model of a run: {why}")

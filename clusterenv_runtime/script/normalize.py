@@ -1,4 +1,4 @@
-"""What Gymnasium's NormalizeObservation and NormalizeReward do, for a learner and its workers."""
+"""Gymnasium's NormalizeObservation and NormalizeReward, for a learner and its workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..rollout import Rollout
 
 
 class Moments(RunningMeanStd):
-    """Mean and variance, in float64, of all that `update` was given."""
+    """The mean and variance, in float64, of all values passed to `update`."""
 
     def __init__(self, shape: tuple[int, ...] = ()) -> None:
         super().__init__(epsilon=0, shape=shape)
@@ -29,8 +29,9 @@ class Moments(RunningMeanStd):
 
 
 class Normalize(torch.nn.Module):
-    """What comes before both networks. Its buffers travel with the weights: a worker's are of the
-    version it holds.
+    """The first layer of both networks, which normalizes observations.
+
+    Its buffers travel with the weights, so a worker's buffers belong to the version that it holds.
     """
 
     def __init__(self, num_inputs: int) -> None:
@@ -47,9 +48,10 @@ class Normalize(torch.nn.Module):
 
 
 class NormalizeReward:
-    """Rewards over the deviation of discounted returns. Checkpoints hold the moments of these.
+    """Divides rewards by the standard deviation of discounted returns.
 
-    Discounted returns begin anew with each episode, and so do they in a resumed run.
+    Checkpoints hold the moments of the discounted returns. The discounted returns themselves begin
+    again with each episode, and in a resumed run.
     """
 
     def __init__(self, num_envs: int, gamma: float) -> None:
@@ -58,9 +60,9 @@ class NormalizeReward:
         self.discounted_return = np.zeros(num_envs)
 
     def __call__(self, rollout: Rollout) -> np.ndarray:
-        """Return a rollout's scaled rewards, ``(num_steps, num_envs)`` in float32, clipped.
+        """Return a rollout's scaled and clipped rewards, ``(num_steps, num_envs)`` in float32.
 
-        Of chunks side by side, those of one worker go on one after the other.
+        If several chunks of one worker are side by side, each continues the one before it.
         """
         dones = rollout.terminations | rollout.truncations
         discounted_returns = np.empty_like(rollout.rewards)
@@ -90,11 +92,11 @@ def discount(
     gamma: float,
     discounted_return: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the discounted return of each episode up to each step, `(num_steps, num_envs)` as
-    `rewards` and `dones`.
+    """Return the discounted return of each episode up to each step, and the last ones.
 
-    Also return the `(num_envs,)` to go on from, which is `discounted_return` when this function is
-    called next. `starts`, `(num_envs,)`, says which environments begin with a new episode.
+    The first result is `(num_steps, num_envs)`, like `rewards` and `dones`. The second result,
+    `(num_envs,)`, is the `discounted_return` of the next call. `starts`, `(num_envs,)`, says which
+    environments begin with a new episode.
     """
     discounted_returns = np.zeros_like(rewards)
     discounted_return = np.where(starts, 0, discounted_return)
@@ -105,7 +107,8 @@ def discount(
 
 
 def scale_rewards(rewards: np.ndarray, return_var: np.ndarray) -> np.ndarray:
-    """Return rewards over the deviation of discounted returns, clipped, as Gymnasium's wrappers
-    have it.
+    """Return rewards divided by the standard deviation of discounted returns, and clipped.
+
+    This is what CleanRL does with Gymnasium's wrappers.
     """
     return np.clip(rewards / np.sqrt(return_var + 1e-8), -10, 10)

@@ -1,4 +1,4 @@
-"""Plays episodes by a trained model.
+"""Play episodes with a trained model.
 
 python -m clusterenv_runtime.script.play runs/NAME --video
 """
@@ -23,18 +23,18 @@ from .trained import Trained, TrainedArgs
 
 @dataclass
 class Args(TrainedArgs):
-    """What is played, and how."""
+    """The model to play, and how to play it."""
 
     episodes: Positive = 10
     """the number of episodes to play"""
     deterministic: bool = False
-    """take the policy's most likely actions, not actions that it draws"""
+    """take the policy's most likely actions, not sampled actions"""
     seed: Seed | None = None
-    """seed of the first episode, and that of each other is one more; by default the run's
-    evaluation has the same first one
+    """the seed of the first episode, which increases by one with each episode; by default the first
+    seed of the run's evaluation
     """
     video: bool = False
-    """record one more episode, with the seed of the first one, as `play.mp4` beside the model"""
+    """record one more episode, with the first episode's seed, as `play.mp4` beside the model"""
 
 
 def play(args: Args) -> None:
@@ -68,7 +68,7 @@ def play(args: Args) -> None:
 
 
 def main() -> None:
-    """Play as the command line says."""
+    """Play the episodes that the command line asks for."""
     args = tyro.cli(Args, description=__doc__)
     with one_line_for(ValueError):
         check_ranges(args)

@@ -2,11 +2,12 @@
 
     python -m clusterenv_runtime.script.plot runs/A* runs/B* --output comparison.png
 
-Runs with the same flags, but for the seed and what says nothing of learning, are one setting. Its
-value is the interquartile mean (IQM) of its runs, with a 95% bootstrap interval; of fewer than 5
-runs it is their range. Runs that are going on count as far as they are: beyond the first of them
-there is no interval, and beyond the half of them no value. In seconds, a run that is as many steps
-far as any of its setting keeps its last value.
+Runs with the same flags, except for the seed and flags that do not affect learning, form a setting.
+Its value is the interquartile mean (IQM) of its runs, with a 95% bootstrap interval, or with the
+runs' range if there are fewer than 5. Unfinished runs count as far as they have come: after the end
+of the shortest run there is no interval, and where fewer than half of the runs are left there is no
+value. Over seconds, a run that has done as many steps as any run of its setting keeps its last
+value.
 """
 
 import csv
@@ -35,23 +36,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-POINTS = 100  # of a curve, at most
-RETURNS = "charts/episodic_return", "rollout/ep_rew_mean"  # CleanRL's and ours, and that of SB3
+POINTS = 100  # the most points of a curve
+RETURNS = "charts/episodic_return", "rollout/ep_rew_mean"  # CleanRL's tag and ours, and SB3's
 AXES = {"steps": "environment steps", "seconds": "seconds"}
-# Of Okabe and Ito's colors.
+# From Okabe and Ito's palette.
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"
 LINES = "-", "--", ":", "-."
 OF_LEARNING = {
     "exp_name", "num_envs", "num_workers", "env_backend", "env_kwargs", "sync_mode",
     "kl_threshold", "sync_interval", "max_policy_lag", "weights",
 }  # fmt: skip
-# What follows from other flags, and CleanRL's own that say nothing of learning.
+# Flags that follow from others, and flags of CleanRL's own that do not affect learning.
 OTHERS = {"num_iterations", "minibatch_size", "upload_model", "hf_entity"}
 SAME = {*names(ScriptArgs)} - OF_LEARNING | OTHERS
 
 
 class Row(NamedTuple):
-    """A point of the figure: the IQM of so many runs, and the ends of the band if it has one."""
+    """A point of the figure: the IQM of ``runs`` runs, and the ends of its band or NaN."""
 
     axis: str
     x: float
@@ -67,17 +68,17 @@ class Args:
     """Compare runs by their TensorBoard logs."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """the directories of their logs, such as `runs/A*`"""
+    """the directories of the runs' logs, for example `runs/A*`"""
     output: str = "comparison.png"
-    """the figure's file; the numbers that it shows go to a `.csv` beside it"""
+    """the figure's file; its numbers go to a `.csv` file beside it"""
     metric: str | None = None
-    """any scalar in the logs; by default the return of training"""
+    """a scalar in the logs; by default the return in training"""
     smooth: Positive = 1
-    """each value is the mean of the last so many that were logged"""
+    """each value is the mean of this many logged values, itself and those before it"""
 
 
 def with_metric(runs: Iterable[LoggedRun], metric: str | None) -> dict[LoggedRun, str]:
-    """Return the tag of the metric in each run that has it, or exit with one line if none has."""
+    """Return the metric's tag in each run that has it. If none has, exit with a one-line error."""
     found: dict[LoggedRun, str] = {}
     without: list[str] = []
     tags: set[str] = set()
@@ -91,12 +92,12 @@ def with_metric(runs: Iterable[LoggedRun], metric: str | None) -> dict[LoggedRun
     wanted = metric or " or ".join(RETURNS)
     check(found, f"no run has {wanted}; there are: {', '.join(sorted(tags)) or 'none'}")
     if without:
-        _warn(f"left out, as they have no {wanted} so far: {', '.join(without)}")
+        _warn(f"left out because they have no {wanted} so far: {', '.join(without)}")
     return found
 
 
 def settings_of(runs: Iterable[LoggedRun]) -> dict[str, list[LoggedRun]]:
-    """Return the runs of each setting, by a label of the flags in which the settings differ."""
+    """Return each setting's runs by a label, made of the flags in which the settings differ."""
     flags = {run: _flags_of_learning(run) for run in runs}
     values: dict[str, set[str]] = {}
     for each in flags.values():
@@ -111,7 +112,7 @@ def settings_of(runs: Iterable[LoggedRun]) -> dict[str, list[LoggedRun]]:
         each = flags[members[0]]
         parts = [f"{name}={each[name]}" for name in differing if name in each]
         label = printable(", ".join(parts) or _what(members[0]))
-        if label in labelled:  # one of them has more flags than the other
+        if label in labelled:  # one of the two settings has more flags
             label += f" ({members[0].name})"
         labelled[label] = members
         seeds = [run.flags["seed"] for run in members if "seed" in run.flags]
@@ -130,7 +131,7 @@ def _flags_of_learning(run: LoggedRun) -> dict[str, str]:
 
 
 def _what(run: LoggedRun) -> str:
-    """Return what a run is: its script and environment, or its name without its number."""
+    """Return a run's script and environment, or its name without the number at the end."""
     if {"exp_name", "env_id"} <= run.flags.keys():
         return f"{run.flags['exp_name']} on {run.flags['env_id']}"
     return re.sub(r"_\d+$", "", run.name)
@@ -143,7 +144,7 @@ def _warn(text: str) -> None:
 def curve_of(
     run: LoggedRun, tag: str, axis: str, grid: np.ndarray, until: float, smooth: int = 1
 ) -> np.ndarray:
-    """Return a curve, ``(points,)`` float64: NaN before its first value and after ``until``."""
+    """Return a curve, ``(points,)`` float64; NaN before its first value and after ``until``."""
     scalars = run.scalars(tag)
     sums = np.convolve(scalars.values, np.ones(smooth))[: len(scalars.values)]
     means = sums / np.minimum(np.arange(len(sums)) + 1, smooth)
@@ -155,8 +156,8 @@ def curve_of(
 def band(curves: np.ndarray) -> np.ndarray:
     """Return the IQM of runs, and the ends of its interval or of their range, ``(3, points)``.
 
-    At each point those of ``curves``, ``(runs, points)``, count that are not NaN. If these are not
-    all, there is only the IQM.
+    At each point, those ``curves``, ``(runs, points)``, count that are not NaN. If some are NaN,
+    there is only the IQM.
     """
     there = ~np.isnan(curves)
     found = np.full((3, curves.shape[1]), np.nan)
@@ -175,7 +176,7 @@ def band(curves: np.ndarray) -> np.ndarray:
 def rows_of(
     settings: dict[str, list[LoggedRun]], tags: dict[LoggedRun, str], smooth: int
 ) -> list[Row]:
-    """Return the numbers of the figure."""
+    """Return the points of the figure."""
     rows = []
     points = min(max(len(run.scalars(tag).values) for run, tag in tags.items()), POINTS)
     for axis in AXES:
@@ -197,7 +198,7 @@ def rows_of(
 
 
 def table_of(settings: dict[str, list[LoggedRun]], tags: dict[LoggedRun, str]) -> str:
-    """Return the table below the figure: of each setting the IQM at the end and in all."""
+    """Return the table below the figure: each setting's IQM, at the end and over all training."""
     lines = [("setting", "runs", "steps", "seconds", "last tenth", "all of training")]
     for label, runs in settings.items():
         curves = []
@@ -233,7 +234,7 @@ def _estimate(values: np.ndarray) -> str:
 def draw(
     axes: "Axes", x: np.ndarray, values: Sequence[np.ndarray], color: Any, label: str, **style: Any
 ) -> None:
-    """Draw a curve with its band: ``values`` are those of `band`."""
+    """Draw a curve with its band. ``values`` are the rows that `band` returns."""
     middle, low, high = values
     marker = "o" if np.count_nonzero(~np.isnan(middle)) == 1 else None
     axes.plot(x, middle, color=color, label=label, marker=marker, **style)
@@ -241,7 +242,7 @@ def draw(
 
 
 def figure_of(rows: list[Row], table: str, metric: str) -> "Figure":
-    """Draw the numbers of `rows_of`, with a table below."""
+    """Return a figure of the points from `rows_of`, with a table below."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -274,7 +275,10 @@ def figure_of(rows: list[Row], table: str, metric: str) -> "Figure":
 
 
 def write(args: Args, rows: list[Row], figure: "Figure") -> str:
-    """Write the figure and its numbers, and return the path of these; or exit with one line."""
+    """Write the figure and its numbers. Return the path of the numbers.
+
+    If a file cannot be written, exit with a one-line error.
+    """
     base, ending = os.path.splitext(args.output)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([Row._fields, *rows])
@@ -291,7 +295,7 @@ def main() -> None:
     with one_line_for(ValueError):
         check_ranges(args)
     check(args.runs, "name the runs to compare, such as runs/A* runs/B*")
-    paths = {os.path.realpath(path): path for path in args.runs}  # each once
+    paths = {os.path.realpath(path): path for path in args.runs}  # each run once
     tags = with_metric(map(LoggedRun, paths.values()), args.metric)
     settings = settings_of(tags)
     table = table_of(settings, tags)

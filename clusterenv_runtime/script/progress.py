@@ -1,4 +1,4 @@
-"""How far a run is: a line that changes on a terminal, and elsewhere twenty lines."""
+"""The progress of a run: a line that changes on a terminal, and twenty lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rich.console import Console
 
 from ..errors import print_line
 
-FIRST_WORD_S = 5.0  # how long nothing is said of what takes long
+FIRST_WORD_S = 5.0  # seconds before a slow operation is first reported
 
 
 def say(text: str) -> None:
-    """Print a line if it can be written: a full disk, or a lost terminal, ends no run."""
+    """Print a line if possible: a full disk or a lost terminal must not end a run."""
     with suppress(OSError):
         print_line(text)
 
 
 class _Telling(logging.Handler):
-    """Passes on what is logged, such as how long the workers took to start."""
+    """Passes on log messages, for example how long the workers took to start."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class _Telling(logging.Handler):
 
 
 def size_of(args: Any) -> int:
-    """Return the steps of an iteration; 0 if the script does not say."""
-    # DQN's batches are those of its replay.
+    """Return the number of steps in an iteration, or 0 if the script does not define it."""
+    # DQN's batch_size is that of its batches from the replay buffer.
     return getattr(args, "chunk_size", 0) or getattr(args, "batch_size", 0)
 
 
 def start_of(args: Any, directory: str, saved: dict[str, Any]) -> str:
-    """Return what a run is, and if it goes on from ``saved``, where and with which other flags."""
+    """Return a description of a run, with the step and changed flags if it resumes ``saved``."""
     plurals = ["s" * (number > 1) for number in (args.num_envs, args.num_workers)]
     envs = f"{args.num_envs} environment{plurals[0]}"
     texts = [f"{directory}: {envs} on {args.num_workers} worker{plurals[1]}"]
@@ -71,7 +71,7 @@ def start_of(args: Any, directory: str, saved: dict[str, Any]) -> str:
 def status_of(
     step: int, sps: int, mean_return: float, kl: float, pulls: float, versions: int
 ) -> str:
-    """Return the line that says how far a run is."""
+    """Return the line that describes the progress of a run."""
     mean = f"{mean_return:.1f}" if math.isfinite(mean_return) else "of no episode yet"
     measured = f"{kl:.3f} nats" if math.isfinite(kl) else "not measured yet"
     pulled = f"pulled {pulls:g} of {versions} versions"
@@ -79,7 +79,7 @@ def status_of(
 
 
 def end_of(summary: dict[str, Any], directory: str) -> str:
-    """Return how a run has ended, in two lines."""
+    """Return two lines that describe the result of a run."""
     pulls = f"{summary['pulls_per_worker']:g} pulls a worker"
     steps = f"{summary['global_step']:,} steps in {summary['wall_seconds']:.0f} s; {pulls}"
     mean = summary["eval_return_mean"]
@@ -88,7 +88,7 @@ def end_of(summary: dict[str, Any], directory: str) -> str:
 
 
 class Progress:
-    """Shows how far a run is, unless it ``is_quiet``."""
+    """Shows the progress of a run, unless ``is_quiet``."""
 
     def __init__(self, is_quiet: bool = False) -> None:
         console = Console(quiet=is_quiet or not sys.stdout.isatty())
@@ -109,14 +109,15 @@ class Progress:
                 log.handlers = [_Telling(tell)]
 
     def expect(self, what: str) -> None:
-        """Until the next `show`, `tell` what there is to tell of this."""
+        """Set the operation that `tell` reports on, until the next `show`."""
         self._expected = what
         self._since = time.monotonic()
         self._next_word = FIRST_WORD_S
 
     def tell(self, text: str) -> None:
-        """Tell something of what is expected, if it takes long: in plain output after 5 s, and
-        each time it has taken twice as long.
+        """Report on the expected operation once it has taken 5 s.
+
+        In plain output, report again only each time it has taken twice as long.
         """
         seconds = time.monotonic() - self._since
         if self._is_quiet or not self._expected or seconds < self._next_word:
@@ -129,14 +130,14 @@ class Progress:
             self.bar.update(self._task, status=line)
 
     def begin(self, number: int, done: int) -> None:
-        """Begin with so many iterations ``done``, of a ``number``."""
+        """Begin the bar, with ``done`` of ``number`` iterations done."""
         self._task = self.bar.add_task("train", total=number, completed=done, status="starting")
         self._number = number
         self._printed = done * 20 // number
         self.expect("collecting the first rollout")
 
     def end(self) -> None:
-        """End the bar. The evaluation may follow."""
+        """End the bar. An evaluation may follow."""
         self.bar.stop()
         self.expect("evaluating")
 

@@ -1,4 +1,4 @@
-"""The replay buffer of off-policy scripts, in the place of CleanRL's `cleanrl_utils.buffers`."""
+"""The replay buffer of off-policy scripts, in place of CleanRL's `cleanrl_utils.buffers`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 from ..rollout import Rollout
 from .checks import check_memory
 
-SHARE_OF_GPU = 0.5  # of a GPU's free memory, that a replay buffer may take
+SHARE_OF_GPU = 0.5  # the fraction of a GPU's free memory that a replay buffer may take
 
 
 def replay_device(args: Any, num_bytes: int, device: torch.device) -> torch.device:
-    """Return where a replay buffer of so many bytes is: on the learner's `device` if that is a GPU
-    with room for it, else in this machine's memory. Print it, or exit if neither has room.
+    """Return the device for a replay buffer of `num_bytes`, and print where the buffer is.
+
+    It is the learner's `device` if that is a GPU with room for the buffer, and otherwise the CPU.
+    If neither has room, exit with a one-line error.
     """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     if num_bytes > SHARE_OF_GPU * free:
@@ -30,8 +32,9 @@ def replay_device(args: Any, num_bytes: int, device: torch.device) -> torch.devi
 
 
 class Replay:
-    """What replay buffers have in common: the last `size` transitions, the oldest of which give way
-    to new ones, and a state that they load on any device.
+    """The base of replay buffers, which hold the last `size` transitions.
+
+    New transitions replace the oldest. The buffer's state loads on any device.
     """
 
     actions: torch.Tensor
@@ -43,24 +46,24 @@ class Replay:
         self.dones = torch.zeros(size, device=device)
 
     def _put(self, rollout: Rollout, *columns: tuple[torch.Tensor, Any]) -> None:
-        """Write a rollout's actions, rewards and ends, and these values into these columns."""
+        """Write a rollout's actions, rewards and dones, and further values into their `columns`."""
         num = rollout.rewards.size
         places = self._places(self.inserted, num, self.size)
         for column, values in (
             *columns,
             (self.actions, rollout.actions),
             (self.rewards, rollout.rewards),
-            (self.dones, rollout.terminations),  # a truncation is not the end
+            (self.dones, rollout.terminations),  # a truncation is not a done
         ):
             column[places] = torch.as_tensor(values).reshape(num, *column.shape[1:]).to(column)
         self.inserted += num
 
     def _places(self, first: int, num: int, size: int) -> torch.Tensor:
-        """Return where so many are held, from number `first` on, if number n is at n % size."""
+        """Return the places of `num` items from number `first` on; number n is at n % size."""
         return torch.arange(first, first + num, device=self._device) % size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the buffer holds, or nothing if it is not in checkpoints."""
+        """Return the buffer's content, or an empty dict if checkpoints do not hold it."""
         held = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return held if self._in_checkpoints else {}
 
@@ -71,15 +74,16 @@ class Replay:
 
 
 class ReplayBuffer(Replay):
-    """The last `size` transitions, in preallocated tensors; observations keep the dtype of their
-    space.
+    """The last `size` transitions, in preallocated tensors.
+
+    Observations keep the dtype of their space.
 
     Args:
-        size: how many transitions it holds.
-        observation_space: of vectors.
-        action_space: of numbers, `(1,)` each in a batch, or of vectors.
-        in_checkpoints: whether its state is what it holds; else that is empty.
-        device: where its tensors are.
+        size: the number of transitions.
+        observation_space: the space of observations, which are vectors.
+        action_space: the space of actions: numbers, `(1,)` each in a batch, or vectors.
+        in_checkpoints: whether the buffer's state is its content; otherwise the state is empty.
+        device: the device of the tensors.
     """
 
     def __init__(
@@ -136,6 +140,6 @@ class ReplayBuffer(Replay):
 
 
 def _column(size: int, space: gym.Space[Any], device: torch.device | str) -> torch.Tensor:
-    """Return room for so many of a space."""
+    """Return a tensor with room for `size` values of a space."""
     dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
     return torch.zeros(size, *(space.shape or (1,)), dtype=dtype, device=device)

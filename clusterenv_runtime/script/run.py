@@ -1,4 +1,4 @@
-"""One run of a training script: a directory, logs, and a loop that saves and ends in order."""
+"""A run of a training script: a directory, logs, and a loop that saves and ends cleanly."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ ALWAYS_FIXED = "num_envs", "envs_per_worker", "env_kwargs"
 
 
 class Run:
-    """A run of a script, in ``runs/NAME``: logs, checkpoints, evaluations, its loop and its end.
+    """A run of a script, in ``runs/NAME``: its logs, checkpoints, evaluations, loop, and end.
 
         run = Run(parse(Args))
-        args = run.args  # with --resume those of the run, but for the flags given now
+        args = run.args  # with --resume the run's flags, except for those given now
         writer = run.begin()  # --dry-run ends here
         with env_setup(run):
             envs = run.keep("envs", ClusterEnv(...))
@@ -59,18 +59,18 @@ class Run:
 
     Args:
         args: the flags of the command line, as `parse` returns them.
-        fixed: the flags that a run must keep when it is resumed.
+        fixed: the names of the flags that must not change when the run is resumed.
 
     Attributes:
         args: the flags of the run.
-        global_step: how many environment steps it has done; the script or `stream` counts them.
-        waiting: seconds of waiting for chunks.
-        video_name: what `make_env` gets as ``run_name``.
+        global_step: the environment steps so far, which the script or `stream` counts.
+        waiting: the seconds spent waiting for chunks.
+        video_name: the ``run_name`` to pass to `make_env`.
     """
 
     has_learners = False  # whether torchrun may have started several processes
     writes = True  # whether this process writes the logs and files
-    program = ("python",)  # what runs the script
+    program = ("python",)  # the command that runs the script
 
     def __init__(self, args: ScriptArgs, fixed: Iterable[str] = ()) -> None:
         if not self.has_learners:
@@ -83,7 +83,7 @@ class Run:
         if args.num_envs is None:
             args.num_envs = args.num_workers * args.envs_per_worker
         check_flags(args)
-        self.args = cast(Any, args)  # the script's class has more
+        self.args = cast(Any, args)  # the script's class has more fields
         self.global_step: int = self.directory.saved.get("global_step", 0)
         self.waiting: float = self.directory.saved.get("waiting", 0.0)
         done = f"the {self.global_step} steps that {args.resume} has done"
@@ -91,7 +91,7 @@ class Run:
         check(self.args.total_timesteps >= self.global_step, f"{total} must be at least {done}")
 
     def begin(self) -> SummaryWriter:
-        """Make the run's directory and return the writer of its logs; with --dry-run end here."""
+        """Create the run's directory and return the writer of its logs; --dry-run exits here."""
         args, saved = self.args, self.directory.saved
         if args.dry_run:
             print_line("\n".join(worker_commands(args, f"{self.directory.path}/workers")))
@@ -116,11 +116,11 @@ class Run:
         return Logs(self.directory.path, self.args, step, is_new, wandb_id)
 
     def options(self) -> dict[str, Any]:
-        """Return the options of the run's `ClusterEnv`, which are flags, and where workers log."""
+        """Return the options of the run's `ClusterEnv`: its flags, and where its workers log."""
         return {**self.args.options(), "log_dir": f"{self.directory.path}/workers"}
 
     def keep(self, name: str, part: T) -> T:
-        """Have checkpoints hold the state of ``part``; return it, as the last one has it."""
+        """Have checkpoints hold the state of ``part``. Return it, restored in a resumed run."""
         self.directory.keep(name, part)
         return part
 
@@ -128,10 +128,10 @@ class Run:
         """Write a checkpoint, and with --save-model the model.
 
         Raises:
-            CheckpointError: they cannot be written, or nobody could go on from such weights.
+            CheckpointError: a file cannot be written, or the weights are not finite.
         """
         self._unwritten: Any = None
-        # Logs up to here belong to this checkpoint. A resumed run drops later ones.
+        # Logs up to here belong to this checkpoint. A resumed run drops later logs.
         self.logs.writer.flush()
         self._unwritten = {
             "parts": self.directory.state_dicts(), "rng": rng_state(), "args": asdict(self.args),
@@ -148,7 +148,7 @@ class Run:
         self._unwritten = None
 
     def _try_to_save(self) -> None:
-        """Save, or warn: a full disk may have room the next time, or in `finish`."""
+        """Save, or warn, because a full disk may have room the next time, or in `finish`."""
         try:
             self.save()
         except CheckpointError as error:
@@ -157,10 +157,10 @@ class Run:
 
     @contextmanager
     def training(self, envs: ClusterEnv, model: torch.nn.Module, policy: Policy) -> Iterator[None]:
-        """Train in this block: the time counts, and a signal writes a checkpoint and ends the run.
+        """Train in this block. The time counts, and a signal writes a checkpoint and ends the run.
 
-        ``model`` is what --save-model saves, ``policy`` what --eval-interval evaluates. In here
-        build nothing that draws random numbers: a resumed run takes up its generators first.
+        --save-model saves ``model``, and --eval-interval evaluates ``policy``. Build nothing here
+        that draws random numbers, because a resumed run restores its generators first.
         """
         with env_setup(self):
             self._evaluations = Evaluations(self.args, envs, policy, model, self.logs)
@@ -178,17 +178,17 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """How long the run has trained, in all; never 0, as some clocks stand still."""
+        """The seconds of training so far; never 0, because some clocks advance in large steps."""
         return self._trained_seconds or max(time.monotonic() - self._start, 1e-3)
 
     def iterations(self, number: int, steps: int) -> Iterator[int]:
-        """Yield the iterations that are left of ``number``, each of so many environment ``steps``.
+        """Yield the iterations that remain of ``number``, each of ``steps`` environment steps.
 
-        They count from 1. Between two of them a checkpoint is written if one is due, and signals
-        are heeded. After --max-seconds the next iteration that `report`s is the last. Then there is
-        a checkpoint. Do not leave the loop by ``break``, or there is none.
+        They count from 1. Between two of them the run writes a checkpoint if one is due, and
+        responds to signals. After --max-seconds, the next iteration that calls `report` is the
+        last. A checkpoint follows the last one, so do not leave the loop by ``break``.
         """
-        check(number >= 1, f"--total-timesteps must be at least {steps}, those of one iteration")
+        check(number >= 1, f"--total-timesteps must be at least {steps}, one iteration's steps")
         done = -(-self.global_step // steps)
         self._number = number
         self._progress.begin(number, done)
@@ -214,9 +214,9 @@ class Run:
             self._try_to_save()
 
     def stream(self, envs: ClusterEnv, explore: Callable[[int], None]) -> Iterator[Rollout]:
-        """Yield a worker's chunk for each of the `iterations` left; that worker goes on meanwhile.
+        """Yield a chunk for each of the remaining `iterations`. Its worker goes on in the meantime.
 
-        Before each request ``explore(steps)`` sets the `Policy.numbers` that travel with it.
+        Before each request, ``explore(steps)`` sets the `Policy.numbers` that travel with it.
         """
         return chunks(self, envs, explore)
 
@@ -224,12 +224,12 @@ class Run:
         return self.args.max_seconds is not None and self.seconds > self.args.max_seconds
 
     def add_episodes(self, rollout: Rollout) -> None:
-        """Count the episodes of a rollout; end the run if nobody can learn from it."""
+        """Count the episodes of a rollout. End the run if its observations are not finite."""
         check_finite(rollout)
         self.logs.curve.add_episodes(rollout.episodic_returns, rollout.episodic_lengths)
 
     def report_is_due(self) -> bool:
-        """Whether to `report` this one of many short iterations: 200 in a run, and the last."""
+        """Return whether this iteration is one of about 200 in a run that `report`, or the last."""
         every = max(self._number // 200, 1)
         is_last = self._iteration == self._number or self._is_time_up()
         return self._iteration % every == 0 or is_last
@@ -237,7 +237,7 @@ class Run:
     def report(self, rollout: Rollout, versions: int) -> None:
         """Log the episodes since the last report, and the synchronization of the policy.
 
-        ``rollout`` is the last one. Workers could have pulled ``versions`` of the policy so far.
+        ``rollout`` is the latest one. Workers could have pulled ``versions`` versions by now.
         """
         step, sps = self.global_step, int(self.global_step / self.seconds)
         pulls, kl, lag, sync_bytes, restarts = self._measures(rollout)
@@ -246,7 +246,7 @@ class Run:
             "charts/SPS": sps, "charts/worker_restarts": restarts,
             "sync/pulls_per_worker": pulls, "sync/policy_lag": lag, "sync/bytes": sync_bytes,
         }  # fmt: skip
-        if np.isfinite(kl):  # every worker has acted
+        if np.isfinite(kl):  # once every worker has acted
             scalars["sync/kl"] = kl
         for tag, value in scalars.items():
             self.logs.writer.add_scalar(tag, value, step)
@@ -255,7 +255,7 @@ class Run:
         self._stop = self._is_time_up()
 
     def _measures(self, rollout: Rollout) -> tuple[float, float, float, int, int]:
-        """Return mean pulls of workers, mean KL and lag of environments, bytes, and restarts."""
+        """Return mean pulls per worker, mean KL and lag per environment, bytes, and restarts."""
         sums = self._sum(_measured(self._envs, rollout)).tolist()
         workers, pulls, num_envs, kl, rows, lag, sync_bytes, restarts = sums
         return pulls / workers, kl / num_envs, lag / max(rows, 1), int(sync_bytes), int(restarts)
@@ -265,8 +265,8 @@ class Run:
         return values
 
     def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
-        """End the workers, log the evaluation, draw the curve, write ``summary.json``; or exit with
-        one line if a file cannot be written.
+        """End the workers, log the evaluation, draw the curve, and write ``summary.json``; or exit
+        with a one-line error if a file cannot be written.
         """
         self._envs.close()
         self._signals.raise_if_received()
@@ -287,7 +287,7 @@ class Run:
                 if self._unwritten:
                     self._write()
             self._status.write("finished")
-        finally:  # the output comes last, as it is worth no file, but also if there is no file
+        finally:  # print last, so that no file depends on it, but also if a file fails
             say(end_of(summary, self.directory.path))
 
     def _envs_state(self) -> dict[str, Any]:
@@ -295,7 +295,7 @@ class Run:
 
 
 def _check_is_alone() -> None:
-    """Exit with one line if torchrun has started this process."""
+    """Exit with a one-line error if torchrun has started this process."""
     alone = f"{sys.argv[0]} has one learner, and torchrun starts several"
     check("TORCHELASTIC_RUN_ID" not in os.environ, f"{alone}: see docs/learners.md")
 
@@ -305,18 +305,21 @@ def _new_name(args: Any) -> str:
         return str(args.run_name)
     env_id = re.sub("[/:]", "-", args.env_id)
     now = datetime.now()
-    time_of_day = f"{now:%H%M%S}-{now.microsecond // 1000:03}"  # jobs of an array start at once
+    time_of_day = f"{now:%H%M%S}-{now.microsecond // 1000:03}"  # jobs of an array start together
     return f"{env_id}__{args.exp_name}__{args.seed}__{now:%Y%m%d}-{time_of_day}"
 
 
 def _video_name(run: Run) -> str:
-    """Return where in `videos` a run records: once it is resumed, where no video of before is."""
+    """Return the folder in `videos` to which a run records. A resumed run has a new one.
+
+    Turn --capture-video off if the run has no steps left.
+    """
     args, step = run.args, run.global_step
     ends_at = getattr(args, "num_iterations", 0) * size_of(args)
     if args.capture_video and 0 < ends_at <= step:
-        args.capture_video = False  # environments would only wait for the evaluation
-        instead = "--eval-video records an evaluated episode"
-        logger.warning("nothing is left that --capture-video records; %s", instead)
+        args.capture_video = False  # only the evaluation is left
+        instead = "--eval-video records one more evaluation episode"
+        logger.warning("--capture-video has nothing left to record; %s", instead)
     name = run.directory.name
     return f"{name}/from-{step}" if run.directory.saved else name
 

@@ -1,4 +1,4 @@
-"""Signals that end a run in order: a scheduler's SIGTERM and SIGUSR1, SIGHUP, and Ctrl-C."""
+"""Signals that end a run cleanly: a scheduler's SIGTERM and SIGUSR1, SIGHUP, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from ..env import ClusterEnv
 from ..errors import CheckpointError, EnvError, Interrupted, WorkerDiedError
 
 TOLD = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
-# Exit codes: EX_TEMPFAIL, for which schedulers may requeue, and the shell's 128 + SIGINT.
+# Exit codes: EX_TEMPFAIL, on which schedulers may requeue, and the shell's 128 + SIGINT.
 PREEMPTED = 75
 CTRL_C = 130
 
 
 class Signals:
-    """The first signal ends the run. Later ones are ignored, but a second Ctrl-C is the usual one.
+    """The signal handler of a run, which the first signal ends.
 
-    Outside of `saving` there is nothing to save: the signal ends the process wherever it is.
+    Later signals are ignored, except for a second Ctrl-C, which raises KeyboardInterrupt as usual.
+    Outside `saving` there is nothing to save, so the signal ends the process wherever it is.
 
     Args:
-        speaks: whether it says so; of several learners that have the same signal, one does.
+        speaks: whether to print that the run was interrupted. Of several learners that get the same
+            signal, one does.
 
     Attributes:
-        code: the exit code, once a signal has come.
+        code: the exit code, None until a signal has come.
     """
 
     def __init__(self, speaks: bool = True) -> None:
         self.code: int | None = None
         self._speaks = speaks
-        self._envs: ClusterEnv | None = None  # those of the training
+        self._envs: ClusterEnv | None = None  # the training environments, in `saving`
         for number in (*TOLD, signal.SIGINT):
             is_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not is_nohup:
@@ -56,8 +58,9 @@ class Signals:
             raise Interrupted("interrupted")
 
     def end(self, why: Interrupted | None = None, then: str = "") -> None:
-        """Say that the run was interrupted, or ``why`` if by no signal, and ``then`` how it goes
-        on; exit.
+        """Print that the run was interrupted, or ``why`` if no signal came, and ``then``; exit.
+
+        ``then`` says how to resume the run.
         """
         if self.code is None:
             sys.exit(f"error: {why}{then}")
@@ -67,12 +70,13 @@ class Signals:
 
     @contextmanager
     def saving(self, envs: ClusterEnv, save: Callable[[], None], to_go_on: str) -> Iterator[None]:
-        """Have a signal end this block where nothing is half done: save, say so, and exit.
+        """Have a signal end this block where nothing is half done: save, report it, and exit.
 
-        That is in a wait for workers, which the signal interrupts, and in `raise_if_received`. Once
-        ``envs`` are closed, nothing is half done anywhere. A learner that is lost ends it likewise,
-        and so do observations from which nobody can learn. An environment's error is raised in such
-        a wait, too, and so is that of a worker which is not replaced: it is saved, and raised.
+        Nothing is half done in a wait for workers, which the signal interrupts, and in
+        `raise_if_received`. Once ``envs`` are closed, nothing is half done anywhere. A lost learner
+        and observations that are not finite end the block in the same way. An environment's error,
+        or the death of a worker that is not replaced, is raised in such a wait, too. Then the run
+        is saved, and the error is raised again.
         """
         self._envs = envs
         try:
@@ -83,9 +87,9 @@ class Signals:
                 save()
             except CheckpointError as error:
                 sys.exit(not_saved(error, to_go_on))
-            self.end(why, f"; to go on: {to_go_on}")
+            self.end(why, f"; to resume: {to_go_on}")
         except Exception as error:
-            ignore_signals()  # torchrun, which ends all learners, would hide this error
+            ignore_signals()  # torchrun, which then ends all learners, would hide this error
             is_in_wait = isinstance(error, EnvError | WorkerDiedError)
             if (is_in_wait or isinstance(error.__cause__, EnvError)) and self._speaks:
                 _save_after_error(save, to_go_on)
@@ -95,30 +99,33 @@ class Signals:
 
 
 def _save_after_error(save: Callable[[], None], to_go_on: str) -> None:
-    """Save a run that an error ends in a wait, where nothing is half done."""
+    """Save a run after an error in a wait for workers, where nothing is half done."""
     try:
         save()
     except CheckpointError as error:
         print(f"not saved: {error}", file=sys.stderr)
     else:
-        print(f"saved; to go on: {to_go_on}", file=sys.stderr)
+        print(f"saved; to resume: {to_go_on}", file=sys.stderr)
 
 
 def not_saved(error: CheckpointError, to_go_on: str) -> str:
-    """Say that an interrupted run has no checkpoint of its end."""
-    before = f"to go on from the checkpoint before, if there is one: {to_go_on}"
+    """Return the message that an interrupted run could not be saved."""
+    before = f"to resume from the previous checkpoint, if there is one: {to_go_on}"
     return f"error: interrupted, and not saved: {error}; {before}"
 
 
 def ignore_signals() -> None:
-    """Ignore further signals: a scheduler may send two, and one while the run is saved."""
+    """Ignore further signals except for Ctrl-C, which raises KeyboardInterrupt.
+
+    A scheduler may send two signals, the second one while the run is being saved.
+    """
     for number in TOLD:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave_terminal() -> None:
-    """Send output nowhere if its terminal has hung up: writing to that is an error."""
+    """Discard output whose terminal has hung up, because writing to it is an error."""
     for output in (1, 2):
         try:
             os.write(output, b"")

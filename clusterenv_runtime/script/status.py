@@ -1,4 +1,4 @@
-"""What a run leaves in its directory for those who look at it while it runs: ``status.json``."""
+"""The file ``status.json`` in a run's directory, for programs that watch the run."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ if TYPE_CHECKING:
     from .run import Run
 
 FILE = "status.json"
-EVERY_S = 1.0  # how often it is written, at most
-RATES = 10  # over how many times that it was written rates are taken
-MOST_POINTS = 200  # of the curve
+EVERY_S = 1.0  # seconds between two writes in training, at least
+RATES = 10  # the number of writes over which rates are taken
+MOST_POINTS = 200  # the most points of the learning curve in the file
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 State = Literal["starting", "training", "evaluating", "finished", "interrupted", "failed", "gone"]
 
 
 class WorkerStatus(msgspec.Struct):
-    """One worker. Rates are of the last seconds, or of the last iterations if these are long."""
+    """A worker's status. Rates are of the last seconds, or of the last iterations if long."""
 
-    host: str  # empty before it has connected
-    version: Count  # of the policy that it holds; 0 for none
-    lag: Count  # versions that have been published since
-    divergence: float | None  # in nats per action dimension; None before it has acted
+    host: str  # empty before the worker connects
+    version: Count  # the policy version that the worker holds; 0 for none
+    lag: Count  # the number of versions published since
+    divergence: float | None  # in nats per action dimension; None before the worker acts
     pulls: Count
-    sps: float  # environment steps a second
-    waiting: float  # the share of its time without a request or without weights
+    sps: float  # environment steps per second
+    waiting: float  # the fraction of its time without a request or without weights
     restarts: Count
 
 
 class Status(msgspec.Struct):
-    """A run. With several learners its workers are those of the first."""
+    """The status of a run. With several learners, the workers are those of the first."""
 
     state: State
-    reason: str = ""  # why it has failed, or is gone
-    time: float = 0.0  # when this was written, Unix
+    reason: str = ""  # why the run has failed, or is gone
+    time: float = 0.0  # when this was written, in Unix seconds
     global_step: Count = 0
     total_timesteps: Count = 0
-    seconds: float = 0.0  # of training
-    sps: float = 0.0  # environment steps a second
-    mean_return: float | None = None  # of the last 100 episodes
+    seconds: float = 0.0  # the time spent training
+    sps: float = 0.0  # environment steps per second
+    mean_return: float | None = None  # the mean over the last 100 episodes
     policy_version: Count = 0
-    points: list[tuple[int, float | None]] = []  # global_step, mean return
+    points: list[tuple[int, float | None]] = []  # (global_step, mean return)
     workers: list[WorkerStatus] = []
 
 
 class StatusFile:
-    """Writes the `Status` of a run, if this process writes its files."""
+    """Writes the `Status` of a run, if this process writes the run's files."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._path = f"{run.directory.path}/{FILE}"
         self._due = 0.0
         self._envs: ClusterEnv | None = None
-        # The time, the run's steps, each worker's, and the seconds that each has waited.
+        # The time, the run's steps, each worker's steps, and each worker's seconds of waiting.
         self._past: deque[np.ndarray] = deque(maxlen=RATES)
         self.write("starting")
         if run.writes:
@@ -74,7 +74,7 @@ class StatusFile:
 
     @contextmanager
     def training(self, envs: ClusterEnv) -> Iterator[None]:
-        """Tell also of the workers, and if this block fails, of that."""
+        """Include the workers in the status, and record an error that ends this block."""
         self._envs = envs
         try:
             yield
@@ -84,13 +84,13 @@ class StatusFile:
             raise
 
     def tell(self) -> None:
-        """Write it if it is due."""
+        """Write the status if it is due."""
         if time.monotonic() >= self._due:
             self.write("training")
             self._due = time.monotonic() + EVERY_S
 
     def write(self, state: State, reason: str = "") -> None:
-        """Write it; if the disk is full, checkpoints and logs tell of that."""
+        """Write the status. A full disk is ignored, because checkpoints and logs warn of it."""
         run = self._run
         if not run.writes:
             return
@@ -132,8 +132,10 @@ def _leave(path: str, status: Status) -> None:
 
 
 def _end(path: str) -> None:
-    """Note of a run that is starting that it has ended. No run is referred to here, or its workers
-    would live as long as this process.
+    """Mark a run as failed if it was still starting.
+
+    Nothing here refers to the run, because the run's workers would then live as long as this
+    process.
     """
     with suppress(OSError, msgspec.DecodeError):
         with open(path, "rb") as file:

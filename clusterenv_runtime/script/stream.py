@@ -1,4 +1,4 @@
-"""Streaming: a chunk of whichever worker is ready, while all go on."""
+"""Streaming: chunks come from whichever worker is ready, while all workers go on."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def chunks(run: Any, envs: ClusterEnv, explore: Callable[[int], None]) -> Iterat
     steps = itertools.count((done + 1) * size, size)
     ready = _ready(run, envs, number - done, None, lambda: explore(next(steps)))
     for _, chunk in zip(run.iterations(number, size), ready, strict=False):
-        # From here to the next chunk nothing waits for workers, so a checkpoint holds all of this
-        # one or nothing.
+        # From here to the next chunk, nothing waits for workers, so a checkpoint holds this chunk
+        # either completely or not at all.
         run.global_step += size
         run.add_episodes(chunk)
         yield chunk
 
 
 def stream(run: Any, envs: ClusterEnv) -> Iterator[Rollout]:
-    """Yield the chunks of what is left of a run, `num_workers` of them in each iteration.
+    """Yield the remaining chunks of a run, `num_workers` in each iteration.
 
-    If the policy is published once before these, no policy that acted is older than
-    `max_policy_lag` + `outstanding` versions, or with `deterministic` + 1: the learner waits for a
-    chunk before it would be.
+    If each iteration publishes the policy once, before its chunks, no policy that acted is older
+    than `max_policy_lag` + `outstanding` versions, or `max_policy_lag` + 1 with `deterministic`.
+    The learner waits for a chunk that would otherwise be older.
     """
     left = run.args.num_iterations - run.global_step // run.args.batch_size
     return _ready(run, envs, left * run.args.num_workers, run.args.max_policy_lag, lambda: None)
@@ -41,15 +41,16 @@ def stream(run: Any, envs: ClusterEnv) -> Iterator[Rollout]:
 def _ready(
     run: Any, envs: ClusterEnv, number: int, bound: int | None, taken: Callable[[], None]
 ) -> Iterator[Rollout]:
-    """Yield ``number`` chunks of whichever worker is ready. Call ``taken`` before it is asked for
-    another one.
+    """Yield ``number`` chunks, each from whichever worker is ready.
+
+    Call ``taken`` before the worker is asked for another chunk.
     """
     args = run.args
-    # Who may send the next chunk, and whose to take next (None: whichever is ready). Nothing sent
-    # is left unused.
+    # Which worker's chunk to take next (None: whichever is ready), and which workers to ask for
+    # chunks ahead. Every chunk that is asked for is also used.
     turns = itertools.cycle(range(args.num_workers) if args.deterministic else [None])
     ahead = list(range(args.num_workers)) * (1 if args.deterministic else args.outstanding)
-    # Of each worker's outstanding chunks, oldest first: the last version at which it may come.
+    # For each worker's outstanding chunks, oldest first: the last version at which each may come.
     deadlines: list[deque[int]] = [deque() for _ in range(args.num_workers)]
 
     def send(worker: int) -> None:
@@ -59,7 +60,7 @@ def _ready(
             deadlines[worker].append(acts + bound + len(ahead) // args.num_workers)
 
     def late(slots: int) -> int | None:
-        """Return the worker whose chunk must come next, so that all come in time."""
+        """Return the worker whose chunk must come next for all chunks to come in time, or None."""
         order = sorted((each, worker) for worker, own in enumerate(deadlines) for each in own)
         for place, (deadline, _) in enumerate(order, 1):
             if place >= slots + (deadline - envs.policy_version) * args.num_workers:

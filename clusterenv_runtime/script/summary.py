@@ -1,4 +1,4 @@
-"""The results of a run: its summary, and the picture of its learning curve."""
+"""The results of a run: its summary, and the plot of its learning curve."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .curve import LearningCurve
 def summary_of(
     args: Any, envs: dict[str, Any], curve: LearningCurve, eval_returns: np.ndarray
 ) -> dict[str, Any]:
-    """Return what the flags, the state of a `ClusterEnv`, the learning curve and the final
-    evaluation say of a run.
+    """Return a run's summary, from its flags, the state of its `ClusterEnv`, its learning curve and
+    the returns of its final evaluation.
     """
     mean, deviation = None, None
     if len(eval_returns):
@@ -33,7 +33,7 @@ def write_results(directory: str, summary: dict[str, Any], curve: LearningCurve)
     """Write ``summary.json`` and ``learning_curve.png`` of a run.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: a file cannot be written.
     """
     args = summary["args"]
     with replaced(f"{directory}/summary.json") as file:
@@ -44,4 +44,4 @@ def write_results(directory: str, summary: dict[str, Any], curve: LearningCurve)
 
 def as_json(summary: dict[str, Any]) -> bytes:
     """Return a summary as JSON, with null in place of numbers that are not finite."""
-    return msgspec.json.encode(summary, enc_hook=float)  # NumPy's numbers are no floats to it
+    return msgspec.json.encode(summary, enc_hook=float)  # for NumPy's numbers

@@ -1,6 +1,6 @@
-"""A trained model with the script that it is of: its environments, and the policy that acts.
+"""A trained model with its script, which makes the environments and the policy that acts.
 
-The file of a model may be a stranger's. It names its script, which is looked for where the user's
+A model's file may be a stranger's. It names a script, which is searched for only where the user's
 own scripts are.
 """
 
@@ -30,9 +30,9 @@ from .directory import check_exists
 from .model import Model, load_model
 from .resume import check_code, saved_flags
 
-PLACES = ".", "scripts"  # where scripts are looked for
-PARTS = "Args", "make_env", "make_policy"  # what is used of a script
-# The flags of all scripts that the model's environments and seeds follow from
+PLACES = ".", "scripts"  # the directories to search for scripts
+PARTS = "Args", "make_env", "make_policy"  # the parts of a script that are used
+# The shared flags that determine a model's environments and seeds.
 KEPT = "env_kwargs", "seed"
 
 
@@ -45,26 +45,27 @@ class TrainedArgs:
     best: bool = False
     """take the best model of `--eval-interval`, not the last one"""
     script: str | None = None
-    """the file of the script; by default the script of the recorded name, here or in `scripts/`"""
+    """the script's file; by default the script with the recorded name, here or in `scripts/`"""
     env_id: str | None = None
-    """the environment, if it is another than that of training, or to accept one that runs code"""
+    """the environment, to replace that of training, or to confirm one whose id can run code"""
     env_kwargs: str | None = None
-    """arguments of the environment's constructor, likewise"""
+    """arguments for the environment's constructor, to replace or confirm those of training"""
 
 
 class Trained:
     """A trained model, and its script.
 
-    Any mistake ends the process with one line.
+    Any error ends the process with a one-line message.
 
     Args:
-        flags: name the model.
+        flags: the flags that name the model.
 
     Attributes:
         path: the model's file.
         script: the script's file.
         module: the script.
-        args: the script's flags, with which the model was trained.
+        args: the script's flags. Those of the algorithm, the environment and the seed are as in
+            training, unless ``flags`` replaces them.
     """
 
     def __init__(self, flags: TrainedArgs) -> None:
@@ -80,7 +81,7 @@ class Trained:
         saved = saved_flags(self._saved.args, kind, self.path)
         of_envpool = saved.env_backend == "envpool" and saved.env_id not in gym.registry
         theirs = f"{self.path} was trained on EnvPool's {saved.env_id}"
-        hint = "name Gymnasium's by --env-id, as in ALE/Pong-v5"
+        hint = "name Gymnasium's with --env-id, as in ALE/Pong-v5"
         check(flags.env_id or not of_envpool, f"{theirs}: {hint}")
         chosen = {"env_id": flags.env_id, "env_kwargs": flags.env_kwargs}
         chosen = {name: value for name, value in chosen.items() if value is not None}
@@ -100,28 +101,28 @@ class Trained:
     def policy(self, envs: Any) -> Policy:
         """Return the policy that acts.
 
-        ``envs`` has the environments' ``single_observation_space`` and ``single_action_space``.
+        ``envs`` provides ``single_observation_space`` and ``single_action_space``.
         """
         try:
             model, policy = self.module.make_policy(self.args, envs)
             model.load_state_dict(self._saved.model)
-        except Exception as error:  # what the user's networks make of other spaces
+        except Exception as error:  # whatever the user's networks raise for other spaces
             fits = f"{self.path} does not fit {self.script} on {self.args.env_id}"
-            says = " ".join(str(error).split())  # torch's has several lines
+            says = " ".join(str(error).split())  # torch's message has several lines
             check(False, f"{fits}: {type(error).__name__}: {says:.300}")
         return policy.eval()
 
 
 def _model_of(run: str, best: bool) -> str:
-    """Return the file of a run's model, or exit with one line."""
+    """Return the file of a run's model, or exit with a one-line error."""
     if os.path.isfile(run):
         return run
     check_exists(run)
-    kind, hint = "model", "each checkpoint brings one, but not with --no-save-model"
+    kind, hint = "model", "each checkpoint writes one, except with --no-save-model"
     found = set(glob.glob(f"{glob.escape(run)}/*.cleanrl_model"))
     bests = {path for path in found if path.endswith(".best.cleanrl_model")}
     if best:
-        kind, hint = "best model", "--eval-interval brings one"
+        kind, hint = "best model", "--eval-interval writes one"
         found = bests
     else:
         found -= bests
@@ -131,30 +132,30 @@ def _model_of(run: str, best: bool) -> str:
 
 
 def _script_of(model: Model, given: str | None) -> str:
-    """Return the file of a model's script, or exit with one line."""
+    """Return the file of a model's script, or exit with a one-line error."""
     if given is not None:
         check(os.path.isfile(given), f"--script: there is no file {given}")
         return given
-    name = os.path.basename(model.script)  # a path would be a stranger's choice
+    name = os.path.basename(model.script)  # without a path, which a stranger may have chosen
     paths = [os.path.normpath(os.path.join(place, name)) for place in PLACES]
     found = [path for path in paths if os.path.isfile(path)]
-    where = "neither here nor in scripts/: name its file by --script"
+    where = "neither here nor in scripts/: name its file with --script"
     check(name.endswith(".py") and found, f"the script {name!r} is {where}")
     return found[0]
 
 
 def _imported(path: str) -> ModuleType:
-    """Return a script as a module, or exit with one line.
+    """Return a script as a module, or exit with a one-line error.
 
-    What has not the parts of a script is not run at all, as a stranger may have named the file.
+    A file without a script's parts is not run at all, because a stranger may have named it.
     """
     with one_line_for(OSError, text=f"cannot read {path}"):
         text = Path(path).read_text(errors="replace")
     missing = [name for name in PARTS if name not in text]
     check(not missing, f"{path} has no {', '.join(missing)}: docs/after_training.md says what for")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # as if Python ran it
-    name = f"script {path}"  # no name of another module
-    loader = SourceFileLoader(name, path)  # whatever the file's ending is
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # as if Python ran the script
+    name = f"script {path}"  # not another module's name
+    loader = SourceFileLoader(name, path)  # whatever the file's suffix is
     spec = importlib.util.spec_from_loader(name, loader)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

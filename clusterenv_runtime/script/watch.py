@@ -1,8 +1,8 @@
-"""Look at a run while it runs: its workers, and the curve of its return.
+"""Watch a run: its workers, and the curve of its return.
 
     python -m clusterenv_runtime.script.watch runs/NAME
 
-Shows the `Status` that the run writes each second, and ends when the run ends.
+Show the `Status` that the run writes each second. End when the run ends.
 """
 
 import os
@@ -33,19 +33,19 @@ GOING_ON = "starting", "training", "evaluating"
 
 @dataclass
 class Args:
-    """Look at a run while it runs."""
+    """Watch a run: its workers, and the curve of its return."""
 
     run: tyro.conf.Positional[str]
-    """its directory, `runs/NAME`"""
+    """the run's directory, `runs/NAME`"""
     json: bool = False
-    """print what there is to see now as one line of JSON, and end"""
+    """print the current status as one line of JSON, and exit"""
 
 
 def look(directory: str) -> Status:
-    """Return how a run is, or exit with one line if it has written nothing."""
+    """Return a run's status. If it has none and does not run, exit with a one-line error."""
     who = "another process"
-    with suppress(OSError):  # where there are no locks, the run seems alive
-        who = holder_of(directory)  # before its last word is read
+    with suppress(OSError):  # without locks, the run counts as alive
+        who = holder_of(directory)  # first, so that an ended run's status is its last
     status = Status("starting")
     path = f"{directory}/{FILE}"
     if os.path.exists(path):
@@ -57,7 +57,7 @@ def look(directory: str) -> Status:
     if who and status.state not in GOING_ON:
         with suppress(OSError):
             if os.stat(f"{directory}/lock").st_mtime > status.time:
-                status.state = "starting"  # it is resumed, and loads its checkpoint
+                status.state = "starting"  # the run is resumed, and loads its checkpoint
     if status.state in GOING_ON and not who:
         status.state = "gone"
         with suppress(OSError), open(f"{directory}/lock", "rb") as file:
@@ -66,18 +66,18 @@ def look(directory: str) -> Status:
 
 
 def last_word(directory: str, status: Status) -> str:
-    """Return the line that says how a run has ended."""
+    """Return a line that says how a run has ended."""
     how = {
         "finished": "has finished",
         "interrupted": "was interrupted",
         "failed": f"has failed: {status.reason}",
-        "gone": f"is going on no more: {status.reason} is gone, without a word",
+        "gone": f"has stopped: {status.reason} is gone, without a message",
     }
     return printable(f"{directory} {how[status.state]}, at step {status.global_step:,}")
 
 
 def view(directory: str, status: Status, width: int) -> Group:
-    """Return what is shown of a run on a terminal."""
+    """Return what a terminal shows of a run."""
     done = f"step {status.global_step:,} of {status.total_timesteps:,}"
     age = max(time.time() - status.time, 0) if status.time else 0
     mean = "of no episode yet" if status.mean_return is None else f"{status.mean_return:.1f}"
@@ -91,7 +91,7 @@ def view(directory: str, status: Status, width: int) -> Group:
 
 
 def curve(status: Status, width: int) -> list[Text]:
-    """Return the curve of the mean return in characters, if there is one."""
+    """Return the lines of the mean return's curve; none without a finished episode."""
     known = [(step, value) for step, value in status.points if value is not None]
     if not known:
         return []
@@ -149,7 +149,7 @@ def main() -> None:
             time.sleep(LOOK_S)
             status = look(args.run)
     if not console.is_terminal:
-        print()  # as there is no end of the line yet
+        print()  # because the last line has no end yet
     if status.state not in GOING_ON:
         console.print(Text(last_word(args.run, status)))
         sys.exit(status.state in ("failed", "gone"))

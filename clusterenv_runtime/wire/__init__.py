@@ -1,1 +1,1 @@
-"""What head and workers say to each other, and how it becomes bytes."""
+"""The messages between head and workers, and their encoding."""

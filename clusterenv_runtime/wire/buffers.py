@@ -1,6 +1,6 @@
-"""The data of arrays as the buffers of a message, and back.
+"""Conversion of arrays to a message's buffers, and back.
 
-Both sides go through the same arrays in the same order, so that no message says where one begins.
+Both sides go through the same arrays in the same order, so messages carry no offsets of arrays.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import numpy as np
 
 from ..errors import ProtocolError
 
-MAX_FRAME = 2**18  # bytes of one frame towards the head; a stranger's handshake may be as long
-SMALL = 2**16  # bytes; smaller arrays share a frame, as each frame costs several microseconds
-ALIGNMENT = 8  # bytes; numbers in a shared frame lie where the processor wants them
+MAX_FRAME = 2**18  # bytes in one frame to the head; a stranger's handshake may have as many
+SMALL = 2**16  # bytes; smaller arrays share frames, because a frame costs several microseconds
+ALIGNMENT = 8  # bytes; arrays in a shared frame are aligned to this for the processor
 
 
 def to_buffers(arrays: Iterable[np.ndarray]) -> list[Any]:
-    """Return the data of arrays: small arrays share buffers, large ones are not copied."""
+    """Return the data of arrays as buffers.
+
+    Small arrays share buffers. Large contiguous arrays are not copied.
+    """
     buffers: list[Any] = []
     shared: bytearray | None = None
     for array in arrays:
@@ -37,21 +40,23 @@ def to_buffers(arrays: Iterable[np.ndarray]) -> list[Any]:
 
 
 class Arrays:
-    """The arrays in the buffers of a message, one after the other, as views.
+    """The arrays in a message's buffers, taken one after another.
 
-    No byte belongs to two arrays, so that they need no more memory than the message.
+    Arrays are views of the buffers, but an array in several buffers is a copy. No byte belongs to
+    two arrays, so they need no more memory than the message.
     """
 
     def __init__(self, buffers: Iterable[Any]) -> None:
         self._buffers = iter(buffers)
         self._shared: Any = None
-        self._at = 0  # where the next small array begins
+        self._at = 0  # the offset of the next small array in the shared buffer
 
     def take(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         """Return the next array.
 
         Raises:
-            ProtocolError: the message is too short for an array of this dtype and shape.
+            ProtocolError: the message is too short for an array of this dtype and shape, or there
+                is no array of this shape.
         """
         size = dtype.itemsize * math.prod(shape)
         at = 0
@@ -66,18 +71,18 @@ class Arrays:
             data, at = self._shared, self._at
             self._at += size + -size % ALIGNMENT
             is_long_enough = self._at <= len(data)
-        if not is_long_enough:  # NumPy's own check overflows
+        if not is_long_enough:  # checked here because NumPy's own check overflows
             raise ProtocolError(f"{name} must be {dtype.str} {shape}, but the message is too short")
         try:
             return np.ndarray(shape, dtype, data, at)
-        except ValueError as error:  # of no elements, but with sizes that overflow
+        except ValueError as error:  # the array has no elements, but its sizes overflow
             raise ProtocolError(f"{name} cannot be {dtype.str} {shape}: {error}") from None
 
     def _joined(self, number: int) -> bytearray:
         return bytearray().join(itertools.islice(self._buffers, number))
 
     def end(self) -> None:
-        """Raise ProtocolError if the message has more than what was taken."""
+        """Raise ProtocolError if the message holds more than the arrays that were taken."""
         left = len(self._shared) - self._at if self._shared is not None else 0
         if left or next(self._buffers, None) is not None:
             raise ProtocolError("the message is longer than its arrays")

@@ -1,8 +1,8 @@
-"""Values to bytes and arrays, and back: what may travel to the head, where nothing is unpickled.
+"""The encoding of values that travel to the head, which unpickles nothing.
 
-A value is arrays, numbers, strings, bytes, None, spaces, and containers of these, and nothing else.
-Its arrays travel in the buffers of the message, see `buffers`, and the rest as msgpack, with one
-extension for each type that msgpack does not have.
+A value is an array, a number, a string, bytes, None, a dtype, a PCG64 generator, a space, or a
+container of such values. Arrays travel in the message's buffers, see `buffers`. The rest travels as
+msgpack, with one extension for each type that msgpack lacks.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from gymnasium.spaces import GraphInstance
 from ..errors import ProtocolError
 from .buffers import Arrays
 
-# Plain data of a fixed size: for an array of objects, NumPy would take the data for pointers.
+# Only plain data of a fixed size: NumPy would take the data of an array of objects for pointers.
 DTYPE = re.compile(r"[<>|][biufcSUmM][1-9]\d{0,8}(\[\w+\])?")
 _encode = msgspec.msgpack.Encoder().encode
 
 
-# The codes of msgpack's extensions. The data of each is msgpack, too: of a tuple and a
-# GraphInstance of Gymnasium their items, of a dict pairs, of an integer of more than 64 bits a
-# hexadecimal text, of bytes their number, of arrays and scalars of NumPy dtype and shape, of a
-# generator its state, of a frozenset its items, of a dtype its text, of a space of Gymnasium the
-# names of its class and of that class's bases, and its attributes.
+# The codes of msgpack's extensions. The data of each extension is msgpack, too: the items of a
+# tuple, a frozenset or a GraphInstance of Gymnasium; the pairs of a dict; the hexadecimal text of
+# an integer of more than 64 bits; the length of bytes; the dtype and shape of a NumPy array or
+# scalar; the state of a generator; the text of a dtype; or, for a space of Gymnasium, the names of
+# its class and of that class's bases, and its attributes.
 TUPLE, GRAPH, DICT, INT, BYTES, ARRAY, SCALAR, GENERATOR, SET, DTYPE_OF, SPACE = range(11)
 
 
@@ -37,16 +37,17 @@ def pack(value: Any, arrays: list[np.ndarray], dropped: list[str] | None = None)
     """Return ``value`` as msgpack, and append its arrays to ``arrays``.
 
     Types survive exactly (tuple or list, ``np.float32`` or ``float``), except that subclasses of
-    containers arrive as their base.
+    containers arrive as their base class.
 
     Args:
-        value: what is sent.
-        arrays: those of the message, for `to_buffers`.
-        dropped: for infos: an entry of a dict that cannot be sent is left out, its key is noted
-            here, and what stands for plain data arrives as that, see `_plain`.
+        value: the value to send.
+        arrays: the message's arrays, for `to_buffers`.
+        dropped: for infos, a list. Entries of dicts that cannot be sent are left out, and their
+            keys are appended to the list. Values that stand for plain data arrive as that data, see
+            `_plain`.
 
     Raises:
-        TypeError: the value, or without ``dropped`` some of it, cannot be sent.
+        TypeError: a part of the value cannot be sent, and is not left out.
     """
     return msgspec.Raw(_encode(_node(value, arrays, dropped)))
 
@@ -88,7 +89,7 @@ def _node(value: Any, arrays: list[np.ndarray], dropped: list[str] | None) -> An
     if isinstance(value, np.dtype):
         return _extension(DTYPE_OF, value.str)
     if isinstance(value, Space):
-        # Its generator stays. So does what a class of the user's own has that cannot be sent.
+        # The generator is not sent, nor are attributes of a user's class that cannot be sent.
         attributes = {**vars(value), "_np_random": None}
         names = [name_of(base) for base in kind.__mro__]
         return _extension(SPACE, (names, _node(attributes, arrays, [])))
@@ -99,14 +100,14 @@ def _node(value: Any, arrays: list[np.ndarray], dropped: list[str] | None) -> An
 
 
 def name_of(kind: type) -> str:
-    """Return the name of a class, with that of its module."""
+    """Return the qualified name of a class, with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def known_classes(base: type) -> dict[str, type]:
-    """Return by `name_of` the classes of this process that extend another.
+    """Return the subclasses of ``base`` in this process, by `name_of`.
 
-    If several have the same name, it is the one that was made first.
+    Of sibling classes with the same name, the class that was created first is returned.
     """
     known: dict[str, type] = {}
     for kind in _subclasses(base):
@@ -139,11 +140,12 @@ def _pairs(value: dict[Any, Any], arrays: list[np.ndarray], dropped: list[str] |
 
 
 def _plain(value: Any) -> Any:
-    """Return the number, text, dict or array that a value stands for; None if it is none of these.
+    """Return the number, text, dict or array that a value stands for; None if it stands for none.
 
-    That is of an `enum.IntEnum` and the like its number or text, of a dataclass a dict of its
-    fields, and of what NumPy takes for an array, such as tensors of torch and JAX, an array, or a
-    scalar if it has no dimensions.
+    A member of an `enum.IntEnum`, or an instance of another subclass of int, float or str, stands
+    for its number or text. A dataclass instance stands for a dict of its fields. An object that
+    NumPy can convert to an array, for example a tensor of torch or JAX, stands for this array, or
+    for a scalar if it has no dimensions.
     """
     for base, convert in ((int, int.__int__), (float, float.__float__), (str, str.__str__)):
         if isinstance(value, base):
@@ -153,13 +155,13 @@ def _plain(value: Any) -> Any:
             return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         if hasattr(type(value), "__array__") and not isinstance(value, np.ndarray | np.generic):
             return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)[()]
-    except Exception:  # the value's own code may raise anything; the value is left out then
+    except Exception:  # the value's own code may raise anything; the value is then left out
         pass
     return None
 
 
 def _name_of(key: Any) -> str:
-    """Return the beginning of a key as a text, whatever the key's own code does."""
+    """Return the beginning of a key's text, even if the key's own code raises."""
     try:
         return str(key).encode(errors="backslashreplace").decode()[:200]
     except Exception:
@@ -167,10 +169,10 @@ def _name_of(key: Any) -> str:
 
 
 def unpack(data: msgspec.Raw, arrays: Arrays) -> Any:
-    """Return the value that was packed. Its arrays are copies.
+    """Return the value that `pack` encoded as ``data``. Its arrays are copies.
 
     Raises:
-        ProtocolError: ``data`` is not what `pack` makes, or ``arrays`` are not those of it.
+        ProtocolError: ``data`` does not come from `pack`, or does not match ``arrays``.
     """
 
     def take(dtype: str, shape: list[int]) -> np.ndarray:
@@ -197,20 +199,20 @@ def unpack(data: msgspec.Raw, arrays: Arrays) -> Any:
         return decode(data)
     except ProtocolError:
         raise
-    except Exception as error:  # Python's, NumPy's or msgspec's: anything may have been sent
+    except Exception as error:  # from Python, NumPy or msgspec: a worker may send anything
         raise ProtocolError(f"malformed value in a message: {error}") from None
 
 
 def _generator(state: dict[str, Any]) -> np.random.Generator:
-    bits = np.random.PCG64()  # as Gymnasium's generators have
-    bits.state = state  # NumPy refuses the state of another kind
+    bits = np.random.PCG64()  # the kind that Gymnasium's generators have
+    bits.state = state  # NumPy refuses the state of another kind of bit generator
     return np.random.Generator(bits)
 
 
 def _space(names: list[str], attributes: dict[str, Any]) -> Space:
-    """Return a space of the first of these classes that this process knows."""
+    """Return a space of the first class in ``names`` that this process knows."""
     known = known_classes(Space)
     kind = next(known[name] for name in names if name in known)
-    space = object.__new__(kind)  # none of its own code is called
+    space = object.__new__(kind)  # calls none of the class's own code
     vars(space).update(attributes)
     return space

@@ -1,6 +1,4 @@
-"""What one worker sends of a rollout: its layout, how it travels, and which of its values no
-learner can use.
-"""
+"""One worker's part of a rollout: its layout, its encoding, and the check of its values."""
 
 from __future__ import annotations
 
@@ -20,39 +18,40 @@ Tree = Any  # an array, or dicts and tuples of arrays
 STEPS = "steps", "envs"
 ENVS = ("envs",)
 ENDS = ("ends",)  # the steps that ended an episode
-EPISODES = ("episodes",)  # those of these episodes that count
-STATES = ("states",)  # those on which the divergence is measured
+EPISODES = ("episodes",)  # the ended episodes that count
+STATES = ("states",)  # the states on which the divergence is measured
 
 
 class RolloutPart(msgspec.Struct, gc=False):
-    """What one worker sends of a rollout: ``steps`` steps of its ``envs`` environments.
+    """One worker's part of a rollout: ``steps`` steps of its ``envs`` environments.
 
-    The annotation of an array names its leading axes, and its dtype. Observations are as their
-    space has them. What has no dtype here and comes of the policy is as the policy has it.
+    The annotation of an array names its leading axes and its dtype. Observations have the shapes
+    and dtypes of their space. Arrays that come from the policy and have no dtype here have the
+    policy's dtypes.
     """
 
-    version: int  # of the policy that acted
-    # whether the first observation is the first of an episode
+    version: int  # the version of the policy that acted
+    # whether each environment's first observation here is the first of an episode
     starts: Annotated[np.ndarray, ENVS, np.bool_]
-    observations: Annotated[Tree, STEPS]  # what the policy acted on
+    observations: Annotated[Tree, STEPS]  # the observations that the policy acted on
     actions: Annotated[Tree, STEPS]
-    logprobs: Annotated[np.ndarray, STEPS]  # of the actions under the policy that took them
-    states: Annotated[Tree, ENVS]  # of the policy before the first step; None if it has none
-    extras: Annotated[dict[str, np.ndarray], STEPS]  # what `Policy.extras` gives
+    logprobs: Annotated[np.ndarray, STEPS]  # the actions' log-probabilities under their policy
+    states: Annotated[Tree, ENVS]  # the policy's states before the first step; None if it has none
+    extras: Annotated[dict[str, np.ndarray], STEPS]  # the result of `Policy.extras`
     rewards: Annotated[np.ndarray, STEPS, np.float64]
     terminations: Annotated[np.ndarray, STEPS, np.bool_]
     truncations: Annotated[np.ndarray, STEPS, np.bool_]
-    # what the steps that ended an episode led to, in the order of their nonzero()
+    # the last observation of each ended episode, ordered as (terminations | truncations).nonzero()
     final_observations: Annotated[Tree, ENDS]
-    next_observations: Annotated[Tree, ENVS]  # after the last step
-    episodes: Annotated[np.ndarray, EPISODES, np.int64]  # the step that ended each, as in infos
+    next_observations: Annotated[Tree, ENVS]  # the observations after the last step
+    episodes: Annotated[np.ndarray, EPISODES, np.int64]  # the step that ended each, as in ``infos``
     episodic_returns: Annotated[np.ndarray, EPISODES, np.float64]
     episodic_lengths: Annotated[np.ndarray, EPISODES, np.int64]
     params: Annotated[Tree, STATES]  # the distribution parameters at `measured_states`
-    # for each of ``info_keys`` that has come: the steps that had it, (n,) int64, as numbers
-    # step * envs + environment; and the values, (n, ...)
+    # for each key of ``info_keys`` that occurred: the steps that had it, (n,) int64, numbered by
+    # step * envs + environment, and the values, (n, ...)
     infos: dict[str, tuple[np.ndarray, np.ndarray]]
-    # of observations that are stacks each frame once; they are indices of these, see `fold`
+    # the frames of each stacked observation, each once; the stacks are indices of them, see `fold`
     frames: list[np.ndarray] = []
 
 
@@ -69,10 +68,10 @@ OF_POLICY = "actions", "logprobs", "states", "extras", "params"
 
 
 def pack_part(part: RolloutPart, waited: float) -> tuple[Part, list[Any]]:
-    """Return the message of a part, and its buffers.
+    """Return the message that carries a part, and its buffers.
 
     Raises:
-        ValueError: an array has not the axes of its field.
+        ValueError: an array does not have its field's axes.
     """
     sizes = dict(zip(STEPS, part.rewards.shape, strict=True))
     sizes["ends"] = int(np.count_nonzero(part.terminations | part.truncations))
@@ -102,7 +101,7 @@ def pack_part(part: RolloutPart, waited: float) -> tuple[Part, list[Any]]:
 
 
 def _described(tree: Tree, axes: int) -> str:
-    """Return as a text what a tree consists of, beside the first axes of its arrays."""
+    """Return a tree's structure, dtypes and shapes as text, without the first ``axes`` axes."""
 
     def text(leaf: np.ndarray | None) -> str | None:
         return None if leaf is None else f"{leaf.dtype.str} {leaf.shape[axes:]}"
@@ -111,11 +110,12 @@ def _described(tree: Tree, axes: int) -> str:
 
 
 class Layout:
-    """What the head knows of the arrays of a part before it comes.
+    """The layout of a part's arrays, which the head knows before the part arrives.
 
     Args:
-        examples: trees of arrays ``(1, ...)``, for the fields that have no dtype of their own.
-        frames: of each observation that is a stack one frame, ``(1, ...)``.
+        examples: trees of arrays ``(1, ...)``, by field, for the fields that have no dtype in
+            `RolloutPart`.
+        frames: one frame of each stacked observation, ``(1, ...)``.
     """
 
     def __init__(self, examples: dict[str, Tree], frames: list[np.ndarray]) -> None:
@@ -127,10 +127,10 @@ class Layout:
         self._described["frames"] = _described(tuple(frames), 1)
 
     def unpack(self, answer: Part, sizes: dict[str, int], arrays: Arrays) -> RolloutPart:
-        """Return a part. Observations that are stacks are indices of its frames.
+        """Return the part. Its stacked observations are indices of its frames.
 
         Raises:
-            ProtocolError: the part is of another layout.
+            ProtocolError: the part does not have this layout.
         """
         if answer.layout != self._described:
             for name, expected in self._described.items():
@@ -139,7 +139,7 @@ class Layout:
             unknown = answer.layout.keys() - self._described.keys()
             raise ProtocolError(f"unknown fields {unknown!r:.200}")
         if len(answer.frames) != len(self._frames):
-            raise ProtocolError(f"frames are of {len(answer.frames)} observations")
+            raise ProtocolError(f"there are frames of {len(answer.frames)} observations")
 
         def take(one: np.ndarray | None) -> Any:
             return None if one is None else arrays.take(name, one.dtype, leading + one.shape[1:])
@@ -148,7 +148,7 @@ class Layout:
         fields = {}
         for name, example in self._examples.items():
             leading = shapes[AXES[name]]
-            if isinstance(example, np.ndarray):  # as most are
+            if isinstance(example, np.ndarray):  # most fields are single arrays
                 fields[name] = arrays.take(name, example.dtype, leading + example.shape[1:])
             else:
                 fields[name] = map_tree(take, example)
@@ -157,7 +157,7 @@ class Layout:
             steps = arrays.take(f"steps of info {key!r}", _INT64, (number,))
             values = arrays.take(f"info {key!r}", np.dtype(dtype), (number, *shape))
             if not number or steps.min() < 0 or steps.max() >= sizes["steps"] * sizes["envs"]:
-                raise ProtocolError(f"info {key!r} is of steps that there are not")
+                raise ProtocolError(f"info {key!r} has steps that do not exist")
             infos[key] = steps, values
         frames = [
             arrays.take("frames", one.dtype, (number, *one.shape[1:]))
@@ -167,20 +167,20 @@ class Layout:
 
 
 def check_part(part: RolloutPart, action_space: Space, given: Tree = None) -> None:
-    """Raise an error if values of a part are such that no learner can use them. Observations may
-    be whatever there is.
+    """Raise an error if a part has values that no learner can use.
 
-    ``given`` are the actions as the environments got them, None if these cannot be wrong.
+    Observations may have any values. ``given`` are the actions that the environments received; None
+    if these cannot be wrong.
 
     Raises:
-        EnvRaised: they are an environment's. The cause says which.
-        ValueError: they are the policy's.
+        EnvRaised: the values come from an environment. The cause says which values they are.
+        ValueError: the values come from the policy.
     """
     num_envs = part.rewards.shape[1]
     steps = {"rewards": np.arange(part.rewards.size), "episodic_returns": part.episodes}
     for name, numbers in steps.items():
         values = getattr(part, name).ravel()
-        # a learner takes them as float32; NaN is not smaller, either
+        # learners convert them to float32; this comparison is also False for NaN
         is_wrong = ~(np.abs(values) <= FLOAT32_MAX)
         if is_wrong.any():
             fault = ValueError(f"{name} are not all finite numbers of float32")
@@ -201,5 +201,5 @@ def check_part(part: RolloutPart, action_space: Space, given: Tree = None) -> No
 
 
 def _is_tame(numbers: np.ndarray) -> bool:
-    """Say by one quick look whether all are finite and none is huge: then their squares' sum is."""
+    """Return whether the sum of squares, a quick test, shows that all are finite and none huge."""
     return bool(np.vdot(numbers, numbers) < FLOAT32_MAX)

@@ -1,10 +1,10 @@
-"""Who is let in over tcp: CURVE keys for one run, and the check that only its workers' key is
-admitted.
+"""Security over tcp: the CURVE keys of a run, and the check that admits only its workers' key.
 
-CURVE (https://rfc.zeromq.org/spec/26) encrypts, and proves to the worker that the head has the
-run's server key. Whose key the head admits is for ZAP (https://rfc.zeromq.org/spec/27) to say:
-without it, anyone who knows the server's public key is let in. The keys are made for each run, or
-ahead of it by `clusterenv_runtime.keys`. They lie in a file that only its owner can read.
+CURVE (https://rfc.zeromq.org/spec/26) encrypts messages, and proves to the worker that the head has
+the run's server key. ZAP (https://rfc.zeromq.org/spec/27) decides which keys the head admits:
+without it, anyone who knows the server's public key could connect. Each run makes its own keys, or
+`clusterenv_runtime.keys` makes them in advance. They lie in a file that only its owner
+can read.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def write_key_file(path: str | os.PathLike[str], keys: WorkerKeys) -> None:
 
 
 def read_key_file(path: str | os.PathLike[str], kind: type[Keys] = WorkerKeys) -> Keys:
-    """Return the keys in a file of `write_key_file`.
+    """Return the keys in a file that `write_key_file` wrote.
 
     Raises:
-        StartupError: the file is not there, others can read it, or it holds no such keys; the text
-            says what to do.
+        StartupError: the file cannot be read, others can read it, or it does not hold such keys;
+            the error message says which.
     """
     try:
         mode = stat.S_IMODE(os.stat(path).st_mode)
@@ -91,13 +91,13 @@ def read_key_file(path: str | os.PathLike[str], kind: type[Keys] = WorkerKeys) -
 
 
 class Gate:
-    """The head's side: makes its socket a CURVE server that admits only the workers' key."""
+    """The head's side of CURVE: it makes the socket a server that admits only the workers' key."""
 
     def __init__(
         self, context: zmq.Context[Any], socket: zmq.Socket[bytes], keys: HeadKeys
     ) -> None:
         self._worker_public = keys.worker_public.encode()
-        self.refused = 0  # connections so far
+        self.refused = 0  # connections refused so far
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", self)
@@ -105,13 +105,13 @@ class Gate:
         socket.curve_secretkey = keys.server_secret.encode()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Say whether the owner of this public key is let in. zmq.auth asks for each connection."""
+        """Return whether to admit the owner of this key. zmq.auth asks for each connection."""
         if key == self._worker_public:
             return True
         self.refused += 1
         if self.refused == 1:
             logger.warning(
-                "refused a connection with a foreign key; others will be refused without a word"
+                "refused a connection with a foreign key; others will be refused silently"
             )
         return False
 

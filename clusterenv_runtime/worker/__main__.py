@@ -21,27 +21,27 @@ from .worker import Worker
 
 
 class Output(io.FileIO):
-    """An output that loses what it cannot write: a full disk is no reason to end."""
+    """An output stream that drops what it cannot write, so a full disk does not end the worker."""
 
     def write(self, data: Any) -> int:
-        """Write, and return the length of all data."""
+        """Write the data. Return its full length, even if it could not be written."""
         with contextlib.suppress(OSError):
             super().write(data)
         return len(data)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the command line, or these arguments."""
+    """Parse ``arguments``, or the command line if ``arguments`` is None."""
     parser = argparse.ArgumentParser(
         prog="clusterenv_runtime.worker", description="A ClusterEnv environment worker."
     )
     add = parser.add_argument
-    add("--connect", required=True, metavar="ADDRESS", help="the head's address, as ZeroMQ has it")
+    add("--connect", required=True, metavar="ADDRESS", help="the head's address, in ZeroMQ's form")
     add("--index", required=True, type=int, help="which of the head's workers this is, from 0")
     add("--startup-timeout", type=float, default=60, help="seconds to try to reach the head")
-    add("--head-timeout", type=float, default=30, help="seconds of a silent link before giving up")
-    add("--head-pid", type=int, help="the head's, if it is this process's parent")
-    add("--head-directory", metavar="DIR", help="to remove, should that parent vanish")
+    add("--head-timeout", type=float, default=30, help="seconds that the link may be silent")
+    add("--head-pid", type=int, help="the head's process ID, if it is the parent")
+    add("--head-directory", metavar="DIR", help="a directory to remove if that parent ends")
     add("--key-file", metavar="FILE", help="the run's keys, for tcp; only its owner may read it")
     return parser.parse_args(arguments)
 
@@ -49,12 +49,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(
     arguments: list[str] | None = None, head_has_left: Callable[[], bool] | None = None
 ) -> None:
-    """Be a worker until the head says that it is enough, or is gone.
+    """Run a worker until the head ends it or is gone.
 
     Args:
-        arguments: instead of the command line's.
-        head_has_left: says whether the head's process has ended, if this one is on its machine;
-            by default it follows from ``--head-pid``.
+        arguments: the arguments to parse instead of the command line's.
+        head_has_left: returns whether the head's process has ended, if it runs on this machine; by
+            default derived from ``--head-pid``.
     """
     args = parse(arguments)
     _handle_signals()
@@ -75,13 +75,13 @@ def main(
     finally:
         worker.close()
         connection.close()
-        warnings.simplefilter("ignore", ResourceWarning)  # its pulse lives as long as this process
+        warnings.simplefilter("ignore", ResourceWarning)  # the pulse stays open to the end
         _flush_files()
-        gc.freeze()  # to collect torch's objects at exit would take most of a second
+        gc.freeze()  # collecting torch's objects at exit would take most of a second
 
 
 def _flush_files() -> None:
-    """Write what is left in files that nobody has closed, as the interpreter's own end would."""
+    """Flush files that nobody has closed, as the interpreter's own shutdown would."""
     kinds = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom
     for file in [each for each in gc.get_objects() if type(each) in kinds]:
         with contextlib.suppress(Exception):
@@ -89,10 +89,13 @@ def _flush_files() -> None:
 
 
 def _watch_parent(head: int | None) -> Callable[[], bool] | None:
-    """Return what says whether the head was this process's parent, and is no more."""
+    """Return a function that returns whether the head, this process's parent, has ended.
+
+    Return None if ``head`` is None, or is alive but not the parent.
+    """
 
     def has_left() -> bool:
-        return os.getppid() not in (head, 0)  # 0 is a parent outside of this pid namespace
+        return os.getppid() not in (head, 0)  # 0 is a parent outside this PID namespace
 
     if head is None:
         return None
@@ -113,14 +116,14 @@ def _end(*_: object) -> None:
 
 
 def _handle_signals() -> None:
-    """End in order at Ctrl-C, and at SIGTERM even as the first process of a container.
+    """End cleanly on Ctrl-C, and end on SIGTERM even as the first process of a container.
 
-    A KeyboardInterrupt is then an environment's own, and an error as any other.
+    A KeyboardInterrupt then comes from an environment's own code, and is an error like any other.
     """
-    # A shell has its background jobs ignore Ctrl-C.
+    # A shell's background jobs ignore Ctrl-C, and must go on ignoring it.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
-    if os.getpid() == 1:  # the kernel keeps signals from it that it does not handle
+    if os.getpid() == 1:  # the kernel sends PID 1 only the signals that it handles
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 

@@ -1,4 +1,4 @@
-"""A worker's two links to the head, and the end of the process when there is no head any more."""
+"""A worker's two links to the head, and the end of its process when the head is gone."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ from ..wire import protocol
 from ..wire.security import WorkerKeys
 
 logger = logging.getLogger(__name__)
-HELLO_S = 5.0  # a worker says hello again after this time without an answer
-# A link that breaks is not made again before the process ends: what the head has not read yet
-# would be lost behind a new link.
+HELLO_S = 5.0  # seconds without a message from the head before a worker repeats its `Hello`
+# Long enough that a broken link is not made again before the process ends: a new link would lose
+# the messages that the head has not read yet.
 RECONNECT_MS = 2000
 SUCCEEDED, REFUSED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class End(BaseException):
-    """The worker ends: the head said so, Ctrl-C was pressed, or a request failed for good.
+    """The end of the worker: the head sent `Close`, Ctrl-C was pressed, or a request was fatal.
 
-    It may be raised at any time.
+    Ctrl-C may raise it anywhere.
     """
 
 
 class Connection:
-    """Sends and receives messages. It ends the process when the head is gone, whatever that does.
+    """Sends and receives messages. Ends the process when the head is gone, whatever it is doing.
 
     Args:
-        address: the head's, as ZeroMQ writes it.
-        keys: the run's keys, over tcp with CURVE.
+        address: the head's address, as ZeroMQ writes it.
+        keys: the run's keys, for tcp with CURVE; otherwise None.
         startup_timeout: seconds to try to reach the head.
-        timeout: seconds of a silent link before giving up.
-        head_has_left: says whether the head's process has ended; None if that cannot be seen here.
-        directory: a directory to remove when it has.
+        timeout: seconds that the link may be silent.
+        head_has_left: returns whether the head's process has ended; None if this process cannot
+            see it.
+        directory: a directory to remove once the head's process has ended.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class Connection:
         self._directory = directory
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.routing_id = b"w" + secrets.token_bytes(16)  # nobody can guess and take it
-        self._socket.linger = 5000  # the last message may say why this process ends
-        # The head bounds its requests. If pings could not pile up, the link would seem dead.
+        self._socket.routing_id = b"w" + secrets.token_bytes(16)  # cannot be guessed and taken over
+        self._socket.linger = 5000  # ms; the last message may say why this process ends
+        # No limit: the head bounds its own requests, and if pings could not queue up, the link
+        # would seem dead.
         self._socket.rcvhwm = 0
-        # A second socket shows that this process lives: libzmq's own thread answers for it,
-        # whatever Python does. It lives until the process ends, as the head takes its end for this.
+        # A second socket shows that this process is alive: libzmq's own thread answers heartbeats,
+        # whatever Python does. The socket stays open until the process ends, because the head takes
+        # its closing for the end of the process.
         self._pulse = zmq.Context().socket(zmq.DEALER)
         self._pulse.routing_id = protocol.pulse_of(self._socket.routing_id)
         self._pulse.linger = self._pulse.rcvhwm = 0
@@ -77,42 +80,43 @@ class Connection:
         self._monitors = [
             _dial(each, address, keys, timeout) for each in (self._pulse, self._socket)
         ]
-        # The head counts on the pulse now. If it has refused it already, this process will end.
+        # After this message the head expects the pulse to stay. If the head has already refused the
+        # connection, the message cannot be sent, and this process will end.
         with contextlib.suppress(zmq.Again):
             self._pulse.send(protocol.encode((None, protocol.Ping())), zmq.DONTWAIT)
         threading.Thread(target=self._exit_with_head, daemon=True).start()
-        self.waited = 0.0  # seconds in `receive` since this was last set to 0
+        self.waited = 0.0  # seconds spent in `receive` since this was last set to 0
 
     def greet(self, index: int) -> None:
-        """Say hello as worker ``index`` until the head's first message is there."""
-        host = re.sub(r"[^\w.:-]", "_", socket.gethostname())[:255]  # the head takes no others
+        """Send `Hello` as worker ``index`` until the head's first message arrives."""
+        host = re.sub(r"[^\w.:-]", "_", socket.gethostname())[:255]  # the head accepts no others
         hello = protocol.Hello(
             protocol.PROTOCOL_VERSION, index, host, os.getpid(), protocol.shared_versions()
         )
         start = time.monotonic()
         has_warned = False
         self.send(None, hello)
-        # The head may not know yet that the worker before this one is dead, so one hello is not
-        # enough.
+        # One `Hello` is not enough: the head drops it while it does not know yet that the process
+        # before this one is dead.
         while not self._socket.poll(HELLO_S * 1000):
             self.send(None, hello)
             waited = time.monotonic() - start
             if waited > self._startup_timeout and not has_warned:
                 has_warned = True
-                text = "no answer for %.0f s: the head is busy, or does not expect this worker"
+                text = "no response for %.0f s: the head is busy, or does not expect this worker"
                 logger.warning(text, waited)
 
     def settle(self) -> None:
-        """Wait until the head would notice the end of this process's pulse."""
+        """Wait until the pulse is established, so that the head would notice its end."""
         self._is_settled.wait()  # if the pulse never connects, this process ends
 
     def send(self, seq: int | None, message: protocol.Message, *buffers: Any) -> None:
         self._socket.send_multipart(protocol.frames(seq, message, *buffers), copy=False)
 
     def receive(self, waits: bool = True) -> tuple[int | None, protocol.FromHead, list[Any]] | None:
-        """Return the next message that is no ping: its ``seq``, header and buffers.
+        """Return the next message other than `Ping`: its ``seq``, its content and its buffers.
 
-        Unless this ``waits``, return None if none has come.
+        Unless ``waits`` is True, return None if no message has arrived.
 
         Raises:
             End: the message is `Close`.
@@ -122,7 +126,7 @@ class Connection:
             header, *buffers = self._socket.recv_multipart(copy=False)
             try:
                 seq, request = protocol.decode_from_head(header.buffer)
-            except Exception as error:  # bytes can make msgspec raise many kinds
+            except Exception as error:  # malformed bytes raise many kinds of exceptions in msgspec
                 logger.warning("dropped a malformed message: %s", error)
                 continue
             if isinstance(request, protocol.Close):
@@ -133,7 +137,7 @@ class Connection:
         return None
 
     def close(self) -> None:
-        """Close the link once all messages have left, and tidy up behind a head that was killed."""
+        """Close the link after all messages are sent, and clean up after a head that was killed."""
         self._socket.close()
         self._context.term()
         self._tidy_up()
@@ -143,9 +147,9 @@ class Connection:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _exit_with_head(self) -> None:
-        with contextlib.suppress(zmq.ContextTerminated):  # by `close`
+        with contextlib.suppress(zmq.ContextTerminated):  # `close` terminates the context
             logger.error("%s: exiting", self._wait_until_head_is_gone())
-            # The links of a process close a moment before it has ended.
+            # A process's links close a moment before the process has ended.
             deadline = time.monotonic() + 1
             while self._sees_head and not self._head_has_left():
                 if time.monotonic() >= deadline:
@@ -159,7 +163,7 @@ class Connection:
             monitor.close()
 
     def _wait_until_head_is_gone(self) -> str:
-        """Return why there is no head, once there is none. Read the pulse's pings until then."""
+        """Wait until there is no head, and return why. Read the pulse's pings until then."""
         gone = "there is no head at the other end"
         deadline = time.monotonic() + self._startup_timeout
         connected = 0
@@ -167,7 +171,8 @@ class Connection:
         for each in (self._pulse, *self._monitors):
             poller.register(each, zmq.POLLIN)
         while not self._head_has_left():
-            # libzmq tries a link that does not connect again: the network may be down for a moment.
+            # Until the deadline, libzmq retries a link that does not connect: the network may be
+            # down for a moment.
             if connected < 2 and time.monotonic() >= deadline:
                 return gone
             for each, _ in poller.poll(1000):
@@ -176,12 +181,12 @@ class Connection:
                     continue
                 event = recv_monitor_message(each)["event"]
                 if event == REFUSED:
-                    return "the head refuses this worker, as it has other keys"
+                    return "the head refuses this worker because its keys are not this run's"
                 if event == zmq.EVENT_DISCONNECTED:
                     return gone
                 connected += 1
                 if each is self._monitors[0]:
-                    time.sleep(1.5 * protocol.PULSE_S)  # the first sign of it comes after one
+                    time.sleep(1.5 * protocol.PULSE_S)  # the first heartbeat comes after one
                     self._is_settled.set()
         return gone
 
@@ -190,9 +195,9 @@ def _dial(
     socket: zmq.Socket[bytes], address: str, keys: WorkerKeys | None, silence: float
 ) -> zmq.Socket[bytes]:
     """Connect a socket to the head, and return the socket's monitor."""
-    # The kernel notices that a network has lost this connection alone, whether or not there is
-    # something to send.
-    seconds = int(min(max(silence, 4), 30_000))  # the kernel takes no more
+    # The kernel notices when the network has lost this connection alone, whether or not there is
+    # anything to send.
+    seconds = int(min(max(silence, 4), 30_000))  # the kernel accepts no more
     socket.tcp_maxrt = seconds * 1000
     socket.tcp_keepalive = 1
     socket.tcp_keepalive_cnt = 2

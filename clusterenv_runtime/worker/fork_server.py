@@ -1,9 +1,9 @@
-"""The process from which workers are forked: each starts within milliseconds, and they share the
-memory of what is imported here.
+"""The process that forks workers.
 
-This process imports what all workers need. It uses nothing of torch, and has no threads, no keys
-and no other socket than its link to the head. It ends when the head ends or closes the link. The
-messages on the link are described in `launchers.forking`, which has the head's side of it.
+Each worker starts within milliseconds, and all workers share the memory of the modules that are
+imported here. This process imports what all workers need. It calls nothing in torch, and has no
+threads, no keys, and no socket except its link to the head. It ends when the head ends or closes
+the link. `launchers.forking`, the head's side of the link, describes the messages.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ Order = dict[str, Any]
 
 
 class ForkServer:
-    """Forks a worker for each order of the head, and reports how it ends.
+    """Forks a worker for each order from the head, and reports how the worker ends.
 
     Args:
-        link: to the head.
-        head: a descriptor of the head's process.
+        link: the socket to the head.
+        head: the descriptor (pidfd) of the head's process.
     """
 
     def __init__(self, link: socket.socket, head: int) -> None:
         self._link = link
         self._head = head
-        self._workers: dict[int, tuple[int, str]] = {}  # by descriptor: pid and mark
+        self._workers: dict[int, tuple[int, str]] = {}  # pid and mark, by the process's descriptor
         self._mark = os.environ[VARIABLE]
         self._poll = select.poll()
         self._poll.register(self._head, select.POLLIN)
         self._poll.register(link, select.POLLIN)
 
     def prepare(self) -> None:
-        """Import what the head names, and say that this process is ready."""
+        """Import the modules that the head names, and report whether that succeeded."""
         order, _ = self._receive()
         fault = None
         for module in order["modules"]:
@@ -62,13 +62,13 @@ class ForkServer:
             except Exception as error:
                 fault = f"cannot import {module}: {one_line(error)}"
                 break
-        shared_versions()  # a worker says them in its hello
+        shared_versions()  # cached for the `Hello` of each worker
         gc.collect()
-        gc.freeze()  # a worker's collections would copy the pages of all these objects
+        gc.freeze()  # a worker's garbage collection would copy these objects' pages
         self._send({"fault": fault})
 
     def serve(self) -> Order | None:
-        """Fork workers until the head is gone. In a worker, return its order; here, None."""
+        """Fork workers until the head is gone, then return None. In a worker, return its order."""
         while True:
             ready = [file for file, _ in self._poll.poll()]
             for file in self._workers.keys() & set(ready):
@@ -86,7 +86,7 @@ class ForkServer:
                 return None
 
     def _fork(self, mark: str) -> bool:
-        """Fork. Return whether this is the new process, whose mark is shown from the start."""
+        """Fork a worker, whose mark is visible at once. Return whether this is the new process."""
         _show_mark(mark)
         try:
             pid = os.fork()
@@ -97,7 +97,7 @@ class ForkServer:
         if pid == 0:
             return True
         _show_mark(self._mark)
-        with contextlib.suppress(OSError):  # the worker does it, too, and may have ended
+        with contextlib.suppress(OSError):  # the worker does the same, and may have ended
             os.setpgid(pid, pid)
         file = os.pidfd_open(pid)
         self._workers[file] = pid, mark
@@ -116,11 +116,11 @@ class ForkServer:
         for name in order["unset"]:
             os.environ.pop(name, None)
         os.environ.update(order["variables"])
-        if path := os.environ.pop(PATH, None):  # it has changed since this process started
+        if path := os.environ.pop(PATH, None):  # `sys.path` has changed since this process started
             sys.path[:] = json.loads(path)
-        importlib.invalidate_caches()  # a folder may be new
+        importlib.invalidate_caches()  # a directory may be new
         time.tzset()
-        np.random.seed()  # as Python seeds its own generator anew in each fork
+        np.random.seed()  # Python reseeds only its own generator in each fork
         index = order["arguments"][order["arguments"].index("--index") + 1]
         Path("/proc/self/comm").write_text(f"worker {index}")  # the name that `top` shows
 
@@ -132,20 +132,23 @@ class ForkServer:
         self._send({"mark": mark, "code": os.waitstatus_to_exitcode(status)})
 
     def _send(self, message: dict[str, Any], files: list[int] = []) -> None:  # noqa: B006
-        with contextlib.suppress(OSError):  # the head is gone, which `serve` will see
+        with contextlib.suppress(OSError):  # the head is gone, which `serve` will notice
             socket.send_fds(self._link, [json.dumps(message).encode()], files)
 
     def _receive(self) -> tuple[Order, list[int]]:
-        """Return the next message and its descriptors; an empty one if the link is closed."""
+        """Return the next message and its descriptors; an empty message if the link is closed."""
         try:
             data, files, _, _ = socket.recv_fds(self._link, MAX_MESSAGE, 2)
-        except ConnectionError:  # the head has left without reading all
+        except ConnectionError:  # the head has ended before it read all messages
             return {}, []
         return json.loads(data or b"{}"), list(files)
 
 
 def _show_mark(mark: str) -> None:
-    """Write a mark where the system shows this process's variables, over another of its length."""
+    """Overwrite the mark in the variables that the system shows for this process.
+
+    The new mark is as long as the old one.
+    """
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
     data = os.fsencode(mark)
@@ -153,18 +156,18 @@ def _show_mark(mark: str) -> None:
 
 
 def main() -> None:
-    """Fork workers until the head is gone; each worker ends here as well."""
+    """Fork workers until the head is gone. Each worker ends in this function, too."""
     while (file := os.open(os.devnull, os.O_RDWR)) < 3:
-        pass  # an output that is closed must not become the next descriptor
+        pass  # later descriptors must not get the number of a closed output
     os.close(file)
     link, head = map(int, sys.argv[1:])
     server = ForkServer(socket.socket(fileno=link), head)
     server.prepare()
     order = server.serve()
     if order is None:
-        os._exit(0)  # there is nothing to tidy up
+        os._exit(0)  # there is nothing to clean up
     be_worker(order["arguments"], partial(has_ended, head))
-    # The interpreter's own end would write to the shared memory of all objects, which copies it.
+    # The interpreter's shutdown would write to the shared memory of all objects, and so copy it.
     atexit._run_exitfuncs()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""A worker's environments, stepped one by one: with actions of the head, or by a policy."""
+"""A worker's environments, stepped one by one: with the head's actions, or by a policy."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ if TYPE_CHECKING:
 
 
 class EnvsOneByOne:
-    """Environments that do what they do in Gymnasium's `SyncVectorEnv`, step for step.
+    """Environments that behave, step for step, as they do in Gymnasium's `SyncVectorEnv`.
 
     Args:
         env_fns: functions that make the environments.
-        layout_of: returns the layout of environments of which one has these spaces.
+        layout_of: returns the layout of environments, given the spaces of one of them.
         built: a function that is called after each environment is built.
-        first_row: the number of the first environment.
-        seed: of the global generators, while environments are built.
+        first_row: the first environment's row.
+        seed: the seed of the global random generators while environments are built.
 
     Attributes:
-        layout: the spaces and modes of all environments, as those of the first one are.
-        spaces: each environment's observation space, if these may differ.
-        infos: pairs of an environment and its info in the order they arose; the head merges them.
+        layout: the spaces and modes of all environments, given by the first one.
+        spaces: each environment's observation space if these may differ, otherwise empty.
+        infos: pairs of an environment's index on this worker and an info, in the order in which
+            they arose; the head merges them.
 
     Raises:
-        EnvRaised: an environment raised, here or in a method that calls it.
-        SpacesError: an environment's spaces are not those of the first one.
+        EnvRaised: an environment raised an exception, here or in a method that calls it.
+        SpacesError: an environment's spaces differ from those of the first one.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class EnvsOneByOne:
         self._first_row = first_row
         self.num_envs = len(env_fns)
         self.infos: list[tuple[int, dict[str, Any]]] = []
-        self._current: int | None = None  # the environment that is called now
+        self._current: int | None = None  # the environment that is being called
         self._envs: list[gym.Env] = []
         with self._names_env():
             for i, env_fn in enumerate(env_fns):
@@ -74,13 +75,13 @@ class EnvsOneByOne:
         self._action_space = batch_space(self.layout.single_action_space, len(env_fns))
         self._own = [OwnStatistics.of(env) for env in self._envs]
         self._seen: list[Any] = [None] * self.num_envs  # each environment's last observation
-        self._ended = np.zeros(self.num_envs, bool)  # the episodes that no reset has followed
+        self._ended = np.zeros(self.num_envs, bool)  # whether an ended episode awaits its reset
         self._returns = np.zeros(self.num_envs)
         self._lengths = np.zeros(self.num_envs, np.int64)
 
     @contextlib.contextmanager
     def _names_env(self) -> Iterator[None]:
-        """Raise `EnvRaised` from an error of the environment that is called."""
+        """Raise `EnvRaised` from an exception of the environment that is being called."""
         try:
             yield
         except BaseException as error:
@@ -91,7 +92,7 @@ class EnvsOneByOne:
             self._current = None
 
     def _observations(self) -> Any:
-        """Return the batch of the last observations; environments cannot change it any more."""
+        """Return the last observations as a batch of copies, which environments cannot change."""
 
         def own(leaf: Any) -> Any:
             return leaf if isinstance(leaf, np.ndarray) else deepcopy(leaf)
@@ -108,7 +109,7 @@ class EnvsOneByOne:
         options: dict[str, Any] | None,
         mask: np.ndarray | None = None,
     ) -> Any:
-        """Reset all environments, or those where ``mask`` is True; return the observations."""
+        """Reset all environments, or those where ``mask`` is True. Return all observations."""
         rows = np.ones(self.num_envs, bool) if mask is None else mask
         self._ended[rows] = False
         self._returns[rows] = self._lengths[rows] = 0
@@ -123,7 +124,7 @@ class EnvsOneByOne:
         return self._observations()
 
     def step(self, actions: Sequence[Any]) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
-        """Step each environment; return observations, rewards, terminations and truncations."""
+        """Step each environment. Return observations, rewards, terminations and truncations."""
         rewards = np.zeros(self.num_envs)
         terminations, truncations = np.zeros((2, self.num_envs), bool)
         resets = self._ended & (self._mode == AutoresetMode.NEXT_STEP)
@@ -135,11 +136,11 @@ class EnvsOneByOne:
                     self._add_info(i, info)
                     continue
                 if self._ended[i]:  # autoreset is disabled
-                    raise AssertionError("an episode that has ended must be reset before it steps")
+                    raise AssertionError("an environment must be reset after its episode has ended")
                 self._seen[i], rewards[i], terminations[i], truncations[i], info = env.step(action)
                 has_ended = terminations[i] or truncations[i]
                 if has_ended and self._mode == AutoresetMode.SAME_STEP:
-                    # The reset may write to the environment's arrays.
+                    # The reset may overwrite the environment's arrays.
                     final = _copy_arrays({"final_obs": self._seen[i], "final_info": info})
                     self._add_info(i, final)
                     self._seen[i], info = env.reset()
@@ -150,13 +151,13 @@ class EnvsOneByOne:
         return self._observations(), rewards, terminations, truncations
 
     def _count(self, rewards: np.ndarray, lengths: Any, ended: np.ndarray) -> None:
-        """Add a step to the returns and lengths of the episodes, and begin new ones."""
+        """Add a step to the episodes' returns and lengths, and start new ones at 0."""
         self._returns += rewards
         self._lengths += lengths
         self._returns[ended] = self._lengths[ended] = 0
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each environment, or get its attribute; return the results."""
+        """Call a method of each environment, or get its attribute. Return the results."""
         results = []
         with self._names_env():
             for i, env in enumerate(self._envs):
@@ -166,17 +167,17 @@ class EnvsOneByOne:
         return tuple(results)
 
     def set_attr(self, name: str, values: Sequence[Any]) -> None:
-        """Set an attribute of each environment to its value of ``values``."""
+        """Set an attribute of each environment to its value in ``values``."""
         with self._names_env():
             for i, (env, value) in enumerate(zip(self._envs, values, strict=True)):
                 self._current = i
                 env.set_wrapper_attr(name, value)
 
     def cut_off(self, last: Any, cut: np.ndarray) -> Any:
-        """Return a step's results as if the episodes of ``cut`` had been truncated in it.
+        """Return a step's results as if it had truncated the episodes where ``cut`` is True.
 
-        The environments have just been reset. ``last`` are the observations before that; the
-        rows that are not cut show the reset. See `protocol.CutOff`.
+        The environments have just been reset. ``last`` holds the observations before the reset.
+        Rows that are not cut show the reset. See `protocol.CutOff`.
         """
         begun = self._observations()
         is_same_step = self._mode == AutoresetMode.SAME_STEP
@@ -192,14 +193,14 @@ class EnvsOneByOne:
         return begun, np.zeros(self.num_envs), np.zeros(self.num_envs, bool), cut
 
     def collect(self, actor: Actor, num_steps: int) -> RolloutPart:
-        """Act and step ``num_steps`` times; reset each episode in the step that ends it."""
+        """Act and step ``num_steps`` times. Reset each episode in the step that ends it."""
         if self._ended.any():
             self.reset([None] * self.num_envs, None, self._ended.copy())
         self.infos.clear()
         space = self._space
         starts = self._lengths == 0
         transitions = Transitions(self._observations(), num_steps, starts)
-        finals: list[Any] = []  # the last observations of episodes
+        finals: list[Any] = []  # the last observations of ended episodes
         episodes: list[tuple[int, float, int]] = []  # (transition, return, length)
         actor.start(starts)
         for step in range(num_steps + 1):
@@ -224,7 +225,7 @@ class EnvsOneByOne:
                     if terminated or truncated:
                         transitions.terminations[step, i] = terminated
                         transitions.truncations[step, i] = truncated
-                        finals.append(deepcopy(self._seen[i]))  # the reset may write to it
+                        finals.append(deepcopy(self._seen[i]))  # the reset may overwrite it
                         counts = self._end(i, reward)
                         if counts is not None:
                             episodes.append((transition, *counts))
@@ -233,8 +234,9 @@ class EnvsOneByOne:
         return transitions.part(actor, stack(space, finals), self.layout.stacks, episodes)
 
     def _end(self, i: int, reward: float) -> Counts | None:
-        """Reset an environment whose episode has ended; return the episode's return and length, or
-        None if it goes on.
+        """Reset an environment whose episode has ended. Return the episode's return and length.
+
+        Return None if the episode goes on according to the environment's own statistics.
         """
         seen = float(self._returns[i] + reward), int(self._lengths[i] + 1)
         self._seen[i], _ = self._envs[i].reset()
@@ -242,15 +244,16 @@ class EnvsOneByOne:
         return seen if own is None else own.counts(seen)
 
     def close(self) -> None:
-        """Close the environments, each of them whatever another raises."""
+        """Close all environments, even if some of them raise."""
         with contextlib.ExitStack() as stack:
             for env in reversed(self._envs):
                 stack.callback(env.close)
 
 
 def seed_globals(*numbers: int) -> None:
-    """Seed the global generators of `random`, NumPy and, if it is loaded, torch, for environments
-    that draw from them. Policies do not.
+    """Seed the global generators of `random`, NumPy and, if it is loaded, torch.
+
+    Environments may draw from these generators. Policies do not.
     """
     first, second, third = np.random.SeedSequence(numbers, spawn_key=(0,)).generate_state(3)
     random.seed(int(first))
@@ -260,7 +263,7 @@ def seed_globals(*numbers: int) -> None:
 
 
 def _copy_arrays(value: Any) -> Any:
-    """Return containers with copies of the arrays in them."""
+    """Copy a value's containers, with copies of the arrays in them."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):

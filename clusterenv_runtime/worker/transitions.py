@@ -1,5 +1,6 @@
-"""What is kept of steps: of a rollout the part that is sent, of an evaluation the scores of its
-episodes. An environment may count its episodes itself.
+"""What a worker keeps of its steps: a rollout's part to send, or the scores of an evaluation.
+
+An environment may count its episodes itself; see `OwnStatistics`.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from ..wire.part import RolloutPart
 if TYPE_CHECKING:
     from ..policy.actor import Actor
 
-Counts = tuple[float, int]  # the return of an episode, and its length
+Counts = tuple[float, int]  # the return and the length of an episode
 
 
 class Transitions:
-    """Room for ``num_steps`` steps of some environments.
+    """Storage for ``num_steps`` steps of a worker's environments.
 
     Args:
-        observations: a batch of arrays, the observations before the first step.
-        num_steps: how many steps there are to be.
-        starts: ``(num_envs,)`` bool, which of these observations have begun an episode.
+        observations: the observations before the first step, a batch of arrays.
+        num_steps: the number of steps to store.
+        starts: ``(num_envs,)`` bool, whether each of these observations begins an episode.
     """
 
     def __init__(self, observations: Any, num_steps: int, starts: np.ndarray) -> None:
         shape = num_steps, len(starts)
         self._starts = starts
-        self._infos: dict[str, list[tuple[Any, Any]]] = {}  # (steps, values) by key
-        # One step further than the rest: what the last step led to.
+        self._infos: dict[str, list[tuple[Any, Any]]] = {}  # pairs of steps and values, by key
+        # One step more than the other arrays: the observations after the last step.
         self.observations = map_tree(
             lambda leaf: np.empty((num_steps + 1, *leaf.shape), leaf.dtype), observations
         )
@@ -44,7 +45,7 @@ class Transitions:
         self.truncations = np.zeros(shape, bool)
 
     def add_info(self, key: str, steps: Any, values: Any) -> None:
-        """Keep the values of an info at some steps, numbered by step * num_envs + environment."""
+        """Keep an info's values at some steps, numbered by step * num_envs + environment."""
         self._infos.setdefault(key, []).append((steps, values))
 
     def _joined_infos(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -54,7 +55,7 @@ class Transitions:
             try:
                 array = np.concatenate([np.asarray(each) for each in values])
             except ValueError:
-                raise ValueError(f"info {key!r} has not the same shape in all steps") from None
+                raise ValueError(f"info {key!r} must have the same shape in all steps") from None
             if array.dtype.kind not in "biuf":
                 what = "it is neither a number nor an array of numbers"
                 raise ValueError(f"info {key!r} has no place in a rollout: {what}")
@@ -68,13 +69,14 @@ class Transitions:
         stacks: Any,
         episodes: list[tuple[int, float, int]],
     ) -> RolloutPart:
-        """Return what is sent of these steps.
+        """Return these steps as a part of a rollout.
 
         Args:
-            actor: what acted in them.
-            final_observations: a batch of what the steps that ended an episode led to, in order.
-            stacks: which observations are stacks of frames, see `EnvLayout.stacks`.
-            episodes: of each that counts step * num_envs + environment, return, and length.
+            actor: the actor that acted in these steps.
+            final_observations: a batch of the observations after each step that ended an episode,
+                in order.
+            stacks: which observations are stacks of frames; see `EnvLayout.stacks`.
+            episodes: (step * num_envs + environment, return, length) of each episode that counts.
         """
         numbers, returns, lengths = np.array(episodes, np.float64).reshape(-1, 3).T
         ended = self.terminations | self.truncations
@@ -106,16 +108,16 @@ class Transitions:
 
 
 def stack(space: gym.Space, items: list[Any]) -> Any:
-    """Return a batch of these, which may be none."""
+    """Return a batch of ``items``, which may be empty."""
     empty = create_empty_array(space, len(items), np.empty)
     return concatenate(space, items, empty) if items else empty
 
 
 class OwnStatistics:
-    """What an environment's outermost RecordEpisodeStatistics says of its episodes.
+    """The episodes that an environment's outermost RecordEpisodeStatistics counts.
 
-    Wrappers around it may end episodes that go on for it, as where a game loses a life; or it may
-    not see an end, as where a time limit stands around it.
+    Wrappers around it may end an episode that goes on inside, for example when a life is lost in a
+    game. It may also miss an end, for example that of a time limit around it.
     """
 
     def __init__(self, wrapper: RecordEpisodeStatistics) -> None:
@@ -124,7 +126,7 @@ class OwnStatistics:
 
     @classmethod
     def of(cls, env: gym.Env) -> Self | None:
-        """Return the statistics of an environment; None if it keeps none."""
+        """Return the statistics of an environment, or None if it keeps none."""
         while isinstance(env, gym.Wrapper):
             if isinstance(env, RecordEpisodeStatistics):
                 return cls(env)
@@ -132,15 +134,15 @@ class OwnStatistics:
         return None
 
     def begin_step(self) -> None:
-        """Note what there is before a step."""
+        """Note the wrapper's state before a step."""
         self._ended = self._wrapper.episode_count
         self._begun = self._wrapper.episode_start_time
 
     def counts(self, seen: Counts) -> Counts | None:
-        """Return what counts of an episode that has ended, once the environment is reset.
+        """Return the counts of an ended episode, after the environment is reset.
 
-        That is what they say; or what the worker has ``seen``, if another episode has begun without
-        a word of theirs. None stands for an episode that goes on.
+        These are the wrapper's counts, or those that the worker has ``seen`` if the wrapper began
+        another episode without counting this one. None means that the wrapper's episode goes on.
         """
         has_seen_end = self._wrapper.episode_count > self._ended
         if has_seen_end and self._wrapper.return_queue:
@@ -149,35 +151,35 @@ class OwnStatistics:
 
 
 def begin_step(statistics: Sequence[OwnStatistics | None]) -> None:
-    """Note what there is before a step of several environments."""
+    """Note the wrappers' states before a step of several environments."""
     for own in statistics:
         if own is not None:
             own.begin_step()
 
 
 class Scores:
-    """Of each environment of a worker the first episodes, as many as it is to play.
+    """The scores of an evaluation: the first episodes of each of a worker's environments.
 
     Args:
         wanted: how many episodes of each environment count.
-        max_steps: after so many an episode is left, and counts as far as it went.
+        max_steps: the steps after which an episode is abandoned; it counts as far as it went.
     """
 
     def __init__(self, wanted: Sequence[int], max_steps: int) -> None:
         self._missing = list(wanted)
         self._max_steps = max_steps
-        # Of each environment its episodes: the return, the length, and whether it has ended.
+        # By environment, the return and the length of each episode, and whether it has ended.
         self._found: list[list[tuple[float, int, bool]]] = [[] for _ in wanted]
-        self._returns = np.zeros(len(wanted))  # of the episodes under way
+        self._returns = np.zeros(len(wanted))  # returns of the current episodes
         self._lengths = np.zeros(len(wanted), np.int64)
-        self._was_left = np.zeros(len(wanted), bool)  # what is under way is the rest of an episode
+        self._was_left = np.zeros(len(wanted), bool)  # whether an abandoned episode goes on
 
     @property
     def are_complete(self) -> bool:
         return not any(self._missing)
 
     def add(self, part: RolloutPart) -> None:
-        """Count the episodes in the next steps of all environments."""
+        """Add the next steps of all environments, and count the episodes in them."""
         counts = zip(part.episodic_returns.tolist(), part.episodic_lengths.tolist(), strict=True)
         ends = dict(zip(part.episodes.tolist(), counts, strict=True))
         num_envs = len(self._missing)
@@ -190,9 +192,9 @@ class Scores:
                     self._end(row, end)
 
     def _end(self, row: int, counts: tuple[float, int] | None) -> None:
-        """Note an episode that has ended, or, without its counts, one that is left.
+        """Note an episode that has ended or, without ``counts``, is abandoned.
 
-        Of one that was left the rest is no other one, unless it is as long again.
+        The rest of an abandoned episode does not count, unless it lasts for ``max_steps`` again.
         """
         has_ended = counts is not None
         is_rest = has_ended and self._was_left[row]
@@ -204,7 +206,7 @@ class Scores:
         self._returns[row] = self._lengths[row] = 0
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """Return the returns, the lengths, and which have ended, by environment, then time."""
+        """Return the returns, the lengths, and which episodes ended, by environment, then time."""
         episodes = [each for of_one in self._found for each in of_one]
         returns, lengths, ended = zip(*episodes, strict=True)
         return np.array(returns), np.array(lengths, np.int64), np.array(ended)

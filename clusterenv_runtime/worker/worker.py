@@ -1,4 +1,4 @@
-"""A worker: it builds its environments, and answers the head's requests one after another."""
+"""The worker, which builds its environments and answers the head's requests in order."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from .transitions import Scores
 if TYPE_CHECKING:
     from ..policy.actor import Actor
 
-LOOK_S = 0.1  # how often a worker that acts looks for messages
-# After an error in one of these requests, environments must be reset. After an error in `Setup` or
-# `Structure` a worker ends.
+LOOK_S = 0.1  # seconds between looks for messages while a worker acts
+# After an error in one of these requests, the environments must be reset. After an error in `Setup`
+# or `Structure`, the worker ends.
 IN_EPISODES = Reset | Step | CutOff | Collect | Evaluate
-EVALUATED_STEPS = 32  # that an evaluation takes at once in each environment
+EVALUATED_STEPS = 32  # steps that an evaluation takes at once in each environment
 
 
 def build_environments(
@@ -61,8 +61,9 @@ def build_environments(
     first_row: int = 0,
     seed: int = 0,
 ) -> Any:
-    """Build a worker's environments; the arguments are those of `Blueprint.setup`, and then of
-    `EnvsOneByOne`.
+    """Build a worker's environments.
+
+    The first four arguments come from `Blueprint.setup`; the others are those of `EnvsOneByOne`.
     """
     load_registry(registry)
     if hasattr(env_fns, "build"):
@@ -72,7 +73,7 @@ def build_environments(
 
 
 def tell(envs: Any) -> Told:
-    """Return what the head must know of environments that `build_environments` returns."""
+    """Return what the head must know about environments that `build_environments` returned."""
     layout = envs.layout
     spaces = layout.single_observation_space, layout.single_action_space
     return *spaces, dict(envs.metadata), envs.render_mode, envs.spaces
@@ -83,18 +84,18 @@ class Worker:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        # Requests that came while the worker waited for weights.
+        # Requests that arrived while the worker acted or waited for weights.
         self._later: deque[tuple[int | None, protocol.FromHead, list[Any]]] = deque()
-        self._envs: Any = None  # an object that `build_environments` returns
+        self._envs: Any = None  # what `build_environments` returned
         self._first_row, self._rule = 0, SyncRule()
         self._actor: Actor | None = None
-        self._has_failed = False  # whether an environment has raised since all were reset
-        self._next_look = 0.0  # when it takes in, while it acts, what the head has said
-        # Of the reset that is to follow an evaluation.
+        self._has_failed = False  # whether a request failed since the last full reset
+        self._next_look = 0.0  # the time of the next look for messages while acting
+        # The seeds of the reset that must follow an evaluation; otherwise None.
         self._next_seeds: list[int] | None = None
 
     def run(self) -> None:
-        """Answer requests until the head says `Close`, or until an error ends the worker."""
+        """Answer requests until the head sends `Close` or an error ends the worker."""
         with contextlib.suppress(End):
             while True:
                 message = self._later.popleft() if self._later else self._connection.receive()
@@ -106,13 +107,13 @@ class Worker:
             if self._envs is not None:
                 self._envs.close()
         finally:
-            threading._shutdown()  # which Python calls at its end; they may still write files
+            threading._shutdown()  # Python calls it at exit; threads may still write files
 
     def _answer(self, seq: int | None, request: protocol.FromHead, buffers: list[Any]) -> None:
         if isinstance(request, Reset) and not request.partial:
             self._has_failed, self._next_seeds = False, None
         if self._has_failed and isinstance(request, IN_EPISODES):
-            return  # the head has given it up since
+            return  # the head has given up this request
         try:
             if isinstance(request, Collect):
                 answer, out = self._collect(seq, request)
@@ -136,7 +137,7 @@ class Worker:
             env, error = self._first_row + error.env, error.__cause__
         kind, *bases = [_text(partial(name_of, each)) for each in type(error).__mro__]
         content, arrays, is_whole = pack_exception(error)
-        # KeyError writes its key as code.
+        # KeyError shows the repr of its key.
         says_key = type(error).__str__ is KeyError.__str__ and len(error.args) == 1
         return protocol.Error(
             env=env,
@@ -154,9 +155,9 @@ class Worker:
     def _reply(
         self, request: protocol.FromHead, buffers: list[Any]
     ) -> tuple[protocol.Reply, list[Any]]:
-        """Do what a request asks for; return the reply and its buffers."""
+        """Execute a request. Return the reply and its buffers."""
         arrays: list[np.ndarray] = []
-        dropped: list[str] = []  # keys of infos, and of metadata, that cannot be sent
+        dropped: list[str] = []  # keys of infos and metadata that cannot be sent
         value = self._handle(request, buffers)
         value = pack(value, arrays, dropped if isinstance(request, Setup) else None)
         infos, self._envs.infos = self._envs.infos, []
@@ -170,11 +171,11 @@ class Worker:
                 return self._set_up(request, *buffers)
             case Reset():
                 observations = self._reset(*pickle.loads(buffers[0]))
-                self._connection.waited = 0.0  # the head may have requests from now on
+                self._connection.waited = 0.0  # only waits for later requests count
                 return observations
             case Step():
                 if self._actor is not None:
-                    self._actor.state = None  # a policy remembers nothing of the head's steps
+                    self._actor.state = None  # a policy remembers none of the head's steps
                 return self._envs.step(pickle.loads(buffers[0]))
             case CutOff():
                 return self._envs.cut_off(*pickle.loads(buffers[0]))
@@ -195,8 +196,9 @@ class Worker:
         self._first_row, self._rule = request.first_row, pickle.loads(rule)
         likeness = pickle.loads(likeness)
         likeness.take()
-        # Modules are imported without the head's filters, as there they may be older than these.
-        # Environments may write to arrays.
+        # Modules are imported without the head's warning filters, because the head may have set
+        # these after it imported the modules. Buffers are writable, because environments may write
+        # to their arrays.
         buffers = open_shared(*arrays) if request.shares_memory else map(bytearray, arrays)
         *arguments, of_script = pickle.loads(environments, buffers=buffers)
         vars(sys.modules["__main__"]).update(of_script)
@@ -212,7 +214,7 @@ class Worker:
     ) -> Any:
         if seeds[0] is not None:
             seed_globals(seeds[0], self._first_row)
-        only = () if mask is None else (mask,)  # environments that step together take no mask
+        only = () if mask is None else (mask,)  # environments that step together accept no mask
         return self._envs.reset(seeds, options, *only)
 
     def _load_structure(self, structure: Any) -> None:
@@ -233,7 +235,7 @@ class Worker:
         return pack_part(self._act(self._actor, request), waited)
 
     def _act(self, actor: Actor, request: Collect) -> RolloutPart:
-        """Act and step as a request says."""
+        """Act and step as a request asks."""
         actor.prepare(request, self._rows)
         actor.before_step = self._take_in
         part = self._envs.collect(actor, request.num_steps)
@@ -242,7 +244,7 @@ class Worker:
         return part
 
     def _evaluate(self, request: Evaluate, structure: Any, *weights: Any) -> tuple[np.ndarray, ...]:
-        """Play episodes by an actor that shares nothing with that of training."""
+        """Play episodes with an actor that shares nothing with the one for training."""
         _import_torch()
         from ..policy.actor import Actor
 
@@ -259,7 +261,7 @@ class Worker:
                 return scores.arrays()
 
     def _take_in(self) -> None:
-        """Keep what comes while this worker acts. `Close` ends it, between two steps."""
+        """Keep messages that arrive while this worker acts. `Close` ends it between two steps."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -272,7 +274,7 @@ class Worker:
         return range(self._first_row, self._first_row + self._envs.num_envs)
 
     def _pull(self, seq: int | None) -> None:
-        """Ask for weights, and again for all of them if a difference did not fit."""
+        """Pull weights. If a difference does not fit the weights held here, pull all weights."""
         came, self._later = self._later, deque()
         for message in came:
             self._put_off(*message)
@@ -290,8 +292,8 @@ class Worker:
             self._put_off(seq, message, buffers)
 
     def _put_off(self, seq: int | None, message: protocol.FromHead, buffers: list[Any]) -> None:
-        """Keep a message that comes while a request is answered."""
-        if isinstance(message, Structure):  # the weights that come next are of this structure
+        """Keep a message that arrives while another request is being answered."""
+        if isinstance(message, Structure):  # the weights that follow have this structure
             self._answer(seq, message, buffers)
         else:
             self._later.append((seq, message, buffers))
@@ -302,11 +304,11 @@ def _import_torch() -> None:
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # the machine's other cores have workers of their own
+        torch.set_num_threads(1)  # the machine's other cores are for other workers
 
 
 def _text(make: Callable[[], Any]) -> str:
-    """Return a text about an error in a form that can be sent, whatever the error's code does."""
+    """Return text about an error in a form that can be sent, even if the error's code raises."""
     try:
         data = str(make()).encode(errors="backslashreplace")  # lone surrogates cannot be sent
     except BaseException:  # the error raises while it is described

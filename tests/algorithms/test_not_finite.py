@@ -81,7 +81,7 @@ def test_nobody_learns_where_episodes_are_cut_off_at_what_is_not_finite(tmp_path
     result = scripts.run(script, tmp_path, *flags.split())
     assert result.returncode == 1 and "Traceback" not in result.stderr
     line = result.stderr.splitlines()[-1]
-    assert line.startswith("error: environments [") and "that are not finite; to go on: " in line
+    assert line.startswith("error: environments [") and "that are not finite; to resume: " in line
 
 
 def test_nothing_is_normalized_by_what_is_not_finite(tmp_path):
@@ -95,7 +95,7 @@ def test_nothing_is_normalized_by_what_is_not_finite(tmp_path):
     )
     result = scripts.run("scripts/ppo_continuous_clusterenv.py", tmp_path, *flags.split())
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    says = "error: environments [0, 1, 2, 3] gave observations that are not finite; to go on: "
+    says = "error: environments [0, 1, 2, 3] gave observations that are not finite; to resume: "
     assert result.stderr.splitlines()[-1].startswith(says)
 
 

@@ -250,7 +250,7 @@ def test_actions_may_have_double_precision(tmp_path):
 def test_other_actions_are_refused_in_one_line(tmp_path, space):
     (tmp_path / "form.py").write_text(FORMS)
     result = scripts.run(SCRIPT, tmp_path, *OF_FORMS, "--env-kwargs", f"space='{space}'")
-    scripts.check_refusal(result, "actions must be continuous vectors, bounded, not Box(")
+    scripts.check_refusal(result, "actions must be bounded continuous vectors, not Box(")
 
 
 @pytest.mark.parametrize("utd", ["0.29", "2"])

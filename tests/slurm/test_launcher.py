@@ -229,13 +229,13 @@ def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
         job.wait("RUNNING", "COMPLETED")
         assert job.await_training(before[job]) > before[job]
         assert job.slurm.jobs(job.id)[0]["Restarts"] == "1"
-        assert job.log().count("interrupted; to go on") == 1
+        assert job.log().count("interrupted; to resume") == 1
         assert re.match(
             rf"job {job.id} on \S+: 2 workers, run directory runs/{job.run.name}\n", job.log()
         )
         assert [path.name for path in (job.directory / "runs").iterdir()] == [job.run.name]
     submit = "sbatch --ntasks=3 slurm/ppo.sbatch --env-id=slow_env:Slow-v0"
-    assert f"interrupted; to go on: {submit} --resume runs/{requeued.run.name}\n" in requeued.log()
+    assert f"interrupted; to resume: {submit} --resume runs/{requeued.run.name}\n" in requeued.log()
     assert f"requeued; it will go on from runs/{timed_out.run.name}" in timed_out.log()
     assert "requeued" not in requeued.log()  # Slurm has requeued it
     timed_out.slurm.run("scancel", timed_out.id)
@@ -376,7 +376,7 @@ def test_learners_on_two_nodes_are_requeued_and_go_on_to_the_end(train):
     job.warn()
     job.await_requeue()
     submit = (
-        r"interrupted; to go on: sbatch --nodes=2 --cpus-per-task=\d slurm/ppo_torchrun.sbatch "
+        r"interrupted; to resume: sbatch --nodes=2 --cpus-per-task=\d slurm/ppo_torchrun.sbatch "
         r"--env-id"
     )
     assert re.search(submit, job.log())

@@ -1,4 +1,4 @@
-"""Several learners of one run: the processes that `torchrun` starts, with a run that they share."""
+"""Several learners of one run: the processes that `torchrun` starts, and their common run."""
 
 from .run import LearnersRun
 

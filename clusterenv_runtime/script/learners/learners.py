@@ -1,9 +1,9 @@
-"""The learners of one run, which `torchrun` starts and supervises, and what they compute together.
+"""The learners of one run, which `torchrun` starts and supervises, and their collectives.
 
 They hold the same networks and draw the same random numbers. Each collects from its share of the
 environments and learns from its share of each minibatch, and their gradients are averaged. They
-meet by torchrun's store and talk by torch.distributed. Neither is encrypted, nor asks who is there:
-several machines must be in a network that you trust.
+meet through torchrun's store and communicate by torch.distributed. Neither encrypts or
+authenticates, so several machines must be in a network that you trust.
 """
 
 from __future__ import annotations
@@ -23,41 +23,43 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from ...arrays.frames import Frames
 from ...errors import Interrupted, LearnerLostError, one_line
 
-PR_SET_PDEATHSIG = 1  # asks Linux for a signal when the parent has died
+PR_SET_PDEATHSIG = 1  # asks Linux for a signal when the parent dies
 
 
 class Learners:
-    """The learners of a run, of which this process is one; without `torchrun` the only one.
+    """The learners of a run. This process is one of them, and without `torchrun` the only one.
 
-    Whoever is lost closes its connections, which the others notice at once. Who falls silent is
-    waited for as long as torch.distributed does by default: 30 minutes.
+    A lost learner closes its connections, which the others notice at once. They wait for a silent
+    one as long as torch.distributed does by default: 30 minutes.
 
     Attributes:
-        rank: which it is; the first, 0, writes logs and checkpoints, and evaluates.
-        world_size: how many there are.
-        backend: of torch.distributed. Learners that share a GPU talk by Gloo, as NCCL refuses them.
-        first_row: the number of its first environment among those of all learners.
+        rank: this learner's number. The first learner, 0, writes logs and checkpoints, and
+            evaluates.
+        world_size: the number of learners.
+        backend: the backend of torch.distributed. Learners that share a GPU use Gloo, because NCCL
+            refuses them.
+        first_row: the number of this learner's first environment among those of all learners.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
         self.backend = "gloo"
         self.first_row = 0
-        self._store: dist.Store | None = None  # torchrun's, which outlasts its restarts
+        self._store: dist.Store | None = None  # torchrun's store, which outlasts its restarts
 
     @classmethod
     def of_torchrun(cls, cuda: bool) -> Learners:
-        """Meet the other learners that torchrun has started, if it has started any.
+        """Meet the other learners, if torchrun has started this process, and return them all.
 
-        ``cuda`` says whether they learn on GPUs, where there are any.
+        ``cuda`` says whether they learn on GPUs if there are any.
 
         Raises:
-            LearnerLostError: they are out of reach.
+            LearnerLostError: the other learners are out of reach.
         """
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
         learners = cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-        with suppress(AttributeError):  # no Linux
+        with suppress(AttributeError):  # not on Linux
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if cuda and torch.cuda.is_available():
             gpus = torch.cuda.device_count()
@@ -70,27 +72,27 @@ class Learners:
     def _meet(self) -> None:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._store = dist.TCPStore(address, port, is_master=False)
-        # By itself torch would look for the addresses of the learners before a restart.
+        # Without the prefix, torch would use the learners' addresses from before a restart.
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], self._store)
         ranks = {"rank": self.rank, "world_size": self.world_size}
         dist.init_process_group(self.backend, store=store, **ranks)
 
     @property
     def command(self) -> list[str]:
-        """What starts as many learners, before the script and its flags."""
+        """The command that starts as many learners, up to the script and its flags."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return ["python"]
         number = os.environ["GROUP_WORLD_SIZE"]
         nodes = [] if number == "1" else ["--nnodes", number]
         return ["torchrun", *nodes, "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
 
-    # Between updates, where nothing is half done: a learner that is lost interrupts the run.
+    # For use between updates, where nothing is half done: a lost learner interrupts the run.
     def sum(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum of ``values`` over all learners. Raises as `gather`."""
+        """Return the sum of ``values`` over all learners. Raises as `gather` does."""
         return np.sum(self.gather(values), axis=0)
 
     def gather(self, values: np.ndarray) -> list[np.ndarray]:
-        """Return all learners' one-dimensional ``values``, which may be of different lengths.
+        """Return all learners' one-dimensional ``values``, whose lengths may differ.
 
         Raises:
             Interrupted: another learner is lost.
@@ -103,20 +105,20 @@ class Learners:
             raise Interrupted(str(error)) from None
 
     def tell(self, text: str) -> list[str]:
-        """Return all learners' texts. Raises as `gather`."""
+        """Send ``text`` to all learners, and return theirs, in order. Raises as `gather` does."""
         parts = self.gather(np.frombuffer(text.encode(), np.uint8))
         return [part.tobytes().decode() for part in parts]
 
-    # In an update: all raise LearnerLostError if another learner is lost.
+    # For use in an update: all that communicate raise LearnerLostError if a learner is lost.
     def rows(self, number: int) -> range:
-        """Return which of a number of things in a row are this learner's; all have as many."""
+        """Return this learner's share of ``number`` items, by index. All shares are equal."""
         each = number // self.world_size
         return range(self.rank * each, (self.rank + 1) * each)
 
     def gather_rows(self, values: Any) -> Any:
         """Return ``(num_steps, num_envs, ...)`` of all learners' ``(num_steps, own_envs, ...)``.
 
-        ``values`` are a tensor, or `Frames` of tensors.
+        ``values`` is a tensor, or `Frames` of tensors.
         """
         if self.world_size == 1:
             return values
@@ -135,7 +137,7 @@ class Learners:
         return values / self.world_size
 
     def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Make each gradient the average of all learners'; they travel as one flat tensor."""
+        """Average each gradient over all learners. The gradients travel as one flat tensor."""
         if self.world_size == 1:
             return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -143,7 +145,7 @@ class Learners:
         vector_to_parameters(average, gradients)
 
     def _gather_uneven(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return all learners' ``values``, of which each has another number."""
+        """Return all learners' ``values``, whose lengths may differ."""
         lengths = self._gather(torch.tensor([len(values)], device=values.device))
         padded = values.new_zeros((int(max(lengths)), *values.shape[1:]))
         padded[: len(values)] = values
@@ -162,19 +164,19 @@ class Learners:
             text = f"learner {self.rank} has lost the others: {one_line(error)}"
             raise LearnerLostError(text) from None
 
-    # The end, and what is after it.
+    # The end, and a restart by torchrun.
     def part(self) -> None:
-        """Leave the others, when all have trained to the end."""
+        """Leave the other learners, once all have trained to the end."""
         if self.world_size > 1:
             dist.destroy_process_group()
 
     def note_run(self, name: str) -> None:
-        """Note the run's name for the case that torchrun starts all learners anew."""
+        """Store the run's name, in case torchrun restarts all learners."""
         if self.rank == 0 and self._store is not None:
             self._store.set("run", name)
 
     def run_before(self) -> str:
-        """Return the name of the run that torchrun starts anew, to the first learner; or ""."""
+        """Return the name of the run that torchrun restarts, on the first learner; or ""."""
         if self.rank > 0 or self._store is None or not self._store.check(["run"]):
             return ""
         return self._store.get("run").decode()

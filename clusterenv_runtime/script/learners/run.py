@@ -23,15 +23,15 @@ from ..run import Run
 from .learners import Learners
 
 T = TypeVar("T")
-DIVIDED = "num_workers", "min_workers"  # flags that count for all learners together
+DIVIDED = "num_workers", "min_workers"  # flags that are totals over all learners
 
 
 class LearnersRun(Run):
-    """A `Run` of several learners, of which this process is one. The first one writes its files.
+    """A `Run` of several learners. This process is one of them; the first one writes its files.
 
     Attributes:
-        learners: all of them.
-        rows: the environments of this learner, of ``args.num_envs``.
+        learners: all learners.
+        rows: the indices of this learner's environments, among ``args.num_envs``.
     """
 
     has_learners = True
@@ -50,7 +50,7 @@ class LearnersRun(Run):
         flags["torch.distributed's backend"] = self.learners.backend
         check_flags_are_alike([json.loads(text) for text in self.learners.tell(json.dumps(flags))])
         if not self.writes:
-            self.args.eval_interval = None  # the first one evaluates
+            self.args.eval_interval = None  # only the first learner evaluates
         self.rows = self.learners.rows(self.args.num_envs)
         self.learners.first_row = self.rows.start
         self._time_is_up = False
@@ -96,9 +96,9 @@ class LearnersRun(Run):
         return self._time_is_up
 
     def add_episodes(self, rollout: Rollout) -> None:
-        """Count the episodes of all learners' rollouts. Call it before you learn from yours.
+        """Count the episodes of all learners' rollouts. Call it before learning from this one's.
 
-        Here the learners agree on what the clock of the first one says, and compare their models.
+        The learners also agree on what the first one's clock says, and compare their models.
         """
         check_finite(rollout, self.rows.start)
         facts = [super()._is_time_up(), *fingerprint(self._model)]
@@ -126,13 +126,13 @@ class LearnersRun(Run):
 class SharedWorkers:
     """The state of a learner's `ClusterEnv` in a checkpoint, which any number of learners can load.
 
-    It has the pulls and restarts of the first learner's workers, and the bytes of all. All workers
-    pull together, but for replacements.
+    It has the pulls and restarts of the first learner's workers, and the bytes of all learners. All
+    workers pull together, except for replacements.
     """
 
     def __init__(self, envs: ClusterEnv, is_first: bool) -> None:
         self._envs, self._is_first = envs, is_first
-        self.others_bytes = 0  # of weights, that other learners have sent
+        self.others_bytes = 0  # bytes of weights that other learners have sent
 
     def state_dict(self) -> dict[str, Any]:
         state = self._envs.state_dict()
@@ -145,7 +145,7 @@ class SharedWorkers:
 
 
 class _NoLogs(Logs):
-    """In place of `Logs`, for all learners but the first."""
+    """Stands in for `Logs` on all learners except the first."""
 
     def __init__(self) -> None:
         self.curve = LearningCurve()
@@ -154,14 +154,14 @@ class _NoLogs(Logs):
 
 
 class _NoWriter(nullcontext):
-    """In place of a `SummaryWriter`: whatever is called, nothing is written."""
+    """Stands in for a `SummaryWriter`. Its methods write nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
 
 
 def fingerprint(model: torch.nn.Module) -> list[int]:
-    """Return checksums of all that a model consists of, and of torch's random numbers."""
+    """Return checksums of a model's state, and of the state of torch's random number generator."""
     crc = 0
     for value in model.state_dict().values():
         crc = zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), crc)
@@ -170,19 +170,19 @@ def fingerprint(model: torch.nn.Module) -> list[int]:
 
 
 def check_for_learners(args: ScriptArgs, number: int) -> None:
-    """Exit with one line if these flags do not go with so many learners."""
+    """Exit with a one-line error if these flags do not work with ``number`` learners."""
     one = "one learner: run it without torchrun"
     check(number == 1 or not args.dry_run, f"--dry-run prints the workers' commands of {one}")
     for name in ("num_envs", *DIVIDED):
         value = getattr(args, name) or 0
         multiple = f"must be a multiple of the {number} learners of torchrun"
         check(value % number == 0, f"{spell(name)} {value} {multiple}")
-    own = f"cannot be that of {number} learners: each listens on one of its own"
+    own = f"cannot serve {number} learners: each listens on its own port"
     check(number == 1 or not args.port, f"--port {args.port} {own}")
 
 
 def check_flags_are_alike(flags: list[dict[str, str]]) -> None:
-    """Exit with one line if a learner's flags are not those of the first one."""
+    """Exit with a one-line error if a learner's flags are not those of the first learner."""
     for rank, own in enumerate(flags):
         for name, value in own.items():
             first = flags[0].get(name)
@@ -191,8 +191,8 @@ def check_flags_are_alike(flags: list[dict[str, str]]) -> None:
 
 
 def check_models_are_alike(fingerprints: list[np.ndarray], step: int) -> None:
-    """Exit with one line if the learners' models or random numbers differ."""
-    after = f"after step {step}: a machine may be broken, or of another kind"
+    """Exit with a one-line error if the learners' models or random numbers differ."""
+    after = f"after step {step}: a machine may be broken, or of a different kind"
     for rank, own in enumerate(fingerprints):
         same_model, same_numbers = own == fingerprints[0]
         check(same_model, f"learner {rank}'s model is not the first one's {after}")
