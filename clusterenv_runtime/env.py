@@ -90,14 +90,18 @@ class ClusterEnv(Measures, VectorApi):
             0 if learners is None else learners.first_row,
         )
         self._head = start_head(blueprint, parsed, launcher, address, learners)
-        blueprint.move_to(self)
+        self._finalizer = weakref.finalize(self, self._head.close, parsed.close_timeout)
+        try:
+            blueprint.move_to(self)
+        except Exception:  # Gymnasium cannot batch the spaces
+            self._finalizer()
+            raise
         self._pool = self._head.pool
         self.num_workers = len(self._pool.workers)
         self.copy = copy
         self._stepper = Stepper(self._head, blueprint, copy)
         self._collector = Collector(self._head, blueprint)
         self._evaluator = Evaluator(self._head, blueprint)
-        self._finalizer = weakref.finalize(self, self._head.close, parsed.close_timeout)
         self.closed = False
 
     # Methods for which the workers act.

@@ -313,6 +313,13 @@ def test_an_environment_that_raises_in_close_is_told_and_keeps_no_other_from_it(
     assert caplog.messages == [f"{failed}; see {log}"]
 
 
+def test_a_worker_that_a_signal_has_ended_has_not_failed(caplog):
+    ends_like_sigterm = "sh -c '\"$@\"; exit 143' sh"  # as srun does when its job is canceled
+    with ClusterEnv([CountingEnv], 1, worker_prefix=ends_like_sigterm) as envs:
+        envs.reset()
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_files_that_nobody_closes_are_whole(tmp_path, how):
     class WritingEnv(CountingEnv):

@@ -421,6 +421,23 @@ def test_a_row_that_is_reset_after_the_loss_loses_its_step_too():
         assert truncations.tolist() == infos["worker_lost"].tolist() == [True, True]
 
 
+class BeginsEnv(CountingEnv):
+    """Says in its info that an episode begins."""
+
+    def reset(self, **kwargs):
+        return super().reset(**kwargs)[0], {"begins": True}
+
+
+def test_a_reset_by_a_mask_after_a_loss_keeps_the_infos_of_the_other_rows():
+    with ClusterEnv([BeginsEnv] * 3, 1, autoreset_mode="SameStep") as envs:
+        envs.reset()
+        envs.step([0, 0, 0])
+        kill(pid_of(0))
+        envs.reset(options={"reset_mask": np.array([False, True, False])})
+        infos = envs.step([0, 0, 0])[4]
+        assert infos["worker_lost"].all() and infos["begins"].tolist() == [True] * 3
+
+
 class GlobalEnv(CountingEnv):
     """Draws from a global generator."""
 
@@ -472,8 +489,8 @@ def test_each_loss_draws_fresh_seeds_that_follow_from_the_users():
 
 
 class LifeEnv(CountingEnv):
-    """Its reward is the number of steps in its whole life. It observes this number, and a number that
-    no other environment has.
+    """Its reward is the number of steps in its whole life. It observes this number, and another one
+    that no other environment has.
     """
 
     observation_space = spaces.Box(0, np.inf, (2,), np.float64)
@@ -506,7 +523,7 @@ def lives(chunks):
     rewards = np.concatenate([rewards for _, rewards in chunks])
     names, starts = np.unique(observations[:, 1], return_index=True)
     for life in np.split(np.arange(len(rewards)), np.sort(starts)[1:]):
-        assert rewards[life].tolist() == list(range(1, len(life) + 1))  # no step twice, and no step left out
+        assert rewards[life].tolist() == list(range(1, len(life) + 1))  # none twice, none left out
         assert len(set(observations[life, 1])) == 1
     return len(names)
 

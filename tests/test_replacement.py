@@ -1,6 +1,7 @@
 """The orders that make a process a given worker, without processes."""
 
 import pickle
+import random
 
 import cloudpickle
 import numpy as np
@@ -78,16 +79,17 @@ def told():
     told.recovery.close()
 
 
-def test_the_first_process_builds_its_environments_and_no_more(told):
+def test_the_first_process_builds_its_environments_and_no_more():
+    random.seed("generators of no other ClusterEnv that is open")
+    told = Told()
     ((seq, setup, (environments, rule, likeness, array)),) = told.orders()
     assert (seq, setup) == (None, Setup(2, number_of_globals()))
     assert (environments, array) == (b"setup", bytes(LARGE))
     assert (pickle.loads(rule), pickle.loads(likeness)) == (SyncRule(), told.likeness)
+    told.recovery.close()
 
 
-def test_a_process_gets_the_structure_then_attributes_then_the_reset_then_the_requests(
-    told,
-):
+def test_a_process_gets_the_structure_then_attributes_then_the_reset_then_the_requests(told):
     told.store.structure = b"structure"
     told.recovery.attributes["name"] = [b"of worker 0", b"of worker 1"]
     told.seeds = [5, 6, 7, 8]

@@ -467,6 +467,18 @@ def test_spaces_that_do_not_match(workers, observation_mode, other, row):
     assert workers() == before
 
 
+class OwnBox(spaces.Box):
+    """Gymnasium batches no such spaces of different bounds."""
+
+
+def test_spaces_that_gymnasium_cannot_batch_leave_no_workers(workers):
+    before = workers()
+    for make in (partial(ClusterEnv, num_workers=2), SyncVectorEnv):
+        with pytest.raises(TypeError, match="registered `batch_differing_space`"):
+            make([partial(RandomEnv, OwnBox(0, 1))] * 2, observation_mode="different")
+    assert workers() == before
+
+
 @pytest.mark.parametrize("observation_mode", ["similar", (SMALL,), None])
 def test_unknown_observation_modes(observation_mode):
     with pytest.raises(ValueError, match="Invalid `observation_mode`"):

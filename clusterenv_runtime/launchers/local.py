@@ -185,7 +185,8 @@ class LocalLauncher(Launcher):
             # A forked worker's exit code is known a moment after the worker has ended.
             while (code := process.poll()) is None and time.monotonic() < deadline:
                 time.sleep(0.01)
-            if code is not None and timeout > 0 and 0 < code < UNKNOWN:
+            exit = self.exit(index)
+            if timeout > 0 and code and exit is not None and not exit.by_signal:
                 text = "worker %d failed as it closed its environments (exit code %d)%s"
                 log = self.log(index)
                 logger.warning(text, index, code, f"; see {log}" if log else "")

@@ -57,6 +57,8 @@ class EnvsOneByOne:
         self._first_row = first_row
         self.num_envs = len(env_fns)
         self.infos: list[tuple[int, dict[str, Any]]] = []
+        # The infos of each environment's last reset by the head.
+        self._reset_infos: list[tuple[int, dict[str, Any]]] = []
         self._current: int | None = None  # the environment that is being called
         self._envs: list[gym.Env] = []
         with self._names_env():
@@ -120,7 +122,8 @@ class EnvsOneByOne:
                     seed_globals(seeds[i], self._first_row + i)
                 self._seen[i], info = self._envs[i].reset(seed=seeds[i], options=options)
                 self._add_info(i, info)
-        self._reset_infos = list(self.infos)
+        others = [pair for pair in self._reset_infos if not rows[pair[0]]]
+        self._reset_infos = others + self.infos
         return self._observations()
 
     def step(self, actions: Sequence[Any]) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:

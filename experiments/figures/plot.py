@@ -87,7 +87,8 @@ def learning_curves(task):
 
 def synchronization(task):
     """Pulls and bytes so far against steps."""
-    settings = [key for key in task.settings("kl") if key.decoupled]
+    settings = task.settings("kl")
+    settings = [key for key in settings if key.decoupled] or settings
     figure, ((left, right),) = subplots(1, 2, 8, 3.4)
     draw_all(left, task, settings, "pulls")
     draw_all(right, task, settings, "bytes")
