@@ -283,7 +283,7 @@ if __name__ == "__main__":
         actor = torch.compile(actor, dynamic=False, options=options)
         loss_fn = torch.compile(ppo_loss, dynamic=False, options=options)
     update_once = CudaGraph(update, optimizer, agent, args, loss_fn)
-    envs.publish(policy)  # while the environments reset, the workers load it
+    envs.publish(policy)  # the workers load it before they reset the environments
     envs.reset(seed=args.seed + run.global_step)
 
     with run.training(envs, agent, policy):

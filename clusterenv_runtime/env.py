@@ -117,7 +117,11 @@ class ClusterEnv(Measures, VectorApi):
 
         Raises:
             ResetNeeded, AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
-            ValueError: the observations are not arrays, or ``num_steps`` is less than 1.
+            TypeError, ValueError: the policy cannot act in these environments, ``num_steps`` is
+                less than 1, or it differs from the overlapped rollout's ``num_steps``.
+            Exception: an environment or the policy raised it on a worker. Its cause is an
+                `EnvError`.
+            WorkerDiedError: too many replacements of a worker have died in a row.
         """
         self._assert_is_running()
         if self._collector.overlapped is None:
@@ -130,8 +134,12 @@ class ClusterEnv(Measures, VectorApi):
         """Publish the policy's current weights as the next version. Return the version number.
 
         This also measures each worker's divergence from the new version. `rollout` publishes by
-        itself. Publishing before the first `reset` lets the workers load torch while the
-        environments are reset.
+        itself. If it is called before the first `reset`, the workers load torch before they reset
+        their environments, and the first rollout does not wait for it.
+
+        Raises:
+            ClosedEnvironmentError: as for `step`.
+            TypeError, ValueError: the policy cannot act in these environments.
         """
         self._assert_is_running()
         return self._collector.publish(policy)
@@ -148,7 +156,8 @@ class ClusterEnv(Measures, VectorApi):
         Raises:
             ResetNeeded, AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
             ValueError: no policy has been published, the observations are not arrays,
-                ``num_steps`` is less than 1, or there is no such worker.
+                ``num_steps`` is less than 1, there is no such worker, or there are several
+                learners.
         """
         self._assert_idle("send")
         self._collector.assert_can_act("send", num_steps)

@@ -254,7 +254,7 @@ if __name__ == "__main__":
         duration = args.exploration_fraction * args.total_timesteps
         policy.epsilon = linear_schedule(args.start_e, args.end_e, duration, step)
 
-    envs.publish(policy)  # while the environments reset, the workers load it
+    envs.publish(policy)  # the workers load it before they reset the environments
     envs.reset(seed=args.seed + run.global_step)
 
     with run.training(envs, q_network, policy):

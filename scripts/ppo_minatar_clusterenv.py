@@ -253,7 +253,7 @@ if __name__ == "__main__":
     adam = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     optimizer = run.keep("optimizer", adam)
     update_once = CudaGraph(update, optimizer, agent, args)
-    envs.publish(policy)  # while the environments reset, the workers load it
+    envs.publish(policy)  # the workers load it before they reset the environments
     envs.reset(seed=args.seed + run.global_step)
 
     with run.training(envs, agent, policy):

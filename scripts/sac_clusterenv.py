@@ -319,7 +319,7 @@ if __name__ == "__main__":
     def explore(step):
         policy.uniform = float(step < args.learning_starts)
 
-    envs.publish(policy)  # while the environments reset, the workers load it
+    envs.publish(policy)  # the workers load it before they reset the environments
     envs.reset(seed=args.seed + run.global_step)
 
     with run.training(envs, actor, policy):
