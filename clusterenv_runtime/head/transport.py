@@ -27,6 +27,7 @@ MOST_FILES = 65_536
 HANDSHAKE_MS = 10_000  # the time in which a peer must complete its handshake
 MAX_HELLO = 2**16  # bytes in the first message of a connection
 PING = protocol.encode((None, Ping()))
+POLLIN = int(zmq.POLLIN)
 MOST_AT_ONCE = 1000  # messages received in a row; then the head supervises its workers
 
 
@@ -182,11 +183,12 @@ class Transport:
         received: list[Received] = []
         if seconds is None:
             return received, closed
-        self._socket.poll(0 if closed else seconds * 1000)
+        if not (closed or seconds == 0 or self._has_message()):
+            self._socket.poll(seconds * 1000)
         for _ in range(MOST_AT_ONCE):
             # If no message is left, `recv_multipart` would raise, and pyzmq would lose an exception
             # that a signal handler raises at that moment.
-            if not self._socket.events & zmq.POLLIN:
+            if not self._has_message():
                 break
             identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             message = Received(identity.bytes, [frame.buffer for frame in frames])
@@ -196,6 +198,10 @@ class Transport:
             else:
                 received.append(message)
         return received, closed
+
+    def _has_message(self) -> bool:
+        # Several times as fast as the attribute `events` and pyzmq's enumeration.
+        return bool(self._socket.getsockopt(zmq.EVENTS) & POLLIN)
 
     def _send(self, out: Outgoing) -> bool:
         """Send a message. Return whether the connection is still open."""
